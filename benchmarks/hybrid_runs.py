@@ -7,14 +7,30 @@ from kvpage.benchmarks.hybrid_traces import Request
 from kvpage.blocks.hybrid.manager import HybridManager
 
 BLOCK_SIZE = 16
+PORTION = 2048  # most tokens of one prompt that the other policy computes at once
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """num_found: tokens of all prompts that need no computation. num_kept: states that it had at the end."""
+    """What the requests of a trace have found.
 
-    num_found: int
+    Attributes:
+        found: Tokens of each prompt that need no computation.
+        num_kept: States that it had at the end.
+    """
+
+    found: list[int]
     num_kept: int
+
+    @property
+    def num_found(self) -> int:
+        """Tokens of all prompts that need no computation."""
+        return sum(self.found)
+
+    @property
+    def num_hits(self) -> int:
+        """Requests that have found any token."""
+        return sum(one > 0 for one in self.found)
 
 
 def run_manager(requests: list[Request], num_slots: int | None, is_marked: bool) -> Run:
@@ -22,11 +38,11 @@ def run_manager(requests: list[Request], num_slots: int | None, is_marked: bool)
     most = 3 * len(requests) if num_slots is None else num_slots
     num_tokens = sum(len(request.computed) + BLOCK_SIZE for request in requests)
     manager = HybridManager(num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, num_slots=most + 1)
-    num_found = sum(_serve(manager, number, request, is_marked) for number, request in enumerate(requests))
+    found = [_serve(manager, number, request, is_marked) for number, request in enumerate(requests)]
     manager.check()
     stats = manager.stats().slots
     assert stats is not None and stats.num_checkpoints <= most + 1
-    return Run(num_found, stats.num_checkpoints)
+    return Run(found, stats.num_checkpoints)
 
 
 def _serve(manager: HybridManager, number: int, request: Request, is_marked: bool) -> int:
@@ -50,28 +66,37 @@ def _make_moves(manager: HybridManager) -> None:
     manager.do_state_moves(lambda move: None)
 
 
-def run_borders(requests: list[Request], num_slots: int | None, block_size: int, only_last: bool) -> Run:
+def run_borders(requests: list[Request], num_slots: int | None, block_size: int, only_ends: bool) -> Run:
     """Serve the trace with states at block borders, the least recently used evicted first.
 
     Args:
         requests: The trace.
         num_slots: States that are kept; None keeps all.
         block_size: Tokens between two borders.
-        only_last: Whether a request leaves the state of its last border alone; otherwise that of each.
+        only_ends: Whether a request leaves the states of its last border, and of those at which a portion of its
+            prefill ends; otherwise that of each border.
     """
     kept: OrderedDict[bytes, None] = OrderedDict()
-    num_found = 0
+    all_found = []
     for request in requests:
         tokens = request.computed
         borders = range(block_size, len(request.prompt), block_size)
         found = next((end for end in reversed(borders) if tokens[:end].tobytes() in kept), 0)
-        num_found += found
-        last = len(tokens) // block_size * block_size
-        passed = [end for end in range(block_size, len(tokens) + 1, block_size) if end > found]
-        for end in [found, *([last] if only_last and last > found else [] if only_last else passed)]:
+        all_found.append(found)
+        passed = range(found + block_size, len(tokens) + 1, block_size)
+        for end in [found, *(_ends(found, passed) if only_ends else passed)]:
             if end:
                 kept[tokens[:end].tobytes()] = None
                 kept.move_to_end(tokens[:end].tobytes())
         while num_slots is not None and len(kept) > num_slots:
             kept.popitem(last=False)
-    return Run(num_found, len(kept))
+    return Run(all_found, len(kept))
+
+
+def _ends(start: int, borders: range) -> list[int]:
+    """Return the borders at which portions end, each as long as it can be, and the last one."""
+    ends = []
+    while reached := [border for border in borders if start < border <= start + PORTION]:
+        start = reached[-1]
+        ends.append(start)
+    return ends

@@ -24,8 +24,13 @@ class Request:
         return np.concatenate([self.prompt, self.answer[:-1]])
 
 
+def aligned(rng: np.random.Generator) -> list[Request]:
+    """64 prompts of 2,200 tokens, of which one of 12 system prompts is 1,600: 16 more than three blocks of 528."""
+    return _shared(rng, num_requests=64, sizes=[1600] * 12, num_own=600)
+
+
 def shifted(rng: np.random.Generator) -> list[Request]:
-    """64 prompts of 2,200 tokens, of which one of 12 system prompts is 1,500: 100 fewer than three blocks of 528."""
+    """The same, shifted by 100 tokens: the system prompts are 1,500 tokens, which is within the third block."""
     return _shared(rng, num_requests=64, sizes=[1500] * 12, num_own=700)
 
 
@@ -47,6 +52,7 @@ def agents(rng: np.random.Generator) -> list[Request]:
 
 
 TRACES: dict[str, Callable[[np.random.Generator], list[Request]]] = {
+    "aligned": aligned,
     "shifted": shifted,
     "short": short,
     "chats": chats,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvpage.benchmarks.engine_cells import admission, attention_step, layer, products, step, step_beside
+from kvpage.benchmarks.hybrid_cells import HYBRID_ROWS
 from kvpage.benchmarks.number_cells import (
     CHUNKS,
     LOSSES,
@@ -147,6 +148,7 @@ NUMBERS: list[Number] = [
     Number("the same by calls that name the sequences", *manager("step by names"), "block_manager"),
     Number("allocate a prompt of 8,192 tokens, 6,144 cached, an array", *manager("allocate, array"), "block_manager"),
     Number("the same, a list", *manager("allocate, list"), "block_manager"),
+    *(Number(f"hybrid models: {what}", *cells, "hybrid_prefix") for what, cells in HYBRID_ROWS),
     Number(
         "whole-sequence slots: alloc and free",
         us("rows", what="alloc and free"),

@@ -6,6 +6,9 @@ SOURCES = ("kvpage", "kernels", "csrc", "setup.py", "CMakeLists.txt")
 BLENDING = ("kvpage/blend", "kvpage/ops/blend.py", "kvpage/ops/reference", "benchmarks/blend_quality.py",
             "benchmarks/blend_methods.py", "benchmarks/blend_model.py", "benchmarks/blend_task.py")  # fmt: skip
 
+HYBRID = ("kvpage/blocks", "csrc/tree", "benchmarks/hybrid_bounds.py", "benchmarks/hybrid_runs.py",
+          "benchmarks/hybrid_traces.py")  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -47,6 +50,7 @@ RUNS = {
         _run("pool", "bench_pool", has_plot=False),
         _run("prefix", "bench_prefix"),
         _run("block_manager", "bench_block_manager"),
+        _run("hybrid_prefix", "bench_hybrid_prefix", sources=HYBRID),
         _run("slots", "bench_slots"),
         _run("token_trie", "bench_token_trie", has_plot=False),
         _run("events", "bench_events"),

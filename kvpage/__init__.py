@@ -17,21 +17,25 @@ __path__ = usable_path(__path__, sys.path)
 from kvpage.checks.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
 import kvpage._C as _C
 from kvpage._C import BlockPool, HotPrefix, Match, PartMatch, PrefixTree, TreeEntry
+from kvpage.blocks.explain import Ending, Explanation, GroupReach
+from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove, BlockMoves
 from kvpage.blocks.rows import StepInputs
 from kvpage.blocks.space import HostPolicy
 from kvpage.blocks.states import Allocation
-from kvpage.blocks.stats import BlockStats, SpaceStats
+from kvpage.blocks.stats import BlockStats, SlotStats, SpaceStats
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.calibration import Calibration, Throughput, calibrate
 from kvpage.cache.layered_moves import Arrival, LayeredMoves, LayerEvents
+from kvpage.cache.state_cache import StateCache
 from kvpage.cache.transfer import Transfer
 from kvpage.cache.transfer_stream import TransferEvent, TransferStream
 from kvpage.layout.backends import AttentionBackend, register_backend
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
+from kvpage.layout.groups import CacheGroup, GroupKind, StateLayout, StatePart
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
 from kvpage.tools.build import build_info
@@ -49,11 +53,17 @@ __all__ = [
     "BlockStats",
     "CacheConfig",
     "CacheEngine",
+    "CacheGroup",
     "CacheLayout",
     "Calibration",
     "DeviceConfig",
+    "Ending",
+    "Explanation",
+    "GroupKind",
+    "GroupReach",
     "HostPolicy",
     "HotPrefix",
+    "HybridManager",
     "KVScales",
     "KVView",
     "LayerEvents",
@@ -65,7 +75,11 @@ __all__ = [
     "ParallelConfig",
     "PartMatch",
     "PrefixTree",
+    "SlotStats",
     "SpaceStats",
+    "StateCache",
+    "StateLayout",
+    "StatePart",
     "StepInputs",
     "Throughput",
     "Transfer",

@@ -11,18 +11,18 @@ from kvpage.blend.sensitivity import measure_sensitivity
 from kvpage.blend.stored_segments import StoredSegments
 
 __all__ = [
-    "ContentBoundaries",
     "METRICS",
     "BlendConfig",
+    "ContentBoundaries",
     "MemorySegments",
     "Reuse",
-    "SegmentCache",
-    "StoredSegments",
-    "SegmentKV",
     "RotaryTables",
     "Segment",
+    "SegmentCache",
+    "SegmentKV",
     "SegmentStore",
     "Selection",
+    "StoredSegments",
     "create_index",
     "indices_to_mask",
     "mask_to_indices",

@@ -9,7 +9,7 @@ Nothing is pinned by asking, and nothing counts as used.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 
 from kvpage._C import PrefixTree
 from kvpage.blocks.load_or_compute import LoadOrCompute
@@ -18,7 +18,7 @@ from kvpage.blocks.states import Ids
 MOST_NAMESPACES = 1024  # that are searched for a longer match
 
 
-class Ending(StrEnum):
+class Ending(str, Enum):
     """Why a group reaches no further."""
 
     PROMPT = "the prompt ends"
@@ -26,8 +26,12 @@ class Ending(StrEnum):
     NOT_CACHED = "nothing more is cached: it was never computed, or evicted"
     NO_CHECKPOINT = "no checkpoint has been taken further on"
     EVICTED = "a checkpoint further on was evicted"
+    NO_KV = "a checkpoint further on lacks K and V before it"
     NOT_WORTH_LOADING = "the host has more, which is expected to be computed faster than loaded"
     OFF = "prefix caching is off"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +105,21 @@ def explain_attention(
     if tree is None:
         return Explanation(len(tokens), 0, (GroupReach("attention", 0, Ending.OFF),))
     reach = reach_of_attention(tree, tokens, namespace, shares_parts, rule)
-    most = len(tokens) - 1 if shares_parts else (len(tokens) - 1) // tree.block_size * tree.block_size
+    most = most_found(len(tokens), tree.block_size, shares_parts)
     elsewhere = longest_elsewhere(tree, tokens, namespace, reach.num_tokens)
     return Explanation(len(tokens), min(reach.num_tokens, most), (reach,), elsewhere)
+
+
+def most_found(num_tokens: int, block_size: int, shares_parts: bool) -> int:
+    """Return how many tokens of a prompt can be found at most. One is left to compute at least.
+
+    Args:
+        num_tokens: Tokens of the prompt.
+        block_size: Tokens of a block.
+        shares_parts: Whether a part of a block counts.
+    """
+    most = max(num_tokens - 1, 0)
+    return most if shares_parts else most // block_size * block_size
 
 
 def reach_of_attention(
@@ -119,16 +135,18 @@ def reach_of_attention(
         rule: Whether host blocks are worth their way back.
     """
     ids, num_common, cached = tree.look(tokens, namespace)
-    num_host = int((ids[0] < 0).sum())
+    wanted = ids[0, : max(len(tokens) - 1, 0) // tree.block_size]  # one token is left over
+    num_host = int((wanted < 0).sum())
     if num_host and rule is not None and not rule.should_load(num_host):
-        num_tokens = (ids.shape[1] - num_host) * tree.block_size
+        num_tokens = (len(wanted) - num_host) * tree.block_size
         return GroupReach("attention", num_tokens, Ending.NOT_WORTH_LOADING)
-    if num_common == len(tokens):
-        return GroupReach("attention", num_common, Ending.PROMPT)
     reach = num_common if shares_parts else ids.shape[1] * tree.block_size
-    if cached is None:
-        return GroupReach("attention", reach, Ending.NOT_CACHED)
-    return GroupReach("attention", reach, Ending.DIFFERENT, num_common, int(tokens[num_common]), cached)
+    ending = Ending.NOT_CACHED if cached is None else Ending.DIFFERENT
+    if reach >= most_found(len(tokens), tree.block_size, shares_parts):
+        ending = Ending.PROMPT
+    if cached is None or num_common == len(tokens):
+        return GroupReach("attention", reach, ending)
+    return GroupReach("attention", reach, ending, num_common, int(tokens[num_common]), cached)
 
 
 def longest_elsewhere(tree: PrefixTree, tokens: Ids, namespace: bytes, num_tokens: int) -> tuple[bytes, int] | None:

@@ -44,7 +44,7 @@ class StateCache:
         calibration: When a GPU's kernel copies to and from the host; by default its copy engines do.
 
     Raises:
-        TypeError: `layout` is no StateLayout.
+        TypeError: `layout` is no StateLayout, or `calibration` no Calibration.
         ValueError: A number is negative, or the device is neither a CPU nor a CUDA device.
         OSError: The system has too little memory for the host tier, or cannot pin it.
     """
@@ -60,6 +60,8 @@ class StateCache:
     ) -> None:
         if not isinstance(layout, StateLayout):
             raise TypeError(f"layout must be a StateLayout, got {type(layout).__name__}")
+        if calibration is not None and not isinstance(calibration, Calibration):
+            raise TypeError(f"calibration must be a Calibration, got {type(calibration).__name__}")
         check_at_least("num_slots", num_slots, 0)
         check_at_least("num_host_slots", num_host_slots, 0)
         device = parse_device("device", device)
@@ -98,8 +100,11 @@ class StateCache:
             part: One of the layout.
 
         Raises:
+            TypeError: It is no StatePart.
             ValueError: The layout has no such part.
         """
+        if not isinstance(part, StatePart):
+            raise TypeError(f"part must be a StatePart, got {type(part).__name__}")
         view = self.views.get(part.key)
         if view is None or view.shape[1:] != part.shape or view.dtype != part.dtype:
             raise ValueError(f"part must be of the layout, got {part.spec}")
@@ -148,13 +153,16 @@ class StateCache:
             move: Its pairs are slots.
 
         Raises:
-            ValueError: As of `copy`, `swap_out` and `swap_in`.
+            ValueError: There is no such kind, or as of `copy`, `swap_out` and `swap_in`.
+            TypeError: The pairs are no array of numpy.
         """
         do: dict[str, Callable[[torch.Tensor], None]] = {
             "copy": self.copy,
             "swap_out": self.swap_out,
             "swap_in": self.swap_in,
         }
+        if move.kind not in do:
+            raise ValueError(f"kind must be 'copy', 'swap_out' or 'swap_in', got {move.kind!r}")
         do[move.kind](torch.from_numpy(move.pairs))
 
 

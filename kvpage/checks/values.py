@@ -24,7 +24,7 @@ def as_integer(name: str, value: SupportsIndex) -> int:
     """Return `value` as an int. Raise TypeError for a float or any other value that is no integer."""
     try:
         return operator.index(value)
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:  # torch raises the latter for a tensor without contents
         raise TypeError(f"{name} must be an integer, got {value!r}") from error
 
 

@@ -97,6 +97,7 @@ class CacheGroup:
 
     Raises:
         ValueError: Fields do not fit together.
+        TypeError: A part is no StatePart.
     """
 
     kind: GroupKind
@@ -108,7 +109,9 @@ class CacheGroup:
         if not isinstance(self.kind, GroupKind):
             raise ValueError(f"kind must be a GroupKind, got {self.kind!r}")
         object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
-        object.__setattr__(self, "parts", tuple(self.parts))
+        object.__setattr__(self, "parts", _as_parts(self.parts))
+        for layer_id in self.layer_ids:
+            check_at_least("a layer of layer_ids", layer_id, 0)
         if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)):
             raise ValueError(f"layer_ids must be some layers in ascending order, got {self.layer_ids}")
         if (self.kind == GroupKind.WINDOW) != (self.window is not None):
@@ -130,12 +133,13 @@ class StateLayout:
 
     Raises:
         ValueError: There are no parts, or two have one layer, name and index.
+        TypeError: One is no StatePart.
     """
 
     parts: tuple[StatePart, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple(self.parts))
+        object.__setattr__(self, "parts", _as_parts(self.parts))
         if not self.parts:
             raise ValueError("parts must be one or more, got 0")
         if len({part.key for part in self.parts}) < len(self.parts):
@@ -150,8 +154,9 @@ class StateLayout:
 
         Raises:
             ValueError: As for StateLayout.
+            TypeError: One is no StatePart.
         """
-        return cls(tuple(sorted(parts, key=lambda part: part.key)))
+        return cls(tuple(sorted(_as_parts(parts), key=lambda part: part.key)))
 
     @classmethod
     def of_groups(cls, groups: Iterable[CacheGroup]) -> "StateLayout | None":
@@ -159,8 +164,16 @@ class StateLayout:
 
         Args:
             groups: All groups of the model.
+
+        Raises:
+            TypeError: One is no CacheGroup.
+            ValueError: As for StateLayout.
         """
-        parts = [part for group in groups for part in group.parts]
+        parts: list[StatePart] = []
+        for group in groups:
+            if not isinstance(group, CacheGroup):
+                raise TypeError(f"groups must be CacheGroups, got {type(group).__name__}")
+            parts += group.parts
         return cls.of_parts(parts) if parts else None
 
     @property
@@ -182,6 +195,14 @@ class StateLayout:
         """32 hex digits that name all layers, shapes and dtypes, for keys. Slots of other digests are never shared."""
         words = ";".join(part.spec for part in self.parts)
         return hashlib.sha256(f"kvpage state 1;{ALIGNMENT};{words}".encode()).hexdigest()[:32]
+
+
+def _as_parts(parts: Iterable[StatePart]) -> tuple[StatePart, ...]:
+    parts = tuple(parts)
+    for part in parts:
+        if not isinstance(part, StatePart):
+            raise TypeError(f"parts must be StateParts, got {type(part).__name__}")
+    return parts
 
 
 def _aligned(num_bytes: int) -> int:

@@ -40,12 +40,12 @@ from kvpage.ops.cuda.sampling import SamplingMemory as SamplingMemory
 from kvpage.ops.cuda.sampling import can_sample_rows as can_sample_rows
 
 __all__ = [
+    "SAMPLING_RECORD",
+    "SAMPLING_RECORD_WORDS",
     "Attention",
     "BlockCopier",
     "BoundCache",
     "Rotation",
-    "SAMPLING_RECORD",
-    "SAMPLING_RECORD_WORDS",
     "SamplingMemory",
     "Sequences",
     "add_rms_norm",

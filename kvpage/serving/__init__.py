@@ -15,6 +15,7 @@ from kvpage.serving.loop.token_stream import TokenStream
 from kvpage.serving.params.beam import BeamSearchParams
 from kvpage.serving.params.guide import Guide
 from kvpage.serving.params.sampling import SamplingParams
+from kvpage.serving.params.states import StateConfig
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
 from kvpage.serving.stats import EngineStats, RequestState
 from kvpage.serving.steer.beam_search import Beam, BeamSearchOutput
@@ -49,6 +50,7 @@ __all__ = [
     "RequestState",
     "Sample",
     "SamplingParams",
+    "StateConfig",
     "StepOutput",
     "TokenLogprobs",
     "TokenStream",

@@ -16,14 +16,14 @@ from kvpage.checks.interrupts import HeldInterrupts, made_or_undone
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_namespace
 from kvpage.serving.assembly.core import EngineCore
-from kvpage.serving.assembly.following import follow
-from kvpage.serving.assembly.parts import assemble, check_arguments, check_servable, default_segments
+from kvpage.serving.assembly.parts import assemble, assemble_rank, check_arguments, check_servable, default_segments
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.generate.alternative import names_alternative
 from kvpage.serving.loop.intake import Prompt, as_prompts
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
+from kvpage.serving.loop.ranks.follower import Follower
 from kvpage.serving.loop.ranks.lead import Lead
-from kvpage.serving.loop.ranks.ranked_store import RankedStore
+from kvpage.serving.loop.ranks.ranked_store import RankedStore, StoreFollower
 from kvpage.serving.loop.ranks.ranks import Ranks, Role
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.store_connector import BlockStore
@@ -115,20 +115,7 @@ class Engine(EngineCore):
         parts = assemble(servable, config)
         if segments is not None and parts.blender is None:
             raise ValueError("segments must be None without blend")
-        engine = cls(
-            config,
-            parts.runner,
-            parts.cache,
-            parts.manager,
-            parts.telemetry,
-            defaults=parts.defaults,
-            max_model_len=parts.max_model_len,
-            window=parts.window,
-            rule=parts.rule,
-            lead=lead,
-            tokenizer=tokenizer,
-            states=parts.states,
-        )
+        engine = cls(config, parts, lead, tokenizer)
         if store is not None:
             engine._connect_store(store, parts.store_rule)
         if config.blend is not None and parts.blender is not None:
@@ -154,7 +141,14 @@ class Engine(EngineCore):
             Exception: The model has failed on this rank alone. The process groups are closed then.
         """
         check_arguments(model, config)
-        follow(model, config, store)
+        ranks = Ranks.join(model, config, Role.FOLLOWS, store)
+        with HeldInterrupts():
+            with ranks.together(), ranks.watch.waiting():
+                servable = check_servable(model, config)
+                cache = assemble_rank(servable, config).cache
+                follower_store = None if store is None else StoreFollower(store, cache, ranks)
+                ranks.meet()
+            Follower(ranks, servable.runner, cache, follower_store).run()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ Every read gives nothing, or exactly the bytes that were stored under that key. 
 exception.
 """
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.blocks.explain import Explanation
 from kvpage.checks.interrupts import made_or_undone
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_flag, check_namespace
+from kvpage.layout.groups import StateLayout
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.load.block_load import BlockLoad
 from kvpage.store.load.chunk_access import ChunkAccess
@@ -34,6 +37,8 @@ from kvpage.store.records.summary import RecordSummary, summaries
 from kvpage.store.stack.call_gate import gated
 from kvpage.store.stack.pin import Pin
 from kvpage.store.stack.placed import Placed
+from kvpage.store.states.explaining import explain_chunks
+from kvpage.store.states.state_records import StateParts, StateRecords
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tiered_store import TieredStore
 from kvpage.store.tiers.tier import Key, Tier
@@ -67,6 +72,7 @@ class KVStore(TieredStore):
         super().__init__(placed_tiers(config, tiers), config.num_threads, are_given=tiers is not None)
         self._chunks = ChunkAccess(config.chunk_size, self._dtype, self._tiers)
         kept = config.kept_result_bytes
+        self._state_parts = StateParts(self._tiers, self.gate, threading.Lock())
         self._tensors = TensorCalls(config.chunk_size, self._dtype, self._tiers, self._chunks, kept)
 
     @property
@@ -330,6 +336,40 @@ class KVStore(TieredStore):
             The number of chunks removed from the tier that had most of them.
         """
         return self._tiers.remove(self._dtype.keys(self._checked(tokens, namespace), namespace))
+
+    @gated
+    def states(self, layout: StateLayout, kv_dtype: torch.dtype | None = None) -> StateRecords:
+        """Return the records of states of one layout, each after an exact prefix.
+
+        Args:
+            layout: the place of each part in a state. States of another layout are never found.
+            kv_dtype: of the K and V of the same model; None for a model without any.
+
+        Returns:
+            The records, which are open as long as the store.
+
+        Raises:
+            TypeError: an argument is of another type.
+            ValueError: the store is of another dtype, or the metadata are too long for a record.
+        """
+        return StateRecords.of(self._state_parts, self._dtype, layout, kv_dtype)
+
+    @gated
+    def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
+        """Return how far chunks reach into a prompt, and why not further; `states(...).explain` tells of states, too.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: where to look.
+
+        Raises:
+            ValueError: there are no tokens.
+        """
+        array = self._checked(tokens, namespace)
+        if not len(array):
+            raise ValueError("tokens must be at least one, got none")
+        num_found = self._chunks.count(array, namespace)
+        return Explanation(len(array), min(num_found, len(array) - 1), (explain_chunks(num_found, len(array)),))
 
     def stats(self) -> KVStoreStats:
         """Return counters and the state of each tier, also of a closed store."""

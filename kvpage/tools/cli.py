@@ -132,6 +132,12 @@ def replay(
         typer.Option(help="tokens a second that prefill computes; with it, times are shown"),
     ] = None,
     bandwidth: Annotated[float, typer.Option(help="GB a second from the host to the device")] = 50.0,
+    state_slots: Annotated[int, typer.Option(min=0, help="state slots of a hybrid model; one is a request's")] = 0,
+    host_state_slots: Annotated[int, typer.Option(min=0, help="state slots of the host tier")] = 0,
+    state_bytes: Annotated[int, typer.Option(min=0, help="bytes of a state slot")] = 0,
+    checkpoint_every: Annotated[
+        list[int] | None, typer.Option(help="one more replay, with a checkpoint every so many tokens; may be repeated")
+    ] = None,
     sweep: Annotated[str | None, typer.Option(help="for example device-gib=10:640")] = None,
     plot: Annotated[Path | None, typer.Option(help="where to draw; a sweep draws kvpage-replay.png by default")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
@@ -153,25 +159,19 @@ def replay(
         on_device = blocks("device", device_blocks, device_gib, size)
         if on_device is None and not (swept and swept.name.startswith("device")):
             raise ValueError("give --device-blocks, or --device-gib with --model-config, or sweep one of them")
+        slots = state_slots or int(swept is not None and swept.name == "state-slots")
         config = ReplayConfig(
             on_device or 1, blocks("host", host_blocks, host_gib, size) or 0, block_size, hash_tokens, policy, outputs,
-            size, prefill, bandwidth * 1e9,
+            size, prefill, bandwidth * 1e9, slots, host_state_slots, None, state_bytes,
         )  # fmt: skip
-        configs = swept.configs(config) if swept else [config]
+        policies = report.with_policies(config, checkpoint_every or [])
+        configs = [one for policy in policies for one in (swept.configs(policy) if swept else [policy])]
         with sys.stdin if trace == "-" else open(trace) as lines:
             requests = list(read_trace(lines))
         reports = report.replay_all(requests, configs, Console(stderr=True))
     except (ValueError, OSError) as error:
         raise SystemExit(f"kvpage replay: {error}") from error
-    if as_json:
-        print(report.as_json(configs, reports))
-    else:
-        report.show(configs, reports, Console())
-    if plot is None and swept:
-        plot = Path("kvpage-replay.png")
-    if plot:
-        report.plot(swept, configs, reports, plot)
-        Console(stderr=True).print(f"drawn: {plot}")
+    report.give(swept, configs, reports, plot, as_json)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

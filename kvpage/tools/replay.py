@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,12 @@ class ReplayConfig:
         prefill_tokens_per_second: Prefill speed of one such machine; None: no times to first token. A trace of a whole
             fleet needs more than one machine. Then requests queue without end.
         host_bytes_per_second: Bandwidth from the host, for the times to first token.
+        state_slots: State slots of the device, for models with states: one is the running request's, the others are
+            for checkpoints. 0: the model has attention alone.
+        host_state_slots: State slots of the host.
+        checkpoint_every: A checkpoint is taken every so many tokens of a prompt, as far as slots are free, beside those
+            that are always taken; None: not. It is a multiple of block_size.
+        state_bytes: Bytes of a slot; 0: no volumes of states.
 
     Raises:
         ValueError: A number or the policy is out of range.
@@ -77,10 +83,17 @@ class ReplayConfig:
     block_bytes: int = 0
     prefill_tokens_per_second: float | None = None
     host_bytes_per_second: float = 50e9
+    state_slots: int = 0
+    host_state_slots: int = 0
+    checkpoint_every: int | None = None
+    state_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("device_blocks", 1), ("host_blocks", 0), ("block_size", 1), ("block_bytes", 0)):
             check_at_least(name, getattr(self, name), least)
+        for name in ("state_slots", "host_state_slots", "state_bytes"):
+            check_at_least(name, getattr(self, name), 0)
+        self._check_states()
         if self.hash_tokens < 1 or self.hash_tokens % self.block_size:
             raise ValueError(f"hash_tokens must be a multiple of block_size={self.block_size}, got {self.hash_tokens}")
         if self.policy not in POLICIES:
@@ -91,6 +104,23 @@ class ReplayConfig:
                 raise ValueError(f"{name} must be positive, got {value!r}")
         if self.host_bytes_per_second is None:
             raise ValueError("host_bytes_per_second must be positive, got None")
+
+    def _check_states(self) -> None:
+        every = self.checkpoint_every
+        if every is not None and (type(every) is not int or every < 1 or every % self.block_size):
+            raise ValueError(f"checkpoint_every must be a multiple of block_size={self.block_size}, got {every!r}")
+        if not self.state_slots and (self.host_state_slots or every is not None):
+            raise ValueError("state_slots must be positive where host_state_slots or checkpoint_every is given, got 0")
+
+
+class Served(NamedTuple):
+    """What one request has found and moved, in blocks, and in states."""
+
+    num_on_device: int = 0
+    num_loaded: int = 0
+    num_stored: int = 0
+    num_states_loaded: int = 0
+    num_states_stored: int = 0
 
 
 @dataclass(slots=True)
@@ -115,6 +145,11 @@ class ReplayReport:
             speed of prefill is not given.
         queued_seconds: The same, with the wait for earlier requests at the trace's pace.
         used_blocks: (timestamp, device blocks in use, host blocks in use), some hundred points.
+        kv_tokens: Prompt tokens whose K and V were cached. Those that are no hits lacked a state. 0 without states.
+        kept_states: Checkpoints that were taken.
+        restored_states: Requests that began at a checkpoint.
+        evicted_states: Checkpoints that left the device for others.
+        lost_states: Checkpoints whose K and V were evicted.
     """
 
     requests: int = 0
@@ -133,6 +168,11 @@ class ReplayReport:
     first_token_seconds: list[float] = field(default_factory=list)
     queued_seconds: list[float] = field(default_factory=list)
     used_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    kv_tokens: int = 0
+    kept_states: int = 0
+    restored_states: int = 0
+    evicted_states: int = 0
+    lost_states: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -208,9 +248,7 @@ class Replay:
     def __init__(self, config: ReplayConfig) -> None:
         self.config = config
         self.report = ReplayReport()
-        self.pool = BlockPool(config.device_blocks)
-        self.host_pool = BlockPool(config.host_blocks) if config.host_blocks else None
-        self.tree = PrefixTree(self.pool, 1, self.host_pool)  # a key represents a block's tokens
+        self.pool, self.host_pool, self.tree = self._tiers()  # a key represents a block's tokens
         self._keys: dict[int, int] = {}  # the first key of each hash id
         self._per_hash = config.hash_tokens // config.block_size
         self._within = np.arange(self._per_hash, dtype=np.int32)
@@ -259,22 +297,36 @@ class Replay:
             return
         report.prompt_tokens += request.input_length
         stop = min(len(keys), max(request.input_length - 1, 0) // config.block_size)
+        self._count(request, self._serve(keys, stop, num_blocks + num_outputs))
+
+    def _tiers(self) -> tuple[BlockPool, BlockPool | None, PrefixTree]:
+        pool = BlockPool(self.config.device_blocks)
+        host_pool = BlockPool(self.config.host_blocks) if self.config.host_blocks else None
+        return pool, host_pool, PrefixTree(pool, 1, host_pool)
+
+    def _serve(self, keys: npt.NDArray[np.int32], stop: int, num_blocks: int) -> Served:
+        """Find, take and cache the blocks of a request.
+
+        Args:
+            keys: Keys of the whole blocks of its prompt.
+            stop: How many of them can be found.
+            num_blocks: All blocks that it needs.
+        """
         match = self.tree.match(keys[:stop], num_left_over=0)
-        num_found, num_on_device = match.num_blocks, match.num_blocks
-        stored = 0
+        num_found = num_on_device = match.num_blocks
         if self.host_pool:
             num_on_device = match.num_device_blocks
-        fresh, stored = self._take(num_blocks - num_on_device + num_outputs)
+        fresh, stored = self._take(num_blocks - num_on_device)
         num_loaded = num_found - num_on_device
         if num_loaded:
             self.tree.promote(match, fresh[:num_loaded])
         num_new = len(keys) - num_found
         match = self.tree.insert(keys[num_found:], fresh[num_loaded : num_loaded + num_new], after=match)
-        if config.policy == "at_once" and self.host_pool:
+        if self.config.policy == "at_once" and self.host_pool:
             stored += len(self.tree.write_out(match))
         self.tree.release(match)
         self.pool.release(fresh[num_loaded + num_new :])
-        self._count(request, num_on_device, num_loaded, stored)
+        return Served(num_on_device, num_loaded, stored)
 
     def finish(self) -> ReplayReport:
         """Return the counts."""
@@ -309,17 +361,18 @@ class Replay:
                 self.tree.evict(lacking)
         return self.pool.allocate(num_blocks), num_stored
 
-    def _count(self, request: TraceRequest, num_on_device: int, num_loaded: int, num_stored: int) -> None:
+    def _count(self, request: TraceRequest, served: Served) -> None:
         config, report = self.config, self.report
-        report.device_hit_tokens += num_on_device * config.block_size
-        report.host_hit_tokens += num_loaded * config.block_size
-        loaded, stored = num_loaded * config.block_bytes, num_stored * config.block_bytes
+        report.device_hit_tokens += served.num_on_device * config.block_size
+        report.host_hit_tokens += served.num_loaded * config.block_size
+        loaded = served.num_loaded * config.block_bytes + served.num_states_loaded * config.state_bytes
+        stored = served.num_stored * config.block_bytes + served.num_states_stored * config.state_bytes
         report.loaded_bytes += loaded
         report.stored_bytes += stored
         if loaded or stored:
             minute = request.timestamp // 60_000
             self._moved_in_minute[minute] = self._moved_in_minute.get(minute, 0) + loaded + stored
-        computed = request.input_length - (num_on_device + num_loaded) * config.block_size
+        computed = request.input_length - (served.num_on_device + served.num_loaded) * config.block_size
         report.computed_tokens += computed
         if config.prefill_tokens_per_second is not None:
             seconds = loaded / config.host_bytes_per_second + computed / config.prefill_tokens_per_second

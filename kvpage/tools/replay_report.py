@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvpage.layout.config import CacheConfig, ModelConfig, ParallelConfig, cache_block_bytes
-from kvpage.tools.replay import Replay, ReplayConfig, ReplayReport, TraceRequest
+from kvpage.tools.hybrid_replay import replay_of
+from kvpage.tools.replay import ReplayConfig, ReplayReport, TraceRequest
 
 GIB = 1 << 30
 SWEPT = {
@@ -23,6 +24,8 @@ SWEPT = {
     "host-gib": "host_blocks",
     "device-blocks": "device_blocks",
     "host-blocks": "host_blocks",
+    "state-slots": "state_slots",
+    "host-state-slots": "host_state_slots",
 }
 
 
@@ -55,9 +58,13 @@ class Sweep:
     def configs(self, config: ReplayConfig) -> list[ReplayConfig]:
         """Return a configuration for each size."""
         counts = [blocks_of(self.name, size, config.block_bytes) for size in self.sizes()]
-        if SWEPT[self.name] == "device_blocks":
-            return [dataclasses.replace(config, device_blocks=count) for count in counts]
-        return [dataclasses.replace(config, host_blocks=count) for count in counts]
+        sizes: list[dict[str, Any]] = [{SWEPT[self.name]: count} for count in counts]
+        return [dataclasses.replace(config, **size) for size in sizes]
+
+
+def with_policies(config: ReplayConfig, every: Sequence[int]) -> list[ReplayConfig]:
+    """Return configurations with regular checkpoints: one without, and one for each distance of them in tokens."""
+    return [config, *(dataclasses.replace(config, checkpoint_every=one) for one in every)]
 
 
 def blocks_of(name: str, size: float, block_bytes: int) -> int:
@@ -90,7 +97,7 @@ def replay_all(requests: list[TraceRequest], configs: list[ReplayConfig], consol
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("requests", total=len(requests) * len(configs))
         advance = _every(256, lambda count: progress.advance(task, count))
-        return [Replay(config).run(requests, advance) for config in configs]
+        return [replay_of(config).run(requests, advance) for config in configs]
 
 
 def _every(count: int, call: Callable[[int], Any]) -> Callable[[], None]:
@@ -129,6 +136,18 @@ def figures(config: ReplayConfig, report: ReplayReport) -> dict[str, Any]:
         "peak_gb_per_second": report.peak_bytes_per_second / 1e9,
         "computed_tokens_per_second": report.computed_tokens_per_second,
     }
+    if config.state_slots:
+        columns |= {
+            "state_slots": config.state_slots,
+            "host_state_slots": config.host_state_slots,
+            "checkpoint_every": config.checkpoint_every or 0,
+            "state_gib": config.state_slots * config.state_bytes / GIB,
+            "kv_rate": report.kv_tokens * share,
+            "kept_states": report.kept_states,
+            "restored_states": report.restored_states,
+            "evicted_states": report.evicted_states,
+            "lost_states": report.lost_states,
+        }
     if config.prefill_tokens_per_second is not None:
         columns["busy_share"] = report.busy_share
         for name in ("first_token_seconds", "queued_seconds"):
@@ -157,8 +176,23 @@ def as_json(configs: list[ReplayConfig], reports: list[ReplayReport]) -> str:
     return json.dumps([figures(config, report) for config, report in zip(configs, reports, strict=True)])
 
 
+def give(
+    sweep: Sweep | None, configs: list[ReplayConfig], reports: list[ReplayReport], path: Path | None, is_json: bool
+) -> None:
+    """Print the table or JSON, and draw into `path`; a sweep is drawn without one, too."""
+    if is_json:
+        print(as_json(configs, reports))
+    else:
+        show(configs, reports, Console())
+    if path is None and sweep:
+        path = Path("kvpage-replay.png")
+    if path:
+        plot(sweep, configs, reports, path)
+        Console(stderr=True).print(f"drawn: {path}")
+
+
 def plot(sweep: Sweep | None, configs: list[ReplayConfig], reports: list[ReplayReport], path: Path) -> None:
-    """Draw the hit rate over the swept size. Without a sweep, draw the blocks in use over time."""
+    """Draw the hit rate over the swept size, for each policy. Without a sweep, draw the blocks in use over time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -174,13 +208,31 @@ def plot(sweep: Sweep | None, configs: list[ReplayConfig], reports: list[ReplayR
 
 def _draw_sweep(axes: Any, sweep: Sweep, columns: Iterable[dict[str, Any]]) -> None:
     rows = list(columns)
+    if rows[-1].get("state_slots"):
+        _draw_policies(axes, sweep, rows)
+    else:
+        _draw_tiers(axes, sweep, rows)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel=sweep.name, ylabel="prompt tokens found (%)", title="Hit rate by memory")
+
+
+def _draw_tiers(axes: Any, sweep: Sweep, rows: list[dict[str, Any]]) -> None:
     curves = {"device_hit_rate": "device"}
     if any(row["host_blocks"] for row in rows):  # else the device's curve would hide the sum of both
         curves = {"hit_rate": "both tiers", **curves, "host_hit_rate": "host"}
     for name, label in curves.items():
         axes.plot(sweep.sizes(), [100 * row[name] for row in rows], marker="o", label=label)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel=sweep.name, ylabel="prompt tokens found (%)", title="Hit rate by memory")
+
+
+def _draw_policies(axes: Any, sweep: Sweep, rows: list[dict[str, Any]]) -> None:
+    """Draw a curve for each policy of checkpoints, and what K and V alone would allow."""
+    sizes = sweep.sizes()
+    axes.plot(sizes, [100 * row["kv_rate"] for row in rows[: len(sizes)]], "k--", label="K and V are cached")
+    for begin in range(0, len(rows), len(sizes)):
+        of_one = rows[begin : begin + len(sizes)]
+        every = of_one[0]["checkpoint_every"]
+        label = f"and one every {every:,} tokens" if every else "checkpoints at ends and splits"
+        axes.plot(sizes, [100 * row["hit_rate"] for row in of_one], marker="o", label=label)
 
 
 def _draw_use(axes: Any, report: ReplayReport) -> None:

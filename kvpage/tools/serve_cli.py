@@ -8,6 +8,8 @@ import typer
 
 from kvpage.layout.model_folder import check_model_folder
 
+REPEATABLE = ("served_model_name", "api_key", "allowed_host", "store")  # their lists have the plural as a name
+
 
 def serve(
     model: Annotated[Path, typer.Argument(help="a local Hugging Face folder with its tokenizer")],
@@ -26,6 +28,9 @@ def serve(
     num_cpu_blocks: Annotated[int, typer.Option(help="blocks of the host tier")] = 0,
     kv_cache_memory: Annotated[str | None, typer.Option(help="memory of the device tier, as 4GiB")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="part of a GPU's free memory for blocks")] = 0.9,
+    state_memory: Annotated[str, typer.Option(help="memory of checkpoints of recurrent states")] = "1GiB",
+    host_state_memory: Annotated[str, typer.Option(help="the same on the host, for those evicted")] = "0",
+    checkpoint_every: Annotated[int | None, typer.Option(help="a checkpoint each so many tokens, too")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="tokens of a request at most")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = 64,
     max_num_batched_tokens: Annotated[int, typer.Option(help="tokens of one step at most")] = 2048,
@@ -47,13 +52,8 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's API. It needs the extra `server`."""
     given = dict(locals())
-    for plural, name in (
-        ("served_model_names", "served_model_name"),
-        ("api_keys", "api_key"),
-        ("allowed_hosts", "allowed_host"),
-        ("stores", "store"),
-    ):
-        given[plural] = tuple(given.pop(name) or ())
+    for name in REPEATABLE:
+        given[f"{name}s"] = tuple(given.pop(name) or ())
     try:
         check_model_folder(model)  # the imports below take seconds
     except ValueError as error:

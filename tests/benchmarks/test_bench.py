@@ -20,6 +20,7 @@ from support.redis_server import MISSING  # noqa: E402
 from typer.testing import CliRunner, Result  # noqa: E402
 
 from kvpage.benchmarks import bench_blend_ops, blend_model, blend_quality, blend_speed  # noqa: E402
+from kvpage.benchmarks.hybrid_traces import short  # noqa: E402
 from kvpage.benchmarks.serving_workloads import Shape  # noqa: E402
 from kvpage.benchmarks.worker_process import WorkerPlan, make_worker  # noqa: E402
 from kvpage.store.records.record_io import verify_record  # noqa: E402
@@ -47,6 +48,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "engine_overhead": (["--batches", "2", "--vocabs", "64", "128", "--steps", "2", *ONCE], {"NUM_WAITING": 3}),
     "events": ([], {"NUM_BLOCKS": 32, "BATCHES": [1, 16], "REPEATS": 2}),
     "generate_cache": (["--prefix", "16", "--batch", "1", *ONCE], {"NEW": 2}),
+    "hybrid_prefix": ([], {"TRACES": {"short": short}, "NUM_SEEDS": 1, "ROUNDS": 2}),
     "launch": (["--number", "1", *ONCE], {}),
     "layer_overhead": (["--number", "1", *ONCE], {"BATCHES": (1,)}),
     "linear": (["--threads", "1", "--rows", "1", "2", *ONCE],

@@ -12,6 +12,7 @@ from kvpage.benchmarks.engine_cells import (
     step_beside,
     step_parts_table,
 )
+from kvpage.benchmarks.hybrid_cells import requests_hit, tokens_found
 from kvpage.benchmarks.number_cells import Result, manager, mixed, paged, peers, sampled, served
 from kvpage.benchmarks.server_cells import rolled_out
 
@@ -141,6 +142,19 @@ def test_rollouts_are_beside_generate_and_the_bound() -> None:
         "50 (49-51): one `generate` over the padded batch, as TRL calls it",
         "900 (899-901): the model's matrix products alone",
         "kvpage has 12.0 (11.0-13.0) times that of `generate`",
+    ]
+
+
+def test_hits_of_hybrid_models_are_beside_borders_and_the_bound() -> None:
+    row = {"trace": "short", "requests": 9, "borders_hits": 0, "tenth": 0.75, "bound": 0.8, "borders_all_tenth": 0.5}
+    result = {"rows": [row | {"marked": True, "hits": 8}, row | {"marked": False, "hits": 7}]}
+    assert [cell(result) for cell in requests_hit("short")] == [
+        "8 of 9",
+        "0 of 9: states at block borders, as vLLM keeps them; 7 of 9: without the authors' marks",
+    ]
+    assert [cell(result) for cell in tokens_found("short")] == [
+        "75.0 %",
+        "80.0 %: no policy finds more; 50.0 %: states at all block borders",
     ]
 
 

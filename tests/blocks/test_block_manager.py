@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from support.slot_memory import SlotMemory
+from support.whim import Whim
 
 from kvpage import OutOfBlocks
-from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.space import HostPolicy
 
@@ -52,20 +52,6 @@ class Model:
             start = min(self.left.get(seq_id, 0), end)
             for position, slot in enumerate(self.manager.slot_mapping(seq_id, start, end).tolist(), start):
                 assert self.memory.device[slot] == self.expected(seq_id, position), (seq_id, position)
-
-
-class Whim(LoadOrCompute):
-    """A rule that decides anyhow."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(1, B)
-        self.rng = random.Random(seed)
-
-    def should_load(self, num_blocks: int) -> bool:
-        return self.rng.random() < 0.7
-
-    def should_store(self) -> bool:
-        return self.rng.random() < 0.9
 
 
 class RandomLife:
@@ -233,7 +219,7 @@ class RandomLife:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_lives_read_what_they_wrote(seed, enable_prefix_caching, num_host_blocks, after_hits):
     options = {"num_host_blocks": num_host_blocks, "host_policy": HostPolicy(after_hits), "pin_quota": 8}
-    options["rule"] = Whim(seed) if seed else None
+    options["rule"] = Whim(seed, B) if seed else None
     life = RandomLife(seed, num_blocks=24, enable_prefix_caching=enable_prefix_caching, **options)
     for _ in range(3000):
         life.step()

@@ -80,7 +80,13 @@ def test_bad_arguments() -> None:
         StateCache(LAYOUT, -1)
     with pytest.raises(ValueError, match="num_host_slots must be an integer of at least 0, got True"):
         StateCache(LAYOUT, 1, True)
+    with pytest.raises(TypeError, match="calibration must be a Calibration, got tuple"):
+        StateCache(LAYOUT, 1, calibration=(1, 1))  # type: ignore[arg-type]
     cache = StateCache(LAYOUT, 1)
+    with pytest.raises(TypeError, match="part must be a StatePart, got tuple"):
+        cache.part(PARTS[0].key)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kind must be 'copy', 'swap_out' or 'swap_in', got 'out'"):
+        cache.do_move(BlockMove("out", np.zeros((0, 2), np.int64)))  # type: ignore[arg-type]
     for other in (StatePart(1, "conv", 0, (5, 3), torch.bfloat16), StatePart(3, "conv", 0, (8,), torch.float32)):
         with pytest.raises(ValueError, match="part must be of the layout"):
             cache.part(other)

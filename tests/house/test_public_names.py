@@ -43,10 +43,13 @@ EXTRAS = {
 }
 CLASS_METHODS = ("__init__", "__enter__", "__call__", "__getitem__", "__setitem__", "__iter__")
 PRIVATE = {
+    "kvpage.blocks.hybrid.looks.held.HeldCheckpoints": "of an engine's manager, for its store",
+    "kvpage.store.records.kinds.RecordKinds": "of a KVStore, which makes its StateRecords",
+    "kvpage.store.states.state_keys.StateKeys": "of a KVStore, which makes its StateRecords",
+    "kvpage.store.states.state_records.StateParts": "of a KVStore, which makes its StateRecords",
     "kvpage.integrations.sglang.host_pages.HostPages": "of a PageStorage, which makes it of a pool",
     "kvpage.observe.tree_watch.TreeChanges": "told by an engine's telemetry to its listeners",
     "kvpage.ops.args.bound_cache.AttentionOfOthers": "a library, which Engine.from_model chooses",
-    "kvpage.serving.params.defaults.ParamDefaults": "Engine.from_model makes it of the model",
     "kvpage.integrations.lmcache.retriever.SegmentFetch": "of a task, which a retriever makes",
     "kvpage.blend.selection.Stage": "of an executor, which asks the configuration for it",
     "kvpage.blend.spans.Span": "of the engine, which asks the configuration for it",
@@ -61,12 +64,17 @@ PRIVATE = {
     "kvpage.serving.loop.serving_loop.ServingLoop": "the side of an Engine that an AsyncEngine uses",
     "kvpage.serving.loop.ranks.lead.Lead": "made by Engine.from_model",
     "kvpage.serving.model.kv_shape.KVShape": "found by KVPageCachePool.from_model",
-    "kvpage.serving.model.runner.ModelRunner": "made by Engine.from_model",
     "kvpage.serving.model.step.BatchItem": "of a step, which the engine makes",
     "kvpage.serving.steer.steerable.SteerableEngine": "the side of an Engine that Branches use",
     "kvpage.store.bytes.byte_jobs.ByteJobs": "of a ByteStore, which makes its Later",
     "kvpage.store.stack.call_gate.CallGate": "of a KVStore, which makes a LayerLoad",
     "kvpage.store.load.layer_load.OpenChunk": "of a KVStore, which makes a LayerLoad",
+    "kvpage.blocks.states.SequenceState": "a copy of what BlockManager knows, for those who restore it",
+    "kvpage.serving.generate.states.row_pass.RowPass": "of a forward, which a KVPageCache begins",
+    "kvpage.serving.generate.states.row_states.RowStates": "the part of a KVPageCachePool that its caches use",
+    "kvpage.serving.generate.states.pool_states.PoolStates": "made by KVPageCachePool.from_model",
+    "kvpage.store.load.known_dtype.KnownDtype": "of a store, which a cache's dtype tells",
+    "kvpage.serving.assembly.parts.EngineParts": "made by Engine.from_model",
     "kvpage.cache.transfer.BlockPins": "of a CacheEngine, which makes a Transfer",
     "kvpage.cache.copiers.Copier": "of a CacheEngine, which makes LayeredMoves",
 }

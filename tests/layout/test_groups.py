@@ -1,6 +1,7 @@
 """Groups of a model's cache, and the place of every byte of a state slot."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,8 @@ def test_bad_parts(fields: tuple, words: str) -> None:
         ((GroupKind.STATE, (2,)), "parts must be given exactly for a group 'state', state got 0"),
         ((GroupKind.FULL, (2,), None, (CONV,)), "parts must be given exactly for a group 'state', full got 1"),
         ((GroupKind.STATE, (0, 2), None, (CONV,)), r"parts must be of the layers \(0, 2\)"),
+        ((GroupKind.FULL, (None,)), "a layer of layer_ids must be an integer of at least 0, got None"),
+        ((GroupKind.FULL, (-1,)), "a layer of layer_ids must be an integer of at least 0, got -1"),
     ],
 )
 def test_bad_groups(fields: tuple, words: str) -> None:
@@ -92,3 +95,15 @@ def test_bad_layouts() -> None:
         StateLayout(())
     with pytest.raises(ValueError, match="parts must differ in layer_id, name or index"):
         StateLayout((CONV, CONV))
+
+
+@pytest.mark.parametrize("parts", [[CONV, None], [[CONV]], {0: CONV}, "x"])
+def test_what_is_no_part(parts: Any) -> None:
+    for make in (StateLayout, StateLayout.of_parts, lambda parts: CacheGroup(GroupKind.STATE, (2,), None, parts)):
+        with pytest.raises(TypeError, match="parts must be StateParts, got (NoneType|list|int|str)"):
+            make(parts)
+
+
+def test_what_is_no_group() -> None:
+    with pytest.raises(TypeError, match="groups must be CacheGroups, got StatePart"):
+        StateLayout.of_groups([CONV])  # type: ignore[list-item]

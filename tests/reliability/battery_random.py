@@ -6,7 +6,8 @@ from collections import Counter
 
 import numpy as np
 from battery import Advance, Battery, Figures
-from blocks.test_block_manager import RandomLife, Whim
+from blocks.test_block_manager import B, RandomLife
+from support.whim import Whim
 
 from kvpage import BlockPool, Match, OutOfBlocks, PrefixTree
 from kvpage.blocks.space import HostPolicy
@@ -241,7 +242,7 @@ def run_managers(seed: int, count: int, advance: Advance) -> Figures:
         num_steps = min(LIFE // 4, count - begin)
         num_host_blocks, after_hits = MANAGERS[i % len(MANAGERS)]
         options = {"num_host_blocks": num_host_blocks, "host_policy": HostPolicy(after_hits), "pin_quota": 8}
-        life = ManagerLife((seed << 32) + i, 24, i % 7 != 6, rule=Whim(i) if i % 2 else None, **options)
+        life = ManagerLife((seed << 32) + i, 24, i % 7 != 6, rule=Whim(i, B) if i % 2 else None, **options)
         life.live(num_steps)
         figures["refused"] += life.num_refused
         figures["swapped_blocks"] += life.model.num_swapped

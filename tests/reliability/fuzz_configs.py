@@ -10,24 +10,29 @@ from fuzz_case import Case
 
 from kvpage import (
     CacheConfig,
+    CacheGroup,
     CacheLayout,
     DeviceConfig,
+    GroupKind,
     HostPolicy,
     KVScales,
     LoadOrCompute,
     ModelConfig,
     ParallelConfig,
+    StateLayout,
+    StatePart,
 )
 from kvpage.blocks.namespaces import Content, keyed_tokens, namespace_of
 from kvpage.extras.token_trie import DynamicTokenTrie, OutputCache, TokenTrie
 from kvpage.observe.events import EventConfig
 from kvpage.ops import Attention, Rotation
-from kvpage.serving import BeamSearchParams, EngineConfig, SamplingParams
+from kvpage.serving import BeamSearchParams, EngineConfig, SamplingParams, StateConfig
 from kvpage.store import KVStoreConfig, KVStoreMetadata
 from kvpage.store.config import TierURL, parse_size
 from kvpage.store.records.keys import ChunkKeys
 
 ROWS = torch.ones(3, 2, 4)
+PARTS = (StatePart(1, "conv", 0, (5, 3), torch.bfloat16), StatePart(1, "recurrent", 0, (2, 4), torch.float32))
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "CacheConfig": (CacheConfig, {"block_size": 4, "num_gpu_blocks": 3, "num_cpu_blocks": 2, "cache_dtype": "auto"}
                     | {"backend": "flash", "kv_layout": "NHD", "layer_layout": "packed"}),
@@ -42,6 +47,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "CacheLayout": (CacheLayout, {"block_size": 4, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}
                     | {"backend": "flash", "kv_layout": "NHD", "layer_layout": "packed"}),
     "CacheLayout.from_spec": (CacheLayout.from_spec, {"spec": "flash:NHD:separate:16:8:128:bfloat16"}),
+    "StatePart": (StatePart, {"layer_id": 3, "name": "conv", "index": 0, "shape": (4, 2), "dtype": torch.float32}),
+    "CacheGroup": (CacheGroup, {"kind": GroupKind.STATE, "layer_ids": (1,), "window": None, "parts": PARTS}),
+    "CacheGroup, window": (CacheGroup, {"kind": GroupKind.WINDOW, "layer_ids": (0, 2), "window": 8, "parts": ()}),
+    "GroupKind": (GroupKind, {"value": "full"}),
+    "StateLayout": (StateLayout, {"parts": PARTS}),
+    "StateLayout.of_parts": (StateLayout.of_parts, {"parts": PARTS}),
+    "StateLayout.of_groups": (StateLayout.of_groups, {"groups": [CacheGroup(GroupKind.STATE, (1,), parts=PARTS)]}),
+    "StateConfig": (StateConfig, {"checkpoint_bytes": 1 << 20, "host_checkpoint_bytes": 0, "checkpoint_every": 64}),
     "KVScales": (KVScales, {"key": torch.ones(2), "value": torch.ones(1)}),
     "KVScales.of": (KVScales.of, {"key": 0.5, "value": [1.0, 2.0], "device": "cpu"}),
     "KVScales.from_rows": (KVScales.from_rows,
@@ -60,7 +73,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
                      | {"max_num_batched_tokens": 8, "enable_prefix_caching": True, "share_parts": False}
                      | {"host_policy": HostPolicy(), "load_or_compute": True, "pin_quota": 1, "store_deadline": 0.5}
                      | {"kv_scales": (KVScales.of(0.5, 1.0),), "calibration_tokens": None, "save_generated": True}
-                     | {"residency_sample_rate": 0.5, "blend": None, "generation_config": "served"}),
+                     | {"residency_sample_rate": 0.5, "blend": None, "generation_config": "served"}
+                     | {"states": StateConfig()}),
     "EngineConfig, calibrated": (EngineConfig, {"cache_config": CacheConfig(4, 3, 2), "kv_scales": "calibrate"}
                                  | {"calibration_tokens": [1, 2, 3]}),
     "EventConfig": (EventConfig, {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": None, "topic": "", "window": 1}
@@ -96,10 +110,15 @@ class ConfigWorld:
             "KVScales",
             "HostPolicy",
             "LoadOrCompute",
+            "CacheGroup",
+            "GroupKind",
+            "StateLayout",
+            "StatePart",
         ]
     )
     covers += ("kvpage.serving.SamplingParams", "kvpage.serving.BeamSearchParams", "kvpage.observe.events.EventConfig")
     covers += ("kvpage.ops.Attention", "kvpage.ops.Rotation", "kvpage.serving.EngineConfig")
+    covers += ("kvpage.serving.StateConfig",)
     covers += ("kvpage.store.KVStoreConfig", "kvpage.store.KVStoreMetadata")
 
     def __init__(self, rng: random.Random) -> None:

@@ -1,6 +1,7 @@
 """BlockManager and CacheEngine: sequences, counts, positions and maps of blocks of every kind."""
 
 import contextlib
+import functools
 import random
 from typing import Any
 
@@ -9,7 +10,7 @@ from fuzz_blocks import as_integers
 from fuzz_caches import LAYOUTS
 from fuzz_case import Case
 
-from kvpage import BlockManager, CacheConfig, CacheEngine, ModelConfig, OutOfBlocks
+from kvpage import BlockManager, CacheConfig, CacheEngine, Explanation, ModelConfig, OutOfBlocks
 
 NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 16, 6, 4
 
@@ -17,20 +18,14 @@ NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 16, 6, 4
 class ManagerWorld:
     """Sequences that grow, fork, swap and end. A wrong call that is taken is as good as any other."""
 
-    covers = ("kvpage.BlockManager", "kvpage.Allocation", "kvpage.BlockStats")
+    covers: tuple[str, ...] = ("kvpage.BlockManager", "kvpage.Allocation", "kvpage.BlockStats")
+    calls = "allocate allocate append append commit commit fork private forkable room release before swap_out swap_in"
+    calls += " ids tables slots all_slots questions explain moves moves pin unpin prefetch drop make"
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.num_made = rng, 0
-        self.sequences: dict[Any, list[int]] = {}
         self.pins: list[int] = []
-        self.manager = BlockManager(
-            NUM_BLOCKS,
-            BLOCK_SIZE,
-            rng.random() < 0.8,
-            num_host_blocks=rng.choice((0, NUM_HOST_BLOCKS)),
-            share_parts=rng.random() < 0.7,
-            pin_quota=4,
-        )
+        self.manager = self._new_manager()
 
     def __enter__(self) -> "ManagerWorld":
         return self
@@ -39,7 +34,7 @@ class ManagerWorld:
         if kind is not None:
             return
         manager = self.manager
-        for seq_id in [*manager._sequences.on_device, *manager._sequences.swapped]:
+        for seq_id in self._known():
             manager.release(seq_id)
         manager.check()
         pinned = {block_id for match, _ in manager.space.pins._pins.values() for block_id in match.block_ids.tolist()}
@@ -73,17 +68,29 @@ class ManagerWorld:
         self.manager.check()
 
     def case(self, rng: random.Random) -> Case:
-        names = (
-            "allocate allocate append append commit commit fork private forkable room release before swap_out swap_in"
+        return getattr(self, f"_{rng.choice(self.calls.split())}")()
+
+    def _new_manager(self) -> BlockManager:
+        return BlockManager(
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            self.rng.random() < 0.8,
+            num_host_blocks=self.rng.choice((0, NUM_HOST_BLOCKS)),
+            share_parts=self.rng.random() < 0.7,
+            pin_quota=4,
         )
-        names += " ids tables slots all_slots questions moves moves pin unpin prefetch drop make"
-        return getattr(self, f"_{rng.choice(names.split())}")()
+
+    def _known(self) -> list[Any]:
+        return [*self.manager._sequences.on_device, *self.manager._sequences.swapped]
 
     def _tokens(self, most: int = 14) -> list[int]:
-        return [self.rng.choice((1, 1, 1, 2)) for _ in range(self.rng.randint(1, most))]
+        return [self._token() for _ in range(self.rng.randint(1, most))]
+
+    def _token(self) -> int:
+        return self.rng.choice((1, 1, 1, 2))
 
     def _some(self) -> Any:
-        known = [*self.manager._sequences.on_device, *self.manager._sequences.swapped]
+        known = self._known()
         return self.rng.choice(known) if known and self.rng.random() < 0.95 else "nobody"
 
     def _call(self, name: str, **args: Any) -> Case:
@@ -115,7 +122,7 @@ class ManagerWorld:
         if seq_id in self.manager._sequences.on_device:
             seq = self.manager._sequences.state(seq_id)
             count = seq.num_tokens - seq.num_written
-        tokens = [self.rng.choice((1, 1, 1, 2)) for _ in range(self.rng.choice((count, self.rng.randint(0, count))))]
+        tokens = [self._token() for _ in range(self.rng.choice((count, self.rng.randint(0, count))))]
         return self._call("commit", seq_id=seq_id, tokens=as_integers(tokens, self.rng))
 
     def _fork(self) -> Case:
@@ -166,6 +173,20 @@ class ManagerWorld:
         args = {"is_swapped": {"seq_id": self._some()}, "has_room": {"num_blocks": 3}, "stats": {}}[name]
         return self._call(name, **args)
 
+    def _explain(self) -> Case:
+        tokens, namespace = self._tokens(), self.rng.choice((b"", b"a"))
+        case = self._call("explain", tokens=as_integers(tokens, self.rng), namespace=namespace)
+        before = self.snapshot()
+
+        def judge(explanation: Explanation) -> None:
+            reached = [group.num_tokens for group in explanation.groups]
+            assert explanation.num_tokens == len(tokens)
+            assert 0 <= explanation.num_cached_tokens <= min(len(tokens) - 1, *reached)
+            assert str(explanation) and self.snapshot() == before
+
+        case.judge = judge
+        return case
+
     def _moves(self) -> Case:
         return self._call("take_moves")
 
@@ -205,16 +226,16 @@ class ManagerWorld:
             "share_parts": True,
         }
         args |= {"host_policy": None, "rule": None, "pin_quota": 0}
-        return Case("BlockManager", make_manager, args)
+        return Case("BlockManager", functools.partial(make_manager, BlockManager), args)
 
 
-def make_manager(**given: Any) -> Any:
+def make_manager(kind: type[BlockManager], /, **given: Any) -> Any:
     """Sizes that are allowed and do not fit into the machine are no finding."""
-    for name in ("num_blocks", "num_host_blocks"):
+    for name in ("num_blocks", "num_host_blocks", "num_slots", "num_host_slots"):
         size = given.get(name)
         if type(size) is int and 10**6 < size < 2**31:
             return None
-    return BlockManager(**given)
+    return kind(**given)
 
 
 class EngineWorld:

@@ -56,7 +56,7 @@ class ServingWorld:
         self.engine.manager.check()
 
     def case(self, rng: random.Random) -> Case:
-        names = "add add add add blend blend abort abort step check_tokens length generate stream beams warm"
+        names = "add add add add blend blend abort abort step check_tokens length explain generate stream beams warm"
         return getattr(self, f"_{rng.choice(names.split())}")()
 
     def _prompt(self) -> list[int]:
@@ -72,6 +72,7 @@ class ServingWorld:
             "params": self._params(),
             "request_id": f"{self.num_made}th",  # "1" made wrong may be "11"
             "namespace": b"",
+            "cache_at": self.rng.choice(((), [1])),
         }
         if len(self.engine._loop.requests) > 6:
             return self._step()
@@ -102,6 +103,9 @@ class ServingWorld:
 
     def _check_tokens(self) -> Case:
         return Case("engine.check_tokens", self.engine.check_tokens, {"tokens": self._prompt()})
+
+    def _explain(self) -> Case:
+        return Case("engine.explain", self.engine.explain, {"tokens": self._prompt(), "namespace": b""})
 
     def _length(self) -> Case:
         return Case("engine.check_length", self.engine.check_length, {"num_prompt_tokens": 3, "max_tokens": 4})

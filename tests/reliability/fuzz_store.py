@@ -7,16 +7,19 @@ import torch
 from fuzz_case import Case
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
+from kvpage.layout.groups import StateLayout, StatePart
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
 
 CHUNK, LAYERS, HEADS, SIZE = 4, 2, 1, 4
 CALLS = ("store", "retrieve", "lookup", "keys_of", "pin", "remove", "flush")
 CALLS += ("store_blocks", "load_blocks", "load_layers", "layer")
+CALLS += ("states_put", "states_get", "states_longest", "states_explain")
+LAYOUT = StateLayout.of_parts([StatePart(0, "conv", 0, (3,), torch.float32)])
 
 
 class StoreWorld:
     covers = ("kvpage.store.KVStore", "kvpage.store.KVStoreStats", "kvpage.store.Pin", "kvpage.store.metadata_of")
-    covers += ("kvpage.store.LayerLoad",)
+    covers += ("kvpage.store.LayerLoad", "kvpage.store.StateRecords")
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.pins, self.loads = rng, [], []
@@ -26,6 +29,7 @@ class StoreWorld:
         config = KVStoreConfig(CHUNK, ("memory://?size=1MiB",), num_threads=1)
         self.store = KVStore(config, self.metadata)
         self.block_store = KVStore(config, metadata_of(self.engine, "m"))
+        self.states = self.store.states(LAYOUT, torch.float32)
 
     def __enter__(self) -> "StoreWorld":
         return self
@@ -100,6 +104,33 @@ class StoreWorld:
 
     def _flush(self, tokens: list[int]) -> Case:
         return Case("store.flush", self.store.flush, {"sync": False})
+
+    def _state(self, tokens: list[int]) -> bytearray:
+        """A function of each token and its place."""
+        return bytearray(sum(token << i for i, token in enumerate(tokens)) % 251 for _ in range(LAYOUT.slot_bytes))
+
+    def _states_put(self, tokens: list[int]) -> Case:
+        is_right = self.rng.random() < 0.5
+        args = {"tokens": tokens, "state": self._state(tokens), "namespace": b"right" if is_right else b"wrong"}
+        case = Case("states.put", self.states.put, args | {"skip_existing": True, "deadline": 60.0})
+        case.fixed = ("tokens", "state") if is_right else ("namespace",)
+        return case
+
+    def _states_get(self, tokens: list[int]) -> Case:
+        memory = bytearray(LAYOUT.slot_bytes)
+        args = {"tokens": tokens, "state": memory, "namespace": b"right", "deadline": 60.0}
+
+        def judge(is_there: bool) -> None:
+            assert not is_there or memory == self._state(tokens)
+
+        return Case("states.get_into", self.states.get_into, args, judge=judge)
+
+    def _states_longest(self, tokens: list[int]) -> Case:
+        args = {"tokens": tokens, "namespace": b"right", "most": len(tokens)}
+        return Case("states.longest", self.states.longest, args)
+
+    def _states_explain(self, tokens: list[int]) -> Case:
+        return Case("states.explain", self.states.explain, {"tokens": tokens, "namespace": b"right"})
 
     def _blocks(self, tokens: list[int]) -> dict[str, Any]:
         table = self.rng.sample(range(6), -(-len(tokens) // CHUNK))

@@ -12,12 +12,14 @@ import fuzz_branches
 import fuzz_bytes
 import fuzz_configs
 import fuzz_copier
+import fuzz_hybrid
 import fuzz_manager
 import fuzz_native_ops
 import fuzz_ops
 import fuzz_products
 import fuzz_sampling
 import fuzz_serving
+import fuzz_states
 import fuzz_store
 import fuzz_vllm
 
@@ -42,6 +44,8 @@ TARGETS = [
     Target("copier", fuzz_copier.CopierWorld),
     Target("tree", fuzz_blocks.TreeWorld, 4, 100),
     Target("manager", fuzz_manager.ManagerWorld, 3, 100),
+    Target("hybrid manager", fuzz_hybrid.HybridWorld, 3, 100),
+    Target("states", fuzz_states.StateCacheWorld),
     Target("engine's caches", fuzz_manager.EngineWorld),
     Target("vllm", fuzz_vllm.VllmWorld, 2),
     Target("configs", fuzz_configs.ConfigWorld, 2, 100),

@@ -21,15 +21,16 @@ pytest.importorskip("uvicorn")
 import uvicorn  # noqa: E402
 from support.models import make_model  # noqa: E402
 from support.server_app import events_of, make_tokenizer, running_server  # noqa: E402
+from support.state_models import make_state_model  # noqa: E402
 
 from kvpage.server.command import draining_server  # noqa: E402
 from kvpage.server.command.bounded_http import MAX_HEAD_BYTES, BoundedHttp  # noqa: E402
 from kvpage.server.command.draining_server import DrainingServer  # noqa: E402
-from kvpage.server.command.loading import cache_config, load  # noqa: E402
+from kvpage.server.command.loading import STATE_BLOCKS, cache_config, engine_config, load  # noqa: E402
 from kvpage.server.command.open_files import allow_open_files  # noqa: E402
 from kvpage.server.command.options import ServeOptions  # noqa: E402
 from kvpage.server.command.serve import bound_socket, first_command, server_config, url_of  # noqa: E402
-from kvpage.serving import SamplingParams  # noqa: E402
+from kvpage.serving import Engine, SamplingParams, StateConfig  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,8 @@ def folder(tmp_path_factory) -> Path:
         ({"num_gpu_blocks": 0}, "--num-gpu-blocks must be an integer of at least 1, got 0"),
         ({"gpu_memory_utilization": 1.5}, r"--gpu-memory-utilization must be in \(0, 1\], got 1.5"),
         ({"kv_cache_memory": "much"}, "much"),
+        ({"state_memory": "-1"}, "a size must be like 8GiB, .* got '-1'"),
+        ({"checkpoint_every": 0}, "--checkpoint-every must be an integer of at least 1, got 0"),
         ({"max_body_bytes": "none"}, "none"),
         ({"stores": ("nowhere",)}, "nowhere"),
         ({"stores": ("memory://",), "tensor_parallel_size": 2}, "--tensor-parallel-size must be 1 with it"),
@@ -107,6 +110,17 @@ def test_blocks_are_as_many_as_asked_for_or_as_requests_can_fill(folder):
     few = cache_config(ServeOptions(folder, max_num_seqs=2, max_model_len=40), model)
     assert few.num_gpu_blocks == 4 * 2 * 3
     assert cache_config(ServeOptions(folder, kv_cache_memory="64KiB"), model).num_gpu_blocks < 64
+
+
+def test_models_with_states_get_checkpoints_and_blocks(folder):
+    for kind in ("mamba2", "lfm2"):
+        model = make_state_model(kind)
+        options = ServeOptions(folder, state_memory="1MiB", checkpoint_every=8, max_num_seqs=2, max_model_len=64)
+        config = engine_config(options, model)
+        assert config.cache_config.num_gpu_blocks == 4 * 2 * 4
+        assert config.states == StateConfig(2**20, 0, 8)
+        assert Engine.from_model(model, config).stats().blocks.slots.num_slots > 2
+    assert cache_config(ServeOptions(folder), make_state_model("mamba2")).num_gpu_blocks <= STATE_BLOCKS
 
 
 def test_a_port_in_use_is_an_error_that_names_it():

@@ -1,13 +1,17 @@
 """HybridLife: random operations on a HybridManager, whose states and blocks hold the prefixes they stand for."""
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from support.hybrid_memory import HybridMemory, Prefixes
+from support.whim import Whim
 
 from kvpage import OutOfBlocks
 from kvpage.blocks.hybrid.manager import HybridManager
 
+T = TypeVar("T")
 NAMESPACES = [b"", b"", b"tenant"]
 MOST_SEQUENCES = 4  # on the device; more of them would leave no slot for checkpoints
 
@@ -57,6 +61,22 @@ class HybridLife:
                 self.memory.check_sequence(seq_id, self.manager.slot_of(seq_id), seq.path)
         self.memory.check_checkpoints(self.prefixes)
 
+    def attempt(self, call: Callable[[], T]) -> T:
+        """Return the result of a call. One that is refused changes nothing."""
+        before = self.snapshot() if self.rng.random() < 0.2 else None
+        try:
+            return call()
+        except OutOfBlocks:
+            assert before in (None, self.snapshot())
+            raise
+
+    def snapshot(self) -> object:
+        manager, space = self.manager, self.manager.space
+        stats = manager.stats()
+        num_moves = [len(moves) for moves in (manager.states.moves, *([space._moves] if space.has_moves else []))]
+        free = manager.states.device.free_slots, manager.states.host.free_slots
+        return replace(stats, space=replace(stats.space, refused_tokens=0)), num_moves, free
+
     # --- what operations are made of ---
 
     def some_tokens(self, count: int) -> list[int]:
@@ -104,8 +124,14 @@ class HybridLife:
         ideal = self.ideal(tokens, namespace, min(len(tokens) - left, len(tokens) if most is None else most))
         self.next_id += 1
         priority = self.rng.choice([0, 0, 0, 3])
-        given = self.manager.allocate(self.next_id, tokens, namespace, priority, most, left, cache_at)
+        has_whims = isinstance(self.manager.space.rule, Whim)
+        is_told = left == 1 and most is None and not has_whims and self.rng.random() < 0.5
+        told = self.manager.explain(tokens, namespace).num_cached_tokens if is_told else None
+        given = self.attempt(
+            lambda: self.manager.allocate(self.next_id, tokens, namespace, priority, most, left, cache_at)
+        )
         num_cached = given.num_cached_tokens
+        assert told in (None, num_cached), "what explain says"
         assert ideal is None or num_cached == ideal, "the longest checkpoint"
         assert len(given.block_ids) == -(-len(tokens) // self.size)
         path = self.path_of(namespace, tokens, num_cached)
@@ -174,7 +200,7 @@ class HybridLife:
     def decode(self) -> None:
         ids = [i for i, seq in self.on_device.items() if seq.has_state and self.is_whole(seq)]
         chosen = self.rng.sample(ids, min(len(ids), self.rng.randrange(1, 5)))
-        self.manager.append(chosen)
+        self.attempt(lambda: self.manager.append(chosen))
         for seq_id in chosen:
             self.on_device[seq_id].tokens = self.on_device[seq_id].tokens + self.some_tokens(1)
         self.memory.do_moves()
@@ -201,21 +227,21 @@ class HybridLife:
         if (seq_id := self.any()) is not None:
             self.next_id += 1
             seq = self.on_device[seq_id]
-            self.manager.fork(seq_id, self.next_id)
+            self.attempt(lambda: self.manager.fork(seq_id, self.next_id))
             self.on_device[self.next_id] = Sequence(seq.namespace, list(seq.tokens), list(seq.path))
             if seq.private_from is not None:
                 self.on_device[self.next_id].private_from = len(seq.tokens)
 
     def swap_out(self) -> None:
         if (seq_id := self.any(wanted=False)) is not None:
-            self.manager.swap_out(seq_id)
+            self.attempt(lambda: self.manager.swap_out(seq_id))
             self.swapped[seq_id] = self.on_device.pop(seq_id)
 
     def swap_in(self) -> None:
         if self.swapped:
             seq_id = self.rng.choice(list(self.swapped))
             seq = self.swapped[seq_id]
-            given = self.manager.swap_in(seq_id, seq.tokens)
+            given = self.attempt(lambda: self.manager.swap_in(seq_id, seq.tokens))
             self.on_device[seq_id] = self.swapped.pop(seq_id)
             self.figures["resumed"] += given.num_cached_tokens == len(seq.path) - 1
             self.figures["lost"] += given.num_cached_tokens < len(seq.path) - 1

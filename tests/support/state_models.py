@@ -13,6 +13,8 @@ SERVED = (
 )  # fmt: skip
 STEPWISE = {"mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"}
 """Those whose mixers read a state only where they compute one token."""
+SCANNED = STEPWISE - {"recurrent_gemma"}
+"""Those of them whose scans kvpage begins with a state, so that several tokens are one call."""
 REFUSED = ("inkling_text", "inkling2_text")
 """Types with states in their cache, that are refused because of their attention."""
 FIELDS: dict[str, dict[str, object]] = {"lfm2": {"layer_types": ["conv", "full_attention", "conv"]}}

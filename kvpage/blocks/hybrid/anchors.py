@@ -59,10 +59,16 @@ class Anchors:
 
     def find(self, device_id: int, host_id: int) -> Anchor | None:
         """Return the valid anchor of a cached block, and learn the ids that it has got meanwhile."""
+        anchor = self.seek(device_id, host_id)
+        if anchor is not None:
+            self._learn(anchor, device_id, host_id)
+        return anchor
+
+    def seek(self, device_id: int, host_id: int) -> Anchor | None:
+        """Return the valid anchor of a cached block. Nothing is changed."""
         for tier, block_id in ((DEVICE, device_id), (HOST, host_id)):
             anchor = self._by_id[tier].get(block_id)
             if anchor is not None and self._is_current(tier, anchor):
-                self._learn(anchor, device_id, host_id)
                 return anchor
         return None
 

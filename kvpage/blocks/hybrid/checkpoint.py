@@ -85,6 +85,7 @@ class Checkpoint:
         floor: What the last evicted one was worth when this one was last used.
         num_uses: How often it was used, and how often its kind is, times PER_USE.
         is_dropped: Whether it is gone.
+        num_holds: How many readers keep its slot as it is; the slot of one that is gone is free after the last.
     """
 
     anchor: Anchor
@@ -99,6 +100,7 @@ class Checkpoint:
     floor: int = 0
     num_uses: int = 0
     is_dropped: bool = False
+    num_holds: int = 0
 
     @property
     def is_passed_by(self) -> bool:

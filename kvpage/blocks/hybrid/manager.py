@@ -16,7 +16,8 @@ from dataclasses import replace
 from kvpage.blocks.explain import Explanation
 from kvpage.blocks.hybrid.beginning import Beginnings, Found, Prompt
 from kvpage.blocks.hybrid.checkpoint import MarkKind
-from kvpage.blocks.hybrid.explaining import explain_hybrid
+from kvpage.blocks.hybrid.looks.explaining import explain_hybrid
+from kvpage.blocks.hybrid.looks.held import HeldCheckpoints
 from kvpage.blocks.hybrid.marks import Mark, as_cache_at, marks_of_prompt
 from kvpage.blocks.hybrid.sequence_states import SequenceStates
 from kvpage.blocks.hybrid.state_check import check_slots
@@ -183,6 +184,12 @@ class HybridManager(BlockManager):
         """Make the reserved slots checkpoints, once the step has filled them and its tokens are committed.
 
         Those of positions that are not committed are freed.
+
+        Args:
+            seq_id: A sequence on the device.
+
+        Raises:
+            KeyError: There is no such sequence.
         """
         self._sequences.on_device[seq_id]  # KeyError
         self._states_of.keep(seq_id)
@@ -192,6 +199,12 @@ class HybridManager(BlockManager):
         """Free the reserved slots after a failed step, which may have spoiled the state.
 
         The sequence is to be released. Until then its state can be neither forked, swapped out nor kept.
+
+        Args:
+            seq_id: A sequence on the device.
+
+        Raises:
+            KeyError: There is no such sequence.
         """
         self._states_of.give_up(seq_id)
 
@@ -232,6 +245,10 @@ class HybridManager(BlockManager):
         copy, running = self.states.take(), self._states_of.running[seq_id]
         self.states.add_move("copy", slot, copy)
         self._states_of.add(new_seq_id, copy, running.priority, running.last, {})
+
+    def first_forkable(self, seq_id: SeqId) -> int:
+        """Return the number of tokens that `fork` takes of the sequence: all."""
+        return self._sequences.state(seq_id).num_tokens
 
     @uninterrupted
     def release(self, seq_id: SeqId) -> None:
@@ -280,6 +297,38 @@ class HybridManager(BlockManager):
             raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
         return self._swaps_in.swap_in(seq_id, tokens)
 
+    # --- beside a store ----------------------------------------------------------------------------------------------
+
+    @uninterrupted
+    def hold_checkpoints(self, tokens: Tokens, namespace: bytes = b"") -> HeldCheckpoints:
+        """Keep the checkpoints of a prompt where they are, with the blocks before them, to read them beside steps.
+
+        Moves that are due come first: do_moves, do_state_moves.
+
+        Args:
+            tokens: The prompt.
+            namespace: Where to look.
+
+        Returns:
+            The checkpoints, which are held until their release.
+        """
+        check_namespace(namespace)
+        return HeldCheckpoints(self.space, self.states, some_tokens(tokens), namespace)
+
+    def num_cached(self, tokens: Tokens, namespace: bytes = b"") -> int:
+        """Return the position at which a sequence with these tokens would begin. Nothing counts as used.
+
+        Args:
+            tokens: The prompt.
+            namespace: Where to look.
+        """
+        check_namespace(namespace)
+        tokens = some_tokens(tokens)
+        left = tokens_left_over(len(tokens), None, 1, self.enable_prefix_caching)
+        found = self._beginnings.find(Prompt(tokens, namespace, 0, left))
+        self.space.tree.release(found.match)
+        return found.num_tokens
+
     # --- questions ---------------------------------------------------------------------------------------------------
 
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
@@ -312,5 +361,8 @@ class HybridManager(BlockManager):
         wanted.append((found.diverged_at, MarkKind.SPLIT))
         wanted.append((num_tokens - num_left_over, MarkKind.END))
         if every is not None:
-            wanted += [(position, MarkKind.REGULAR) for position in range(every, num_tokens + 1, every)]
+            wanted += [
+                (position, MarkKind.REGULAR)
+                for position in range((found.num_tokens // every + 1) * every, num_tokens + 1, every)
+            ]
         return marks_of_prompt(prompt.tokens, self.block_size, wanted, found.num_tokens)

@@ -84,10 +84,9 @@ class SequenceStates:
         running = self.running[seq_id]
         num_written = self._sequences.state(seq_id).num_written if running.reserved else 0
         for position, slot in sorted(running.reserved.items()):
-            mark = running.marks.pop(position)
             del running.reserved[position]
             if position <= num_written and self._can_keep(seq_id, position):
-                self._keep(seq_id, slot, mark)
+                self._keep(seq_id, slot, running.marks.pop(position))
             else:
                 self._states.device.release(slot)
 

@@ -62,8 +62,8 @@ class SlotTier:
         self._order[checkpoint.slot] = NEVER
 
     def rank(self, checkpoint: Checkpoint) -> None:
-        """Set the checkpoint's place in the order of eviction."""
-        self._order[checkpoint.slot] = rank_of(checkpoint)
+        """Set the checkpoint's place in the order of eviction. One that is held has none."""
+        self._order[checkpoint.slot] = NEVER if checkpoint.num_holds else rank_of(checkpoint)
 
     def victim(self, besides: int | None = None, kept: Iterable[int] = ()) -> Checkpoint | None:
         """Return the checkpoint to evict first.

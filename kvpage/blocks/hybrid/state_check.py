@@ -22,7 +22,7 @@ def check_slots(states: StateSpace, running: Mapping[SeqId, RunningState], seque
     for one in running.values():
         if one.slot is not None:
             (held_on_host if one.is_on_host else held).append(one.slot)
-    _check_tier("device", states.device, held)
+    _check_tier("device", states.device, [*held, *states.held_slots])
     _check_tier("host", states.host, held_on_host)
     _check_checkpoints(states)
 

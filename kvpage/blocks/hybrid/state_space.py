@@ -23,6 +23,8 @@ from kvpage.blocks.stats import SlotStats
 from kvpage.checks.errors import OutOfSlots
 from kvpage.checks.values import check_at_least
 
+MOST_BLOCKS = 2**31 - 1
+
 
 class StateSpace:
     """Slots and checkpoints of both tiers. Each method gives all or nothing. Not thread-safe.
@@ -36,6 +38,8 @@ class StateSpace:
     def __init__(self, space: BlockSpace, num_slots: int, num_host_slots: int = 0) -> None:
         check_at_least("num_slots", num_slots, 1)
         check_at_least("num_host_slots", num_host_slots, 0)
+        _check_most("num_blocks + num_slots", space.pool.num_blocks + num_slots)
+        _check_most("num_host_blocks + num_host_slots", space.host_pool.num_blocks + num_host_slots)
         self.device, self.host = SlotTier(num_slots), SlotTier(num_host_slots)
         self.moves = BlockMoves()
         self.counts = dict.fromkeys(("restored", "kept", "evicted", "demoted", "lost"), 0)
@@ -43,6 +47,7 @@ class StateSpace:
         self.anchors = Anchors(space.pool, space.host_pool, num_slots + num_host_slots)
         self._use_rates = {(kind, is_passed): UseRate() for kind in MarkKind for is_passed in (False, True)}
         self.evicted = EvictedCheckpoints(self.anchors)
+        self._held: list[Checkpoint] = []  # dropped ones, whose slots are read still
         self._floor = 0  # what the last evicted checkpoint was worth
         space.watch(self)
 
@@ -174,10 +179,32 @@ class StateSpace:
         """Return the id of a host slot's tail block."""
         return self._space.host_pool.num_blocks + slot
 
+    def hold(self, checkpoint: Checkpoint) -> None:
+        """Keep a checkpoint's slot and tail block as they are, until `let_go` as often."""
+        checkpoint.num_holds += 1
+        self._tier(checkpoint).rank(checkpoint)
+
+    def let_go(self, checkpoint: Checkpoint) -> None:
+        """End a `hold`. The slot of a checkpoint that was dropped meanwhile is free after the last."""
+        checkpoint.num_holds -= 1
+        if not checkpoint.is_dropped:
+            self._tier(checkpoint).rank(checkpoint)
+        elif not checkpoint.num_holds:
+            self._held.remove(checkpoint)
+            self._tier(checkpoint).release(checkpoint.slot)
+
+    @property
+    def held_slots(self) -> list[int]:
+        """The device slots of checkpoints that are dropped, and held."""
+        return [checkpoint.slot for checkpoint in self._held]
+
     def drop(self, checkpoint: Checkpoint) -> None:
-        """Forget a checkpoint. Its slot is free."""
+        """Forget a checkpoint. Its slot is free, unless it is held."""
         self._tier(checkpoint).forget(checkpoint)
-        self._tier(checkpoint).release(checkpoint.slot)
+        if checkpoint.num_holds:
+            self._held.append(checkpoint)
+        else:
+            self._tier(checkpoint).release(checkpoint.slot)
         del checkpoint.anchor.tails[checkpoint.tail]
         if not checkpoint.anchor.tails:
             self.anchors.remove(checkpoint.anchor)
@@ -223,16 +250,18 @@ class StateSpace:
                     self.drop(checkpoint)
 
     def stats(self) -> SlotStats:
-        """Return the counters, and the slots of both tiers now."""
-        self.drop_stale()
+        """Return the counters, and the slots of both tiers now. Nothing is changed: any thread may ask."""
+        stale = [one for anchor in self.anchors.stale() for one in list(anchor.tails.values())]
+        num_host = sum(one.is_on_host for one in stale)
+        num_device = len(stale) - num_host
         return SlotStats(
             num_slots=self.device.num_slots,
-            num_free_slots=self.device.num_free,
-            num_checkpoints=self.device.num_checkpoints,
+            num_free_slots=self.device.num_free + num_device,
+            num_checkpoints=self.device.num_checkpoints - num_device,
             num_host_slots=self.host.num_slots,
-            num_free_host_slots=self.host.num_free,
-            num_host_checkpoints=self.host.num_checkpoints,
-            **self.counts,
+            num_free_host_slots=self.host.num_free + num_host,
+            num_host_checkpoints=self.host.num_checkpoints - num_host,
+            **{**self.counts, "lost": self.counts["lost"] + len(stale)},
         )
 
     def host_id(self, sequences: Sequences, seq_id: SeqId, block: int) -> int:
@@ -335,3 +364,9 @@ class StateSpace:
             return True
         victim = self._victim(self.host, besides)
         return victim is not None and rank_of(victim) < rank_of(checkpoint)
+
+
+def _check_most(name: str, num_blocks: int) -> None:
+    """Raise ValueError unless the ids of so many blocks, the tail blocks included, fit into the tables."""
+    if num_blocks > MOST_BLOCKS:
+        raise ValueError(f"{name} must be at most {MOST_BLOCKS}, got {num_blocks}")

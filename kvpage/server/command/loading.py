@@ -11,7 +11,7 @@ import transformers
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.observe.events.config import EventConfig
 from kvpage.server.command.options import ServeOptions
-from kvpage.serving import AsyncEngine, AsyncEngineConfig, Engine, EngineConfig
+from kvpage.serving import AsyncEngine, AsyncEngineConfig, Engine, EngineConfig, StateConfig
 from kvpage.serving.assembly.weights_digest import weights_digest
 from kvpage.serving.config import AttentionBackendName
 from kvpage.serving.params.defaults import GenerationDefaults
@@ -20,6 +20,8 @@ from kvpage.store.config import parse_size
 
 logger = logging.getLogger(__name__)
 CPU_BYTES = 4 << 30  # of blocks on a CPU, where no option says how many; half of the free memory at most
+
+STATE_BLOCKS = 1 << 16  # at most, of a model without K and V: they only count tokens, and take no memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,9 @@ def engine_config(options: ServeOptions, model: Any) -> EngineConfig:
         enforce_eager=options.enforce_eager,
         attention_backend=cast(AttentionBackendName, options.attention_backend),
         tensor_parallel_size=options.tensor_parallel_size,
+        states=StateConfig(
+            parse_size(options.state_memory), parse_size(options.host_state_memory), options.checkpoint_every
+        ),
     )
 
 
@@ -145,6 +150,9 @@ def cache_config(options: ServeOptions, model: Any) -> CacheConfig:
     if options.num_gpu_blocks is not None:
         return CacheConfig(num_gpu_blocks=options.num_gpu_blocks, num_cpu_blocks=options.num_cpu_blocks, **fields)
     shape = ModelConfig.from_hf(model.config, model.dtype)
+    if shape.is_attention_free:
+        num_blocks = min(STATE_BLOCKS, most_blocks(options, model))
+        return CacheConfig(num_gpu_blocks=num_blocks, num_cpu_blocks=options.num_cpu_blocks, **fields)
     device = DeviceConfig(model.device)
     free = device.free_memory()
     num_bytes = int(free * options.gpu_memory_utilization)

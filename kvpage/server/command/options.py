@@ -39,6 +39,9 @@ class ServeOptions:
     num_cpu_blocks: int = 0
     kv_cache_memory: str | None = None
     gpu_memory_utilization: float = 0.9
+    state_memory: str = "1GiB"
+    host_state_memory: str = "0"
+    checkpoint_every: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -70,8 +73,12 @@ class ServeOptions:
             check_at_least("--num-gpu-blocks", self.num_gpu_blocks, 1)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        for size in filter(None, (self.kv_cache_memory, self.max_body_bytes)):
+        for size in filter(
+            None, (self.kv_cache_memory, self.state_memory, self.host_state_memory, self.max_body_bytes)
+        ):
             parse_size(size)
+        if self.checkpoint_every is not None:
+            check_at_least("--checkpoint-every", self.checkpoint_every, 1)
         check_at_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
         if self.stores and self.tensor_parallel_size > 1:
             raise ValueError("--store is for one process: --tensor-parallel-size must be 1 with it")

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -19,16 +17,14 @@ from kvpage.blend.config import BlendConfig
 from kvpage.blend.segments import SegmentCache
 from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.manager import BlockManager
-from kvpage.cache.cache_engine import CacheEngine
-from kvpage.cache.state_cache import StateCache
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
-from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import check_at_least
-from kvpage.observe.telemetry import Telemetry
 from kvpage.ops import attends_in_place
 from kvpage.ops.args.tokens import COMPUTE_DTYPES
 from kvpage.ops.cuda.libraries.rules import OURS
+from kvpage.serving.assembly.parts import EngineParts
+from kvpage.serving.assembly.prompts import EnginePrompts
+from kvpage.serving.assembly.store_parts import check_keeps_states, make_store_connector
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.config import EngineConfig
@@ -46,54 +42,43 @@ from kvpage.serving.loop.ranks.lead import Lead
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.loop.serving_loop import ServingLoop
-from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
-from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.step import BatchItem
-from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.stats import EngineStats
 from kvpage.serving.stats.request_state import RequestState, request_states
 
 
-class EngineCore:
+class EngineCore(EnginePrompts):
     """The parts of an engine, and the calls that concern the engine as a whole. See Engine."""
 
     def __init__(
         self,
         config: EngineConfig,
-        runner: ModelRunner,
-        cache: CacheEngine,
-        manager: BlockManager,
-        telemetry: Telemetry,
-        *,
-        defaults: ParamDefaults,
-        max_model_len: int,
-        window: int | None,
-        rule: LoadOrCompute | None,
+        parts: EngineParts,
         lead: Lead | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        states: StateCache | None = None,
     ) -> None:
-        """Put the parts together; see EngineParts. lead: the side of other ranks; None where there are none."""
-        self.states = states
+        """Put the parts together. lead: the side of other ranks; None where there are none."""
+        runner, manager, states = parts.runner, parts.manager, parts.states
+        self.states, self.defaults, self.max_model_len = states, parts.defaults, parts.max_model_len
         self._lead = lead
-        self.config, self.defaults, self.max_model_len = config, defaults, max_model_len
-        self.tokenizer = tokenizer
-        self.cache, self.manager, self.telemetry = cache, manager, telemetry
+        self.config, self.tokenizer = config, tokenizer
+        self.cache, self.manager, self.telemetry = parts.cache, manager, parts.telemetry
         self._runner, self._connectors = runner, Connectors()
-        self._transfers = BlockTransfers(self.cache, self.manager, rule, tell=None if lead is None else lead.move)
+        self._transfers = BlockTransfers(self.cache, manager, parts.rule, tell=None if lead is None else lead.move)
         self.scheduler = Scheduler(
             self.manager,
             config.max_num_seqs,
             config.max_num_batched_tokens,
-            window,
+            parts.window,
             is_held=self._connectors.holds,
             reclaimers=[self._connectors.reclaim],
         )
         of_steps = StepStates(manager, states) if states and isinstance(manager, HybridManager) else None
         self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers, lead, of_steps)
-        self._loop = ServingLoop(self._batch_runner, self.scheduler, self._connectors, self.telemetry, rule)
+        self._loop = ServingLoop(self._batch_runner, self.scheduler, self._connectors, self.telemetry, parts.rule)
         self._connect_device()
-        self._intake = Intake(runner.model, self.manager, defaults, max_model_len, tokenizer)
+        self._intake = Intake(runner.model, manager, parts.defaults, parts.max_model_len, tokenizer)
         self.vocab_size, self.eos_token_ids = self._intake.vocab_size, self._intake.eos_token_ids
 
     def _connect_device(self) -> None:
@@ -135,26 +120,13 @@ class EngineCore:
 
     def _connect_store(self, store: BlockStore, rule: LoadOrCompute | None) -> None:
         if self.states is not None:
-            raise ValueError("store must be None for a model whose layers keep states: chunks hold K and V alone")
+            check_keeps_states(store)
         if not self.manager.enable_prefix_caching:
             raise ValueError("store needs enable_prefix_caching, by which requests find what comes out of it")
         if self._connectors.store:
             raise ValueError("store must be given once, the engine has one")
-        save_generated = self.config.save_generated
-        if save_generated is None:
-            save_generated = bool(getattr(getattr(store, "config", None), "save_decode_cache", False))
-        self._connectors.connect_store(
-            StoreConnector(
-                store,
-                self.cache,
-                self.manager,
-                self._transfers,
-                rule,
-                deadline=self.config.store_deadline,
-                save_generated=save_generated,
-                save_portions=self.config.save_portions,
-            )
-        )
+        about = store, self.cache, self.manager, self._transfers, rule, self.states
+        self._connectors.connect_store(make_store_connector(self.config, *about))
 
     def use_segments(self, blender: Blender, segments: SegmentCache) -> None:
         """Reuse and keep segments from now on, for prompts that ask for it; `from_model` calls it.
@@ -252,8 +224,8 @@ class EngineCore:
     @property
     def attention_backend(self) -> str:
         """What attends over the blocks: the library that the engine has chosen, or "kvpage"."""
-        library = next(iter(self.cache.bound_layers.values())).library
-        return OURS if library is None else library.name
+        layer = next(iter(self.cache.bound_layers.values()), None)
+        return OURS if layer is None or layer.library is None else layer.library.name
 
     def stats(self) -> EngineStats:
         """Return counters and the state now.
@@ -329,33 +301,6 @@ class EngineCore:
         return request_states(self.scheduler, self._connectors, limit)
 
     # --- for Branches, and other owners of sequences -----------------------------------------------------------------
-
-    def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
-        """Check token ids.
-
-        Args:
-            tokens: Token ids, at least one.
-
-        Returns:
-            The same as int32 [num_tokens].
-
-        Raises:
-            ValueError: There are none, or ids outside of the vocabulary.
-            TypeError: They are text.
-        """
-        return self._intake.check_tokens(tokens)
-
-    def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Check that the model takes a sequence of some length.
-
-        Args:
-            num_prompt_tokens: Tokens of the prompt.
-            max_tokens: Tokens after it.
-
-        Raises:
-            ValueError: The sum is more than max_model_len.
-        """
-        self._intake.check_length(num_prompt_tokens, max_tokens)
 
     def compute(self, items: Sequence[BatchItem]) -> torch.Tensor:
         """Compute tokens of sequences that belong to no request, in one forward pass.

@@ -27,6 +27,7 @@ Modules. Each imports only modules in the lines above its own:
     forward_inputs   ForwardInputs: the arguments of a forward that decide over K and V
     forward_hooks    ForwardHooks: report the forwards that are given a cache
     layered_cache    LayeredCache, KVPageLayer: the part of a transformers Cache that reads layers
+    states           the states of the rows, for models whose layers keep some
     model_blocks     ModelBlocks: the blocks of one model, without any check
     kv_page_cache    KVPageCache: the cache of one call
     pool_check       verify_blocks: refuse a model whose logits over blocks are not its own

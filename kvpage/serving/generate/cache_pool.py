@@ -13,11 +13,15 @@ from kvpage.layout.config import CacheConfig, ParallelConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.serving.generate.model_blocks import ModelBlocks, check_eval
 from kvpage.serving.generate.pool_check import verify_blocks
+from kvpage.serving.generate.states.pool_states import PoolStates
 from kvpage.serving.model.argument_check import check_model
 from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.probe import unquantized
+from kvpage.serving.model.states.mixer_forward import MixerForward
+from kvpage.serving.model.states.model_states import ModelStates, keeps_states
 from kvpage.serving.model.window_check import check_windows
+from kvpage.serving.params.states import StateConfig
 
 
 class KVPageCachePool(ModelBlocks):
@@ -39,6 +43,7 @@ class KVPageCachePool(ModelBlocks):
         pin_quota: int = 0,
         kv_scales: Sequence[KVScales] | None = None,
         max_working_bytes: int | None = None,
+        states: StateConfig | None = None,
     ) -> "KVPageCachePool":
         """Make a pool on the model's device, with as many blocks in each tier as the config says.
 
@@ -55,31 +60,35 @@ class KVPageCachePool(ModelBlocks):
             max_working_bytes: the most bytes on the device, beside the blocks, for K and V in one piece. Caches in use
                 take as much as their rows' blocks, and a quarter of that or 64 tokens a row. Without room, each forward
                 gathers K and V, one layer at a time. None: no limit. 0, and blocks that quantise: always gather.
+            states: the budget of the states of a model whose layers keep some, of rows in use and checkpoints together;
+                None for the default. Other models do not read it.
 
         Returns:
             The pool, with nothing cached.
 
         Raises:
             TypeError: for a model or a config of another type.
-            ValueError: with the reason, for a model that keeps more state than K and V, whose K and V do not fit into
-                blocks of this layout, whose sliding window is not in its mask, that is compiled or in training mode;
-                for a cache without blocks; for scales that the cache does not take or that distort the logits.
+            ValueError: with the reason, for a model that keeps more than K and V, and states beside them in
+                `past_key_values`; whose K and V do not fit into blocks of this layout, whose sliding window is not in
+                its mask, that is compiled or in training mode; for a cache without blocks, and a budget without a
+                state; for scales that the cache does not take or that distort the logits.
         """
         check_model(model)
-        if not isinstance(cache_config, CacheConfig):
-            raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
-        if cache_config.num_gpu_blocks == 0:
-            raise ValueError("num_gpu_blocks must be positive, got 0")
+        _check_cache_config(cache_config)
         if max_working_bytes is not None and as_integer("max_working_bytes", max_working_bytes) < 0:
             raise ValueError(f"max_working_bytes must not be negative, got {max_working_bytes}")
-        check_config(model)
+        budget = _checked_budget(states)
+        check_config(model, takes_states=True)
         _check_cacheable(model)
         check_eval(model)
-        shape = KVShape.of_model(model)
+        found = _found_states(model, cache_config, budget)
+        shape = KVShape.of_model(model) if found is None else found.found.kv_shape
+        assert shape is not None
         _check_backend(model, shape, cache_config)
         check_windows(model)
-        _verify(model, shape, cache_config, kv_scales)
-        pool = cls.make(model, shape, cache_config, kv_scales, share_parts, host_policy, pin_quota, max_working_bytes)
+        _verify(model, shape, cache_config, kv_scales, found)
+        options = share_parts, host_policy, pin_quota, max_working_bytes, found
+        pool = cls.make(model, shape, cache_config, kv_scales, *options)
         assert isinstance(pool, cls)
         return pool
 
@@ -95,21 +104,35 @@ class KVPageCachePool(ModelBlocks):
         self.manager.reset_prefix_cache()
 
 
+def _found_states(model: PreTrainedModel, cache_config: CacheConfig, budget: StateConfig) -> PoolStates | None:
+    if not keeps_states(model.config):
+        check_config(model)
+        return None
+    found = ModelStates.of_model(model)
+    forwards = tuple(MixerForward(mixer, mixer.module) for mixer in found.mixers)
+    return PoolStates.of_model(model, found, forwards, cache_config, budget)
+
+
 def _verify(
-    model: PreTrainedModel, shape: KVShape, cache_config: CacheConfig, kv_scales: Sequence[KVScales] | None
+    model: PreTrainedModel,
+    shape: KVShape,
+    cache_config: CacheConfig,
+    kv_scales: Sequence[KVScales] | None,
+    states: PoolStates | None,
 ) -> None:
     """Compute over a few small blocks of the model's dtype and, where the cache quantises, over such blocks too."""
     small = replace(cache_config, block_size=2, num_gpu_blocks=16, num_cpu_blocks=0)
-    verify_blocks(ModelBlocks.make(model, shape, unquantized(small, shape.model_config()), None))
+    few = None if states is None else states.small()
+    verify_blocks(ModelBlocks.make(model, shape, unquantized(small, shape.model_config()), None, states=few))
     if cache_config.layout(shape.model_config(), ParallelConfig()).is_quantized:
-        verify_blocks(ModelBlocks.make(model, shape, small, kv_scales))
+        verify_blocks(ModelBlocks.make(model, shape, small, kv_scales, states=few))
 
 
 def _check_cacheable(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"forward must take past_key_values, that of {name} does not")
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) and not keeps_states(model.config):
         raise ValueError(f"model must have no state but K and V, {name} has")
 
 
@@ -120,3 +143,17 @@ def _check_backend(model: PreTrainedModel, shape: KVShape, cache_config: CacheCo
             f"backend must be 'mla' exactly where a model hands latents to its cache, {type(model).__name__} hands "
             f"{handed} to {cache_config.backend!r}"
         )
+
+
+def _checked_budget(states: StateConfig | None) -> StateConfig:
+    """Return the budget of states. TypeError for anything else."""
+    if not isinstance(states, StateConfig | None):
+        raise TypeError(f"states must be a StateConfig, got {type(states).__name__}")
+    return StateConfig() if states is None else states
+
+
+def _check_cache_config(cache_config: CacheConfig) -> None:
+    if not isinstance(cache_config, CacheConfig):
+        raise TypeError(f"cache_config must be a CacheConfig, got {type(cache_config).__name__}")
+    if cache_config.num_gpu_blocks == 0:
+        raise ValueError("num_gpu_blocks must be positive, got 0")

@@ -15,6 +15,7 @@ The next `begin`, `select` or `release` commits the tokens of a `finish`. Until 
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.serving.generate.row_slots import RowSlots
+from kvpage.serving.generate.states.row_pass import RowPass
+from kvpage.serving.generate.states.row_states import RowStates
 from kvpage.serving.generate.working_rows import WorkingRows
 
 TokenRow = npt.NDArray[np.int32]
@@ -54,6 +57,7 @@ class CachedRows:
 
     working: K and V of the rows in one piece. Unless it is empty, it holds the tokens that are not committed, and a
         commit writes them into blocks. While it is empty, the model's K and V go into the slots of `begin`.
+    states: of a model whose layers keep states. `manager` is a HybridManager then.
 
     Each method does all or nothing. One that raises (OutOfBlocks, ValueError) may have committed rows and have marked
     cached blocks as used, and has changed nothing else. Ctrl-C is raised after it.
@@ -65,9 +69,12 @@ class CachedRows:
         engine: CacheEngine,
         seq_ids: Iterator[int],
         working: WorkingRows | None = None,
+        states: RowStates | None = None,
     ) -> None:
         self.length = 0
         self.working = working
+        self._states = states
+        self._has_marks = False  # states of the last forward, which a commit makes findable
         self._manager, self._engine, self._seq_ids = manager, engine, seq_ids
         self._rows: list[_Row] = []
         self._tokens = np.empty((0, 0), np.int32)  # computed ones, then those of the prompt that are yet to come
@@ -85,12 +92,20 @@ class CachedRows:
         return not self._rows[row].is_private
 
     @uninterrupted
-    def open(self, tokens: TokenRows, is_findable: Sequence[bool], namespace: bytes) -> None:
+    def open(
+        self, tokens: TokenRows, is_findable: Sequence[bool], namespace: bytes, cache_at: Sequence[int] = ()
+    ) -> None:
         """Allocate blocks for rows of these tokens, and find the cached beginning of each. There must be no rows yet.
 
-        A row that is not findable neither finds nor is found: its K and V do not follow from its tokens alone.
+        A row that is not findable neither finds nor is found: its K and V do not follow from its tokens alone. Where
+        there are states, all rows begin at one position: a state cannot be shortened. cache_at: see KVPageCache.
         """
-        self._rows, self._tokens = self._allocate_each(tokens, is_findable, namespace), tokens
+        self._rows, self._tokens = self._allocate_each(tokens, is_findable, namespace, cache_at=cache_at), tokens
+        found = [row.num_written for row in self._rows]
+        while self._states is not None and max(found) > min(found):
+            self._release_all()
+            rows = self._allocate_each(tokens, is_findable, namespace, min(found), cache_at)
+            self._rows, self._tokens, found = rows, tokens, [row.num_written for row in rows]
 
     @uninterrupted
     def hide(self, places: Sequence[int]) -> None:
@@ -123,7 +138,7 @@ class CachedRows:
         end = start + tokens.shape[1]
         if self.working is None or not self.working.reserve(len(self), end):
             return False
-        if self.working.is_empty or self._fills_block():
+        if self.working.is_empty or self._fills_block() or self._has_marks:
             self.commit()
         self._reserve(end)
         return True
@@ -133,8 +148,18 @@ class CachedRows:
         self._manager.do_moves(self._engine.do_move)
         return torch.from_numpy(self._manager.block_tables([row.seq_id for row in self._rows])).to(self._engine.device)
 
-    def finish(self, tokens: TokenRows, start: int) -> None:
-        """Count the tokens that `begin` was given: their K and V are written in all layers."""
+    def begin_states(self, start: int, end: int) -> RowPass | None:
+        """Return the states of a forward that `begin` has reserved blocks for; None for a model without any."""
+        if self._states is None:
+            return None
+        findable = [not row.is_private for row in self._rows]
+        return self._states.begin([row.seq_id for row in self._rows], findable, start, end)
+
+    def finish(self, tokens: TokenRows, start: int, states: RowPass | None = None) -> None:
+        """Count the tokens that `begin` was given: their K and V are written in all layers, their states computed."""
+        if states is not None:
+            states.finish()
+            self._has_marks = states.has_marks
         end = start + tokens.shape[1]
         known = np.concatenate([self._tokens[:, :start], tokens, self._tokens[:, end:]], axis=1)
         self.length, self._tokens = end, known
@@ -149,13 +174,19 @@ class CachedRows:
             if row.num_written < self.length:
                 self._manager.commit(row.seq_id, tokens[row.num_written : self.length])
                 row.num_written = self.length
+        if self._states is not None and self._has_marks:
+            self._states.keep([row.seq_id for row in self._rows])
+            self._has_marks = False
 
     @uninterrupted
     def crop(self, length: int) -> None:
         """Forget every row's tokens from the `length`th on. Committed ones stay in the tree, for others to find.
 
-        Raises OutOfBlocks where rows have to move to blocks of their own and none are free.
+        Raises OutOfBlocks where rows have to move to blocks of their own and none are free, ValueError where there are
+        states, which cannot go back.
         """
+        if self._states is not None and length != self.length:
+            raise ValueError(f"rows with states must keep their {self.length} tokens, got a length of {length}")
         if not 0 <= length <= self.length:
             raise ValueError(f"length must be in [0, {self.length}], got {length}")
         if length == self.length:
@@ -181,6 +212,8 @@ class CachedRows:
         """Commit the computed tokens and release all rows. Committed blocks can be found until they are evicted."""
         try:
             self.commit()
+            if self._states is not None and self.length:
+                self._states.keep_ends([row.seq_id for row in self._rows if not row.is_private])
         finally:
             self._release_all()
 
@@ -206,21 +239,36 @@ class CachedRows:
             for row, count in zip(self._rows, lacking, strict=True):
                 row.room += count
 
-    def _allocate_each(self, tokens: TokenRows, is_findable: Sequence[bool], namespace: bytes) -> list[_Row]:
+    def _allocate_each(
+        self,
+        tokens: TokenRows,
+        is_findable: Sequence[bool],
+        namespace: bytes,
+        max_cached: int | None = None,
+        cache_at: Sequence[int] = (),
+    ) -> list[_Row]:
         rows: list[_Row] = []
         try:
             for row_tokens, findable in zip(tokens, is_findable, strict=True):
                 own = namespace if findable else b"private:" + uuid.uuid4().bytes
-                rows.append(self._allocate(row_tokens, own, not findable))
+                rows.append(self._allocate(row_tokens, own, not findable, max_cached, cache_at))
         except BaseException:
             for row in rows:
                 self._manager.release(row.seq_id)
             raise
         return rows
 
-    def _allocate(self, tokens: TokenRow, namespace: bytes, is_private: bool) -> _Row:
+    def _allocate(
+        self,
+        tokens: TokenRow,
+        namespace: bytes,
+        is_private: bool,
+        max_cached: int | None = None,
+        cache_at: Sequence[int] = (),
+    ) -> _Row:
         seq_id = next(self._seq_ids)
-        allocation = self._manager.allocate(seq_id, tokens, namespace)
+        named: dict[str, Any] = {} if self._states is None else {"cache_at": cache_at}
+        allocation = self._manager.allocate(seq_id, tokens, namespace, max_cached_tokens=max_cached, **named)
         return _Row(seq_id, len(tokens), allocation.num_cached_tokens, namespace, is_private)
 
     def _give_back(self, row: _Row, tokens: TokenRow) -> None:
@@ -255,11 +303,14 @@ class CachedRows:
             self._manager.fork(row.seq_id, copied.seq_id)
             return copied
         # One token more than the row has: a lookup leaves the last one to compute.
-        copied = self._allocate(np.append(tokens, _NO_TOKEN), row.namespace, row.is_private)
+        most = None if self._states is None else length
+        copied = self._allocate(np.append(tokens, _NO_TOKEN), row.namespace, row.is_private, most)
         if copied.num_written < length:
             self._copy_blocks(row, copied, length)
             self._manager.commit(copied.seq_id, tokens[copied.num_written : length])
             copied.num_written = length
+        if self._states is not None and length:
+            self._states.copy(row.seq_id, copied.seq_id)
         return copied
 
     def _copy_blocks(self, row: _Row, copied: _Row, length: int) -> None:

@@ -4,7 +4,6 @@ import inspect
 import sys
 import weakref
 from collections.abc import Mapping
-from threading import Lock
 from types import FrameType
 from typing import Any, Protocol
 
@@ -12,7 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvpage.serving.generate.forward_inputs import named_arguments
+from kvpage.serving.generate.states.hooking import REGISTERING, named_arguments
 
 
 class ForwardListener(Protocol):
@@ -42,8 +41,6 @@ class ForwardHooks:
     the module between. The outermost module that is called with the listener gives the tokens.
     """
 
-    _registering = Lock()  # torch numbers hooks without a lock: two threads could take one number
-
     def __init__(self, model: PreTrainedModel, listener: ForwardListener) -> None:
         self._listener: weakref.ref[ForwardListener] = weakref.ref(listener)
         self._handles: list[RemovableHandle] = []
@@ -51,7 +48,7 @@ class ForwardHooks:
         # transformers does not annotate get_decoder.
         decoder: torch.nn.Module | None = model.get_decoder()  # type: ignore[no-untyped-call, unused-ignore]
         modules = {id(module): module for module in (model, model.base_model, decoder)}
-        with self._registering:
+        with REGISTERING:
             for module in modules.values():
                 if module is not None:
                     self._hook(module)

@@ -1,7 +1,8 @@
-"""ForwardInputs: the arguments of a model's forward that decide over K and V."""
+"""ForwardInputs: the arguments of a model's forward that decide over K and V. Forward: one that is under way."""
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from kvpage.checks.tensors import as_numbers
 from kvpage.checks.tokens import as_array
 from kvpage.serving.generate.cached_rows import TokenRows
+from kvpage.serving.generate.row_slots import RowSlots
+from kvpage.serving.generate.states.row_pass import RowPass
 
 # K and V of a token follow from these alone. Any other tensor (images, embeddings, token types) decides over them too,
 # and cannot be read off the tokens.
@@ -55,19 +58,30 @@ class ForwardInputs(NamedTuple):
         return cls(tokens, start, is_whole)
 
 
-def named_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by name, with those of its **kwargs; nothing for a call that does not fit."""
-    try:
-        bound = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # the call itself will raise it
-        return {}
-    named: dict[str, Any] = {}
-    for name, value in bound.items():
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(value)
-        else:
-            named[name] = value
-    return named
+@dataclass(slots=True)
+class Forward:
+    """A forward that is under way, over the rows' tokens [start, end).
+
+    slots: the blocks' slots for the tokens; None where they go to the working rows.
+    layers_left: the layers that have not written yet.
+    repeats: the number of rows that were made of each.
+    call: torch's frame, which ends with the forward.
+    states: those of the rows; None for a model without any.
+    """
+
+    tokens: TokenRows
+    start: int
+    end: int
+    slots: RowSlots | None
+    layers_left: set[int]
+    repeats: int
+    call: FrameType
+    states: RowPass | None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every layer has written its K and V, and its states."""
+        return not self.layers_left and (self.states is None or self.states.is_done())
 
 
 def as_token_rows(input_ids: Any) -> TokenRows:

@@ -10,23 +10,26 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from kvpage.blocks.hybrid.marks import as_cache_at
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
 from kvpage.checks.tensors import as_indices, as_selection
 from kvpage.checks.values import as_integer, check_namespace
 from kvpage.serving.generate.cached_rows import CachedRows, TokenRows
 from kvpage.serving.generate.forward_hooks import ForwardHooks, is_on_stack
-from kvpage.serving.generate.forward_inputs import ForwardInputs, as_mask_tensor, as_token_rows, is_unmasked
-from kvpage.serving.generate.layered_cache import LayeredCache
+from kvpage.serving.generate.forward_inputs import Forward, ForwardInputs, as_mask_tensor, as_token_rows, is_unmasked
 from kvpage.serving.generate.model_blocks import ModelBlocks
 from kvpage.serving.generate.row_slots import RowSlots
+from kvpage.serving.generate.states.mixer_hooks import MixerHooks
+from kvpage.serving.generate.states.row_pass import RowPass
+from kvpage.serving.generate.states.stateful_cache import StatefulCache
 
 # A negative number is how many tokens `crop` removes. A positive one is the length that it leaves. In versions of
 # transformers whose own `crop` takes a length, zero is a length, too.
 _CROPS_TO_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
 
 
-class KVPageCache(LayeredCache):
+class KVPageCache(StatefulCache):
     """The cache of one call of `generate`, or of calls that continue each other, over the blocks of a pool.
 
         pool = KVPageCachePool.from_model(model, CacheConfig(block_size=16, num_gpu_blocks=256))
@@ -45,6 +48,9 @@ class KVPageCache(LayeredCache):
     pool's next cache is made. Until the release, hooks on the model's forward read the tokens that K and V belong to.
     A forward that raises, by Ctrl-C too, changes nothing: tokens computed before it stay.
 
+    Where layers keep states, too, a prompt is found up to an exact position at which a state was kept: one token before
+    a prompt's end, the end of an answer, where prompts diverged, and `cache_at`. States cannot go back: `crop` raises.
+
     Use a pool and its caches in one thread. Other threads may use the model at the same time.
 
     Args:
@@ -54,9 +60,12 @@ class KVPageCache(LayeredCache):
         attention_mask: [num_rows, num_tokens], as for `generate`. A row with padding is computed in full, and other
             calls do not find it.
         namespace: a tenant's salt. Only caches of one namespace find each other's tokens.
+        cache_at: for a model whose layers keep states, positions of the prompt, 1 to its length, from which others may
+            go on: the end of a system prompt.
 
     Raises:
-        OutOfBlocks: where the prompt does not fit; nothing is changed. A forward raises it where its tokens do not fit.
+        OutOfBlocks: where the prompt does not fit, or no slot for a state can be had; nothing is changed. A forward
+            raises it where its tokens do not fit.
         TypeError: for a namespace that is not bytes.
         ValueError: for input_ids or a mask of another form. A forward raises it, before the model computes anything,
             for inputs other than text (images, embeddings, token types), for `use_cache=False`, for tokens that
@@ -70,22 +79,26 @@ class KVPageCache(LayeredCache):
         input_ids: torch.Tensor | Sequence[Sequence[int]],
         attention_mask: torch.Tensor | Sequence[Sequence[int]] | None = None,
         namespace: bytes = b"",
+        *,
+        cache_at: Sequence[int] = (),
     ) -> None:
         super().__init__()
         check_namespace(namespace)
         tokens = as_token_rows(input_ids)
+        marks = as_cache_at(cache_at, tokens.shape[1])
         mask = None if attention_mask is None else as_mask_tensor(attention_mask)
         if mask is not None and tuple(mask.shape) != tokens.shape:
             raise ValueError(f"attention_mask must be of shape {tokens.shape}, got {tuple(mask.shape)}")
         pool.check_tokens(tokens)
         pool.check_length(tokens.shape[1])
         self._pool, self._namespace = pool, namespace
-        self._forward: _Forward | None = None
+        self._forward: Forward | None = None
         self._rows = pool.make_rows()
         with HeldInterrupts():
-            self._rows.open(tokens, is_unmasked(mask, *tokens.shape), namespace)
+            self._rows.open(tokens, is_unmasked(mask, *tokens.shape), namespace, marks)
             self._rows.skip_found()
-            self._held = _Held(self._rows, ForwardHooks(pool.model, self))
+            of_mixers = [MixerHooks(forward, self) for forward in (pool.states.forwards if pool.states else ())]
+            self._held = _Held(self._rows, [ForwardHooks(pool.model, self), *of_mixers])
             self._finalizer = weakref.finalize(self, pool.forgotten.append, self._held.release)
             self._finalizer.atexit = False
 
@@ -146,7 +159,8 @@ class KVPageCache(LayeredCache):
         forward = self._current()
         if forward is None:
             return self._rows.length
-        return forward.start if layer_idx in forward.layers_left else forward.end
+        is_written = layer_idx in self._pool.layers and layer_idx not in forward.layers_left
+        return forward.end if is_written else forward.start
 
     def get_mask_sizes(self, query_length: torch.Tensor | int, layer_idx: int) -> tuple[int, int]:
         """Return the number of keys that the next queries see, and the place of the first key, 0.
@@ -258,11 +272,6 @@ class KVPageCache(LayeredCache):
         return len(self._rows)
 
     @property
-    def batch_size(self) -> int:
-        """The number of rows."""
-        return len(self._rows)
-
-    @property
     def is_initialized(self) -> bool:
         """Whether there are rows."""
         return len(self._rows) > 0
@@ -276,6 +285,12 @@ class KVPageCache(LayeredCache):
     def is_in_forward(self) -> bool:
         """Whether the model is computing with the cache."""
         return self._current() is not None
+
+    @property
+    def row_pass(self) -> RowPass | None:
+        """The states of the forward that is under way; None outside of one, and for a model without states."""
+        forward = self._current()
+        return None if forward is None else forward.states
 
     @uninterrupted
     def begin_forward(self, arguments: Mapping[str, Any], call: FrameType) -> None:
@@ -292,6 +307,8 @@ class KVPageCache(LayeredCache):
         rows = self._rows
         tokens, start, is_whole = ForwardInputs.of_call(arguments, rows.length)
         self._pool.check_forward(tokens, start + tokens.shape[1])
+        if self._pool.states is not None and start != rows.length:
+            raise ValueError(f"a forward over states must begin at token {rows.length}, got {start}")
         if not len(rows):  # after a reset
             rows.open(tokens, is_whole, self._namespace)
         repeats, rest = divmod(len(tokens), len(rows))
@@ -307,13 +324,14 @@ class KVPageCache(LayeredCache):
             rows.select(range(0, len(rows), repeats))
             raise
         end = start + tokens.shape[1]
-        self._forward = _Forward(tokens, start, end, slots, set(self._pool.layers), repeats, call)
+        states = rows.begin_states(start, end)
+        self._forward = Forward(tokens, start, end, slots, set(self._pool.layers), repeats, call, states)
 
     def finish_forward(self) -> None:
         """Count the forward's tokens as computed if every layer has written them."""
         forward = self._forward
-        if forward and not forward.layers_left:
-            self._rows.finish(forward.tokens, forward.start)
+        if forward and forward.is_done:
+            self._rows.finish(forward.tokens, forward.start, forward.states)
         self._forward = None
 
     def end_forward(self) -> None:
@@ -324,7 +342,7 @@ class KVPageCache(LayeredCache):
 
     # --- inside ---
 
-    def _current(self) -> "_Forward | None":
+    def _current(self) -> Forward | None:
         """Return the forward that is under way, if any. torch does not report that Ctrl-C ended one: it ends here."""
         if self._forward and not is_on_stack(self._forward.call):
             self.end_forward()
@@ -353,7 +371,7 @@ class KVPageCache(LayeredCache):
             )
         self._rows.hide(hidden)
 
-    def _checked_forward(self, key_states: torch.Tensor, layer_idx: int) -> "_Forward":
+    def _checked_forward(self, key_states: torch.Tensor, layer_idx: int) -> Forward:
         """Return the forward to which these K belong. ValueError where there is none."""
         forward = self._current()
         if forward is None or layer_idx not in forward.layers_left:
@@ -373,28 +391,10 @@ class _Held:
     """The rows and hooks that a cache gives back at its end. It does not refer to the cache."""
 
     rows: CachedRows
-    hooks: ForwardHooks
+    hooks: Sequence[ForwardHooks | MixerHooks]
 
     def release(self) -> None:
         """Remove the hooks, and release the rows."""
-        self.hooks.remove()
+        for hooks in self.hooks:
+            hooks.remove()
         self.rows.release()
-
-
-@dataclass(slots=True)
-class _Forward:
-    """A forward that is under way, over the rows' tokens [start, end).
-
-    slots: the blocks' slots for the tokens; None where they go to the working rows.
-    layers_left: the layers that have not written yet.
-    repeats: the number of rows that were made of each.
-    call: torch's frame, which ends with the forward.
-    """
-
-    tokens: TokenRows
-    start: int
-    end: int
-    slots: RowSlots | None
-    layers_left: set[int]
-    repeats: int
-    call: FrameType

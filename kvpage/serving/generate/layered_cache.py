@@ -27,6 +27,11 @@ class LayeredCache(Cache):
     def max_batch_size(self) -> int:
         """The number of rows."""
 
+    @property
+    def batch_size(self) -> int:
+        """The number of rows."""
+        return self.max_batch_size
+
     @abstractmethod
     def get_mask_sizes(self, query_length: torch.Tensor | int, layer_idx: int) -> tuple[int, int]:
         """Return the number of keys that the next queries see, and the place of the first."""

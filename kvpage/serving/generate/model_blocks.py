@@ -14,6 +14,8 @@ from kvpage.layout.config import CacheConfig, DeviceConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.serving.generate.cached_rows import CachedRows, TokenRows
 from kvpage.serving.generate.layer_blocks import LayerBlocks
+from kvpage.serving.generate.states.pool_states import PoolStates
+from kvpage.serving.generate.states.row_states import RowStates
 from kvpage.serving.generate.working_rows import WorkingMemory, WorkingRows
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.limits import constant_rope_len, rope_limit, vocab_size
@@ -23,7 +25,7 @@ class ModelBlocks:
     """The cache tensors and the block manager of one model. KVPageCachePool checks first that they fit the model.
 
     model: the caller's. engine: owns the tensors. manager: owns the blocks. dtype: that of the model's K and V.
-    layers: by layer_idx.
+    layers: by layer_idx. states: of a model whose layers keep some; None for another.
     forgotten: releases of caches that were dropped without one. The garbage collector appends at any time.
     """
 
@@ -34,7 +36,9 @@ class ModelBlocks:
         engine: CacheEngine,
         manager: BlockManager,
         max_working_bytes: int | None = None,
+        states: RowStates | None = None,
     ) -> None:
+        self.states = states
         self.model, self.engine, self.manager, self.dtype = model, engine, manager, shape.dtype
         layers = zip(shape.layer_ids, engine.bound_caches, shape.layer_sizes, strict=True)
         self.layers = {
@@ -56,6 +60,7 @@ class ModelBlocks:
         host_policy: HostPolicy | None = None,
         pin_quota: int = 0,
         max_working_bytes: int | None = None,
+        states: PoolStates | None = None,
     ) -> "ModelBlocks":
         """Allocate tensors of this shape on the model's device. No check is made here.
 
@@ -68,10 +73,14 @@ class ModelBlocks:
             host_policy: See BlockManager.
             pin_quota: See BlockManager.
             max_working_bytes: See `KVPageCachePool.from_model`.
+            states: Of a model whose layers keep some, and their budget; None for another.
 
         Returns:
             The blocks, with nothing cached.
         """
+        if states is not None:
+            parts = states.make(shape, cache_config, model.device, kv_scales, host_policy, pin_quota)
+            return cls(model, shape, parts.engine, parts.manager, max_working_bytes, parts.states)
         engine = CacheEngine(
             cache_config, shape.model_config(), device_config=DeviceConfig(model.device), kv_scales=kv_scales
         )
@@ -95,7 +104,7 @@ class ModelBlocks:
             The rows. The caller releases them.
         """
         self.release_forgotten()
-        return CachedRows(self.manager, self.engine, self._seq_ids, self._make_working())
+        return CachedRows(self.manager, self.engine, self._seq_ids, self._make_working(), self.states)
 
     def release_forgotten(self) -> None:
         """Release the caches that were dropped without a release."""
@@ -106,7 +115,7 @@ class ModelBlocks:
         """Make working rows; None where blocks do not keep K and V bit by bit."""
         if not all(layer.keeps(self.dtype) for layer in self.layers.values()):
             return None
-        num_slots = self.manager.num_blocks * self.manager.block_size
+        num_slots = self.engine.num_gpu_blocks * self.manager.block_size
         bytes_per_token = sum(cache.nbytes for cache in self.engine.gpu_cache) // num_slots
         return WorkingRows(self.layers, bytes_per_token, self.working_memory)
 

@@ -103,7 +103,7 @@ class Connectors:
                 self.store.save_portion(_first_tokens(request, end), start, request.namespace)
 
     def save_generated(self, request: Request) -> None:
-        """Store the tokens of a request that has finished, and still has its blocks."""
+        """Store the tokens of a request that has finished, and still has its blocks. Its state is a checkpoint."""
         if self.store and self.store.save_generated:
             self.store.save(_first_tokens(request, request.num_computed), request.namespace)
 

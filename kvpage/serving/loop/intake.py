@@ -121,7 +121,7 @@ class Intake:
             raise ValueError("prompt_logprobs must be None with blend, which does not compute all of the prompt")
         is_plain = not prompt.blend and prompt.segments is None
         blending = None if is_plain else _blending(prompt, request_id, tokens, blend_config)
-        marks = as_cache_at(prompt.cache_at, len(tokens)) if prompt.cache_at else ()
+        marks = as_cache_at(prompt.cache_at, len(tokens))
         about = prompt.namespace, prompt.sink, blending, prompt.priority, self._text_rules, marks
         request = Request(request_id, tokens, params, 0, self.eos_token_ids, *about)
         if params.prompt_logprobs is not None:

@@ -25,14 +25,12 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.states import Allocation
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion, add_portion
 from kvpage.serving.loop.batch.prefills import Prefills
+from kvpage.serving.loop.batch.request_states import RequestStates
 from kvpage.serving.loop.request import Request
 
 Reclaimer = Callable[[], bool]
@@ -61,7 +59,7 @@ class Scheduler:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         self.manager = manager
-        self._states = manager if isinstance(manager, HybridManager) else None
+        self._states = RequestStates(manager)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
@@ -144,8 +142,7 @@ class Scheduler:
             request.set_computed(end)
             has_filled = end // block_size > request.num_committed // block_size
             self._commit(request)
-            if self._states is not None:
-                self._states.keep(request.seq_id)
+            self._states.keep_marks(request)
             if has_filled:
                 self._leave_window(request)
 
@@ -169,17 +166,23 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is. Its committed tokens can still be found."""
         if request in self.running:
-            self._keep_state(request)
+            self.keep_state(request)
             self._stop(request)
         else:
             self.waiting.remove(request)
             if self.manager.is_swapped(request.seq_id):
                 self.manager.release(request.seq_id)
 
+    def keep_state(self, request: Request) -> None:
+        """Leave its state, after all that is committed, to others. A second call does nothing."""
+        if self._states.are_kept:
+            self._commit(request)
+            self._states.keep_end(request)
+
     def spoil(self, request: Request) -> None:
         """Note that a step has failed for a request that runs: its state is to be kept by nobody."""
-        if self._states is not None and request in self.running:
-            self._states.give_up_marks(request.seq_id)
+        if request in self.running:
+            self._states.spoil(request)
 
     def forget_cached(self, request: Request) -> None:
         """Forget the cached blocks of a request, but for those that others use or share."""
@@ -243,7 +246,7 @@ class Scheduler:
         """Free its device blocks: computed K and V go to the host if there is room, else they are computed again."""
         self._commit(request)
         if request.scores_prompt or not self._swapped_out(request):
-            self._keep_state(request)
+            self.keep_state(request)
             self.manager.release(request.seq_id)
         request.leave_blocks()
 
@@ -258,12 +261,6 @@ class Scheduler:
     def _commit(self, request: Request) -> None:
         self.manager.commit(request.seq_id, request.tokens[request.num_committed : request.num_computed])
         request.set_committed()
-
-    def _keep_state(self, request: Request) -> None:
-        """Leave its state, after all that is committed, to requests that go on from there."""
-        if self._states is not None:
-            self._commit(request)
-            self._states.keep_end(request.seq_id)
 
     def _make_private(self, request: Request) -> None:
         """Commit only the tokens before the first reused one: they were computed exactly, those after it were not."""
@@ -366,7 +363,7 @@ class Scheduler:
                 given = self.manager.swap_in(request.seq_id, tokens)
             else:
                 most = 0 if request.scores_prompt else None
-                given = self._given(request, tokens, most)
+                given = self._states.allocate(request, tokens, most)
         except OutOfBlocks:
             return False
         if self.manager.num_free_blocks < num_spare:
@@ -381,12 +378,6 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         return True
-
-    def _given(self, request: Request, tokens: npt.NDArray[np.int32], most: int | None) -> Allocation:
-        about = request.seq_id, tokens, request.namespace, request.params.priority, most
-        if self._states is None:
-            return self.manager.allocate(*about)
-        return self._states.allocate(*about, cache_at=request.cache_at)
 
     def _refuse(self, request: Request, was_swapped: bool) -> None:
         """Take back the blocks that a waiting request has just been given."""

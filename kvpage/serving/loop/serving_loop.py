@@ -364,6 +364,7 @@ class ServingLoop:
     def _take_token(self, request: Request, token: int, now: float, logprobs: TokenLogprobs | None) -> None:
         self.num_generated_tokens += 1
         if request.append(token, now, logprobs):
+            self._scheduler.keep_state(request)
             self._connectors.save_generated(request)
             self._end(request)
         self._suspects.clear([request])

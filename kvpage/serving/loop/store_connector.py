@@ -12,10 +12,9 @@ the tree all the same. Until then it writes to blocks of its own. These are its 
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +29,7 @@ from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import interruptible, uninterrupted
 from kvpage.checks.started_pool import started_pool
 from kvpage.checks.wait_limit import WaitLimit, wait_for_one
+from kvpage.serving.loop.moves.block_store import BlockStore, LayeredStore, TokenIds
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_cached
 from kvpage.serving.loop.moves.store_saves import StoreSaves
@@ -38,82 +38,6 @@ from kvpage.serving.loop.request import Request
 __all__ = ["BlockStore", "LayeredStore", "StoreConnectorStats"]
 
 NUM_LOADERS = 2
-TokenIds = npt.NDArray[np.int32]
-
-
-class BlockStore(Protocol):
-    """A store that an engine can ask; `kvpage.store.KVStore` is one. Its methods are called in other threads.
-
-    None of them raises for trouble of the store's own: that is a miss. An exception that comes nevertheless is counted,
-    and so is an answer that is no count. Both are misses, too.
-    """
-
-    def lookup(self, tokens: TokenIds, *, namespace: bytes = b"") -> int:
-        """Look a prompt up.
-
-        Args:
-            tokens: int32 [num_tokens].
-            namespace: Only sequences of the same namespace are found.
-
-        Returns:
-            How many leading tokens it holds.
-        """
-
-    def load_blocks(
-        self, tokens: TokenIds, engine: CacheEngine, block_table: npt.NDArray[np.int32], *, start: int, namespace: bytes
-    ) -> int:
-        """Load K and V of tokens[start:] into the blocks, as far as they are held and the blocks reach.
-
-        Args:
-            tokens: int32 [num_tokens].
-            engine: The cache of the blocks.
-            block_table: int32, the blocks of the sequence from its first token on.
-            start: The first token that is loaded.
-            namespace: As for `lookup`.
-
-        Returns:
-            The number of leading tokens whose K and V are there now.
-        """
-
-    def store_blocks(
-        self, tokens: TokenIds, engine: CacheEngine, block_table: npt.NDArray[np.int32], *, namespace: bytes
-    ) -> int:
-        """Keep K and V of the tokens.
-
-        Args:
-            tokens: int32 [num_tokens].
-            engine: The cache of the blocks.
-            block_table: int32, the blocks of the sequence from its first token on.
-            namespace: As for `lookup`.
-
-        Returns:
-            How many leading tokens it holds now.
-        """
-
-
-class LayeredStore(Protocol):
-    """A BlockStore that may have one method more, which an engine on a GPU calls in place of `load_blocks`."""
-
-    def load_by_layer(
-        self,
-        tokens: TokenIds,
-        engine: CacheEngine,
-        block_table: npt.NDArray[np.int32],
-        verified: Callable[[int, Arrival], object],
-        *,
-        start: int,
-        namespace: bytes,
-    ) -> int:
-        """Do as `load_blocks`, and tell what is verified before its bytes are there. Return when they are.
-
-        Args:
-            tokens: As of `load_blocks`. So are engine, block_table, start and namespace.
-            verified: Called in this thread, once at most, with the number that will be returned, and the arrival of
-                its layers.
-
-        Returns:
-            As of `load_blocks`. Fewer tokens than were verified, or an exception, say that the copies have failed.
-        """
 
 
 @dataclass(slots=True)
@@ -188,7 +112,7 @@ class StoreConnector:
         self._asked: set[Request] = set()
         waits_for_others = getattr(store, "waits_for_others", False)  # as ArrivingStore
         self._loaders = started_pool(max_loads if waits_for_others else NUM_LOADERS, "kvpage-load")
-        self.saves = self._saves = StoreSaves(self._store, manager, cache.device)
+        self.saves = self._saves = self._make_saves()
 
     def ask(self, waiting: Iterable[Request]) -> bool:
         """Go on with everything under way, and ask for the first of the waiting; return whether that was all."""
@@ -243,6 +167,9 @@ class StoreConnector:
         if num_tokens > start // size * size and 2 * len(self._saves) < self._max_saves:
             self.save(tokens[:num_tokens], namespace)
 
+    def _make_saves(self) -> StoreSaves:
+        return StoreSaves(self._store, self._manager, self._cache.device)
+
     def _store(self, tokens: TokenIds, block_ids: npt.NDArray[np.int32], namespace: bytes) -> int:
         return self.store.store_blocks(tokens, self._cache, block_ids, namespace=namespace)
 
@@ -269,13 +196,22 @@ class StoreConnector:
 
     def _start(self, request: Request) -> None:
         load = StoreLoad(request, time.monotonic() + self._deadline)
-        if len(load.tokens) - 1 - num_cached(self._manager, load.tokens, load.namespace) < self._manager.block_size:
+        if len(load.tokens) - 1 - self._num_cached(load) < self._manager.block_size:
             return
-        tokens, namespace = load.tokens, load.namespace
-        load.begin(self._loaders.submit(lambda: self.store.lookup(tokens, namespace=namespace)))
+        load.begin(self._loaders.submit(lambda: self._lookup(load.tokens, load.namespace)))
         self.stats.num_lookups += 1
         self.stats.num_lookup_tokens += len(load.tokens)
         self._loads[request] = load
+
+    def _num_cached(self, load: StoreLoad) -> int:
+        return num_cached(self._manager, load.tokens, load.namespace)
+
+    def _lookup(self, tokens: TokenIds, namespace: bytes) -> int:
+        return self.store.lookup(tokens, namespace=namespace)
+
+    def _num_wanted(self, load: StoreLoad, num_found: int) -> int:
+        """Return how many of the tokens that the store has are to be loaded: whole blocks."""
+        return min(num_found, len(load.tokens) - 1) // self._manager.block_size * self._manager.block_size
 
     @uninterrupted
     def _poll(self) -> None:
@@ -316,13 +252,12 @@ class StoreConnector:
 
     def _begin(self, load: StoreLoad, num_found: int) -> bool:
         """Begin a load into blocks of its own; False if it is not worth it, or blocks are short."""
-        size = self._manager.block_size
-        num_tokens = min(num_found, len(load.tokens) - 1) // size * size
-        num_missing = num_tokens - num_cached(self._manager, load.tokens, load.namespace)
-        if num_missing < size:
+        num_tokens = self._num_wanted(load, num_found)
+        num_missing = num_tokens - self._num_cached(load)
+        if num_missing < self._manager.block_size:
             return False
         self.stats.num_found_tokens += num_missing
-        if self.rule and not self.rule.should_load(num_missing // size):
+        if self.rule and not self.rule.should_load(num_missing // self._manager.block_size):
             self.stats.num_refused_tokens += num_missing
             return False
         try:
@@ -346,14 +281,16 @@ class StoreConnector:
             begin = time.perf_counter()
             with stream():
                 end = call(start=start, namespace=load.namespace)
-            seconds = time.perf_counter() - begin
-            self.stats.load_seconds += seconds
             end = min(end, num_tokens)
-            if self.rule and end > start:
-                self.rule.saw_transfer((end - start) // size * self.rule.block_bytes, seconds)
+            self._saw_load(end - start, time.perf_counter() - begin)
             return end
 
         return self._loaders.submit(load_blocks)
+
+    def _saw_load(self, num_tokens: int, seconds: float) -> None:
+        self.stats.load_seconds += seconds
+        if self.rule and num_tokens > 0:
+            self.rule.saw_transfer(num_tokens // self.rule.block_size * self.rule.block_bytes, seconds)
 
     def _finish_early(self, load: StoreLoad, num_verified: int, arrival: Arrival) -> None:
         """Commit verified tokens whose bytes are on their way. The load keeps its blocks until it is done.

@@ -20,8 +20,7 @@ class StateConfig:
             answers, where prompts diverge, and `cache_at`.
 
     Raises:
-        TypeError: A value is no integer.
-        ValueError: A value is out of its range.
+        ValueError: A value is no integer, or out of its range.
     """
 
     checkpoint_bytes: int = 2**30

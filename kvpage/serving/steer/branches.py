@@ -8,6 +8,7 @@ Requests find the blocks that branches have computed, and the other way round.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +23,28 @@ from kvpage.serving.model.step import BatchItem
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.steer.steerable import SteerableEngine
 
+Result = TypeVar("Result")
+
 
 class Branch:
     """A sequence of tokens. K and V of the first `num_computed` are in blocks. Branches makes it.
 
     tokens   [ 5  9  2 | 7  1 |  4 ]     4: appended since, has no slot yet
              num_computed  num_room
+
+    Args:
+        tokens: Its tokens, int32.
+        num_computed: How many of them are computed.
+        num_room: For how many of them there are slots.
+        namespace: Only sequences of the same namespace share blocks with it.
     """
 
-    def __init__(self, tokens: npt.NDArray[np.int32], num_computed: int, num_room: int) -> None:
+    def __init__(self, tokens: npt.NDArray[np.int32], num_computed: int, num_room: int, namespace: bytes = b"") -> None:
         self._tokens = tokens  # its first num_tokens; doubled when it grows
         self.num_tokens = len(tokens)
         self.num_computed = num_computed
         self.num_room = num_room
+        self.namespace = namespace
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -67,21 +77,21 @@ class Branches:
     They come before requests: where blocks are short, running requests are preempted, the youngest first, and go on
     later. Ctrl-C amid a call leaves no block without an owner: `close` ends the branches that the call has made.
 
+    Where the model's layers keep states, `fork` takes all tokens of a branch only. A `compute` that fails has changed
+    the states of its branches: the next one computes their tokens again, from a checkpoint on.
+
     Args:
         engine: The engine.
         reclaim: Asked first, where blocks are short, for blocks that the owner can do without; False if there are none.
-
-    Raises:
-        ValueError: The layers of the engine's model keep states.
     """
 
     def __init__(self, engine: SteerableEngine, reclaim: Callable[[], bool] | None = None) -> None:
-        if isinstance(engine.manager, HybridManager):
-            raise ValueError("branches need a model whose layers keep no states: these are not undone after an error")
         self.engine = engine
         self._reclaim = reclaim or (lambda: False)
         self._manager = engine.manager
+        self._states = engine.manager if isinstance(engine.manager, HybridManager) else None
         self._live: set[Branch] = set()
+        self._spoiled: dict[Branch, int] = {}  # they hold nothing; how many tokens they had computed
 
     def __len__(self) -> int:
         return len(self._live)
@@ -106,14 +116,8 @@ class Branches:
             OutOfBlocks: There are too few blocks; nothing is held.
         """
         checked = self.engine.check_tokens(tokens)
-        branch = Branch(checked.copy(), 0, len(checked))
-        while True:
-            try:
-                branch.num_computed = self._manager.allocate(branch, checked, namespace).num_cached_tokens
-                break
-            except OutOfBlocks:
-                if not (self._reclaim() or self.engine.make_room()):
-                    raise
+        branch = Branch(checked.copy(), 0, 0, namespace)
+        self._allocate(branch)
         self._live.add(branch)
         return branch
 
@@ -136,8 +140,8 @@ class Branches:
         if branch.num_computed != branch.num_tokens:
             raise ValueError(f"fork needs all {branch.num_tokens} tokens to be computed, {branch.num_computed} are")
         num_tokens = branch.num_tokens if num_tokens is None else num_tokens
-        fork = Branch(branch.token_ids[:num_tokens].copy(), num_tokens, num_tokens)
-        self._manager.fork(branch, fork, num_tokens)
+        fork = Branch(branch.token_ids[:num_tokens].copy(), num_tokens, num_tokens, branch.namespace)
+        self._with_room(lambda: self._manager.fork(branch, fork, num_tokens))
         self._live.add(fork)
         return fork
 
@@ -175,6 +179,7 @@ class Branches:
         self._check(branches)
         if not branches:
             raise ValueError("branches must hold at least one, got none")
+        self._begin_again(branches)
         self._check_left(branches)
         counts = [[len(branch)] for branch in branches] if wanted is None else _counts(wanted)
         for branch, each in zip(branches, counts, strict=True):
@@ -183,17 +188,13 @@ class Branches:
                 raise ValueError(f"wanted must be ascending, in [{first}, {last}] for this branch, got {each}")
         self._give_room(branches)
         passes = self._passes(branches, counts)
-        logits, bad = [], set()
-        for items in passes:
-            rows, owners = self._compute_pass(items)
-            logits.append(rows)
-            bad |= owners
-        if bad:
-            places = [place for place, branch in enumerate(branches) if branch in bad]
-            raise LogitsNotFinite(places, [f"branch {place}" for place in places])
-        for items in passes:
-            self._commit(items)
-        return torch.cat(logits)
+        try:
+            logits = self._compute_passes(branches, passes)
+        except BaseException:
+            self._spoil(branches)
+            raise
+        self._commit([item for items in passes for item in items])
+        return logits
 
     @uninterrupted
     def release(self, branches: Iterable[Branch]) -> None:
@@ -210,7 +211,8 @@ class Branches:
         self._check(branches)
         for branch in branches:
             self._live.remove(branch)
-            self._manager.release(branch)
+            if self._spoiled.pop(branch, None) is None:
+                self._manager.release(branch)
 
     def close(self) -> None:
         """End all branches that are left."""
@@ -244,16 +246,44 @@ class Branches:
                 raise ValueError(f"a branch must have tokens left to compute, one of {branch.num_tokens} has none")
             self.engine.check_tokens(branch.token_ids[branch.num_computed :])
 
-    @uninterrupted
-    def _give_room(self, branches: Sequence[Branch]) -> None:
-        counts = [branch.num_tokens - branch.num_room for branch in branches]
+    def _allocate(self, branch: Branch, max_cached_tokens: int | None = None) -> None:
+        """Give blocks to a branch that has none."""
+        about = branch, branch.token_ids, branch.namespace, 0, max_cached_tokens
+        branch.num_computed = self._with_room(lambda: self._manager.allocate(*about)).num_cached_tokens
+        branch.num_room = branch.num_tokens
+
+    def _with_room(self, call: Callable[[], Result]) -> Result:
+        """Return what the call does. Where blocks are short for it, others give some."""
         while True:
             try:
-                self._manager.append(branches, counts)
-                break
+                return call()
             except OutOfBlocks:
                 if not (self._reclaim() or self.engine.make_room()):
                     raise
+
+    @uninterrupted
+    def _spoil(self, branches: Iterable[Branch]) -> None:
+        """Take the blocks of branches whose states a failed step has changed. They begin again later."""
+        if self._states is None:
+            return
+        for branch in branches:
+            self._states.give_up_marks(branch)
+            self._states.release(branch)
+            self._spoiled[branch] = branch.num_computed
+            branch.num_computed = branch.num_room = 0
+
+    @uninterrupted
+    def _begin_again(self, branches: Iterable[Branch]) -> None:
+        """Give blocks to branches that a failed step has spoiled."""
+        for branch in branches:
+            if branch in self._spoiled:
+                self._allocate(branch, self._spoiled[branch])
+                del self._spoiled[branch]
+
+    @uninterrupted
+    def _give_room(self, branches: Sequence[Branch]) -> None:
+        counts = [branch.num_tokens - branch.num_room for branch in branches]
+        self._with_room(lambda: self._manager.append(branches, counts))
         for branch in branches:
             branch.num_room = branch.num_tokens
 
@@ -274,6 +304,18 @@ class Branches:
                 start = end
         return passes
 
+    def _compute_passes(self, branches: Sequence[Branch], passes: Sequence[Sequence[BatchItem]]) -> torch.Tensor:
+        """Return the wanted logits of all. Raises: LogitsNotFinite."""
+        logits, bad = [], set[Hashable]()
+        for items in passes:
+            rows, owners = self._compute_pass(items)
+            logits.append(rows)
+            bad |= owners
+        if bad:
+            places = [place for place, branch in enumerate(branches) if branch in bad]
+            raise LogitsNotFinite(places, [f"branch {place}" for place in places])
+        return torch.cat(logits)
+
     def _compute_pass(self, items: Sequence[BatchItem]) -> tuple[torch.Tensor, set[Hashable]]:
         """Return the wanted logits, and the branches with logits that are no numbers, after wanted or last tokens."""
         checked = [_with_last(item) for item in items]
@@ -293,6 +335,9 @@ class Branches:
             assert isinstance(item.seq_id, Branch)
             self._manager.commit(item.seq_id, item.token_ids)
             item.seq_id.num_computed = item.end
+        if self._states is not None:
+            for seq_id in {item.seq_id: None for item in items}:
+                self._states.keep(seq_id)
 
 
 def _with_last(item: BatchItem) -> BatchItem:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.fields import is_int
 from kvpage.checks.tokens import Tokens
@@ -84,7 +85,7 @@ class PagedTokenTrie:
 
     Raises:
         TypeError: The namespace is not bytes.
-        ValueError: A number is not positive.
+        ValueError: A number is not positive, or the layers of the engine's model keep states.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class PagedTokenTrie:
         self.max_branches = max_branches
         self.max_logprobs = max_logprobs
         self._root = _Node(None, -1)
+        if isinstance(engine.manager, HybridManager):
+            raise ValueError("engine must have a model whose layers keep no states: a trie forks amid a sequence")
         self._branches = Branches(engine, self._end_oldest)
         self._by_use: OrderedDict[Branch, _Node] = OrderedDict()  # live branches and where they end
         self._in_use: set[Branch] = set()  # by the call that computes

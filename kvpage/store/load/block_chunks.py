@@ -34,6 +34,8 @@ def metadata_of(
 ) -> KVStoreMetadata:
     """Return the metadata of a store of an engine's blocks: their dtype, layout of rows, and scales.
 
+    An engine of a model without attention has no blocks to store. Its metadata have no dtype.
+
     Args:
         engine: the engine.
         model_name: any text that tells models, revisions and adapters apart.
@@ -50,6 +52,8 @@ def metadata_of(
     """
     if not hasattr(engine, "gpu_cache"):
         raise TypeError(f"engine must be a CacheEngine, got {type(engine).__name__}")
+    if not engine.gpu_cache:
+        return KVStoreMetadata(model_name, world_size, worker_id, fmt, None)
     layout = engine.layout
     return KVStoreMetadata(
         model_name, world_size, worker_id, fmt, layout.dtype, _row_layout(engine), scales_digest(engine.kv_scales)

@@ -55,7 +55,9 @@ class ChunkAccess:
             made = chunk(begin, min(begin + size, len(tokens)))
             return kinds.of(keys[index], made.shape, namespace), made
 
-        return self._tiers.put(keys, record, skip_existing).num_new
+        num_new = self._tiers.put(keys, record, skip_existing).num_new
+        self._tiers.count(stored_chunks=num_new)
+        return num_new
 
     def count(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> int:
         """Return the number of leading tokens whose chunks are in a tier."""

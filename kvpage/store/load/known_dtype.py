@@ -28,7 +28,7 @@ SOUGHT = (
 
 
 class KnownDtype:
-    """Thread-safe. metadata: with the dtype as soon as it is known. kinds: None until then.
+    """Thread-safe. metadata: with the dtype as soon as it is known. kinds: None until then. chunk_size: in tokens.
 
     Raises ValueError or ImportError for a codec that cannot be made.
     """
@@ -36,7 +36,7 @@ class KnownDtype:
     def __init__(self, metadata: KVStoreMetadata, chunk_size: int, codec: str) -> None:
         self.metadata = metadata
         self.kinds: RecordKinds | None = None
-        self._chunk_size, self._codec = chunk_size, codec
+        self.chunk_size, self._codec = chunk_size, codec
         self._lock = threading.Lock()
         self._sought: list[tuple[torch.dtype, RecordKinds]] = []
         if metadata.kv_dtype is not None:
@@ -47,7 +47,7 @@ class KnownDtype:
     def of(self, dtype: torch.dtype) -> RecordKinds:
         """Return the kinds of this dtype. Raises ValueError if another is known, or the codec does not take it."""
         if self.kinds is None:
-            return RecordKinds(replace(self.metadata, kv_dtype=dtype), self._chunk_size, self._codec)
+            return RecordKinds(replace(self.metadata, kv_dtype=dtype), self.chunk_size, self._codec)
         if self.metadata.kv_dtype != dtype:
             raise ValueError(f"K and V must be of {self.metadata.kv_dtype}, as those that came first, got {dtype}")
         return self.kinds
@@ -64,7 +64,7 @@ class KnownDtype:
         """Return the known kinds, or those of the first right record of these tokens; None if there is none."""
         if self.kinds is not None or not len(tokens):
             return self.kinds
-        first = tokens[: self._chunk_size]
+        first = tokens[: self.chunk_size]
         keys = [kinds.keys.of(first, namespace)[0] for _, kinds in self._sought]
         for at, place in enumerate(tiers.locate(keys)):
             dtype, kinds = self._sought[at]
@@ -84,7 +84,7 @@ class KnownDtype:
     def _kinds_of(self, dtype: torch.dtype) -> RecordKinds | None:
         """Return None for a dtype that the codec does not take. Raises the errors of the codec itself."""
         try:
-            return RecordKinds(replace(self.metadata, kv_dtype=dtype), self._chunk_size, self._codec)
+            return RecordKinds(replace(self.metadata, kv_dtype=dtype), self.chunk_size, self._codec)
         except ValueError:
             if dtype is SOUGHT[0]:
                 raise

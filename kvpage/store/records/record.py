@@ -24,6 +24,7 @@ HEADER = struct.Struct("<8sII32sQQ16s5IQ4x")  # as RecordHead.pack has it
 assert HEADER.size == 112
 
 BYTES_CODEC = "bytes"  # of records whose payload has no shape: they are a ByteStore's
+STATE_CODEC, INDEX_CODEC = "state", "state-index"  # the same, beside chunks; the third number of the shape is tokens
 
 Shape = tuple[int, int, int, int, int]
 """[layers, parts, tokens, heads, size] or [layers, parts, heads, tokens, size], by the format in `meta`."""

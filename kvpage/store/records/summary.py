@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvpage.store.records.keys import decode_meta
-from kvpage.store.records.record import BYTES_CODEC, CorruptRecord
+from kvpage.store.records.record import BYTES_CODEC, INDEX_CODEC, STATE_CODEC, CorruptRecord
 from kvpage.store.records.record_io import read_head
 from kvpage.store.tiers.tier import Reader, RecordGone, RecordInfo, Tier
 
@@ -20,8 +20,8 @@ class RecordSummary:
         num_bytes: bytes of the record.
         model: the model's name, "(bytes)" for a record of a ByteStore; None if the head cannot be read.
         namespace: of its tokens; None if the head cannot be read.
-        num_tokens: tokens of the chunk; None for a record of bytes.
-        codec: the payload's dtype and codec.
+        num_tokens: tokens of the chunk, or before a state; None for a record of bytes.
+        codec: the payload's dtype and codec; "state" and "state-index" for states and the index of their positions.
         fmt: "vllm" or "huggingface".
         age: seconds since the last use; None if the tier does not know.
         tier: the tier's name.
@@ -60,7 +60,8 @@ def _summary(info: RecordInfo, reader: Reader, now: float, tier: str) -> RecordS
         if head.codec == BYTES_CODEC:
             return RecordSummary(info.key.hex(), info.num_bytes, "(bytes)", b"", None, head.codec, "", age, tier)
         fields = decode_meta(head.meta)
-        num_tokens = head.shape[2 if fields["fmt"] == "vllm" else 3]
+        is_chunk = head.codec not in (STATE_CODEC, INDEX_CODEC)
+        num_tokens = head.shape[3 if is_chunk and fields["fmt"] != "vllm" else 2]
     except (CorruptRecord, ValueError, KeyError):
         return RecordSummary(info.key.hex(), info.num_bytes, age=age, tier=tier)
     model, namespace, fmt = fields["model_name"], fields["namespace"], fields["fmt"]

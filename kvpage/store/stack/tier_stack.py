@@ -9,7 +9,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
@@ -117,7 +117,6 @@ class TierStack(TierCalls):
         finally:
             if backs:
                 self.later(lambda: self._write_back(backs))
-        self.count(stored_chunks=sum(is_new))
         return is_new
 
     def later(self, job: Callable[[], int]) -> "Future[int]":
@@ -174,14 +173,17 @@ class TierStack(TierCalls):
 
     def first(self, key: Key, read: Callable[[Reader], T]) -> T | None:
         """Return the result of `read` for the first tier's record that is not corrupt; None if there is none."""
+        return next(self.each(key, read), None)
+
+    def each(self, key: Key, read: Callable[[Reader], T]) -> Iterator[T]:
+        """Yield the result of `read` for each tier's record that is not corrupt, that of the fastest first."""
         for one in self.tiers:
             for reader in self._open(one, [key]):
                 if reader is not None:
                     with reader:
                         found = self.verified(one, key, lambda reader=reader: read(reader))  # type: ignore[misc]
                     if found is not None:
-                        return found
-        return None
+                        yield found
 
     def verified(self, one: Placed, key: Key, read: Callable[[], T]) -> T | None:
         """Return the result of `read`; None for a corrupt record, which is dropped, and for trouble."""

@@ -8,6 +8,25 @@ MANAGER = [
     "tests/blocks/test_block_space.py",
     "tests/native/test_left_over.py",
 ]
+HYBRID = [
+    "tests/blocks/hybrid/test_hybrid_manager.py",
+    "tests/blocks/hybrid/test_hybrid_refusals.py",
+    "tests/blocks/hybrid/test_hybrid_tiers.py",
+    "tests/blocks/test_explain.py",
+]
+HYBRID = [
+    "tests/blocks/hybrid/test_hybrid_manager.py",
+    "tests/blocks/hybrid/test_hybrid_refusals.py",
+    "tests/blocks/hybrid/test_hybrid_tiers.py",
+    "tests/blocks/test_explain.py",
+    "tests/blocks/hybrid/test_hybrid_life.py",
+]
+ENGINE_STATES = ["tests/serving/states/test_state_pass.py", "tests/serving/states/test_engine_states.py"]
+MODEL_STATES = [
+    "tests/serving/states/test_state_pass.py",
+    "tests/serving/states/test_model_states.py",
+    "tests/serving/states/test_packed_rows.py",
+]
 SCHEDULER = [
     "tests/serving/loop/test_scheduler_edges.py",
     "tests/serving/loop/test_scheduler_queue.py",
@@ -23,6 +42,7 @@ STORE = [
     "tests/store/load/test_layer_load.py",
 ]
 RECORD = ["tests/store/records/test_record.py", "tests/store/records/test_codec.py"]
+STATES = ["tests/store/states/test_state_records.py", "tests/store/states/test_state_index.py"]
 TREE = [
     "tests/blocks/test_tree_edges.py",
     "tests/blocks/test_prefix_tree.py",
@@ -40,12 +60,42 @@ SUITES = {
     "kvpage/blocks/lives/growth.py": MANAGER,
     "kvpage/blocks/lives/swaps.py": MANAGER,
     "kvpage/blocks/lives/sequences.py": MANAGER,
+    "kvpage/blocks/hybrid/anchors.py": HYBRID,
+    "kvpage/blocks/hybrid/beginning.py": HYBRID,
+    "kvpage/blocks/hybrid/sequence_states.py": HYBRID,
+    "kvpage/blocks/hybrid/state_space.py": HYBRID,
+    "kvpage/blocks/hybrid/checkpoint.py": HYBRID,
+    "kvpage/blocks/hybrid/evicted.py": HYBRID,
+    "kvpage/blocks/hybrid/looks/explaining.py": HYBRID,
+    "kvpage/blocks/hybrid/manager.py": HYBRID,
+    "kvpage/blocks/hybrid/marks.py": HYBRID,
+    "kvpage/blocks/hybrid/slot_tier.py": HYBRID,
+    "kvpage/blocks/hybrid/state_check.py": HYBRID,
+    "kvpage/blocks/hybrid/swaps.py": HYBRID,
+    "kvpage/blocks/explain.py": ["tests/blocks/test_explain.py"],
+    "kvpage/cache/state_cache.py": ["tests/cache/test_state_cache.py"],
+    "kvpage/layout/groups.py": ["tests/layout/test_groups.py"],
+    "kvpage/serving/loop/batch/request_states.py": ENGINE_STATES,
+    "kvpage/serving/loop/batch/step_states.py": ENGINE_STATES,
+    "kvpage/serving/assembly/state_parts.py": ENGINE_STATES,
+    "kvpage/serving/model/states/continuation.py": MODEL_STATES,
+    "kvpage/serving/model/states/held_states.py": MODEL_STATES,
+    "kvpage/serving/model/states/mixer.py": MODEL_STATES,
+    "kvpage/serving/model/states/mixer_forward.py": MODEL_STATES,
+    "kvpage/serving/model/states/model_states.py": MODEL_STATES,
+    "kvpage/serving/model/states/piece_cache.py": MODEL_STATES,
+    "kvpage/serving/model/states/row_cuts.py": MODEL_STATES,
+    "kvpage/serving/model/states/state_pass.py": MODEL_STATES,
+    "kvpage/serving/model/states/scan_start.py": ["tests/serving/states/test_scan_start.py"],
     "kvpage/serving/loop/scheduler.py": SCHEDULER,
     "kvpage/kernels/attention_plan.py": LAUNCHES,
     "kvpage/kernels/attention_launch.py": LAUNCHES,
     "kvpage/kernels/attention_constants.py": LAUNCHES,
     "kvpage/store/records/record.py": RECORD,
     "kvpage/store/kv_store.py": STORE,
+    "kvpage/store/states/state_index.py": STATES,
+    "kvpage/store/states/state_keys.py": STATES,
+    "kvpage/store/states/state_search.py": STATES,
     "csrc/tree/prefix_tree.cpp": TREE,
     "csrc/tree/prefix_tree_insert.cpp": TREE,
     "csrc/tree/prefix_tree_tiers.cpp": TREE,

@@ -3,7 +3,7 @@
 items ─► due moves of blocks ─► Step: slots, block tables ─► ModelRunner.forward ─► logits of the wanted tokens
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -86,7 +86,8 @@ class BatchRunner:
         """
         packed = batch.packed()
         if self._states is not None:
-            return self._with_states(self._states, batch, packed)
+            seq_ids = [request.seq_id for request in batch.requests]
+            return self._with_states(self._states, seq_ids, packed, len(batch.decodes))
         if not batch.prefills:
             inputs = self._decode_inputs(batch.decodes.rows)
             if self.graphs is not None and (replayed := self.graphs.run(inputs, packed.token_ids)) is not None:
@@ -98,11 +99,12 @@ class BatchRunner:
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
         return self._compute(np.concatenate([batch.decodes.rows, rows]), packed)
 
-    def _with_states(self, states: StepStates, batch: Batch, packed: PackedTokens) -> torch.Tensor:
-        """Compute a forward pass over blocks and states."""
-        seq_ids = [request.seq_id for request in batch.requests]
+    def _with_states(
+        self, states: StepStates, seq_ids: Sequence[Hashable], packed: PackedTokens, num_decodes: int
+    ) -> torch.Tensor:
+        """Compute a forward pass over blocks and states. num_decodes: of the first sequences, which have no marks."""
         starts, ends = (np.asarray(column).tolist() for column in (packed.starts, packed.ends))
-        of_step = states.begin(seq_ids, starts, ends, len(batch.decodes))
+        of_step = states.begin(seq_ids, starts, ends, num_decodes)
         step, slots, tables = self._step(self._manager.rows.of(seq_ids), packed)
         step.use_states(of_step)
         return self._forward(step, packed, slots, tables)
@@ -149,7 +151,10 @@ class BatchRunner:
 
         blender: for items that reuse segments; None if there are none.
         """
-        rows, packed = self._manager.rows.of([item.seq_id for item in items]), _packed(items)
+        seq_ids, packed = [item.seq_id for item in items], _packed(items)
+        if self._states is not None:
+            return Computed(self._with_states(self._states, seq_ids, packed, 0), [])
+        rows = self._manager.rows.of(seq_ids)
         if not any(item.reuse for item in items):
             return Computed(self._compute(rows, packed), [])
         assert blender is not None, "a request is admitted with reused segments only where there is a blender"

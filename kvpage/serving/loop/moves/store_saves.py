@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage._C import Match
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Ids
 from kvpage.cache.side_stream import side_stream
@@ -22,7 +21,7 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class _Save:
-    match: Match  # keeps the blocks
+    release: Callable[[], object]  # lets go of the blocks
     future: "Future[int]"
 
 
@@ -59,7 +58,8 @@ class StoreSaves:
             tree.release(match)
             return
         try:
-            self._saves.append(_Save(match, self._start(tokens[: match.num_tokens].copy(), match, namespace)))
+            block_ids, stored = match.block_ids.copy(), tokens[: match.num_tokens].copy()
+            self._submit(lambda: tree.release(match), lambda: self._store_blocks(stored, block_ids, namespace))
         except BaseException:
             tree.release(match)
             raise
@@ -69,21 +69,22 @@ class StoreSaves:
         done = [save for save in self._saves if save.future.done()]
         for save in done:
             self._saves.remove(save)
-            self._manager.tree.release(save.match)
+            save.release()
         return [save.future for save in done]
 
     def close(self) -> None:
         """End the thread; nothing is under way."""
         self._thread.shutdown()
 
-    def _start(self, tokens: TokenIds, match: Match, namespace: bytes) -> "Future[int]":
-        block_ids, stream = match.block_ids.copy(), side_stream(self._device)
+    def _submit(self, release: Callable[[], object], save: Callable[[], int]) -> None:
+        """Begin a save after all that the device does now. `release` is called once it is done."""
+        stream = side_stream(self._device)
 
-        def store() -> int:
+        def timed() -> int:
             begin = time.perf_counter()
             with stream():
-                num_stored = self._store_blocks(tokens, block_ids, namespace)
+                num_stored = save()
             self.seconds += time.perf_counter() - begin
             return num_stored
 
-        return self._thread.submit(store)
+        self._saves.append(_Save(release, self._thread.submit(timed)))

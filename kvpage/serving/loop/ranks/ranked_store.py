@@ -18,10 +18,10 @@ import numpy.typing as npt
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.side_stream import side_stream
 from kvpage.checks.started_pool import started_pool
+from kvpage.serving.loop.moves.block_store import BlockStore, TokenIds
 from kvpage.serving.loop.ranks.answers import Answers, is_count
 from kvpage.serving.loop.ranks.message import Kind, Message, Part
 from kvpage.serving.loop.ranks.ranks import Ranks
-from kvpage.serving.loop.store_connector import BlockStore, TokenIds
 
 NO_BLOCKS = np.zeros(0, np.int32)
 STORE_CALLS = (Kind.LOOKUP, Kind.LOAD, Kind.SAVE)

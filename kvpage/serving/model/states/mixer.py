@@ -1,6 +1,7 @@
-"""StateMixer: a module of a model that reads and writes states."""
+"""StateMixer: a module of a model that reads and writes states. PieceForward: what computes a piece of its tokens."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -24,3 +25,16 @@ class StateMixer:
     keys: frozenset[StateKey]
     is_stepwise: bool = False
     holds: tuple[str, ...] = ()
+
+
+class PieceForward(Protocol):
+    """The forward of a mixer, called for a piece of its tokens; MixerForward is one."""
+
+    mixer: StateMixer
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether several tokens after a state must be computed one by one."""
+
+    def compute(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the mixer's own forward for a piece, whose states are in the cache."""

@@ -9,6 +9,8 @@ from torch import nn
 from kvpage.serving.model.attention import StepMissing, current_step
 from kvpage.serving.model.states.held_states import with_held_states
 from kvpage.serving.model.states.mixer import StateMixer
+from kvpage.serving.model.states.piece_cache import PieceCache
+from kvpage.serving.model.states.scan_start import ScannedForward
 
 
 class MixerForward:
@@ -20,6 +22,7 @@ class MixerForward:
     def __init__(self, mixer: StateMixer, copy: nn.Module) -> None:
         self.mixer, self._copy = mixer, copy
         self._own: Any = vars(copy).get("forward")
+        self._scanned = ScannedForward.of(mixer, copy) if mixer.is_stepwise else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = current_step.get()
@@ -27,12 +30,24 @@ class MixerForward:
             raise StepMissing(f"{type(self._copy).__name__} was called without states, outside Engine.step()")
         return step.states.compute(self, args, kwargs)
 
-    def own(self) -> Callable[..., Any]:
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether several tokens after a state must be computed one by one."""
+        return self.mixer.is_stepwise and not (self._scanned and self._scanned.is_current)
+
+    def compute(self, cache: PieceCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the copy's own forward for a piece, whose states are in the cache."""
+        args, kwargs = self._with_cache(args, kwargs, cache)
+        if self._scanned and self._scanned.is_current:
+            return self._scanned.compute(cache, args, kwargs)
+        return self._computing()(*args, **kwargs)
+
+    def _computing(self) -> Callable[..., Any]:
         """Return the forward that computes: that of the class, or one that somebody gave to the module."""
         own = self._own or partial(type(self._copy).forward, self._copy)
         return with_held_states(self.mixer, self._copy, own) if self.mixer.holds else own
 
-    def with_cache(
+    def _with_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cache: object
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call, with this cache among them."""

@@ -41,11 +41,11 @@ class PieceCache:
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the states [n, *shape], which the mixer may change in place; None if there are none yet."""
-        return self._known((layer_idx, "conv", state_idx))
+        return self.known((layer_idx, "conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the states [n, *shape], which the mixer may change in place; None if there are none yet."""
-        return self._known((layer_idx, "recurrent", state_idx))
+        return self.known((layer_idx, "recurrent", state_idx))
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Return whether there is a state."""
@@ -62,7 +62,7 @@ class PieceCache:
     ) -> torch.Tensor:
         """Keep the last columns of the old state and `conv_states` [n, channels, tokens], and return them all."""
         key = layer_idx, "conv", state_idx
-        before = self._known(key)
+        before = self.known(key)
         size = self._views[key].shape[-1]
         if before is not None:
             full = torch.cat([before, conv_states], dim=-1)
@@ -77,7 +77,8 @@ class PieceCache:
         """Keep `recurrent_states` [n, *shape], and return them."""
         return self.put((layer_idx, "recurrent", state_idx), recurrent_states)
 
-    def _known(self, key: StateKey) -> torch.Tensor | None:
+    def known(self, key: StateKey) -> torch.Tensor | None:
+        """Return the states [n, *shape] of a part; None if there are none yet."""
         if key not in self._states:
             if not self._has_previous:
                 return None

@@ -91,19 +91,18 @@ class StatePass:
         if again:
             raise ValueError(f"each state must be computed once in a step, {sorted(again)} were computed again")
         self._computed |= forward.mixer.keys
-        own, outputs = forward.own(), []
+        outputs = []
         pieces = self._pieces_of(forward)
         for piece in pieces:
             cache = PieceCache(self._states.views, piece.slots, piece.has_previous)
-            given, named = forward.with_cache(args, kwargs, cache)
-            of_piece = cut(given, self._num_tokens, piece.cut), cut(named, self._num_tokens, piece.cut)
-            outputs.append(own(*of_piece[0], **of_piece[1]))
+            given, named = (cut(one, self._num_tokens, piece.cut) for one in (args, kwargs))
+            outputs.append(forward.compute(cache, given, named))
             self._keep(forward, cache, piece)
         return join(outputs, self._num_tokens, [piece.cut for piece in pieces])
 
     def _pieces_of(self, forward: MixerForward) -> list[_Piece]:
         """Return the calls of a mixer. A stepwise one goes on from a state one token after the other."""
-        if not forward.mixer.is_stepwise:
+        if not forward.is_stepwise:
             return self._pieces
         if self._steps is None:
             self._steps = [step for piece in self._pieces for step in _tokens_of(piece)]

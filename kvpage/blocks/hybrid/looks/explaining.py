@@ -5,6 +5,7 @@ from dataclasses import replace
 from kvpage.blocks.explain import Ending, Explanation, GroupReach, longest_elsewhere, reach_of_attention
 from kvpage.blocks.hybrid.anchors import Anchors
 from kvpage.blocks.hybrid.state_space import StateSpace
+from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids
 
@@ -19,26 +20,30 @@ def explain_hybrid(space: BlockSpace, states: StateSpace, tokens: Ids, namespace
         namespace: Where to look.
     """
     attention = reach_of_attention(space.tree, tokens, namespace, True, space.rule)
-    state = _reach_of_state(space, states, tokens, namespace, attention)
-    num_cached = state.num_tokens
+    state = _reach_of_state(space, states, tokens, namespace)
+    if state.num_tokens > attention.num_tokens:  # the checkpoint has the K and V of its tail
+        attention = _reach_of_tail(state.num_tokens, len(tokens), attention.ending)
     return Explanation(
         num_tokens=len(tokens),
-        num_cached_tokens=num_cached,
+        num_cached_tokens=state.num_tokens,
         groups=(attention, state),
         elsewhere=longest_elsewhere(space.tree, tokens, namespace, attention.num_tokens),
     )
 
 
-def _reach_of_state(
-    space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes, attention: GroupReach
-) -> GroupReach:
+def _reach_of_tail(num_tokens: int, num_all: int, ending: Ending) -> GroupReach:
+    if num_tokens >= num_all - 1:
+        ending = Ending.PROMPT
+    elif ending is not Ending.NOT_WORTH_LOADING:
+        ending = Ending.NOT_CACHED
+    return GroupReach("attention", num_tokens, ending)
+
+
+def _reach_of_state(space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes) -> GroupReach:
     most, size = max(len(tokens) - 1, 0), space.block_size
     ids = space.tree.look(tokens, namespace)[0]
-    num_blocks = ids.shape[1]
-    if attention.ending is Ending.NOT_WORTH_LOADING:
-        num_blocks = attention.num_tokens // size
     positions = _positions(states.anchors, ids, tokens, namespace, size)
-    below = max((one for one in positions if one <= most and one // size <= num_blocks), default=0)
+    below = _begins_at([one for one in positions if one <= most], int((ids[0] >= 0).sum()), size, space.rule)
     above = min((one for one in positions if one > below), default=None)
     reach = GroupReach("state", below, Ending.NO_CHECKPOINT, below=below or None, above=above)
     if below >= most:
@@ -51,9 +56,18 @@ def _reach_of_state(
     return reach
 
 
+def _begins_at(positions: list[int], num_on_device: int, block_size: int, rule: LoadOrCompute | None) -> int:
+    """Return the position at which a request would begin; 0 without one. It loads host blocks if that is worth it."""
+    longest = max(positions, default=0)
+    num_host = longest // block_size - num_on_device
+    if num_host <= 0 or rule is None or rule.should_load(num_host):
+        return longest
+    return max((one for one in positions if one // block_size <= num_on_device), default=0)
+
+
 def _positions(anchors: Anchors, ids: Ids, tokens: Ids, namespace: bytes, block_size: int) -> list[int]:
     """Return the positions of all checkpoints of a prompt."""
-    found = [anchors.find(*ids[:, place].tolist()) for place in anchors.places(ids)]
+    found = [anchors.seek(*ids[:, place].tolist()) for place in anchors.places(ids)]
     found.append(anchors.root(namespace))
     return [
         one.num_tokens

@@ -1,0 +1,146 @@
+"""Count the prompt tokens that the prefix cache of a hybrid model finds, and measure what an allocation costs.
+
+Prompts go through HybridManager one after the other, without a model. Found are the tokens before the exact position at
+which a request begins. All traces are made from a seed.
+
+- aligned: 64 prompts, each with one of 12 system prompts that end after a border of 528 tokens.
+- shifted: the same by 100 tokens less, so that they end before that border.
+- short: system prompts shorter than a block of 2,096 tokens.
+- chats, agents: prompts that go on from answers, interleaved; agents try each step twice.
+
+Beside them, on the same trace: an oracle that keeps the state of every token (the ideal), and states at block borders
+only. `ends`, as vLLM does by default: at the last border, and where a portion of 2,048 tokens at most ends. `all`: at
+each border. Both evict what was used least recently.
+
+Two budgets: ample, and a tenth of the checkpoints that the ample one has kept. Its bound is one that no policy exceeds,
+even if it knows the future (kvpage.benchmarks.hybrid_bounds). `marked`: the prompts' authors mark the ends of system
+prompts. Otherwise a shared prefix is noticed by the second prompt that has it, and found from the third on.
+
+Targets: the ideal with an ample budget and marks; with a tenth of it, 0.9 of the bound, for each of three seeds.
+Without marks, the bound is at most what the ample budget finds.
+
+    python benchmarks/bench_hybrid_prefix.py [--seed N] [--plot PATH]
+"""
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+
+from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.hybrid_bounds import Offers, bound, offers_of
+from kvpage.benchmarks.hybrid_runs import run_borders, run_manager
+from kvpage.benchmarks.hybrid_traces import TRACES, Request
+from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.manager import BlockManager
+
+BORDERS = {"aligned": 528, "shifted": 528, "short": 2096, "chats": 528, "agents": 528}
+NUM_SEEDS = 3
+TENTH = 10
+ROUNDS = 100
+
+
+def row_of(name: str, requests: list[Request], offers: Offers, is_marked: bool) -> dict[str, Any]:
+    """Return what is found of one trace, in parts of the ideal."""
+    ample = run_manager(requests, None, is_marked)
+    num_slots = max(1, -(-ample.num_kept // TENTH))
+    tight = run_manager(requests, num_slots, is_marked)
+    most = min(bound(offers, num_slots), offers.most if is_marked else ample.num_found)
+    assert ample.num_found <= offers.most and tight.num_found <= most, "a bound is exceeded"
+    borders = {
+        f"borders_{'ends' if ends else 'all'}_{which}": run_borders(requests, slots, BORDERS[name], ends).num_found
+        for ends in (True, False)
+        for which, slots in (("ample", None), ("tenth", num_slots))
+    }
+    found = {"ample": ample.num_found, "tenth": tight.num_found, "bound": most, **borders}
+    parts = {key: value / offers.most for key, value in found.items()}
+    hits = {"hits": ample.num_hits, "borders_hits": run_borders(requests, None, BORDERS[name], True).num_hits}
+    counts = {"requests": len(requests), "slots": num_slots, "ideal_tokens": offers.most, **hits}
+    return {"trace": name, "marked": is_marked, **counts, "of_bound": tight.num_found / most, **parts}
+
+
+def rows_of(seed: int) -> list[dict[str, Any]]:
+    rows = []
+    for name, make in TRACES.items():
+        requests = make(np.random.default_rng(seed))
+        offers = offers_of(requests)
+        rows += [row_of(name, requests, offers, is_marked) for is_marked in (True, False)]
+    return rows
+
+
+def allocation_us() -> dict[str, Figure]:
+    """Microseconds of allocate and release of a prompt of 8,192 tokens that is cached, in turns."""
+    tokens = np.random.default_rng(0).integers(0, 128_000, 8192).astype(np.int32)
+    managers: dict[str, BlockManager] = {"BlockManager": BlockManager(2048, 16)}
+    managers["HybridManager"] = HybridManager(2048, 16, num_slots=256, checkpoint_every=64)
+    for manager in managers.values():
+        manager.allocate(0, tokens)
+        if isinstance(manager, HybridManager):
+            manager.marks_of(0, 0, len(tokens))
+        manager.commit(0, tokens)
+        if isinstance(manager, HybridManager):
+            manager.keep(0)
+        manager.release(0)
+    times: dict[str, list[float]] = {name: [] for name in managers}
+    for _ in range(ROUNDS):
+        for name, manager in managers.items():
+            before = time.perf_counter()
+            num_cached = manager.allocate(1, tokens).num_cached_tokens
+            manager.release(1)
+            times[name].append((time.perf_counter() - before) * 1e6)
+            assert num_cached == len(tokens) - 1
+            manager.do_moves(lambda move: None)
+            if isinstance(manager, HybridManager):
+                manager.do_state_moves(lambda move: None)
+    return {name: Figure.of(taken) for name, taken in times.items()}
+
+
+def plot(rows: list[dict[str, Any]], path: str) -> None:
+    import matplotlib.pyplot as plt
+
+    shown = [row for row in rows if row["marked"]]
+    bars = ("ample", "tenth", "bound", "borders_all_tenth", "borders_ends_tenth")
+    names = ("ample budget", "a tenth of it", "its bound", "all borders, a tenth", "vLLM's borders, a tenth")
+    figure, axes = plt.subplots(figsize=(9, 4))
+    for i, (bar, name) in enumerate(zip(bars, names, strict=True)):
+        axes.bar([place + i * 0.16 for place in range(len(shown))], [row[bar] for row in shown], 0.15, label=name)
+    axes.set_xticks([place + 0.32 for place in range(len(shown))], [row["trace"] for row in shown])
+    axes.set_ylabel("tokens found, of the ideal")
+    axes.legend(loc="upper center", ncols=len(bars), bbox_to_anchor=(0.5, 1.15), fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def report(rows: list[dict[str, Any]], costs: dict[str, Figure], seed: int) -> None:
+    print(f"tokens found, of the ideal (seed {seed}); of bound: the least of {NUM_SEEDS} seeds")
+    columns = ("ample", "tenth", "bound", "of_bound", "borders_all_ample", "borders_all_tenth", "borders_ends_ample")
+    print(f"{'trace':>8} {'marks':>6} {'slots':>6} {'hits':>8} {'borders':>8}", *(f"{name:>18}" for name in columns))
+    for row in rows:
+        hits = (f"{row[name]}/{row['requests']}" for name in ("hits", "borders_hits"))
+        values = (f"{row[name]:>18.3f}" for name in columns)
+        marks = "yes" if row["marked"] else "no"
+        print(f"{row['trace']:>8} {marks:>6} {row['slots']:>6}", *(f"{one:>8}" for one in hits), *values)
+    print("hits: requests that find any token, by kvpage and by the states at the borders where portions end")
+    for name, figure in costs.items():
+        print(f"{name}: allocate and release 8,192 cached tokens: {figure:.1f} us")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help=f"the first of {NUM_SEEDS}")
+    parser.add_argument("--plot", metavar="PATH")
+    args = parser.parse_args()
+    seeds = [rows_of(seed) for seed in range(args.seed, args.seed + NUM_SEEDS)]
+    rows = [{**row, "of_bound": min(one[i]["of_bound"] for one in seeds)} for i, row in enumerate(seeds[0])]
+    costs = allocation_us()
+    report(rows, costs, args.seed)
+    if args.plot:
+        plot(rows, args.plot)
+    ideal = all(row["ample"] == 1 for one in seeds for row in one if row["marked"])
+    met = ideal and all(row["of_bound"] >= 0.9 for row in rows)
+    print(dumps({"benchmark": "hybrid_prefix", "rows": rows, "allocation_us": costs, "targets_met": met}))
+
+
+if __name__ == "__main__":
+    main()

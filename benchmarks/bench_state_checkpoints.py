@@ -1,0 +1,183 @@
+"""What do checkpoints of states cost? The same requests through two engines, one of which keeps none.
+
+    prefill    a prompt that nobody has sent before, up to its first token: with checkpoints its state is kept one token
+               before its end, where a second call of each mixer begins
+    decode     the steps after it, up to the last token
+    restore    the copy that a prompt with a checkpoint begins with: one plan, one run of bytes
+
+The bound is arithmetic: a checkpoint is a copy of the state, at the speed of torch's copy of as many bytes.
+
+First the answers must be those of `model.generate`, also that of a prompt sent again, which must find all but its last
+token. Then both engines take turns. Times are CPU times of the process. Added shares are quotients turn by turn;
+medians with their quartiles count.
+
+    python benchmarks/bench_state_checkpoints.py [--families NAME ...] [--hidden N] [--layers N] [--prompt-tokens N]
+                                                 [--tokens N] [--rounds N] [--threads N] [--plot PATH]
+"""
+
+import argparse
+import functools
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as tf
+
+from kvpage import CacheConfig
+from kvpage.benchmarks.arguments import positive
+from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
+from kvpage.benchmarks.state_families import FAMILIES, SHAPE, VOCAB, Shape, make_family
+from kvpage.blocks.moves import BlockMove
+from kvpage.cache.state_cache import StateCache
+from kvpage.serving import Engine, EngineConfig, SamplingParams, StateConfig
+from kvpage.serving.model.states.model_states import ModelStates
+
+BLOCK_SIZE, NUM_KEPT = 16, 8
+GATE_TOKENS = 8
+COPIES = 20
+"""Of a state, in one measurement."""
+
+
+def make_engine(model: tf.PreTrainedModel, num_tokens: int, slot_bytes: int | None) -> Engine:
+    """slot_bytes: of the checkpoints, of which some are kept; None keeps none."""
+    num_blocks = 2 * (-(-num_tokens // BLOCK_SIZE) + 1)
+    budget = StateConfig(checkpoint_bytes=0 if slot_bytes is None else NUM_KEPT * slot_bytes)
+    config = EngineConfig(CacheConfig(BLOCK_SIZE, num_blocks), max_num_seqs=1, states=budget)
+    return Engine.from_model(model, config)
+
+
+def prompts(num_tokens: int) -> Iterator[list[int]]:
+    """Yield prompts without a common beginning, without an end."""
+    rng = np.random.default_rng(0)
+    while True:
+        yield rng.integers(1, VOCAB, num_tokens).tolist()
+
+
+class Clocked:
+    """An engine that answers one prompt after the other. It notes the seconds of each prefill, and of the decodes."""
+
+    def __init__(self, engine: Engine, given: Iterator[list[int]], max_tokens: int) -> None:
+        self._engine, self._given = engine, given
+        self._params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        self.prefills: list[float] = []
+        self.decodes: list[float] = []
+
+    def answer(self) -> None:
+        begin = time.process_time()
+        self._engine.add_request(next(self._given), self._params)
+        while not self._engine.step():
+            pass
+        first = time.process_time()
+        while self._engine.has_unfinished:
+            self._engine.step()
+        self.prefills.append(first - begin)
+        self.decodes.append(time.process_time() - first)
+
+
+def check_answers(model: Any, engine: Engine, prompt: list[int]) -> None:
+    """Raise AssertionError unless the answers are those of `model.generate`, the second one from a checkpoint."""
+    params = SamplingParams(max_tokens=GATE_TOKENS, temperature=0.0)
+    config = tf.GenerationConfig(max_new_tokens=GATE_TOKENS, do_sample=False, pad_token_id=0)
+    expected = model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
+    for num_cached in (0, len(prompt) - 1):
+        (output,) = engine.generate([prompt], params)
+        assert output.num_cached_tokens == num_cached, (output.num_cached_tokens, num_cached)
+        assert output.samples[0].token_ids == expected, (output.samples[0].token_ids, expected)
+
+
+def restores(states: ModelStates) -> dict[str, Callable[[], object]]:
+    """Return the copy of a state as an engine makes it, and torch's copy of as many bytes."""
+    cache = StateCache(states.layout, 4)
+    move = BlockMove("copy", np.array([[0, 2]]))
+    source, target = cache.slots[1], cache.slots[3]
+    return {"restore": lambda: cache.do_move(move), "bound": lambda: target.copy_(source)}
+
+
+def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    model = make_family(kind, Shape(options.hidden, options.layers))
+    states, given = ModelStates.of_model(model), prompts(options.prompt_tokens)
+    num_tokens, slot_bytes = options.prompt_tokens + options.tokens, states.layout.slot_bytes
+    without, kept = (make_engine(model, num_tokens, size) for size in (None, 2 * slot_bytes))
+    check_answers(model, kept, next(given))
+    engines = {name: Clocked(one, given, options.tokens) for name, one in (("without", without), ("with", kept))}
+    in_turns({name: one.answer for name, one in engines.items()}, options.rounds)
+    copies = in_turns(restores(states), 3 * options.rounds, COPIES, functools.partial(seconds, clock=time.process_time))
+    return {
+        "family": kind,
+        "states": FAMILIES[kind][0],
+        "parameters": sum(one.numel() for one in model.parameters()),
+        "slot_bytes": slot_bytes,
+        "prefill": {name: Figure.of(one.prefills[1:]) for name, one in engines.items()},
+        "prefill_added": added(engines["with"].prefills, engines["without"].prefills),
+        "decode_added": added(engines["with"].decodes, engines["without"].decodes),
+        "bound_added": Figure.of(one / Figure.of(engines["without"].prefills[1:]).median for one in copies["bound"]),
+        "restore_us": Figure.of(copies["restore"], 1e6),
+        "bound_us": Figure.of(copies["bound"], 1e6),
+    }
+
+
+def added(first: list[float], second: list[float]) -> Figure:
+    """Return by which share the first takes longer, turn by turn, without the first turn."""
+    return Figure.of(one / other - 1 for one, other in zip(first[1:], second[1:], strict=True))
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(f"{'':16} {'prefill ms':>22} {'a checkpoint adds':>24} {'a copy':>8} {'to decodes':>24} {'restore us':>20}")
+    for row in rows:
+        prefill, share = Figure.of([row["prefill"]["without"].median], 1e3), f"{row['prefill_added']:.2%}"
+        least, decode = f"{row['bound_added'].median:.2%}", f"{row['decode_added']:.2%}"
+        print(f"  {row['family']:14} {prefill.median:>22.0f} {share:>24} {least:>8} {decode:>24}", end=" ")
+        print(f"{row['restore_us']:.0f} / {row['bound_us'].median:.0f}, {row['slot_bytes'] / 2**20:.2f} MiB")
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 3))
+    for name, label in (("prefill_added", "prefill"), ("decode_added", "decodes"), ("bound_added", "a copy alone")):
+        values = [row[name] for row in rows]
+        spread = [[100 * (one.median - one.low) for one in values], [100 * (one.high - one.median) for one in values]]
+        families = [row["family"] for row in rows]
+        axis.errorbar(families, [100 * one.median for one in values], spread, fmt="o", capsize=4, label=label)
+    axis.axhline(2, linestyle="--")
+    axis.set(ylabel="% added by a checkpoint")
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES)[:3])
+    parser.add_argument("--hidden", type=positive, default=SHAPE.hidden)
+    parser.add_argument("--layers", type=positive, default=SHAPE.layers)
+    parser.add_argument("--prompt-tokens", type=positive, default=2048)
+    parser.add_argument("--tokens", type=positive, default=33, help="of each answer; the first one ends the prefill")
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--threads", type=positive, default=1)
+    parser.add_argument("--plot", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    tf.logging.set_verbosity_error()
+    rows = [measure(kind, options) for kind in options.families]
+    show(rows)
+    if options.plot:
+        plot(rows, options.plot)
+    settings = {
+        name: getattr(options, name) for name in ("hidden", "layers", "prompt_tokens", "tokens", "rounds", "threads")
+    }
+    versions = {"torch": torch.__version__, "transformers": tf.__version__, "machine": platform.machine()}
+    print(dumps({"benchmark": "state_checkpoints", **versions, **settings, "families": rows}))
+
+
+if __name__ == "__main__":
+    main()

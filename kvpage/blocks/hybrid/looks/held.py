@@ -1,0 +1,75 @@
+"""HeldCheckpoints: the checkpoints of a prompt, kept where they are while somebody reads them: a store, in a thread."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpage._C import Match
+from kvpage.blocks.hybrid.checkpoint import Anchor, Checkpoint
+from kvpage.blocks.hybrid.state_space import StateSpace
+from kvpage.blocks.space import BlockSpace
+from kvpage.blocks.states import Ids
+
+
+class HeldCheckpoint(NamedTuple):
+    """One of them.
+
+    Attributes:
+        num_tokens: The position.
+        slot: The device slot with the state.
+        block_ids: int32, the device blocks of the tokens before it. The last one may be the slot's tail block.
+    """
+
+    num_tokens: int
+    slot: int
+    block_ids: Ids
+
+
+class HeldCheckpoints:
+    """The checkpoints of a prompt on the device, with their blocks, until `release`.
+
+    Attributes:
+        each: Those whose blocks are on the device, too, the shortest first.
+
+    Args:
+        space: The blocks.
+        states: The checkpoints.
+        tokens: The prompt.
+        namespace: Where to look.
+    """
+
+    def __init__(self, space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes) -> None:
+        self._space, self._states = space, states
+        self._match = space.tree.match(tokens, namespace, num_left_over=0)
+        if self._match.num_device_blocks < self._match.num_blocks:
+            space.tree.trim(self._match)
+        found = sorted(_all_of(states, self._match, tokens, namespace), key=lambda one: one.num_tokens)
+        self._held = [one for one in found if not one.is_on_host]
+        for checkpoint in self._held:
+            states.hold(checkpoint)
+        self.each = [self._held_one(checkpoint) for checkpoint in self._held]
+
+    def release(self) -> None:
+        """Let go of blocks and slots."""
+        for checkpoint in self._held:
+            self._states.let_go(checkpoint)
+        self._held = []
+        self._space.tree.release(self._match)
+
+    def _held_one(self, checkpoint: Checkpoint) -> HeldCheckpoint:
+        ids = self._match.block_ids[: checkpoint.anchor.num_blocks]
+        tail = [self._states.tail_block(checkpoint.slot)] if checkpoint.tail else []
+        return HeldCheckpoint(checkpoint.num_tokens, checkpoint.slot, np.array([*ids, *tail], np.int32))
+
+
+def _all_of(states: StateSpace, match: Match, tokens: Ids, namespace: bytes) -> Iterator[Checkpoint]:
+    """Yield all checkpoints of a prompt."""
+    ids = match.tier_block_ids()
+    anchors: list[Anchor | None] = [states.anchors.root(namespace)]
+    anchors += [states.anchors.find(*ids[:, place].tolist()) for place in states.anchors.places(ids)]
+    for anchor in anchors:
+        for checkpoint in anchor.tails.values() if anchor is not None else ():
+            begin = checkpoint.num_tokens - len(checkpoint.tail) // tokens.itemsize
+            if tokens[begin : checkpoint.num_tokens].tobytes() == checkpoint.tail:
+                yield checkpoint

@@ -1,0 +1,45 @@
+"""The connector between an engine and its store, with the engine's settings."""
+
+from typing import Any
+
+from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.blocks.manager import BlockManager
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.state_cache import StateCache
+from kvpage.serving.assembly.state_store_connector import StateStoreConnector
+from kvpage.serving.config import EngineConfig
+from kvpage.serving.loop.moves.block_transfers import BlockTransfers
+from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
+
+
+def check_keeps_states(store: BlockStore) -> None:
+    """Raise ValueError for a store that keeps K and V alone: a model with states could use nothing of it."""
+    if not hasattr(store, "states"):
+        raise ValueError(
+            "store must keep states for a model whose layers have some, as a KVStore does, got "
+            f"{type(store).__name__}: its chunks hold K and V alone"
+        )
+
+
+def make_store_connector(
+    config: EngineConfig,
+    store: BlockStore,
+    cache: CacheEngine,
+    manager: BlockManager,
+    transfers: BlockTransfers,
+    rule: LoadOrCompute | None,
+    states: StateCache | None,
+) -> StoreConnector:
+    """Return the connector. states: the slots of a model with states, whose manager is a HybridManager."""
+    save_generated = config.save_generated
+    if save_generated is None:
+        save_generated = bool(getattr(getattr(store, "config", None), "save_decode_cache", False))
+    settings: dict[str, Any] = {
+        "deadline": config.store_deadline,
+        "save_generated": save_generated,
+        "save_portions": config.save_portions,
+    }
+    if states is not None and isinstance(manager, HybridManager):
+        return StateStoreConnector(store, cache, states, manager, transfers, rule, **settings)
+    return StoreConnector(store, cache, manager, transfers, rule, **settings)

@@ -1,0 +1,44 @@
+"""RequestStates: the states of requests that run. Where a model's layers keep none, nothing happens here."""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.states import Allocation
+from kvpage.serving.loop.request import Request
+
+
+class RequestStates:
+    """Blocks for requests, and what becomes of their states after a step."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
+        self._states = manager if isinstance(manager, HybridManager) else None
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether the model's layers keep states."""
+        return self._states is not None
+
+    def allocate(self, request: Request, tokens: npt.NDArray[np.int32], max_cached: int | None) -> Allocation:
+        """Give a waiting request blocks, and a state where there are some. Raises: OutOfBlocks: nothing has changed."""
+        about = request.seq_id, tokens, request.namespace, request.params.priority, max_cached
+        if self._states is None:
+            return self._manager.allocate(*about)
+        return self._states.allocate(*about, cache_at=request.cache_at)
+
+    def keep_marks(self, request: Request) -> None:
+        """Make checkpoints of the states that a portion of its prefill has left at its marks. It is committed."""
+        if self._states is not None:
+            self._states.keep(request.seq_id)
+
+    def keep_end(self, request: Request) -> None:
+        """Make a checkpoint of its own state, after all committed tokens. It computes nothing more."""
+        if self._states is not None:
+            self._states.keep_end(request.seq_id)
+
+    def spoil(self, request: Request) -> None:
+        """Note that a step has failed for it: its state is to be kept by nobody."""
+        if self._states is not None:
+            self._states.give_up_marks(request.seq_id)

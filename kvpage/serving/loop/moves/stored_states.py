@@ -1,0 +1,104 @@
+"""StoredStates: between the states of an engine and a store of chunks and states. It knows slots, and no requests.
+
+store   a held checkpoint ─► K and V of its tokens ─► the state ─► the store
+load    the store ─► K and V of the tokens into blocks ─► the state into a working slot ─► all of it, or nothing
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from kvpage.blocks.hybrid.looks.held import HeldCheckpoint
+from kvpage.blocks.states import Ids
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.state_cache import StateCache
+from kvpage.layout.groups import StateLayout
+from kvpage.serving.loop.moves.block_store import TokenIds
+
+
+class States(Protocol):
+    """The states of one layout in a store; `kvpage.store.StateRecords` are some. Called in other threads.
+
+    None of the methods raises for trouble of the store's own: that is a miss.
+    """
+
+    def put(self, tokens: TokenIds, state: torch.Tensor, namespace: bytes) -> bool:
+        """Store the state after exactly these tokens; return whether it is there now."""
+
+    def get_into(self, tokens: TokenIds, state: torch.Tensor, namespace: bytes) -> bool:
+        """Read the state after exactly these tokens; return whether the memory has it."""
+
+    def longest(self, tokens: TokenIds, namespace: bytes) -> int:
+        """Return the longest position whose state is there, with all chunks before it; 0 for none."""
+
+    def positions(self, tokens: TokenIds, namespace: bytes) -> list[int]:
+        """Return the positions of all states of a prompt."""
+
+
+class StateStore(Protocol):
+    """What a BlockStore for models with states has besides; `kvpage.store.KVStore` is one."""
+
+    def states(self, layout: StateLayout, kv_dtype: torch.dtype | None) -> States:
+        """Return the states of a layout. kv_dtype: of the K and V; None for a model without any."""
+
+
+class StoredStates:
+    """The states and blocks of one engine, for the threads that load and store.
+
+    Args:
+        store: A BlockStore that is a StateStore, too.
+        cache: The blocks.
+        slots: The states.
+        make_moves: Makes all moves of blocks and states that are due; for the engine's thread.
+    """
+
+    def __init__(self, store: Any, cache: CacheEngine, slots: StateCache, make_moves: Callable[[], object]) -> None:
+        self._store, self._cache, self._slots, self.make_moves = store, cache, slots, make_moves
+        self.has_kv = bool(cache.gpu_cache)
+        self._states: States = store.states(slots.layout, cache.layout.dtype if self.has_kv else None)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of blocks and slots."""
+        return self._slots.device
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a state."""
+        return self._slots.layout.slot_bytes
+
+    def lookup(self, tokens: TokenIds, namespace: bytes) -> int:
+        """Return the longest position that can be loaded, and leaves a token to compute."""
+        return self._states.longest(tokens[:-1], namespace)
+
+    def store_blocks(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> int:
+        """Store K and V of the tokens; return how many of them the store holds now."""
+        if not self.has_kv:
+            return len(tokens)
+        num_stored: int = self._store.store_blocks(tokens, self._cache, block_ids, namespace=namespace)
+        return num_stored
+
+    def store(self, tokens: TokenIds, held: HeldCheckpoint, namespace: bytes) -> int:
+        """Store a checkpoint and the K and V of its tokens; return its position, or 0 where the store lacks a part."""
+        if self.store_blocks(tokens, held.block_ids, namespace) < len(tokens):
+            return 0
+        return len(tokens) if self._states.put(tokens, self._slots.slots[held.slot].cpu(), namespace) else 0
+
+    def load(self, tokens: TokenIds, start: int, block_ids: Ids, slot: int, namespace: bytes) -> bool:
+        """Load K and V of tokens[start:] into blocks, and the state after all tokens into a slot.
+
+        Returns:
+            Whether all of it is there. Otherwise blocks and slot mean nothing.
+        """
+        if self.has_kv:
+            end = self._store.load_blocks(tokens, self._cache, block_ids, start=start, namespace=namespace)
+            if end != len(tokens):
+                return False
+        slot_bytes = self._slots.slots[slot]
+        if slot_bytes.device.type == "cpu":
+            return self._states.get_into(tokens, slot_bytes, namespace)
+        state = torch.empty(len(slot_bytes), dtype=torch.uint8)
+        is_there = self._states.get_into(tokens, state, namespace)
+        slot_bytes.copy_(state)
+        return is_there

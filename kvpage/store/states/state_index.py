@@ -1,0 +1,111 @@
+"""StateIndex: the positions after each prefix of whole chunks that have a state, so that they need not be guessed.
+
+    prefix of 2 chunks    [ 5, key of the state ] [ 9, key of the state ] ..     one record, replaced by longer ones
+
+A reader takes the entries of all tiers together. A fast tier that lacks what another process has added hides nothing.
+An entry only says where to look: one that is stale leads to no record, and one that is lost is a miss.
+"""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpage.store.bytes.pieces import pieces_of
+from kvpage.store.bytes.run_payload import RunPayload
+from kvpage.store.records.kinds import RecordKind
+from kvpage.store.records.payload import Source
+from kvpage.store.records.record import CorruptRecord
+from kvpage.store.records.record_io import read_head, read_record
+from kvpage.store.stack.tier_stack import TierStack
+from kvpage.store.stack.time_limit import NO_LIMIT, TimeLimit
+from kvpage.store.states.state_keys import StateKeys
+from kvpage.store.tiers.tier import Key, Reader
+
+MAX_ENTRIES = 512
+NUM_DROPPED = MAX_ENTRIES // 4  # of the oldest, where all entries lead to a state
+ENTRY = np.dtype([("rest", "<u4"), ("key", "V32")])
+
+Entries = dict[Key, int]
+"""The tokens after the prefix of each state, by its key; the oldest first."""
+
+
+class StateIndex:
+    """The index records of one StateKeys. Thread-safe.
+
+    Args:
+        tiers: Where the records are.
+        keys: Their names.
+        lock: Held while an entry is added; one for all indexes of a store.
+    """
+
+    def __init__(self, tiers: TierStack, keys: StateKeys, lock: threading.Lock) -> None:
+        self._tiers, self._keys, self._lock = tiers, keys, lock
+
+    def there(self, prefixes: Sequence[bytes]) -> list[bool]:
+        """Return for each prefix whether a tier has an index of it."""
+        return [at is not None for at in self._tiers.locate([self._keys.index(prefix) for prefix in prefixes])]
+
+    def read(self, prefix: bytes, num_tokens: int, namespace: bytes) -> Entries:
+        """Return the entries of all tiers.
+
+        Args:
+            prefix: The key of a prefix of whole chunks.
+            num_tokens: Its tokens.
+            namespace: Of the tokens.
+        """
+        key, entries = self._keys.index(prefix), Entries()
+        for rows in self._tiers.each(key, lambda reader: self._entries(reader, key, num_tokens, namespace)):
+            entries |= {row["key"].tobytes(): int(row["rest"]) for row in rows}
+        return entries
+
+    def add(
+        self, prefix: bytes, num_tokens: int, namespace: bytes, state: tuple[Key, int], limit: TimeLimit = NO_LIMIT
+    ) -> None:
+        """Add an entry, unless it is there. A full index drops those that lead to no state, or the oldest.
+
+        Two processes that add to one index at once may lose an entry, which is a miss.
+
+        Args:
+            prefix: As of `read`. So are num_tokens and namespace.
+            num_tokens: The prefix's tokens.
+            namespace: Of the tokens.
+            state: The key of the state, and its tokens after the prefix.
+            limit: Of the call.
+        """
+        key, rest = state
+        with self._lock:
+            entries = self.read(prefix, num_tokens, namespace)
+            if key in entries:
+                return
+            if len(entries) >= MAX_ENTRIES:
+                entries = self._pruned(entries)
+            self._write(prefix, num_tokens, namespace, {**entries, key: rest}, limit)
+
+    def _pruned(self, entries: Entries) -> Entries:
+        there = self._tiers.locate(list(entries))
+        kept = [one for one, at in zip(entries.items(), there, strict=True) if at is not None]
+        return dict(kept if len(kept) < MAX_ENTRIES else kept[NUM_DROPPED:])
+
+    def _write(self, prefix: bytes, num_tokens: int, namespace: bytes, entries: Entries, limit: TimeLimit) -> None:
+        rows = np.empty(len(entries), ENTRY)
+        rows["rest"] = list(entries.values())
+        rows["key"] = np.frombuffer(b"".join(entries), "V32")
+        payload = RunPayload(*pieces_of(rows.view(np.uint8), writable=False))
+        key = self._keys.index(prefix)
+
+        def record(_: int) -> tuple[RecordKind, Source]:
+            return self._keys.index_kind(key, num_tokens, rows.nbytes, namespace), payload
+
+        self._tiers.put([key], record, skip_existing=False, limit=limit)
+
+    def _entries(self, reader: Reader, key: Key, num_tokens: int, namespace: bytes) -> npt.NDArray[np.void]:
+        """Return the entries of one tier's record. Raises CorruptRecord."""
+        head, _ = read_head(reader, self._keys.meta(namespace))
+        if head.raw_bytes != head.payload_bytes or head.raw_bytes % ENTRY.itemsize:
+            raise CorruptRecord(f"an index of {head.raw_bytes} bytes has no whole entries")
+        data = np.empty(head.raw_bytes, np.uint8)
+        kind = self._keys.index_kind(key, num_tokens, head.raw_bytes, namespace)
+        read_record(reader, kind, RunPayload(*pieces_of(data, writable=True)))
+        return data.view(ENTRY)

@@ -1,0 +1,89 @@
+"""HybridReplay: a replay for a model with states. Requests begin where there are K and V, and a checkpoint.
+
+    match ─► the longest checkpoint in it ─► restore ─► compute, with checkpoints on the way ─► commit ─► release
+
+A trace names blocks, not tokens. So states are kept at ends of blocks, and a prompt is seen to diverge there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpage._C import BlockPool, PrefixTree
+from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.moves import BlockMove
+from kvpage.blocks.space import HostPolicy
+from kvpage.tools.replay import Replay, ReplayConfig, ReplayReport, Served
+
+
+class HybridReplay(Replay):
+    """Both tiers, with blocks and state slots, that requests fill, and the counts.
+
+    Args:
+        config: The simulated machine. It has state slots.
+    """
+
+    manager: HybridManager
+
+    def finish(self) -> ReplayReport:
+        """Return the counts."""
+        stats, report = self.manager.stats(), self.report
+        assert stats.slots is not None
+        report.kept_states, report.restored_states = stats.slots.kept, stats.slots.restored
+        report.evicted_states, report.lost_states = stats.slots.evicted, stats.slots.lost
+        report.evicted_blocks, report.demoted_blocks = stats.space.evicted_blocks, stats.space.demoted_blocks
+        return super().finish()
+
+    def _tiers(self) -> tuple[BlockPool, BlockPool | None, PrefixTree]:
+        config = self.config
+        every = config.checkpoint_every
+        self.manager = HybridManager(
+            config.device_blocks,
+            1,
+            num_slots=config.state_slots,
+            num_host_slots=config.host_state_slots,
+            checkpoint_every=every and every // config.block_size,
+            num_host_blocks=config.host_blocks,
+            host_policy=HostPolicy(0 if config.policy == "at_once" else None),
+        )
+        space = self.manager.space
+        return space.pool, space.host_pool if config.host_blocks else None, space.tree
+
+    def _serve(self, keys: npt.NDArray[np.int32], stop: int, num_blocks: int) -> Served:
+        if not len(keys):
+            return Served()
+        manager, num_keys, num_host = self.manager, len(keys), self.tree.num_host_cached
+        self.report.kv_tokens += min(self.tree.look(keys)[1], stop) * self.config.block_size
+        found = manager.allocate(0, keys, num_left_over=num_keys - stop).num_cached_tokens
+        manager.append([0], num_blocks - num_keys)
+        manager.marks_of(0, found, num_keys)
+        blocks, states = self._move()
+        manager.commit(0, keys[found:])
+        manager.keep(0)
+        manager.release(0)
+        num_written = self._move()[0]["swap_out"]
+        stored = blocks["swap_out"] + num_written
+        self.report.lost_host_blocks += num_host + stored - self.tree.num_host_cached
+        num_loaded = blocks["swap_in"]
+        return Served(found - num_loaded, num_loaded, stored, states["swap_in"], states["swap_out"])
+
+    def _move(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Make all moves, of which there are only the numbers: of blocks and of states, by kind."""
+        counts = [dict.fromkeys(("copy", "swap_out", "swap_in"), 0) for _ in range(2)]
+
+        def count(of: dict[str, int], move: BlockMove) -> None:
+            of[move.kind] += len(move.pairs)
+
+        self.manager.do_moves(lambda move: count(counts[0], move))
+        self.manager.do_state_moves(lambda move: count(counts[1], move))
+        return counts[0], counts[1]
+
+
+def replay_of(config: ReplayConfig) -> Replay:
+    """Return the replay for a machine: with state slots, or for attention alone.
+
+    Args:
+        config: The simulated machine.
+    """
+    return HybridReplay(config) if config.state_slots else Replay(config)

@@ -1,0 +1,153 @@
+"""explain: how far each group reaches into a prompt, and why it ends there. Nothing is changed by asking."""
+
+import random
+
+import pytest
+from support.hybrid_requests import B, manager_of, serve
+
+from kvpage import BlockManager
+from kvpage.blocks.explain import Ending, Explanation
+from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.blocks.manager import BlockManager as Manager
+
+TOKENS = list(range(1, 3 * B + 2))
+
+
+def filled(**options) -> BlockManager:
+    manager = BlockManager(16, B, **options)
+    manager.allocate(0, TOKENS)
+    manager.commit(0, TOKENS)
+    manager.release(0)
+    return manager
+
+
+def fill(manager: Manager, num_blocks: int) -> None:
+    """Take blocks for a moment, without leaving any cached."""
+    manager.allocate("filler", range(1000, 1000 + num_blocks * B))
+    manager.do_moves(lambda move: None)
+    manager.release("filler")
+
+
+def reach(manager: Manager, tokens, namespace=b"") -> Explanation:
+    before = manager.stats()
+    found = manager.explain(tokens, namespace)
+    assert manager.stats() == before and str(found).count("\n") >= 1
+    return found
+
+
+@pytest.mark.parametrize("shared", range(3 * B))
+def test_the_first_token_that_differs_is_named(shared):
+    manager = filled()
+    tokens = [*TOKENS[:shared], 99, 98, 97]
+    found = reach(manager, tokens)
+    (group,) = found.groups
+    assert (group.ending, group.num_tokens, group.differs_at) == (Ending.DIFFERENT, shared, shared)
+    assert (group.token, group.cached_token) == (99, TOKENS[shared])
+    assert found.num_cached_tokens == shared == manager.allocate(1, tokens).num_cached_tokens
+
+
+def test_whole_blocks_alone():
+    found = reach(filled(share_parts=False), [*TOKENS[: B + 1], 99])
+    assert found.num_cached_tokens == B == found.groups[0].num_tokens and found.groups[0].differs_at == B + 1
+
+
+def test_the_end_of_the_prompt_and_of_what_is_cached():
+    manager = filled()
+    assert reach(manager, TOKENS[: 2 * B]).groups[0].ending is Ending.PROMPT
+    assert reach(manager, TOKENS[: 2 * B]).num_cached_tokens == 2 * B - 1
+    assert reach(manager, TOKENS[: 2 * B + 1]).groups[0].ending is Ending.PROMPT
+    assert reach(manager, [*TOKENS, 7]).groups[0].ending is Ending.NOT_CACHED
+    assert reach(BlockManager(4, B, False), TOKENS).groups[0].ending is Ending.OFF
+
+
+def test_what_a_prompt_cannot_use_is_not_missed():
+    """One token is left to compute at least. What differs there is told nevertheless."""
+    whole = reach(filled(), [*TOKENS[:10], 99]).groups[0]
+    assert (whole.num_tokens, whole.ending, whole.differs_at) == (10, Ending.PROMPT, 10)
+    assert reach(filled(), TOKENS[:1]).groups[0].ending is Ending.PROMPT
+
+
+@pytest.mark.parametrize("share_parts", [True, False])
+@pytest.mark.parametrize("latency", [None, 0.03, 0.6])
+def test_a_request_finds_what_was_said(latency, share_parts):
+    """Blocks are in both tiers, and the rule refuses some of them."""
+    rng = random.Random(f"{latency} {share_parts}")
+    rule = (
+        None if latency is None else LoadOrCompute(1, B, bytes_per_second=1.0, tokens_per_second=3.9, latency=latency)
+    )
+    manager = BlockManager(40, B, num_host_blocks=12, share_parts=share_parts, rule=rule)
+    for seq_id in range(300):
+        tokens = [rng.choice((1, 1, 1, 2)) for _ in range(rng.randrange(1, 6 * B + 2))]
+        told = manager.explain(tokens).num_cached_tokens
+        found = manager.allocate(seq_id, tokens).num_cached_tokens
+        assert told == found
+        manager.do_moves(lambda move: None)
+        manager.commit(seq_id, tokens[found:])
+        manager.release(seq_id)
+        if manager.num_free_blocks < 12 or rng.random() < 0.4:
+            fill(manager, rng.randrange(20, 40))
+    space = manager.stats().space
+    assert (space.host_hit_tokens > 0) == (latency != 0.6) and (space.refused_tokens > 0) == (latency is not None)
+
+
+def test_another_namespace_that_has_more_is_named():
+    manager = filled()
+    found = reach(manager, TOKENS, b"tenant")
+    assert found.elsewhere == (b"", 3 * B) and found.num_cached_tokens == 0
+    assert reach(manager, TOKENS).elsewhere is None
+    assert "another namespace, b'', has 12 tokens" in str(found)
+
+
+def test_a_state_without_a_checkpoint():
+    manager = manager_of()
+    serve(manager, TOKENS, cache_at=[5])
+    found = reach(manager, [*TOKENS[:10], 99, 98])
+    attention, state = found.groups
+    assert (attention.num_tokens, attention.ending) == (10, Ending.DIFFERENT)
+    assert (state.num_tokens, state.ending, state.below, state.above) == (5, Ending.NO_CHECKPOINT, 5, None)
+    assert found.num_cached_tokens == 5 == serve(manager, [*TOKENS[:10], 99])
+    assert "nearest checkpoint below: 5, above: none" in str(found)
+
+
+def test_a_checkpoint_that_leaves_no_token_over():
+    manager = manager_of()
+    serve(manager, TOKENS, cache_at=[2, 2 * B])
+    state = reach(manager, TOKENS[: 2 * B]).groups[1]
+    assert (state.num_tokens, state.above) == (2, 2 * B)
+
+
+def test_a_tail_that_reaches_further_than_cached_blocks():
+    """The first prompt has the block in another way; the checkpoint's tail has it in the prompt's."""
+    manager = manager_of()
+    serve(manager, [*TOKENS[:5], 90, 91, 92])
+    serve(manager, TOKENS[: B + 3])
+    attention, state = reach(manager, [*TOKENS[: B + 2], 80, 81]).groups
+    assert (attention.num_tokens, attention.ending, attention.differs_at) == (B + 2, Ending.NOT_CACHED, None)
+    assert state.num_tokens == B + 2
+
+
+def test_a_prompt_that_is_cached_whole():
+    manager = manager_of()
+    serve(manager, TOKENS)
+    found = reach(manager, TOKENS)
+    assert found.num_cached_tokens == len(TOKENS) - 1
+    assert {group.ending for group in found.groups} == {Ending.PROMPT}
+
+
+def test_an_evicted_checkpoint_is_remembered_while_its_block_is_cached():
+    manager = manager_of(num_slots=2, num_blocks=64)
+    serve(manager, TOKENS)
+    for start in range(100, 500, 100):
+        serve(manager, range(start, start + 2 * B))
+    state = reach(manager, TOKENS).groups[1]
+    assert (state.num_tokens, state.ending, state.above) == (0, Ending.EVICTED, len(TOKENS) - 1)
+    manager.space.drop(TOKENS)
+    assert reach(manager, TOKENS).groups[1].ending is Ending.NO_CHECKPOINT
+
+
+def test_wrong_arguments():
+    for manager in (filled(), manager_of()):
+        with pytest.raises(TypeError, match="namespace must be bytes"):
+            manager.explain(TOKENS, "tenant")
+        with pytest.raises(ValueError, match="at least one token"):
+            manager.explain([])

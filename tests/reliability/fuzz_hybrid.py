@@ -1,0 +1,136 @@
+"""HybridManager: sequences with state slots that are marked, kept, forked, swapped, failed and ended."""
+
+import functools
+from typing import Any
+
+from fuzz_blocks import as_integers
+from fuzz_case import Case
+from fuzz_manager import BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, ManagerWorld, make_manager
+
+from kvpage import HybridManager
+from kvpage.blocks.hybrid.checkpoint import Checkpoint
+from kvpage.blocks.moves import BlockMove
+
+
+class HybridWorld(ManagerWorld):
+    """Sequences of one manager, of which some end badly. Prompts are nearly the same, so that many go on from others.
+
+    A refused call may drop checkpoints whose blocks are gone. So those count as free slots.
+    """
+
+    covers = ("kvpage.HybridManager",)
+    calls = ManagerWorld.calls + " marks marks marks keep keep keep_end end fail slot state_moves state_moves reset"
+    manager: HybridManager
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        super().__exit__(kind, *error)
+        if kind is None:
+            self.manager.reset_prefix_cache()
+            self.manager.check()
+            for tier in (self.manager.states.device, self.manager.states.host):
+                assert tier.num_free == tier.num_slots
+
+    def snapshot(self) -> object:
+        manager, tiers = self.manager, (self.manager.states.device, self.manager.states.host)
+        running = [
+            (seq_id, one.slot, one.is_on_host, one.is_spoiled, sorted(one.marks), sorted(one.reserved.items()))
+            for seq_id, one in manager._states_of.running.items()
+        ]
+        checkpoints = [[self._about(one) for one in tier.checkpoints] for tier in tiers]
+        num_unused = [
+            tier.num_slots - sum(map(bool, of_tier)) for tier, of_tier in zip(tiers, checkpoints, strict=True)
+        ]
+        moves = [(kind, pairs.tolist()) for kind, pairs in manager.states.moves]
+        return super().snapshot(), running, checkpoints, num_unused, moves
+
+    def _about(self, one: Checkpoint | None) -> object:
+        if one is None or not self.manager.states.anchors.is_valid(one.anchor):
+            return None
+        return one.anchor.namespace, one.num_tokens, one.tail, one.kind, one.priority, one.is_dropped
+
+    def _new_manager(self) -> HybridManager:
+        return HybridManager(
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            self.rng.random() < 0.9,
+            num_slots=self.rng.choice((1, 3, 8)),
+            num_host_slots=self.rng.choice((0, 2)),
+            checkpoint_every=self.rng.choice((None, 1, 3)),
+            num_host_blocks=self.rng.choice((0, NUM_HOST_BLOCKS)),
+            pin_quota=4,
+        )
+
+    def _token(self) -> int:
+        return 1 if self.rng.random() < 0.97 else 2
+
+    def _running(self) -> Any:
+        known = list(self.manager._sequences.on_device)
+        return self.rng.choice(known) if known else "nobody"
+
+    def _allocate(self) -> Case:
+        case = super()._allocate()
+        num_tokens = len(case.args["tokens"])
+        cache_at = self.rng.sample(range(1, num_tokens + 1), min(self.rng.randrange(3), num_tokens))
+        case.args |= {"num_left_over": self.rng.choice((1, 1, 0)), "cache_at": as_integers(cache_at, self.rng)}
+        return case
+
+    def _marks(self) -> Case:
+        """Of what is computed next; or of any other portion."""
+        seq_id, start, end = self._running(), 0, 0
+        if seq_id != "nobody":
+            seq = self.manager._sequences.state(seq_id)
+            start, end = seq.num_written, seq.num_tokens
+        if self.rng.random() < 0.2:
+            start = self.rng.randint(0, end)
+        case = self._call("marks_of", seq_id=seq_id, start=start, end=end)
+
+        def judge(marks: list[tuple[int, int]]) -> None:
+            assert all(start < position <= end for position, _ in marks)
+            slots = {slot for _, slot in marks}
+            assert len(slots) == len(marks) and not slots & set(self.manager.states.device.free_slots)
+
+        case.judge = judge
+        return case
+
+    def _keep(self) -> Case:
+        return self._call("keep", seq_id=self._running())
+
+    def _keep_end(self) -> Case:
+        return self._call("keep_end", seq_id=self._running())
+
+    def _end(self) -> Case:
+        """As a request ends."""
+
+        def end(seq_id: Any) -> None:
+            self.manager.keep_end(seq_id)
+            self.manager.release(seq_id)
+
+        case = self._call("keep_end", seq_id=self._running())
+        case.name, case.function = "manager.keep_end, release", end
+        return case
+
+    def _fail(self) -> Case:
+        return self._call("give_up_marks", seq_id=self._running())
+
+    def _slot(self) -> Case:
+        return self._call("slot_of", seq_id=self._some())
+
+    def _state_moves(self) -> Case:
+        sizes = {"device": self.manager.states.device.num_slots, "host": self.manager.states.host.num_slots}
+        tiers = {"copy": ("device", "device"), "swap_out": ("device", "host"), "swap_in": ("host", "device")}
+
+        def do_move(move: BlockMove) -> None:
+            for tier, slots in zip(tiers[move.kind], move.pairs.T.tolist(), strict=True):
+                assert all(0 <= slot < sizes[tier] for slot in slots)
+            assert len(set(move.pairs[:, 1].tolist())) == len(move.pairs)
+
+        return Case("manager.do_state_moves", self.manager.do_state_moves, {"do_move": do_move})
+
+    def _reset(self) -> Case:
+        reset, errors = self.manager.reset_prefix_cache, (RuntimeError,)
+        return Case("manager.reset_prefix_cache", reset, errors=errors, may_raise=errors)
+
+    def _make(self) -> Case:
+        args = {"num_blocks": 10, "block_size": 4, "enable_prefix_caching": True, "num_slots": 3, "num_host_slots": 2}
+        args |= {"checkpoint_every": 4, "num_host_blocks": 3, "host_policy": None, "rule": None, "pin_quota": 0}
+        return Case("HybridManager", functools.partial(make_manager, HybridManager), args)

@@ -1,0 +1,252 @@
+"""Engine with states: preemption, eviction, tiers, failures, what is refused. Tokens stay those of model.generate."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.models import make_model
+from support.state_engines import (
+    B,
+    ask,
+    check_nothing_held,
+    finished,
+    greedy,
+    make_engine,
+    own_tokens,
+    poison,
+    random_prompt,
+    states_for,
+)
+from support.state_models import make_state_model
+
+from kvpage import CacheConfig
+from kvpage.blocks.explain import Ending
+from kvpage.serving import Engine, EngineConfig, PagedTokenTrie, SamplingParams, StateConfig
+
+KINDS = ["jamba", "lfm2", "mamba2", "qwen3_next"]
+PROMPT = random_prompt(4 * B + 3)
+
+
+@pytest.fixture(params=KINDS)
+def model(request: pytest.FixtureRequest):
+    return make_state_model(request.param)
+
+
+def crowd(engine: Engine, model, num_tokens: int = 3 * B) -> None:
+    """Ask several prompts at once; tokens are right, and nothing is left."""
+    prompts = [random_prompt(length, seed) for seed, length in enumerate((9, 12, 5, 14, 12))] + [PROMPT]
+    outputs = engine.generate(prompts, greedy(num_tokens))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.samples[0].token_ids == own_tokens(model, prompt, num_tokens)
+    check_nothing_held(engine)
+
+
+def test_preempted_and_computed_again(model) -> None:
+    engine = make_engine(model, num_blocks=12)
+    crowd(engine, model)
+    stats = engine.stats()
+    assert stats.num_preemptions > 0 and stats.num_swaps == 0
+
+
+def test_preempted_to_the_host_and_back(model) -> None:
+    budget = states_for(make_engine(model), 2, 8)
+    engine = make_engine(model, num_blocks=12, num_host_blocks=24, states=budget)
+    crowd(engine, model)
+    assert engine.stats().num_swaps > 0
+
+
+def test_evicted_checkpoints_are_computed_again(model) -> None:
+    engine = make_engine(model, states=states_for(make_engine(model), 1), max_num_seqs=1)
+    assert engine.stats().blocks.slots.num_slots == 2
+    expected = own_tokens(model, PROMPT, 4)
+    for seed in range(3):
+        ask(engine, random_prompt(9, seed), 2)
+    assert ask(engine, PROMPT, 4)[0] == expected
+    for seed in range(3):
+        ask(engine, random_prompt(9, seed), 2)
+    assert ask(engine, PROMPT, 4) == (expected, 0)
+    assert engine.stats().blocks.slots.evicted > 0
+    check_nothing_held(engine)
+
+
+def test_checkpoints_of_the_host_come_back(model) -> None:
+    budget = states_for(make_engine(model), 1, 16)
+    engine = make_engine(model, num_host_blocks=32, states=budget, max_num_seqs=1)
+    expected = own_tokens(model, PROMPT, 4)
+    assert ask(engine, PROMPT, 4) == (expected, 0)
+    for seed in range(3):
+        ask(engine, random_prompt(9, seed), 2)
+    assert engine.stats().blocks.slots.num_host_checkpoints > 0
+    assert ask(engine, PROMPT, 4) == (expected, len(PROMPT) - 1)
+    check_nothing_held(engine)
+
+
+def test_no_budget_is_no_hit(model) -> None:
+    engine = make_engine(model, states=StateConfig(checkpoint_bytes=0), max_num_seqs=1)
+    expected = own_tokens(model, PROMPT, 4)
+    assert [ask(engine, PROMPT, 4) for _ in range(2)] == [(expected, 0)] * 2
+    assert engine.stats().blocks.slots.num_slots == 1
+    check_nothing_held(engine)
+
+
+@pytest.mark.parametrize("every", [1, 4, 5])
+def test_checkpoints_every_so_many_tokens(every: int) -> None:
+    model = make_state_model("lfm2")
+    engine = make_engine(model, states=StateConfig(checkpoint_every=every), max_num_batched_tokens=6)
+    ask(engine, PROMPT, 2)
+    prompt = [*PROMPT[:14], PROMPT[14] % 90 + 1, 5]
+    assert ask(engine, prompt, 4) == (own_tokens(model, prompt, 4), 14 // every * every)
+
+
+def test_namespaces_share_nothing(model) -> None:
+    engine = make_engine(model)
+    expected = own_tokens(model, PROMPT, 2)
+    assert [ask(engine, PROMPT, 2, namespace=name) for name in (b"a", b"b", b"a")] == [
+        (expected, 0),
+        (expected, 0),
+        (expected, len(PROMPT) - 1),
+    ]
+
+
+def test_nothing_is_found_after_a_reset(model) -> None:
+    engine = make_engine(model)
+    expected = own_tokens(model, PROMPT, 2)
+    ask(engine, PROMPT, 2)
+    engine.reset_prefix_cache()
+    poison(engine)
+    assert ask(engine, PROMPT, 2) == (expected, 0)
+    assert ask(engine, PROMPT, 2) == (expected, len(PROMPT) - 1)
+
+
+def test_a_reset_while_requests_run(model) -> None:
+    engine = make_engine(model, max_num_batched_tokens=6)
+    engine.add_request(PROMPT, greedy(6))
+    for _ in range(5):
+        engine.step()
+    engine.reset_prefix_cache()
+    poison(engine)
+    (output,) = finished(engine)
+    assert output.samples[0].token_ids == own_tokens(model, PROMPT, 6)
+    check_nothing_held(engine)
+
+
+def test_aborted_requests_leave_what_is_exact(model) -> None:
+    engine = make_engine(model, max_num_batched_tokens=6)
+    request_id = engine.add_request(PROMPT, greedy(6))
+    for _ in range(2):
+        engine.step()
+    engine.abort(request_id)
+    poison(engine)
+    check_nothing_held(engine)
+    assert ask(engine, PROMPT, 6) == (own_tokens(model, PROMPT, 6), 12)  # the state that the second step left
+
+
+class Failing:
+    """A hook of a layer that raises at its n-th call."""
+
+    def __init__(self, at: int) -> None:
+        self._calls = iter(range(at, -1, -1))
+
+    def __call__(self, *_: object) -> None:
+        if next(self._calls, None) == 0:
+            raise ArithmeticError("a layer has failed")
+
+
+@pytest.fixture
+def failing(model) -> Iterator[torch.nn.Module]:
+    yield list(model.model.layers if hasattr(model, "model") else model.backbone.layers)[-1]
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_failed_step_leaves_no_wrong_state(model, failing: torch.nn.Module, at: int) -> None:
+    expected = own_tokens(model, PROMPT, 6)
+    engine = make_engine(model, max_num_batched_tokens=8)
+    engine.add_request(PROMPT, greedy(6))
+    hook = failing.register_forward_pre_hook(Failing(at))
+    outputs = []
+    for _ in range(64):
+        try:
+            outputs += [one.output for one in engine.step() if one.output is not None]
+        except ArithmeticError:
+            poison(engine)
+        if not engine.has_unfinished:
+            break
+    hook.remove()
+    check_nothing_held(engine)
+    assert outputs
+    assert ask(engine, PROMPT, 6)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("cache_at", "error", "words"),
+    [
+        ([0], ValueError, "cache_at must be"),
+        ([len(PROMPT) + 1], ValueError, "cache_at must be"),
+        ([-1], ValueError, "cache_at must be"),
+        ([3, 3], ValueError, "cache_at must"),
+        ([True], TypeError, "cache_at must"),
+        ([1.5], TypeError, "cache_at must"),
+        ("12", TypeError, "cache_at must"),
+        ("", TypeError, "cache_at must"),
+        (None, TypeError, "cache_at must"),
+        (torch.tensor([[1, 2]]), TypeError, "cache_at must"),
+    ],
+)
+def test_bad_marks_are_refused(cache_at: object, error: type[Exception], words: str) -> None:
+    for model in (make_state_model("lfm2"), make_model("llama")):
+        engine = Engine.from_model(model, EngineConfig(CacheConfig(B, 32)))
+        with pytest.raises(error, match=words):
+            engine.add_request(PROMPT, cache_at=cache_at)
+        assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"checkpoint_bytes": -1}, "checkpoint_bytes must be an integer of at least 0, got -1"),
+        ({"checkpoint_bytes": 1.5}, "checkpoint_bytes must be an integer of at least 0, got 1.5"),
+        ({"host_checkpoint_bytes": True}, "host_checkpoint_bytes must be an integer of at least 0, got True"),
+        ({"checkpoint_every": 0}, "checkpoint_every must be an integer of at least 1, got 0"),
+    ],
+)
+def test_bad_budgets_are_refused(fields: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        StateConfig(**fields)
+
+
+def test_what_models_with_states_do_not_have() -> None:
+    engine = make_engine(make_state_model("lfm2"))
+    with pytest.raises(ValueError, match="store must keep states for a model whose layers have some"):
+        engine.use_store(object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="engine must have a model whose layers keep no states"):
+        PagedTokenTrie(engine)
+    engine.warmup()
+    with pytest.raises(TypeError, match="states must be"):
+        EngineConfig(CacheConfig(B, 32), states=3)  # type: ignore[arg-type]
+
+
+def test_an_engine_explains(model) -> None:
+    engine = make_engine(model)
+    assert engine.explain(PROMPT).num_cached_tokens == 0
+    ask(engine, PROMPT, 2)
+    prompt = [*PROMPT[:10], PROMPT[10] % 90 + 1, 3]
+    found = engine.explain(prompt)
+    by_group = {group.group: group for group in found.groups}
+    assert found.num_cached_tokens == 0 and found.num_tokens == len(prompt)
+    assert by_group["attention"].differs_at == 10 and by_group["attention"].token == prompt[10]
+    assert by_group["state"].ending is Ending.NO_CHECKPOINT and by_group["state"].below is None
+    ask(engine, prompt, 2)
+    ask(engine, [*PROMPT[:10], 95, 4, 4], 2)
+    assert engine.explain([*PROMPT[:10], 96, 5]).num_cached_tokens == 10
+    with pytest.raises(ValueError, match="token"):
+        engine.explain([])
+
+
+def test_samples_of_one_prompt_have_states_of_their_own(model) -> None:
+    engine = make_engine(model, num_blocks=12, max_num_batched_tokens=8)
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
+    found = engine.generate([PROMPT], params)[0]
+    again = make_engine(model, max_num_batched_tokens=64).generate([PROMPT], params)[0]
+    assert [one.token_ids for one in found.samples] == [one.token_ids for one in again.samples]
+    assert len({tuple(one.token_ids) for one in found.samples}) > 1
+    check_nothing_held(engine)

@@ -1,0 +1,72 @@
+"""StateIndex: entries of all tiers together, of bounded number; one that is lost or stale is a miss."""
+
+import threading
+
+import pytest
+from support.store_kv import C
+from support.store_states import found, state_of, store_and_states
+
+from kvpage.store.states import state_index
+from kvpage.store.tiers.memory_tier import MemoryTier
+
+PROMPTS = [[7, number] for number in range(10)]
+
+
+def memory_tier() -> MemoryTier:
+    return MemoryTier(1 << 20, pin_memory=False)
+
+
+def test_what_another_process_adds_is_seen_beyond_a_fast_tier() -> None:
+    shared = memory_tier()
+    (_, mine), (_, theirs) = (store_and_states(tiers=[memory_tier(), shared]) for _ in range(2))
+    for number, tokens in enumerate(PROMPTS):
+        assert (mine, theirs)[number % 2].put(tokens, state_of(tokens))
+    for tokens in PROMPTS:
+        for states in (mine, theirs):
+            assert states.positions(tokens) == [2] and found(states, tokens)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 9])
+def test_a_full_index_drops_the_oldest(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(state_index, "MAX_ENTRIES", most)
+    monkeypatch.setattr(state_index, "NUM_DROPPED", 1)
+    store, states = store_and_states()
+    with store:
+        for number, tokens in enumerate(PROMPTS):
+            assert states.put(tokens, state_of(tokens))
+            listed = [bool(states.positions(one)) for one in PROMPTS]
+            assert listed == [number - most < at <= number for at in range(len(PROMPTS))]
+        assert all(found(states, tokens) for tokens in PROMPTS)
+
+
+def test_a_full_index_drops_those_without_a_state_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_index, "MAX_ENTRIES", 4)
+    store, states = store_and_states()
+    with store:
+        for tokens in PROMPTS[:4]:
+            states.put(tokens, state_of(tokens))
+        assert states.remove(PROMPTS[2]) == 1
+        states.put(PROMPTS[4], state_of(PROMPTS[4]))
+        assert [bool(states.positions(one)) for one in PROMPTS[:5]] == [True, True, False, True, True]
+
+
+def test_many_threads_lose_nothing() -> None:
+    store, states = store_and_states()
+    with store:
+        threads = [threading.Thread(target=states.put, args=(tokens, state_of(tokens))) for tokens in PROMPTS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(states.positions(tokens) == [2] for tokens in PROMPTS)
+
+
+def test_positions_of_one_prefix_are_in_one_record() -> None:
+    store, states = store_and_states()
+    with store:
+        tokens = list(range(2 * C))
+        for end in range(1, 2 * C):
+            states.put(tokens[:end], state_of(tokens[:end]))
+        indexes = [record for record in store.records() if record.codec == "state-index"]
+        assert sorted(record.num_tokens or 0 for record in indexes) == [0, C]
+        assert states.positions(tokens) == list(range(2 * C - 1, 0, -1))

@@ -1,0 +1,17 @@
+"""Whim: a rule of loading that decides anyhow."""
+
+import random
+
+from kvpage.blocks.load_or_compute import LoadOrCompute
+
+
+class Whim(LoadOrCompute):
+    def __init__(self, seed: int, block_size: int) -> None:
+        super().__init__(1, block_size)
+        self.rng = random.Random(seed)
+
+    def should_load(self, num_blocks: int) -> bool:
+        return self.rng.random() < 0.7
+
+    def should_store(self) -> bool:
+        return self.rng.random() < 0.9
