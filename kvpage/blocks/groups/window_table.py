@@ -1,0 +1,94 @@
+"""WindowTable: the blocks of one sequence in one window's group: a run of places that moves on with the sequence.
+
+places     0   1   2   3   4   5   6
+ids        .   .   .   7   2   9   .        behind the window they are given back; room is made before each step
+                   ^ first_block(num_written)
+"""
+
+import numpy as np
+
+from kvpage.blocks.groups.window_blocks import WindowBlocks
+from kvpage.blocks.states import Ids
+
+
+class WindowTable:
+    """The blocks at the places [first, end) of a sequence.
+
+    Args:
+        blocks: The group.
+        first: The place of the first of `ids`.
+        ids: Blocks with a reference of the table's.
+    """
+
+    def __init__(self, blocks: WindowBlocks, first: int, ids: list[int]) -> None:
+        self._blocks = blocks
+        self.first = first
+        self.ids = ids
+        self.num_cached = first + len(ids)  # places whose blocks have been looked at by `cache`
+
+    @property
+    def end(self) -> int:
+        """The place after the last block."""
+        return self.first + len(self.ids)
+
+    def cache(self, full_ids: Ids) -> None:
+        """Cache the blocks beside the tree's, of which there are more than before.
+
+        Args:
+            full_ids: The tree's ids of the sequence's first places, int32.
+        """
+        for place in range(max(self.num_cached, self.first), min(len(full_ids), self.end)):
+            self.ids[place - self.first] = self._blocks.cache(int(full_ids[place]), self.ids[place - self.first])
+        self.num_cached = max(self.num_cached, len(full_ids))
+
+    def leave(self, num_written: int) -> None:
+        """Give back the blocks that no token after `num_written` attends to."""
+        num_left = min(self._blocks.first_block(num_written) - self.first, len(self.ids))
+        if num_left > 0:
+            self._blocks.release(self.ids[:num_left])
+            del self.ids[:num_left]
+            self.first += num_left
+
+    def shorten(self, end: int) -> None:
+        """Give back the blocks from the place `end` on."""
+        kept = max(end - self.first, 0)
+        self._blocks.release(self.ids[kept:])
+        del self.ids[kept:]
+
+    def num_to_extend(self, num_written: int, end: int) -> int:
+        """Return how many blocks `extend` takes."""
+        return max(end - self.end, 0) + int(self._is_shared(num_written))
+
+    def extend(self, num_written: int, end: int) -> None:
+        """Make room up to the place `end`. A partly filled block that a fork shares is replaced by a copy."""
+        if self._is_shared(num_written):
+            place = num_written // self._blocks.block_size - self.first
+            shared, (own,) = self.ids[place], self._blocks.take(1)
+            self._blocks.moves.add("copy", [(shared, own)])
+            self._blocks.release([shared])
+            self.ids[place] = own
+        self.ids += self._blocks.take(max(end - self.end, 0))
+
+    def fork(self) -> "WindowTable":
+        """Return a table of the same blocks."""
+        self._blocks.pool.share(self.ids)
+        other = WindowTable(self._blocks, self.first, list(self.ids))
+        other.num_cached = self.num_cached
+        return other
+
+    def release(self) -> None:
+        """Give all blocks back."""
+        self.shorten(self.first)
+
+    def row(self, width: int) -> Ids:
+        """Return the ids by place, int32 [width], with 0 where there is no block."""
+        row = np.zeros(width, np.int32)
+        row[self.first : self.end] = self.ids
+        return row
+
+    def _is_shared(self, num_written: int) -> bool:
+        """Whether the next token goes into a block that another sequence has, too."""
+        place, offset = divmod(num_written, self._blocks.block_size)
+        if offset == 0 or not self.first <= place < self.end:
+            return False
+        return self._blocks.pool.ref_count(self.ids[place - self.first]) > 1

@@ -1,0 +1,320 @@
+"""WindowedManager: BlockManager for models with layers that attend over a window. Each window has blocks of its own.
+
+    allocate ─► open_windows ─► do_moves ─► the step writes K and V in all groups ─► commit
+                room for the                                                         what lies behind the
+                step's tokens                                                        windows is given back
+
+A sequence holds in each window's group the blocks of its last window and of the step, however long it is. Blocks behind
+the window stay cached until others want them. A prompt goes on after the longest run of whole blocks that the prefix
+tree has, and whose last window each group has.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvpage._C import Match
+from kvpage.blocks.explain import Ending, Explanation, GroupReach
+from kvpage.blocks.groups.window_blocks import Window, WindowBlocks
+from kvpage.blocks.groups.window_table import WindowTable
+from kvpage.blocks.lives.growth import tokens_left_over
+from kvpage.blocks.manager import BlockManager, some_tokens
+from kvpage.blocks.states import Allocation, Ids, SeqId, Slots
+from kvpage.checks.errors import OutOfBlocks
+from kvpage.checks.interrupts import uninterrupted
+from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import as_integer, as_list, as_positions, check_namespace
+
+
+class WindowedManager(BlockManager):
+    """Block tables of sequences in the full layers' group, and in a group for each window.
+
+    Its rules are those of BlockManager, whose methods are for the full layers. A model without full layers has this
+    group, too: with a CacheEngine without layers, whose blocks have no bytes. There is no host tier.
+
+    Args:
+        num_blocks: Blocks of the full layers.
+        block_size: Tokens of a block, in all groups.
+        enable_prefix_caching: Whether sequences share blocks.
+        windows: The groups, at least one.
+
+    Raises:
+        ValueError: A number is out of range, or there is no window.
+        TypeError: An argument is of another type.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, *, windows: Sequence[Window]
+    ) -> None:
+        windows = as_list("windows", windows)
+        if not windows:
+            raise ValueError("windows must be one or more, got 0")
+        for window in windows:
+            if not isinstance(window, Window):
+                raise TypeError(f"windows must be Windows, got {type(window).__name__}")
+        super().__init__(num_blocks, block_size, enable_prefix_caching, share_parts=False)
+        self.windows = tuple(WindowBlocks(window, block_size, self.pool) for window in windows)
+        self._tables: dict[SeqId, tuple[WindowTable, ...]] = {}  # one for each window
+
+    # --- a sequence's life -------------------------------------------------------------------------------------------
+
+    @uninterrupted
+    def allocate(
+        self,
+        seq_id: SeqId,
+        tokens: Tokens,
+        namespace: bytes = b"",
+        priority: int = 0,
+        max_cached_tokens: int | None = None,
+        num_left_over: int = 1,
+    ) -> Allocation:
+        """Give blocks to a new sequence. It begins after the longest prefix of whole blocks that all groups have.
+
+        Windows get no room yet: `open_windows` makes it for the tokens of a step.
+
+        Args:
+            seq_id: An id that is not in use.
+            tokens: The prompt, at least one token.
+            namespace: Prefixes are shared within one namespace only.
+            priority: 0 to 7. Blocks of full layers cached by a sequence of higher priority are evicted later.
+            max_cached_tokens: The longest prefix to share; None for no limit.
+            num_left_over: At least so many tokens are left to compute. 0 where the last logits are not needed.
+
+        Returns:
+            The tokens that need no computation, and the full layers' blocks of the whole prompt.
+
+        Raises:
+            OutOfBlocks: The rest does not fit.
+            ValueError: The id is in use, there are no tokens, or a number is out of range.
+            TypeError: An argument is of another type.
+        """
+        check_namespace(namespace)
+        self._sequences.check_new(seq_id)
+        tokens = some_tokens(tokens)
+        left = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, self.enable_prefix_caching)
+        match = self.tree.match(tokens, namespace, priority, left)
+        try:
+            self.tree.shorten(match, self._num_usable(match.block_ids))
+            taken = self.space.give(match, self._sequences.blocks_for(len(tokens)))
+        except BaseException:
+            self.tree.release(match)
+            raise
+        num_cached = match.num_tokens
+        self._tables[seq_id] = tuple(_begin(blocks, match) for blocks in self.windows)
+        self._sequences.rows.add(
+            self._sequences.on_device,
+            seq_id,
+            match=match,
+            own_ids=taken,
+            pending=tokens[:0],
+            num_left=0,
+            num_tokens=len(tokens),
+            num_written=num_cached,
+            namespace=namespace,
+            is_private=False,
+        )
+        self.space.count_query(len(tokens), 0)
+        return Allocation(num_cached, self.block_ids(seq_id))
+
+    @uninterrupted
+    def open_windows(self, seq_ids: Sequence[SeqId], ends: Sequence[int]) -> None:
+        """Make room in all windows for the tokens of the next step. What lies behind the windows is given back first.
+
+        Args:
+            seq_ids: Distinct sequences.
+            ends: How many tokens each will have written: at least the committed ones, at most those with room.
+
+        Raises:
+            OutOfBlocks: The tokens do not fit into a window's group. No room is made.
+            ValueError: Ids repeat, or an end is out of range.
+        """
+        seq_ids = as_list("seq_ids", seq_ids)
+        states = [self.state(seq_id) for seq_id in seq_ids]
+        if len(set(seq_ids)) != len(seq_ids):
+            raise ValueError(f"seq_ids must be distinct, got {seq_ids}")
+        wanted = as_positions("ends", ends, len(seq_ids)).tolist()
+        for seq_id, state, end in zip(seq_ids, states, wanted, strict=True):
+            if not state.num_written <= end <= state.num_tokens:
+                raise ValueError(f"ends must be in [{state.num_written}, {state.num_tokens}], got {end} for {seq_id!r}")
+            self._move_on(seq_id)
+        room = [(state.num_written, self._sequences.blocks_for(end)) for state, end in zip(states, wanted, strict=True)]
+        for group, blocks in enumerate(self.windows):
+            tables = [self._tables[seq_id][group] for seq_id in seq_ids]
+            num_needed = sum(table.num_to_extend(*one) for table, one in zip(tables, room, strict=True))
+            if num_needed > blocks.num_free:
+                raise OutOfBlocks(num_needed, blocks.num_free)
+        for seq_id, one in zip(seq_ids, room, strict=True):
+            for table in self._tables[seq_id]:
+                table.extend(*one)
+
+    @uninterrupted
+    def commit(self, seq_id: SeqId, tokens: Tokens) -> None:
+        """Record that K and V of `tokens` have been written in all groups, and give back what lies behind the windows.
+
+        Commits by rows do the same for full layers alone. Windows follow with the next `open_windows` or `release`.
+
+        Args:
+            seq_id: The sequence.
+            tokens: Token ids, as many as there is room for at most.
+
+        Raises:
+            ValueError: There is no room for so many tokens.
+        """
+        super().commit(seq_id, tokens)
+        self._move_on(seq_id)
+
+    @uninterrupted
+    def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int | None = None) -> None:
+        """Make a second sequence with the same tokens, in the same blocks.
+
+        Args:
+            seq_id: A sequence whose tokens are all committed.
+            new_seq_id: An id that is not in use.
+            num_tokens: All tokens, or None: what lies behind a window is gone.
+
+        Raises:
+            ValueError: A token with room is not committed, or num_tokens is another.
+        """
+        num_all = self.state(seq_id).num_tokens
+        if num_tokens is not None and as_integer("num_tokens", num_tokens) != num_all:
+            raise ValueError(f"num_tokens must be all {num_all} of a sequence with windows, got {num_tokens}")
+        super().fork(seq_id, new_seq_id)
+        self._move_on(seq_id)
+        self._tables[new_seq_id] = tuple(table.fork() for table in self._tables[seq_id])
+
+    @uninterrupted
+    def give_back_room(self, seq_id: SeqId) -> None:
+        """Free the blocks that the sequence has beyond its committed tokens, in all groups."""
+        super().give_back_room(seq_id)
+        for table in self._tables[seq_id]:
+            table.shorten(self._sequences.blocks_for(self.state(seq_id).num_written))
+
+    @uninterrupted
+    def release(self, seq_id: SeqId) -> None:
+        """End a sequence. Its cached blocks can be found until they are evicted. Its other blocks are free."""
+        self._move_on(seq_id)
+        super().release(seq_id)
+        for table in self._tables.pop(seq_id):
+            table.release()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks, in all groups: as after a change of the model's weights.
+
+        Raises:
+            RuntimeError: A sequence is not released, or a match of the tree. Nothing is forgotten.
+        """
+        super().reset_prefix_cache()
+        for blocks in self.windows:
+            blocks.clear()
+
+    def swap_out(self, seq_id: SeqId) -> None:
+        """Raise ValueError: there is no host tier."""
+        self.state(seq_id)
+        raise ValueError(f"swap_out must be called of managers with a host tier, windows have none, got {seq_id!r}")
+
+    # --- arguments of a step -----------------------------------------------------------------------------------------
+
+    def window_tables(self, group: int, seq_ids: Sequence[SeqId]) -> Ids:
+        """Return the tables of several sequences in one window's group, int32 [num_seqs, max_blocks].
+
+        They are as wide as block_tables. Entries behind the window, and after the room for the step, are 0: the layers
+        of the group do not read them.
+
+        Args:
+            group: The window's place in `windows`.
+            seq_ids: Sequences.
+
+        Raises:
+            RuntimeError: There are moves to make in this group.
+        """
+        self._check_window_moved(group)
+        tables = [self._tables[seq_id][group] for seq_id in as_list("seq_ids", seq_ids)]
+        most = max((self._sequences.blocks_for(self.state(seq_id).num_tokens) for seq_id in seq_ids), default=0)
+        return np.array([table.row(most) for table in tables], np.int32).reshape(len(tables), most)
+
+    def window_slots(self, group: int, seq_id: SeqId, start: int, end: int) -> Slots:
+        """Return the slots of the sequence's positions [start, end) in one window's group, int64.
+
+        Args:
+            group: The window's place in `windows`.
+            seq_id: The sequence.
+            start: The first position.
+            end: The position after the last one.
+
+        Raises:
+            RuntimeError: There are moves to make in this group.
+            ValueError: A position has no block: it is behind the window, or windows are not opened for it.
+        """
+        self._check_window_moved(group)
+        table, start, end = self._tables[seq_id][group], as_integer("start", start), as_integer("end", end)
+        first, last = table.first * self.block_size, table.end * self.block_size
+        if not first <= start <= end <= last:
+            raise ValueError(f"positions of {seq_id!r} must be in [{first}, {last}], got [{start}, {end}]")
+        places, offsets = np.divmod(np.arange(start, end), self.block_size)
+        slots: Slots = np.array(table.ids, np.int64)[places - table.first] * self.block_size + offsets
+        return slots
+
+    # --- questions ---------------------------------------------------------------------------------------------------
+
+    def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
+        """Return how far full layers and each window reach into a prompt, and why not further. Nothing is changed.
+
+        Args:
+            tokens: A prompt, at least one token.
+            namespace: Where to look.
+        """
+        tokens, found = some_tokens(tokens), super().explain(tokens, namespace)
+        if not self.enable_prefix_caching:
+            return found
+        ids = self.tree.look(tokens, namespace)[0][0]
+        windows = tuple(self._reach(blocks, ids, found.groups[0].ending) for blocks in self.windows)
+        most = found.num_cached_tokens // self.block_size
+        num_cached = self._num_usable(ids[:most]) * self.block_size
+        return Explanation(len(tokens), num_cached, (*found.groups, *windows), found.elsewhere)
+
+    def check(self) -> None:
+        """Raise RuntimeError if an invariant is broken: of BlockManager, or of the windows' groups. For tests."""
+        super().check()
+        if set(self._tables) != set(self._sequences.on_device):
+            raise RuntimeError(f"windows know sequences {list(self._tables)}, not {list(self._sequences.on_device)}")
+        for group, blocks in enumerate(self.windows):
+            blocks.check([block_id for tables in self._tables.values() for block_id in tables[group].ids])
+        for seq_id, tables in self._tables.items():
+            num_written = self.state(seq_id).num_written
+            for blocks, table in zip(self.windows, tables, strict=True):
+                first, end = blocks.first_block(num_written), self._sequences.blocks_for(num_written)
+                if table.first > first or table.end < end:
+                    raise RuntimeError(f"{seq_id!r} needs blocks [{first}, {end}), has [{table.first}, {table.end})")
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _num_usable(self, full_ids: Ids) -> int:
+        """Return the largest number of blocks of a prefix after which a sequence can go on in all windows."""
+        is_usable = np.logical_and.reduce([blocks.usable(full_ids) for blocks in self.windows])
+        return int(np.flatnonzero(is_usable)[-1])
+
+    def _reach(self, blocks: WindowBlocks, full_ids: Ids, ending: Ending) -> GroupReach:
+        num_blocks = int(np.flatnonzero(blocks.usable(full_ids))[-1])
+        is_all = num_blocks == len(full_ids)
+        name = f"window of {blocks.window.num_tokens}"
+        return GroupReach(name, num_blocks * self.block_size, ending if is_all else Ending.NOT_CACHED)
+
+    def _move_on(self, seq_id: SeqId) -> None:
+        """Let windows follow what is committed: cache the blocks that the tree has, give back what lies behind."""
+        state, tables = self.state(seq_id), self._tables[seq_id]
+        if any(table.num_cached < state.num_cached_blocks for table in tables):
+            full_ids = self.block_ids(seq_id)[: state.num_cached_blocks]
+            for table in tables:
+                table.cache(full_ids)
+        for table in tables:
+            table.leave(state.num_written)
+
+    def _check_window_moved(self, group: int) -> None:
+        if self.windows[group].moves:
+            raise RuntimeError("do_moves of the window's group must be called before a step")
+
+
+def _begin(blocks: WindowBlocks, match: Match) -> WindowTable:
+    """Return the table of a sequence that goes on after a match."""
+    first = min(blocks.first_block(match.num_tokens), match.num_blocks)
+    return WindowTable(blocks, first, blocks.use(match.block_ids[first:]))

@@ -1,0 +1,212 @@
+"""WindowedManager: a sequence holds its last window, and a prompt goes on where every group has what it reads."""
+
+import numpy as np
+import pytest
+from support.window_life import WindowLife
+
+from kvpage import OutOfBlocks
+from kvpage.blocks.explain import Ending
+from kvpage.blocks.groups.window_blocks import Window
+from kvpage.blocks.groups.windowed_manager import WindowedManager
+
+B = 4
+WINDOWS = [1, 2, B - 1, B, B + 1, B + 2, 2 * B, 2 * B + 1]
+
+
+def life_of(*windows: int, num_blocks: int = 64, num_window_blocks: int = 64, is_caching: bool = True) -> WindowLife:
+    groups = [Window(window, num_window_blocks) for window in windows]
+    return WindowLife(WindowedManager(num_blocks, B, is_caching, windows=groups))
+
+
+def tokens_of(count: int, first: int = 1) -> list[int]:
+    return list(range(first, first + count))
+
+
+def computed(life: WindowLife, prompt: list[int], portion: int = 64, namespace: bytes = b"") -> int:
+    """Begin a sequence, and compute it in portions; return what was cached."""
+    num_cached = life.begin(prompt, namespace)
+    seq_id = life.next_id
+    while life.written[seq_id] < len(prompt):
+        life.write(seq_id, min(life.written[seq_id] + portion, len(prompt)))
+        life.check()
+    return num_cached
+
+
+@pytest.mark.parametrize("portion", [1, B - 1, B, 3 * B + 1, 64])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_prompt_goes_on_after_any_whole_block_while_nothing_is_evicted(window, portion):
+    life = life_of(window)
+    prompt = tokens_of(5 * B + 2)
+    assert computed(life, prompt, portion) == 0
+    for num_shared in (0, 1, B - 1, B, B + 1, 2 * B, 5 * B + 1):
+        assert computed(life, [*prompt[:num_shared], 99, 98], portion) == min(num_shared, 5 * B) // B * B
+    assert computed(life, prompt, portion, b"tenant") == 0
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_running_sequence_holds_its_window(window):
+    """However long it is: at most window / block_size + 2 blocks where portions are no longer than a block."""
+    life = life_of(window, num_blocks=128, num_window_blocks=window // B + 3)
+    computed(life, tokens_of(60 * B), B)
+    assert life.most_held[0] <= window // B + 2
+    seq_id = life.next_id
+    for token in range(1000, 1000 + 5 * B):
+        life.manager.append([seq_id])
+        life.tokens[seq_id].append(token)
+        life.write(seq_id, len(life.tokens[seq_id]))
+        assert life.num_held(0, seq_id) <= (window + B - 1) // B + 1
+    life.check()
+
+
+def test_what_lies_behind_the_window_is_found_until_it_is_evicted():
+    life = life_of(2 * B, num_window_blocks=8)
+    prompt = tokens_of(6 * B)
+    computed(life, prompt, B)
+    assert life.begin([*prompt[: 2 * B], 99], max_cached_tokens=B) == B  # behind the first's window, and still there
+    life = life_of(2 * B, num_window_blocks=8)
+    computed(life, prompt, B)
+    life.release_any()
+    computed(life, tokens_of(4 * B, 500), B)  # evicts what was used least recently: the first prompt's first blocks
+    assert life.manager.windows[0].stats().evicted_blocks > 0
+    reaches = life.manager.explain([*prompt, 99]).groups
+    assert [(reach.group, reach.num_tokens) for reach in reaches] == [("attention", 6 * B), ("window of 8", 6 * B)]
+    cut = life.manager.explain([*prompt[: 2 * B], 99])
+    assert cut.groups[0].num_tokens == 2 * B and cut.groups[1].num_tokens == 0 == cut.num_cached_tokens
+    assert cut.groups[1].ending is Ending.NOT_CACHED
+    assert computed(life, [*prompt, 99], B) == 6 * B
+
+
+def test_groups_have_to_agree():
+    """The larger window has lost blocks that the smaller one does not need."""
+    life = WindowLife(WindowedManager(64, B, windows=[Window(2, 64), Window(3 * B, 14)]))
+    prompt = tokens_of(12 * B)
+    computed(life, prompt, B)
+    life.release_any()
+    computed(life, tokens_of(4 * B, 500), B)
+    found = life.manager.explain([*prompt[: 4 * B], 99])
+    assert [reach.num_tokens for reach in found.groups] == [4 * B, 4 * B, 0] and found.num_cached_tokens == 0
+    assert life.begin([*prompt[: 4 * B], 99]) == 0
+    assert life.begin([*prompt, 99]) == 12 * B
+
+
+def test_a_block_beside_one_that_was_evicted_is_never_found():
+    life = life_of(B, num_blocks=8)
+    prompt = tokens_of(4 * B)
+    computed(life, prompt)
+    life.release_any()
+    for first in range(100, 1000, 100):  # ids of the tree's blocks are used again, for other tokens
+        computed(life, tokens_of(6 * B, first))
+        life.release_any()
+    assert computed(life, prompt) == 0
+    life.check()
+    assert life.manager.windows[0].stats().lost_blocks > 0
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_model_without_full_layers(window):
+    """The full layers' blocks have no bytes; they only name prefixes."""
+    life = life_of(window, num_blocks=4096, num_window_blocks=24)
+    for first in (1, 10_000, 1):
+        computed(life, tokens_of(30 * B, first), B)
+        life.release_any()
+    life.check()
+    assert computed(life, [*tokens_of(30 * B), 7], B) == 30 * B
+
+
+def test_a_fork_writes_into_a_copy():
+    life = life_of(B, 3 * B)
+    computed(life, tokens_of(3 * B + 2))
+    for new_id in (2, 3):
+        life.next_id += 1
+        life.manager.fork(1, new_id)
+        life.tokens[new_id], life.names[new_id], life.written[new_id] = tokens_of(3 * B + 2), b"", 3 * B + 2
+    life.check()
+    for i, seq_id in enumerate((2, 1, 3)):
+        life.manager.append([seq_id], B)
+        life.tokens[seq_id] = life.tokens[seq_id] + [50 + i] * B
+        life.write(seq_id, len(life.tokens[seq_id]))
+        life.check()
+    assert life.num_copied == 3 * 2  # in three groups, for all but the last holder
+    with pytest.raises(ValueError, match="num_tokens must be all 18 of a sequence with windows, got 12"):
+        life.manager.fork(1, 4, 12)
+
+
+@pytest.mark.parametrize("is_caching", [True, False])
+@pytest.mark.parametrize(
+    ("windows", "num_blocks", "num_window_blocks"), [((5,), 64, 64), ((1, 9), 40, 12), ((6, 4), 20, 20)]
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_lives(seed, windows, num_blocks, num_window_blocks, is_caching):
+    life = life_of(*windows, num_blocks=num_blocks, num_window_blocks=num_window_blocks, is_caching=is_caching)
+    life.rng.seed(seed)
+    life.live(250)
+    assert (life.num_shared > 0) == is_caching and (num_blocks == 64 or life.num_refused > 0)
+    life.reset()
+
+
+def test_a_step_without_room_in_one_window_makes_none_in_the_others():
+    life = life_of(B, 6 * B, num_window_blocks=4)
+    life.begin(tokens_of(6 * B))
+    with pytest.raises(OutOfBlocks) as caught:
+        life.manager.open_windows([1], [6 * B])
+    assert (caught.value.needed, caught.value.free) == (6, 4)
+    assert [blocks.num_free for blocks in life.manager.windows] == [4, 4]
+    with pytest.raises(ValueError, match=r"positions of 1 must be in \[0, 0\], got \[0, 1\]"):
+        life.manager.window_slots(0, 1, 0, 1)
+    life.write(1, 4 * B)
+    with pytest.raises(OutOfBlocks):
+        life.manager.open_windows([1], [4 * B + 1])
+    life.check()
+    with pytest.raises(OutOfBlocks):
+        life.manager.allocate(2, [9] * 64 * B)
+    life.check()
+
+
+def test_bad_arguments_change_nothing():
+    life = life_of(B)
+    manager = life.manager
+    life.begin(tokens_of(2 * B))
+    life.write(1, B)
+    for arguments, error, words in [
+        (([1, 1], [B, B]), ValueError, "seq_ids must be distinct"),
+        (([1], [B - 1]), ValueError, r"ends must be in \[4, 8\], got 3 for 1"),
+        (([1], [2 * B + 1]), ValueError, r"ends must be in \[4, 8\], got 9 for 1"),
+        (([1], [B, B]), ValueError, "ends must have one entry for each of 1 sequences"),
+        (([1], [1.5]), TypeError, "ends must be integers"),
+        (([2], [B]), KeyError, "2"),
+    ]:
+        with pytest.raises(error, match=words):
+            manager.open_windows(*arguments)
+    for call in (lambda: manager.allocate(1, [1]), lambda: manager.allocate(2, []), lambda: manager.swap_out(1)):
+        with pytest.raises(ValueError, match="seq_id must not|at least one token|swap_out must be called"):
+            call()
+    with pytest.raises(KeyError):
+        manager.swap_out(2)
+    with pytest.raises(RuntimeError, match="reset_prefix_cache needs all sequences"):
+        manager.reset_prefix_cache()
+    life.check()
+    for windows, error, words in [
+        ([], ValueError, "windows must be one or more, got 0"),
+        ([5], TypeError, "windows must be Windows, got int"),
+    ]:
+        with pytest.raises(error, match=words):
+            WindowedManager(8, B, windows=windows)
+    for numbers in ((0, 1), (1, 0), (-1, 4)):
+        with pytest.raises(ValueError, match="must be an integer of at least 1"):
+            Window(*numbers)
+    with pytest.raises((TypeError, ValueError)):
+        Window(1.5, 2)
+
+
+def test_a_step_waits_for_its_copies():
+    life = life_of(B)
+    computed(life, tokens_of(B + 1))
+    life.manager.fork(1, 2)
+    life.manager.append([2])
+    life.manager.open_windows([2], [B + 2])
+    for call in (lambda: life.manager.window_tables(0, [2]), lambda: life.manager.window_slots(0, 2, B, B + 2)):
+        with pytest.raises(RuntimeError, match="do_moves of the window's group"):
+            call()
+    life.do_moves()
+    assert life.manager.window_tables(0, [1, 2]).dtype == np.int32
+    assert life.manager.window_tables(0, []).shape == (0, 0)

@@ -1,0 +1,207 @@
+"""WindowLife: random operations on a WindowedManager, whose cells in all groups hold the prefixes they stand for.
+
+What no sequence may read is poisoned before each look: free blocks, and those whose contents have left the tree.
+"""
+
+import random
+
+import numpy as np
+
+from kvpage import OutOfBlocks
+from kvpage.blocks.groups.windowed_manager import WindowedManager
+
+POISON = "poison"
+Tokens = list[int]
+
+
+class WindowLife:
+    def __init__(self, manager: WindowedManager, seed: int = 0) -> None:
+        self.rng, self.manager, self.size = random.Random(seed), manager, manager.block_size
+        pools = [manager.pool, *(blocks.pool for blocks in manager.windows)]
+        self.cells = [np.full((pool.num_blocks, self.size), POISON, object) for pool in pools]
+        self.pools = pools
+        self.tokens: dict[int, Tokens] = {}
+        self.names: dict[int, bytes] = {}
+        self.written: dict[int, int] = {}
+        self.secret: dict[int, int] = {}
+        self.next_id = self.num_shared = self.num_refused = self.num_copied = 0
+        self.most_held = [0] * len(manager.windows)
+
+    # --- the parts of a life ---
+
+    def key(self, seq_id: int, position: int) -> object:
+        secret = self.secret.get(seq_id)
+        mark = seq_id if secret is not None and position >= secret else None
+        return self.names[seq_id], tuple(self.tokens[seq_id][: position + 1]), mark
+
+    def begin(self, prompt: Tokens, namespace: bytes = b"", **options: int) -> int:
+        expected = self.longest(prompt, namespace, **options)
+        explained = self.manager.explain(prompt, namespace).num_cached_tokens
+        assert options or explained == expected
+        given = self.manager.allocate(self.next_id + 1, prompt, namespace, **options)
+        self.next_id += 1
+        assert given.num_cached_tokens == expected
+        self.tokens[self.next_id], self.names[self.next_id] = list(prompt), namespace
+        self.written[self.next_id] = given.num_cached_tokens
+        self.num_shared += given.num_cached_tokens
+        self.check_sequence(self.next_id)
+        return given.num_cached_tokens
+
+    def longest(self, prompt: Tokens, namespace: bytes, max_cached_tokens: int | None = None) -> int:
+        """The oracle: the longest run of whole blocks whose K and V are cached in each group, as far as it is read."""
+        if not self.manager.enable_prefix_caching:
+            return 0
+        most = len(prompt) - 1 if max_cached_tokens is None else min(max_cached_tokens, len(prompt) - 1)
+        match = self.manager.tree.match(
+            prompt, namespace, num_left_over=len(prompt) - most if most > 0 else len(prompt)
+        )
+        full_ids = match.block_ids.tolist()
+        self.manager.tree.release(match)
+        for count in range(len(full_ids), 0, -1):
+            if all(self.has_window(g, full_ids, count) for g in range(len(self.manager.windows))):
+                return count * self.size
+        return 0
+
+    def has_window(self, group: int, full_ids: list[int], count: int) -> bool:
+        blocks, end = self.manager.windows[group], count * self.size
+        needed = {position // self.size for position in range(max(end - blocks.window.num_tokens + 1, 0), end)}
+        return all(blocks.has(np.array([full_ids[place]], np.int32))[0] for place in needed)
+
+    def write(self, seq_id: int, end: int) -> None:
+        """Compute a portion."""
+        start = self.written[seq_id]
+        self.manager.open_windows([seq_id], [end])
+        self.do_moves()
+        self.check_sequence(seq_id)
+        self.fill(seq_id, start, end)
+        self.manager.commit(seq_id, self.tokens[seq_id][start:end])
+        self.written[seq_id] = end
+
+    def fill(self, seq_id: int, start: int, end: int) -> None:
+        keys = [self.key(seq_id, position) for position in range(start, end)]
+        slots = [self.manager.slot_mapping(seq_id, start, end)]
+        slots += [self.manager.window_slots(g, seq_id, start, end) for g in range(len(self.manager.windows))]
+        for cells, places in zip(self.cells, slots, strict=True):
+            assert len(set(places.tolist())) == end - start
+            for place, key in zip(places.tolist(), keys, strict=True):
+                cells[place // self.size, place % self.size] = key
+
+    def do_moves(self) -> None:
+        for cells, moves in zip(self.cells, [self.manager.space, *self.manager.windows], strict=True):
+            moves.do_moves(lambda move, cells=cells: self.copy(cells, move.kind, move.pairs))
+        for cells, pool in zip(self.cells, self.pools, strict=True):
+            cells[pool.generations(np.arange(pool.num_blocks, dtype=np.int32)) % 2 == 0] = POISON
+
+    def copy(self, cells: np.ndarray, kind: str, pairs: np.ndarray) -> None:
+        assert kind == "copy"
+        cells[pairs[:, 1]] = cells[pairs[:, 0]]
+        self.num_copied += len(pairs)
+
+    def check_sequence(self, seq_id: int) -> None:
+        """All that the next token attends to is there, in the full layers and in each window."""
+        self.do_moves()
+        end = self.written[seq_id]
+        slots = self.manager.slot_mapping(seq_id, 0, end).tolist()
+        assert [self.cells[0][s // self.size, s % self.size] for s in slots] == [
+            self.key(seq_id, i) for i in range(end)
+        ]
+        for g, blocks in enumerate(self.manager.windows):
+            first = max(end - blocks.window.num_tokens + 1, 0)
+            slots = self.manager.window_slots(g, seq_id, first, end).tolist()
+            table = self.manager.window_tables(g, [seq_id])[0]
+            assert table.shape == self.manager.block_tables([seq_id])[0].shape
+            assert [table[i // self.size] * self.size + i % self.size for i in range(first, end)] == slots
+            found = [self.cells[g + 1][slot // self.size, slot % self.size] for slot in slots]
+            assert found == [self.key(seq_id, i) for i in range(first, end)], (seq_id, g)
+
+    def num_held(self, group: int, seq_id: int) -> int:
+        return len(self.manager._tables[seq_id][group].ids)
+
+    def check(self) -> None:
+        self.do_moves()
+        self.manager.check()
+        for seq_id in self.tokens:
+            self.check_sequence(seq_id)
+        for g in range(len(self.manager.windows)):
+            self.most_held[g] = max([self.most_held[g], *(self.num_held(g, seq_id) for seq_id in self.tokens)])
+
+    # --- random operations ---
+
+    def some_tokens(self, count: int) -> Tokens:
+        return [int(self.rng.random() < 0.08) for _ in range(count)]
+
+    def whole(self) -> list[int]:
+        return [seq_id for seq_id, tokens in self.tokens.items() if self.written[seq_id] == len(tokens)]
+
+    def any(self, ids: list[int]) -> int | None:
+        return self.rng.choice(ids) if ids else None
+
+    def live(self, count: int) -> None:
+        operations = [self.begin_any, self.write_any, self.decode, self.fork_any, self.release_any, self.give_back]
+        operations += [self.hide, self.drop, self.reset]
+        for operation in self.rng.choices(operations, [5, 9, 6, 1, 4, 1, 0.3, 0.5, 0.1], k=count):
+            try:
+                operation()
+            except OutOfBlocks as error:
+                self.num_refused += 1
+                assert error.needed > error.free
+            self.check()
+
+    def begin_any(self) -> None:
+        most = self.rng.choice([None, None, None, self.rng.randrange(8 * self.size)])
+        options = {} if most is None else {"max_cached_tokens": most}
+        prompt = self.some_tokens(self.rng.randrange(1, 8 * self.size))
+        self.begin(prompt, self.rng.choice([b"", b"", b"tenant"]), **options)
+
+    def write_any(self) -> None:
+        if (seq_id := self.any(list(self.tokens))) is not None:
+            self.write(seq_id, self.rng.randint(self.written[seq_id], len(self.tokens[seq_id])))
+
+    def decode(self) -> None:
+        """One token more for some sequences at once; committed by id or by row."""
+        chosen = self.rng.sample(self.whole(), min(len(self.whole()), self.rng.randrange(1, 5)))
+        self.manager.append(chosen)
+        for seq_id in chosen:
+            self.tokens[seq_id] = self.tokens[seq_id] + self.some_tokens(1)
+        self.manager.open_windows(chosen, [len(self.tokens[seq_id]) for seq_id in chosen])
+        self.do_moves()
+        for seq_id in chosen:
+            self.fill(seq_id, self.written[seq_id], len(self.tokens[seq_id]))
+            self.written[seq_id] += 1
+        if self.rng.random() < 0.5:
+            self.manager.rows.commit(self.manager.rows.of(chosen), [self.tokens[seq_id][-1] for seq_id in chosen])
+            return
+        for seq_id in chosen:
+            self.manager.commit(seq_id, self.tokens[seq_id][-1:])
+
+    def fork_any(self) -> None:
+        if (seq_id := self.any([i for i in self.whole() if i not in self.secret])) is not None:
+            self.next_id += 1
+            self.manager.fork(seq_id, self.next_id)
+            self.tokens[self.next_id], self.names[self.next_id] = list(self.tokens[seq_id]), self.names[seq_id]
+            self.written[self.next_id] = self.written[seq_id]
+
+    def release_any(self) -> None:
+        if (seq_id := self.any(list(self.tokens))) is not None:
+            self.manager.release(seq_id)
+            for of in (self.tokens, self.names, self.written, self.secret):
+                of.pop(seq_id, None)
+
+    def give_back(self) -> None:
+        if (seq_id := self.any(list(self.tokens))) is not None and self.written[seq_id]:
+            self.manager.give_back_room(seq_id)
+            self.tokens[seq_id] = self.tokens[seq_id][: self.written[seq_id]]
+
+    def hide(self) -> None:
+        if (seq_id := self.any([i for i in self.tokens if i not in self.secret])) is not None:
+            self.manager.make_private(seq_id)
+            self.secret[seq_id] = self.written[seq_id]
+
+    def drop(self) -> None:
+        self.manager.space.drop(self.some_tokens(5 * self.size))
+
+    def reset(self) -> None:
+        while self.tokens:
+            self.release_any()
+        self.manager.reset_prefix_cache()
+        assert [pool.num_free for pool in self.pools] == [pool.num_blocks for pool in self.pools]
