@@ -112,7 +112,7 @@ def hung(seat: Seat, model: PreTrainedModel, rank: int) -> None:
 def unmade(seat: Seat, model: PreTrainedModel) -> None:
     """The engine of rank 0 is not made, while rank 1 computes a collective for it. The process lives on."""
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **options: Any) -> None:
         time.sleep(TIMEOUT / 3)  # in which the other comes to the collective
         raise ArithmeticError("no memory here")
 

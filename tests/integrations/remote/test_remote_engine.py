@@ -92,7 +92,7 @@ def test_lost_workers_are_not_noticed(worker, expected, lost_after) -> None:
 
 def test_drawn_tokens_are_the_same_after_a_loss(worker) -> None:
     params = SamplingParams(max_tokens=10, temperature=1.0, n=3)
-    workers = Workers(worker, [2, 4])
+    workers = Workers(worker, [1, 1])
     with live(workers) as engine:
         request = engine.submit(PROMPTS[0], params)
         by_sample: dict[int, list[int]] = {}

@@ -13,12 +13,6 @@ HYBRID = [
     "tests/blocks/hybrid/test_hybrid_refusals.py",
     "tests/blocks/hybrid/test_hybrid_tiers.py",
     "tests/blocks/test_explain.py",
-]
-HYBRID = [
-    "tests/blocks/hybrid/test_hybrid_manager.py",
-    "tests/blocks/hybrid/test_hybrid_refusals.py",
-    "tests/blocks/hybrid/test_hybrid_tiers.py",
-    "tests/blocks/test_explain.py",
     "tests/blocks/hybrid/test_hybrid_life.py",
 ]
 ENGINE_STATES = ["tests/serving/states/test_state_pass.py", "tests/serving/states/test_engine_states.py"]
