@@ -32,7 +32,7 @@ from kvpage.blocks.states import Allocation, SeqId
 from kvpage.blocks.stats import BlockStats
 from kvpage.checks.errors import OutOfSlots
 from kvpage.checks.interrupts import uninterrupted
-from kvpage.checks.tokens import Tokens
+from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_integer, check_at_least, check_namespace
 
 
@@ -178,6 +178,24 @@ class HybridManager(BlockManager):
         if not 0 <= start <= end <= num_tokens:
             raise ValueError(f"positions must be in [0, {num_tokens}], got ({start}, {end}]")
         return self._states_of.reserve(seq_id, start, end)
+
+    @uninterrupted
+    def commit(self, seq_id: SeqId, tokens: Tokens) -> None:
+        """Record that K and V of `tokens` have been written, as BlockManager does, and the state after them.
+
+        Checkpoints at marks stand for the tokens that are committed here, whatever the prompt was.
+
+        Args:
+            seq_id: The sequence.
+            tokens: Token ids, as many as there is room for at most.
+
+        Raises:
+            ValueError: There is no room for so many tokens.
+        """
+        tokens = as_tokens(tokens)
+        tails = self._states_of.tails(seq_id, tokens)
+        super().commit(seq_id, tokens)
+        self._states_of.set_tails(seq_id, tails)
 
     @uninterrupted
     def keep(self, seq_id: SeqId) -> None:
@@ -365,4 +383,4 @@ class HybridManager(BlockManager):
                 (position, MarkKind.REGULAR)
                 for position in range((found.num_tokens // every + 1) * every, num_tokens + 1, every)
             ]
-        return marks_of_prompt(prompt.tokens, self.block_size, wanted, found.num_tokens)
+        return marks_of_prompt(len(prompt.tokens), wanted, found.num_tokens)

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvpage.blocks.hybrid.checkpoint import MarkKind
-from kvpage.blocks.states import Ids
 from kvpage.checks.values import as_integer, as_list
 
 
@@ -14,12 +13,12 @@ class Mark(NamedTuple):
     Attributes:
         num_tokens: The position: how many tokens the state has seen.
         kind: Why it is marked.
-        tail: The tokens after the last whole block, int32 as bytes.
+        tail: The tokens after the last whole block, int32 as bytes; None until they are committed.
     """
 
     num_tokens: int
     kind: MarkKind
-    tail: bytes
+    tail: bytes | None = None
 
 
 def as_cache_at(cache_at: Sequence[int], num_tokens: int) -> list[int]:
@@ -48,20 +47,16 @@ def as_cache_at(cache_at: Sequence[int], num_tokens: int) -> list[int]:
     return sorted(positions)
 
 
-def marks_of_prompt(
-    tokens: Ids, block_size: int, wanted: Iterable[tuple[int, MarkKind]], num_cached: int
-) -> dict[int, Mark]:
+def marks_of_prompt(num_tokens: int, wanted: Iterable[tuple[int, MarkKind]], num_cached: int) -> dict[int, Mark]:
     """Return the marks of a prompt by position. Of several kinds at one position, the first counts.
 
     Args:
-        tokens: The prompt.
-        block_size: Tokens of a block.
+        num_tokens: Tokens of the prompt.
         wanted: Positions and kinds. Those up to `num_cached` are left out: their state is not passed any more.
         num_cached: Tokens that are not computed again.
     """
     marks: dict[int, Mark] = {}
     for position, kind in wanted:
-        if num_cached < position <= len(tokens) and position not in marks:
-            tail = tokens[position - position % block_size : position].tobytes()
-            marks[position] = Mark(position, kind, tail)
+        if num_cached < position <= num_tokens and position not in marks:
+            marks[position] = Mark(position, kind)
     return marks

@@ -6,11 +6,13 @@ reserve(start, end) ─► the step writes these slots ─► keep: they become 
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvpage.blocks.hybrid.checkpoint import Checkpoint, MarkKind, Prefix
 from kvpage.blocks.hybrid.marks import Mark
 from kvpage.blocks.hybrid.state_space import StateSpace
 from kvpage.blocks.lives.sequences import Sequences
-from kvpage.blocks.states import SeqId
+from kvpage.blocks.states import Ids, SeqId
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +79,22 @@ class SequenceStates:
             is_regular = mark.kind is MarkKind.REGULAR
             if mark.num_tokens not in running.reserved and self._states.can_take(only_passed=is_regular):
                 running.reserved[mark.num_tokens] = self._states.take()
+                running.marks[mark.num_tokens] = mark._replace(tail=None)
         return sorted(one for one in running.reserved.items() if start < one[0] <= end)
+
+    def tails(self, seq_id: SeqId, tokens: Ids) -> dict[int, bytes]:
+        """Return the tails, by position, of the reserved marks that a commit of these tokens passes."""
+        seq, size = self._sequences.state(seq_id), self._sequences.block_size
+        begin = seq.num_written - len(seq.pending)
+        known = np.concatenate([seq.pending, tokens])
+        passed = [one for one in self.running[seq_id].reserved if seq.num_written < one <= begin + len(known)]
+        return {one: known[one - one % size - begin : one - begin].tobytes() for one in passed}
+
+    def set_tails(self, seq_id: SeqId, tails: dict[int, bytes]) -> None:
+        """Note the tails of marks whose tokens are committed now."""
+        marks = self.running[seq_id].marks
+        for position, tail in tails.items():
+            marks[position] = marks[position]._replace(tail=tail)
 
     def keep(self, seq_id: SeqId) -> None:
         """Make the reserved slots checkpoints, as far as their positions are committed. The others are free."""
@@ -85,7 +102,8 @@ class SequenceStates:
         num_written = self._sequences.state(seq_id).num_written if running.reserved else 0
         for position, slot in sorted(running.reserved.items()):
             del running.reserved[position]
-            if position <= num_written and self._can_keep(seq_id, position):
+            is_known = running.marks[position].tail is not None  # committed by rows alone, it is not
+            if is_known and position <= num_written and self._can_keep(seq_id, position):
                 self._keep(seq_id, slot, running.marks.pop(position))
             else:
                 self._states.device.release(slot)
@@ -151,6 +169,7 @@ class SequenceStates:
         running.last = self._states.keep(slot, self._prefix(seq_id, mark), running.last)
 
     def _prefix(self, seq_id: SeqId, mark: Mark) -> Prefix:
+        assert mark.tail is not None, "its tokens are committed"
         ids, num_blocks = self._sequences.ids(seq_id), mark.num_tokens // self._sequences.block_size
         return Prefix(
             namespace=self._sequences.state(seq_id).namespace,

@@ -261,3 +261,22 @@ def test_higher_priorities_are_evicted_later():
     for start in range(100, 1000, 100):
         serve(manager, prompt(2 * B, start))
     assert serve(manager, tokens) == 2 * B - 1
+
+
+@pytest.mark.parametrize("num_tokens", [B - 1, B, B + 1, B + 2, 2 * B + 3])
+@pytest.mark.parametrize("portion", [1, B - 1, B, 3 * B])
+def test_a_checkpoint_stands_for_what_was_committed(num_tokens, portion):
+    """A state is of the tokens that were computed, whatever prompt was announced."""
+    manager, announced = manager_of(num_slots=16), prompt(num_tokens)
+    committed = [*announced[: num_tokens - 2], 70, 71]
+    begin(manager, 0, announced, cache_at=range(1, num_tokens + 1))
+    for start in range(0, num_tokens, portion):
+        manager.marks_of(0, start, min(start + portion, num_tokens))
+        make_moves(manager)
+        manager.commit(0, committed[start : start + portion])
+        manager.keep(0)
+    manager.release(0)
+    make_moves(manager)
+    manager.check()
+    assert manager.num_cached([*announced, 5]) == num_tokens - 2
+    assert manager.num_cached([*committed, 5]) == num_tokens
