@@ -25,7 +25,7 @@ part() { # part NAME SECONDS COMMAND...: runs it under a time limit, keeps its o
     return
   fi
   echo "=== $name: $*"
-  timeout -s INT -k 5 "$limit" "$@" 2>&1 | tee "$out/$name.txt"
+  timeout -s INT -k 15 "$limit" "$@" 2>&1 | tee "$out/$name.txt"
   local code=${PIPESTATUS[0]}
   [ "$code" -eq 0 ] || { echo "=== $name failed with exit code $code" | tee -a "$out/$name.txt"; failed=1; }
 }

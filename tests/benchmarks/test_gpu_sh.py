@@ -14,6 +14,19 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.sh"
 TEXT = SCRIPT.read_text().replace("\\\n", " ")
 PARTS = {name: (int(limit), command) for name, limit, command in re.findall(r"^part (\w+) (\d+) (.*)$", TEXT, re.M)}
 FAKE = '#!/bin/sh\necho "$(basename "$0") $*" >> "$CALLS"\necho "output of $*"\n'
+INTERRUPTED_ONCE = """#!{python}
+# `timeout -s INT -k SECONDS LIMIT COMMAND...` whose limit is over after the first failure is printed, on any machine.
+import os, pathlib, re, signal, subprocess, sys, time
+printed = pathlib.Path({printed!r})
+command = subprocess.Popen(sys.argv[6:], start_new_session=True)
+while command.poll() is None and not re.search("^[.]*F", printed.exists() and printed.read_text() or "", re.M):
+    time.sleep(0.05)
+late = command.poll() is None and sys.argv[1:3] == ["-s", "INT"]
+if late:
+    os.killpg(command.pid, signal.SIGINT)
+code = command.wait()
+sys.exit(124 if late else code)
+"""
 
 pytestmark = pytest.mark.skipif(not shutil.which("timeout"), reason="needs GNU timeout")
 
@@ -118,12 +131,15 @@ def test_a_failure_before_a_timeout_is_reported(machine, workers):
     """The whole run takes too long; what failed until then is told all the same."""
     if workers:
         pytest.importorskip("xdist")
-    tests = machine.root / "test_slow.py"
+    tests, printed = machine.root / "test_slow.py", machine.root / "results/smoke.txt"
     tests.write_text(
         "import time\ndef test_wrong():\n    assert 1 == 2\n"
-        "def test_right():\n    pass\ndef test_long():\n    time.sleep(60)\n"
+        "def test_right():\n    pass\ndef test_long():\n    time.sleep(600)\n"
     )
     run = f"exec {sys.executable} -m pytest -q -p no:cacheprovider --tb=short {' '.join(workers)} {tests}\n"
     machine.fake("pytest", f'case "$*" in *smoke.py) {run};; esac\n')
-    _, kept = machine.run(seconds=5)
+    (machine.bin / "timeout").write_text(INTERRUPTED_ONCE.format(python=sys.executable, printed=str(printed)))
+    (machine.bin / "timeout").chmod(0o755)
+    _, kept = machine.run()
     assert "assert 1 == 2" in kept["smoke.txt"] and "failed" in kept["smoke.txt"], kept["smoke.txt"]
+    assert "=== smoke failed with exit code 124" in kept["smoke.txt"]
