@@ -18,6 +18,8 @@ from kvpage.checks.errors import OutOfBlocks  # isort: skip  (the extension look
 import kvpage._C as _C
 from kvpage._C import BlockPool, HotPrefix, Match, PartMatch, PrefixTree, TreeEntry
 from kvpage.blocks.explain import Ending, Explanation, GroupReach
+from kvpage.blocks.groups.window_blocks import Window, WindowStats
+from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
@@ -86,6 +88,9 @@ __all__ = [
     "TransferEvent",
     "TransferStream",
     "TreeEntry",
+    "Window",
+    "WindowStats",
+    "WindowedManager",
     "build_info",
     "calibrate",
     "register_backend",

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,6 +124,16 @@ class ModelConfig:
         first = parallel_config.pipeline_rank * num_layers // num_stages
         last = (parallel_config.pipeline_rank + 1) * num_layers // num_stages
         return [layer for layer in range(first, last) if _is_attention(self.layer_types[layer])]
+
+    def with_caches_of(self, layer_ids: Iterable[int]) -> "ModelConfig":
+        """Return the same shape, where only these layers have a cache.
+
+        Args:
+            layer_ids: Attention layers. The words of others become "elsewhere".
+        """
+        kept = set(layer_ids)
+        words = (kind if layer in kept else "elsewhere" for layer, kind in enumerate(self.layer_types))
+        return replace(self, layer_types=tuple(words))
 
     def num_heads(self, parallel_config: ParallelConfig) -> int:
         """Return the number of KV heads on one rank. With fewer heads than ranks, each rank holds a copy of one.

@@ -78,6 +78,10 @@ class EngineConfig:
             ahead.
         rank_timeout: Seconds after which a rank that is silent counts as lost. One that has ended is noticed at once.
         states: The budget and the positions of kept states, for models with recurrent layers.
+        num_window_blocks: Blocks of each group of layers with the same sliding window, apart from the blocks of the
+            other layers. Sequences give back those behind the window. None means one table for all layers, whose blocks
+            stay. It excludes a host tier, a store, blending, pins, several ranks, other attention backends than
+            kvpage's, and latents; decode steps are neither captured nor begun ahead.
 
     Raises:
         TypeError: A value is of another type.
@@ -112,6 +116,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     rank_timeout: float = 60.0
     states: StateConfig = field(default_factory=StateConfig)
+    num_window_blocks: int | None = None
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
@@ -124,6 +129,7 @@ class EngineConfig:
         self._check_scales()
         self._check_graphs()
         self._check_ranks()
+        self._check_windows()
         if self.cache_config.num_gpu_blocks == 0:
             raise ValueError(
                 "num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and CacheConfig.for_device choose it"
@@ -154,6 +160,22 @@ class EngineConfig:
             if refused:
                 size = self.tensor_parallel_size
                 raise ValueError(f"{name} must be {why} with several ranks, got it with tensor_parallel_size={size}")
+
+    def _check_windows(self) -> None:
+        if self.num_window_blocks is None:
+            return
+        check_at_least("num_window_blocks", self.num_window_blocks, 1)
+        library = None if self.attention_backend in ("auto", "kvpage") else self.attention_backend
+        for name, refused, rule in (
+            ("num_cpu_blocks", self.cache_config.num_cpu_blocks, "0"),
+            ("backend", self.cache_config.backend == "mla" and "'mla'", "another than 'mla'"),
+            ("blend", self.blend, "None"),
+            ("pin_quota", self.pin_quota, "0"),
+            ("tensor_parallel_size", self.tensor_parallel_size > 1 and self.tensor_parallel_size, "1"),
+            ("attention_backend", library, "'auto' or 'kvpage'"),
+        ):
+            if refused:
+                raise ValueError(f"{name} must be {rule} with num_window_blocks, got {refused}")
 
     def _check_graphs(self) -> None:
         """Check the sizes and the memory of captured steps, and keep the sizes as a tuple."""

@@ -8,7 +8,7 @@ ids        .   .   .   7   2   9   .        behind the window they are given bac
 import numpy as np
 
 from kvpage.blocks.groups.window_blocks import WindowBlocks
-from kvpage.blocks.states import Ids
+from kvpage.blocks.states import Ids, Slots
 
 
 class WindowTable:
@@ -59,6 +59,11 @@ class WindowTable:
         """Return how many blocks `extend` takes."""
         return max(end - self.end, 0) + int(self._is_shared(num_written))
 
+    def most_tokens(self, num_written: int) -> int:
+        """Return how many tokens the sequence can have written with all blocks that are free."""
+        num_free = self._blocks.num_free - int(self._is_shared(num_written))
+        return max(self.end + num_free, 0) * self._blocks.block_size if num_free >= 0 else num_written
+
     def extend(self, num_written: int, end: int) -> None:
         """Make room up to the place `end`. A partly filled block that a fork shares is replaced by a copy."""
         if self._is_shared(num_written):
@@ -85,6 +90,15 @@ class WindowTable:
         row = np.zeros(width, np.int32)
         row[self.first : self.end] = self.ids
         return row
+
+    def slots(self, start: int, end: int) -> Slots:
+        """Return the slots of the positions [start, end), which have blocks, int64."""
+        size = self._blocks.block_size
+        if end == start + 1:  # a decode
+            return np.array([self.ids[start // size - self.first] * size + start % size], np.int64)
+        places, offsets = np.divmod(np.arange(start, end), size)
+        slots: Slots = np.array(self.ids, np.int64)[places - self.first] * size + offsets
+        return slots
 
     def _is_shared(self, num_written: int) -> bool:
         """Whether the next token goes into a block that another sequence has, too."""

@@ -129,15 +129,13 @@ class WindowedManager(BlockManager):
             ValueError: Ids repeat, or an end is out of range.
         """
         seq_ids = as_list("seq_ids", seq_ids)
-        states = [self.state(seq_id) for seq_id in seq_ids]
-        if len(set(seq_ids)) != len(seq_ids):
-            raise ValueError(f"seq_ids must be distinct, got {seq_ids}")
-        wanted = as_positions("ends", ends, len(seq_ids)).tolist()
-        for seq_id, state, end in zip(seq_ids, states, wanted, strict=True):
-            if not state.num_written <= end <= state.num_tokens:
-                raise ValueError(f"ends must be in [{state.num_written}, {state.num_tokens}], got {end} for {seq_id!r}")
+        wanted = self._check_ends(seq_ids, ends)
+        for seq_id in seq_ids:
             self._move_on(seq_id)
-        room = [(state.num_written, self._sequences.blocks_for(end)) for state, end in zip(states, wanted, strict=True)]
+        room = [
+            (self.state(seq_id).num_written, self._sequences.blocks_for(end))
+            for seq_id, end in zip(seq_ids, wanted, strict=True)
+        ]
         for group, blocks in enumerate(self.windows):
             tables = [self._tables[seq_id][group] for seq_id in seq_ids]
             num_needed = sum(table.num_to_extend(*one) for table, one in zip(tables, room, strict=True))
@@ -146,6 +144,30 @@ class WindowedManager(BlockManager):
         for seq_id, one in zip(seq_ids, room, strict=True):
             for table in self._tables[seq_id]:
                 table.extend(*one)
+
+    @uninterrupted
+    def open_as_far(self, seq_id: SeqId, end: int) -> int:
+        """Make room in all windows for as many of a sequence's next tokens as fit.
+
+        Args:
+            seq_id: The sequence.
+            end: How many tokens it would have written.
+
+        Returns:
+            How many it can have written. That is `end` if all fit, and the committed ones if none fits.
+
+        Raises:
+            ValueError: `end` is out of range, as of `open_windows`.
+        """
+        self._check_ends([seq_id], [end])
+        self._move_on(seq_id)
+        num_written = self.state(seq_id).num_written
+        end = min(end, *(table.most_tokens(num_written) for table in self._tables[seq_id]))
+        if end <= num_written:
+            return num_written
+        for table in self._tables[seq_id]:
+            table.extend(num_written, self._sequences.blocks_for(end))
+        return end
 
     @uninterrupted
     def commit(self, seq_id: SeqId, tokens: Tokens) -> None:
@@ -208,9 +230,8 @@ class WindowedManager(BlockManager):
             blocks.clear()
 
     def swap_out(self, seq_id: SeqId) -> None:
-        """Raise ValueError: there is no host tier."""
-        self.state(seq_id)
-        raise ValueError(f"swap_out must be called of managers with a host tier, windows have none, got {seq_id!r}")
+        """Raise OutOfBlocks: there is no host tier."""
+        raise OutOfBlocks(len(self.block_ids(seq_id)), 0)
 
     # --- arguments of a step -----------------------------------------------------------------------------------------
 
@@ -245,14 +266,36 @@ class WindowedManager(BlockManager):
             RuntimeError: There are moves to make in this group.
             ValueError: A position has no block: it is behind the window, or windows are not opened for it.
         """
+        return self.window_slot_mappings(group, [seq_id], [start], [end])
+
+    def window_slot_mappings(
+        self, group: int, seq_ids: Sequence[SeqId], starts: Sequence[int], ends: Sequence[int]
+    ) -> Slots:
+        """Return the slots of the positions [starts[i], ends[i]) of each sequence in one window's group, int64.
+
+        Args:
+            group: The window's place in `windows`.
+            seq_ids: Sequences.
+            starts: The first position of each.
+            ends: The position after the last one of each.
+
+        Raises:
+            RuntimeError: There are moves to make in this group.
+            ValueError: As `window_slots`.
+        """
         self._check_window_moved(group)
-        table, start, end = self._tables[seq_id][group], as_integer("start", start), as_integer("end", end)
-        first, last = table.first * self.block_size, table.end * self.block_size
-        if not first <= start <= end <= last:
-            raise ValueError(f"positions of {seq_id!r} must be in [{first}, {last}], got [{start}, {end}]")
-        places, offsets = np.divmod(np.arange(start, end), self.block_size)
-        slots: Slots = np.array(table.ids, np.int64)[places - table.first] * self.block_size + offsets
-        return slots
+        seq_ids = as_list("seq_ids", seq_ids)
+        first, last = (
+            as_positions(name, column, len(seq_ids)).tolist() for name, column in (("starts", starts), ("ends", ends))
+        )
+        tables = [self._tables[seq_id][group] for seq_id in seq_ids]
+        for seq_id, table, start, end in zip(seq_ids, tables, first, last, strict=True):
+            least, most = table.first * self.block_size, table.end * self.block_size
+            if not least <= start <= end <= most:
+                raise ValueError(f"positions of {seq_id!r} must be in [{least}, {most}], got [{start}, {end}]")
+        return np.concatenate(
+            [np.empty(0, np.int64), *(table.slots(*one) for table, *one in zip(tables, first, last, strict=True))]
+        )
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
@@ -292,6 +335,17 @@ class WindowedManager(BlockManager):
         """Return the largest number of blocks of a prefix after which a sequence can go on in all windows."""
         is_usable = np.logical_and.reduce([blocks.usable(full_ids) for blocks in self.windows])
         return int(np.flatnonzero(is_usable)[-1])
+
+    def _check_ends(self, seq_ids: Sequence[SeqId], ends: Sequence[int]) -> list[int]:
+        """Return the ends as integers, if each is one that a distinct sequence may have written."""
+        states = [self.state(seq_id) for seq_id in seq_ids]
+        if len(set(seq_ids)) != len(seq_ids):
+            raise ValueError(f"seq_ids must be distinct, got {seq_ids}")
+        wanted: list[int] = as_positions("ends", ends, len(seq_ids)).tolist()
+        for seq_id, state, end in zip(seq_ids, states, wanted, strict=True):
+            if not state.num_written <= end <= state.num_tokens:
+                raise ValueError(f"ends must be in [{state.num_written}, {state.num_tokens}], got {end} for {seq_id!r}")
+        return wanted
 
     def _reach(self, blocks: WindowBlocks, full_ids: Ids, ending: Ending) -> GroupReach:
         num_blocks = int(np.flatnonzero(blocks.usable(full_ids))[-1])

@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.segments import SegmentCache
+from kvpage.blocks.groups.window_blocks import WindowBlocks
+from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
@@ -31,6 +33,7 @@ from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
 from kvpage.serving.loop.batch.step_states import StepStates
+from kvpage.serving.loop.batch.step_windows import StepWindows
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.graphs.capture import Capturer, CudaCapturer
 from kvpage.serving.loop.graphs.capture_sizes import default_sizes
@@ -64,6 +67,7 @@ class EngineCore(EnginePrompts):
         self._lead = lead
         self.config, self.tokenizer = config, tokenizer
         self.cache, self.manager, self.telemetry = parts.cache, manager, parts.telemetry
+        self.window_caches = tuple(parts.windows)
         self._runner, self._connectors = runner, Connectors()
         self._transfers = BlockTransfers(self.cache, manager, parts.rule, tell=None if lead is None else lead.move)
         self.scheduler = Scheduler(
@@ -75,7 +79,8 @@ class EngineCore(EnginePrompts):
             reclaimers=[self._connectors.reclaim],
         )
         of_steps = StepStates(manager, states) if states and isinstance(manager, HybridManager) else None
-        self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers, lead, of_steps)
+        windows = StepWindows(manager, self.window_caches) if isinstance(manager, WindowedManager) else None
+        self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers, lead, of_steps, windows)
         self._loop = ServingLoop(self._batch_runner, self.scheduler, self._connectors, self.telemetry, parts.rule)
         self._connect_device()
         self._intake = Intake(runner.model, manager, parts.defaults, parts.max_model_len, tokenizer)
@@ -84,16 +89,20 @@ class EngineCore(EnginePrompts):
     def _connect_device(self) -> None:
         """On a GPU, let decode steps leave their tokens on the device, and capture them at `warmup`.
 
-        Other ranks get the tokens of each step from the host, and begin it as it is. So does a model with states.
+        Other ranks get the tokens of each step from the host, and begin it as it is. So do models with several groups.
         """
         config, device = self.config, self.cache.device
-        if device.type != "cuda" or self._lead is not None or self.states is not None:
+        if device.type != "cuda" or self._lead is not None or self._has_groups:
             return
         runs_ahead = config.async_scheduling is not False
         draws = attends_in_place(device) and self._runner.model.dtype in COMPUTE_DTYPES  # by kernels of kvpage's
         self._loop.use_decoder(DeviceDecoder(self._batch_runner, self.scheduler, runs_ahead, draws))
         if not config.enforce_eager:
             self._use_graphs(CudaCapturer(device))
+
+    @property
+    def _has_groups(self) -> bool:
+        return isinstance(self.manager, HybridManager | WindowedManager)
 
     def _use_graphs(self, capturer: Capturer) -> None:
         config = self.config
@@ -121,6 +130,8 @@ class EngineCore(EnginePrompts):
     def _connect_store(self, store: BlockStore, rule: LoadOrCompute | None) -> None:
         if self.states is not None:
             check_keeps_states(store)
+        if isinstance(self.manager, WindowedManager):
+            raise ValueError("store must be None with num_window_blocks: its chunks are of all layers")
         if not self.manager.enable_prefix_caching:
             raise ValueError("store needs enable_prefix_caching, by which requests find what comes out of it")
         if self._connectors.store:
@@ -154,8 +165,8 @@ class EngineCore(EnginePrompts):
             ValueError: The model is in training mode.
         """
         cache, config = self.cache, self.config
-        if self.states is not None:
-            return  # a step of padding would need a state of its own, and nothing of the model is captured
+        if self._has_groups:
+            return  # a step of padding would need states or windows of its own, and nothing of the model is captured
         longest = min(self.max_model_len, cache.num_gpu_blocks * cache.layout.block_size)
         num_tokens = min(config.max_num_batched_tokens, longest)
         graphs = self._batch_runner.graphs
@@ -254,7 +265,12 @@ class EngineCore(EnginePrompts):
             store=replace(connectors.store.stats) if connectors.store else None,
             blend=replace(connectors.blend.stats) if connectors.blend else None,
             graphs=self._batch_runner.graphs.stats() if self._batch_runner.graphs else None,
+            windows=tuple(blocks.stats() for blocks in self._windows),
         )
+
+    @property
+    def _windows(self) -> tuple[WindowBlocks, ...]:
+        return self.manager.windows if isinstance(self.manager, WindowedManager) else ()
 
     # --- for an AsyncEngine ------------------------------------------------------------------------------------------
 

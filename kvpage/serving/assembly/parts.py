@@ -4,7 +4,7 @@ model, EngineConfig ─► checks, and a little computed over blocks ─► Engi
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
@@ -19,12 +19,14 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
+from kvpage.layout.kv_scales import KVScales
 from kvpage.observe.events.config import SpecKind
 from kvpage.observe.telemetry import Telemetry
 from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, Candidate, candidates
 from kvpage.ops.cuda.libraries.library import AttentionLibrary
 from kvpage.serving.assembly.found_states import found_states
 from kvpage.serving.assembly.state_parts import SlotCounts
+from kvpage.serving.assembly.window_groups import WindowGroups
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
@@ -55,6 +57,8 @@ class EngineParts:
     rule: whether blocks of the host are loaded or computed; None for always loaded.
     store_rule: the same of a store, whose speed differs. blender: None without blending.
     states: the slots of a model that keeps states; None for another. The manager is a HybridManager then.
+    windows: the caches of layers with windows, where they have blocks of their own. The manager is a WindowedManager
+        then, and `cache` is that of the other layers.
     """
 
     runner: ModelRunner
@@ -68,13 +72,20 @@ class EngineParts:
     store_rule: LoadOrCompute | None
     blender: Blender | None
     states: StateCache | None = None
+    windows: Sequence[CacheEngine] = ()
 
 
 class ChosenAttention(NamedTuple):
-    """library: attends over blocks; None for kvpage's kernels. window: see verify_model."""
+    """library: attends over blocks; None for kvpage's kernels. windows: of each layer, see verify_model."""
 
     library: AttentionLibrary | None
-    window: int | None
+    windows: dict[int, int | None]
+
+    @property
+    def window(self) -> int | None:
+        """The widest window of any layer; None if one sees everything."""
+        sizes = [size for size in self.windows.values() if size is not None]
+        return max(sizes) if sizes and len(sizes) == len(self.windows) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +93,7 @@ class ServableModel:
     """A model that was tried out over blocks.
 
     config: with the KV heads of this rank. num_all_heads: those of all ranks.
-    attention: what attends over blocks, and the window of all layers' attention; None if one sees everything.
+    attention: what attends over blocks, and the windows of layers.
     states: what it keeps besides K and V; None for nothing.
     """
 
@@ -100,6 +111,8 @@ class RankParts:
     cache: CacheEngine
     defaults: ParamDefaults
     max_model_len: int
+    windows: Sequence[CacheEngine] = ()
+    groups: WindowGroups | None = None
 
 
 def check_arguments(model: PreTrainedModel, config: EngineConfig, tokenizer: object = None) -> None:
@@ -143,7 +156,9 @@ def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates
     with _names_compiler() if compiles else nullcontext():
         if model_config.use_mla:
             verify_latents(runner, cache_config, model_config)
-        attention = choose_attention(runner, cache_config, model_config, config.attention_backend, size)
+        takes_windows = config.num_window_blocks is not None
+        name = config.attention_backend
+        attention = choose_attention(runner, cache_config, model_config, name, size, takes_windows)
     return ServableModel(runner, model_config, attention, of_all.num_kv_heads, states)
 
 
@@ -160,7 +175,12 @@ def _names_compiler() -> Iterator[None]:
 
 
 def choose_attention(
-    runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig, name: str, num_ranks: int = 1
+    runner: ModelRunner,
+    cache_config: CacheConfig,
+    model_config: ModelConfig,
+    name: str,
+    num_ranks: int = 1,
+    takes_windows: bool = False,
 ) -> ChosenAttention:
     """Return the first library that computes the model's own logits over a few blocks, or kvpage's kernels.
 
@@ -172,12 +192,13 @@ def choose_attention(
         model_config: With the KV heads of this rank.
         name: "auto", "kvpage", or a library's.
         num_ranks: How many ranks compute the model.
+        takes_windows: Whether tables will lack the blocks behind windows. Libraries may read these, and do not attend.
 
     Raises:
         ValueError: The model cannot be served, or not by the named library, or not by the first one on several ranks.
         RankLost: Another rank is gone. It says nothing of the library.
     """
-    for make in _candidates(name, cache_config, model_config, runner.model.device):
+    for make in [] if takes_windows else _candidates(name, cache_config, model_config, runner.model.device):
         try:
             library = make()
             return ChosenAttention(library, verify_model(runner, cache_config, model_config, library))
@@ -215,7 +236,7 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
     counts = None if found is None else SlotCounts.of(config, found)
     parts = assemble_rank(servable, config, counts)
     rule, store_rule = (make_rule(config, model_config) for _ in range(2))
-    manager = make_manager(config, rule) if counts is None else counts.manager(config, rule)
+    manager = _make_manager(config, rule, counts, parts.groups)
     states = None if counts is None or found is None else counts.slots(found, runner.model.device)
     blender = None
     if config.blend is not None:
@@ -230,11 +251,12 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
         telemetry,
         parts.defaults,
         parts.max_model_len,
-        servable.attention.window,
+        servable.attention.window if parts.groups is None else None,
         rule,
         store_rule,
         blender,
         states,
+        parts.windows,
     )
 
 
@@ -246,8 +268,12 @@ def assemble_rank(servable: ServableModel, config: EngineConfig, counts: SlotCou
     model = servable.runner.model
     defaults = ParamDefaults.of_model(model, config.generation_config)
     max_model_len = limited_model_len(model, config.max_model_len)
+    groups = WindowGroups.of(config, servable.attention.windows, max_model_len)
     with without_autocast(model.device):
-        return RankParts(make_cache(servable, config, counts), defaults, max_model_len)
+        if groups is None:
+            return RankParts(make_cache(servable, config, counts), defaults, max_model_len)
+        cache, *windows = _group_caches(servable, config, groups)
+        return RankParts(cache, defaults, max_model_len, windows, groups)
 
 
 def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | None:
@@ -270,8 +296,7 @@ def make_cache(servable: ServableModel, config: EngineConfig, counts: SlotCounts
         cache_config = counts.with_tails(cache_config)
     if model_config.is_attention_free:
         return CacheEngine(cache_config, model_config, device_config=DeviceConfig(runner.model.device))
-    given = scales_of_this_rank(config.kv_scales, model_config.num_kv_heads, servable.num_all_heads)
-    scales = choose_scales(runner, cache_config, model_config, given, config.calibration_tokens)
+    scales = _scales(servable, config, cache_config)
     device_config = DeviceConfig(runner.model.device)
     cache = CacheEngine(cache_config, model_config, device_config=device_config, kv_scales=scales)
     attend_with(cache, servable.attention.library)
@@ -280,12 +305,36 @@ def make_cache(servable: ServableModel, config: EngineConfig, counts: SlotCounts
     return cache
 
 
+def _scales(servable: ServableModel, config: EngineConfig, cache_config: CacheConfig) -> Sequence[KVScales] | None:
+    heads = servable.config.num_kv_heads, servable.num_all_heads
+    given = scales_of_this_rank(config.kv_scales, *heads)
+    return choose_scales(servable.runner, cache_config, servable.config, given, config.calibration_tokens)
+
+
+def _group_caches(servable: ServableModel, config: EngineConfig, groups: WindowGroups) -> list[CacheEngine]:
+    """Return the cache of the full layers, then those of windows. ValueError as `make_cache`."""
+    cache_config, model_config = config.cache_config, servable.config
+    scales = _scales(servable, config, cache_config)
+    caches = groups.caches(cache_config, model_config, servable.runner.model.device, scales)
+    if caches[-1].layout.is_quantized:
+        verify_quantized(servable.runner, cache_config, model_config, scales)
+    return caches
+
+
 def make_rule(config: EngineConfig, model_config: ModelConfig) -> LoadOrCompute | None:
     """Return the rule by which blocks of one tier are loaded or computed; None if they are always loaded."""
     if not config.load_or_compute or model_config.is_attention_free:
         return None
     block_bytes = CacheEngine.get_cache_block_size(config.cache_config, model_config)
     return LoadOrCompute(block_bytes, config.cache_config.block_size)
+
+
+def _make_manager(
+    config: EngineConfig, rule: LoadOrCompute | None, counts: SlotCounts | None, groups: WindowGroups | None
+) -> BlockManager:
+    if counts is not None:
+        return counts.manager(config, rule)
+    return make_manager(config, rule) if groups is None else groups.manager(config)
 
 
 def make_manager(config: EngineConfig, rule: LoadOrCompute | None) -> BlockManager:

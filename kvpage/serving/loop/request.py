@@ -134,6 +134,11 @@ class Request:
     # --- the samples of its prompt -----------------------------------------------------------------------------------
 
     @property
+    def order(self) -> tuple[int, int, int]:
+        """The place among others: lower ones come first."""
+        return self.group.priority, self.group.arrival, self.sample_index
+
+    @property
     def num_forks_due(self) -> int:
         """How many more requests it will become."""
         will_fork = self.sample_index == 0 and self.finish_reason is None

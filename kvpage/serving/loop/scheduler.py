@@ -23,14 +23,17 @@ Every request finishes, once those before it in order have:
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import numpy as np
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.errors import OutOfBlocks
+from kvpage.checks.values import check_at_least
 from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion, add_portion
 from kvpage.serving.loop.batch.prefills import Prefills
 from kvpage.serving.loop.batch.request_states import RequestStates
+from kvpage.serving.loop.batch.window_room import WindowRoom
 from kvpage.serving.loop.request import Request
 
 Reclaimer = Callable[[], bool]
@@ -55,25 +58,20 @@ class Scheduler:
         is_held: Callable[[Request], bool] = lambda request: False,
         reclaimers: Iterable[Reclaimer] = (),
     ) -> None:
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        check_at_least("max_num_seqs", max_num_seqs, 1)
+        check_at_least("max_num_batched_tokens", max_num_batched_tokens, 1)
         self.manager = manager
-        self._states = RequestStates(manager)
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.window = window
+        self._states, self._windows = RequestStates(manager), WindowRoom(manager, window)
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.num_preemptions = 0
-        self.num_swaps = 0  # preemptions that kept computed K and V on the host
+        self.num_preemptions = self.num_swaps = 0  # the latter: those that kept computed K and V on the host
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
         self.num_left = 0  # how often requests have left `running`
         self.num_queued = 0  # how often requests were put into `waiting`, or are to be looked at anew there
         self._decodes = Decodes([], np.empty(0, np.int64))  # of the last step
         self._has_priorities = False
-        self._is_held = is_held
-        self.reclaimers = list(reclaimers)
+        self._is_held, self.reclaimers = is_held, list(reclaimers)
 
     def add(self, request: Request) -> None:
         """Queue a request. ValueError as `check`."""
@@ -111,6 +109,16 @@ class Scheduler:
         """
         if not tried:
             self._make_way()
+        batch = self._planned(tried)
+        while not len(batch) and self._windows.is_short:
+            if not self._take_from_last():
+                raise OutOfBlocks(1, 0)
+            batch = self._planned(tried)
+        return batch
+
+    def _planned(self, tried: Sequence[Request]) -> Batch:
+        """Return what fits now; in windows that are short, it may be nothing."""
+        self._windows.begin()
         decodes = self._room_for_decodes()
         prefilling = self._prefilling() if len(decodes.requests) < len(self.running) else []
         if decodes.requests:
@@ -120,12 +128,12 @@ class Scheduler:
         later = [request for request in prefilling if self._yields(request)]
         for request in prefilling:
             if request not in later:
-                budget -= add_portion(portions, request, budget)
+                budget -= add_portion(portions, request, budget, self._windows)
         batch = Batch(decodes, portions)
         if self.waiting and budget and len(self.running) < self.max_num_seqs:
             self._admit(batch, prefilling, tried)
         for request in later:
-            add_portion(portions, request, self.max_num_batched_tokens - batch.num_tokens)
+            add_portion(portions, request, self.max_num_batched_tokens - batch.num_tokens, self._windows)
         return batch
 
     def complete(self, batch: Batch) -> None:
@@ -135,8 +143,8 @@ class Scheduler:
         if len(decodes):
             self.manager.rows.commit(decodes.rows, decodes.newest_tokens)
             decodes.set_computed()
-        for request in decodes.that_filled(block_size) if self.window is not None else ():
-            self._leave_window(request)
+        if self._windows.gives_back:
+            self._windows.leave(decodes.that_filled(block_size))
         for request, _, end in batch.prefills:
             self._make_private(request)
             request.set_computed(end)
@@ -144,7 +152,7 @@ class Scheduler:
             self._commit(request)
             self._states.keep_marks(request)
             if has_filled:
-                self._leave_window(request)
+                self._windows.leave([request])
 
     def fork(self, request: Request, forks: list[Request]) -> None:
         """Run `forks` beside `request`, whose tokens have all been computed; nothing is copied yet."""
@@ -198,7 +206,7 @@ class Scheduler:
 
     def preempt_last(self) -> None:
         """Take the blocks of the running request that is last in order; it waits again. If that fails, it runs on."""
-        last = max(self.running, key=_order)
+        last = max(self.running, key=attrgetter("order"))
         self._give_back(last)
         self.num_preemptions += 1
         self.running.remove(last)
@@ -233,7 +241,7 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         self._has_priorities = self._has_priorities or request.group.priority != 0
-        insort(self.waiting, request, key=_order)
+        insort(self.waiting, request, key=attrgetter("order"))
         self.num_queued += 1
 
     def _stop(self, request: Request) -> None:
@@ -271,11 +279,6 @@ class Scheduler:
         self.manager.make_private(request.seq_id)
         request.blending.end_prefill()
 
-    def _leave_window(self, request: Request) -> None:
-        """Give back the blocks that no later token sees: position p attends from p - window + 1 on."""
-        if self.window is not None:
-            self.manager.release_before(request.seq_id, max(request.num_committed - self.window + 1, 0))
-
     def _room_for_decodes(self) -> Decodes:
         """Return the requests that decode, which have a slot for their newest tokens now."""
         while True:
@@ -284,11 +287,10 @@ class Scheduler:
                 return decodes
             try:
                 self.manager.rows.append(decodes.rows)
+                self._windows.open(decodes.requests)
                 return decodes
             except OutOfBlocks:
-                if len(self.running) > 1:
-                    self.preempt_last()
-                elif not self._reclaim():
+                if not self._take_from_last():
                     raise
 
     def _decoding(self) -> Decodes:
@@ -312,7 +314,8 @@ class Scheduler:
         num_passed_over = 0
         for request in self._first_waiting(tried):
             num_more = 1 + request.num_forks_due
-            if not budget or num_seqs + num_more > self.max_num_seqs or num_passed_over > self.max_num_seqs:
+            num_most = max(num_seqs + num_more, num_passed_over)
+            if not budget or self._windows.is_short or num_most > self.max_num_seqs:
                 break
             if self._is_held(request) or (prefills.will_share(request) and not request.scores_prompt):
                 num_passed_over += 1
@@ -321,7 +324,7 @@ class Scheduler:
             if batch.is_too_full_for(request, budget) or not self._allocated(request, num_spare):
                 break
             num_seqs += num_more
-            budget -= min(add_portion(batch.prefills, request, budget), budget)
+            budget -= min(add_portion(batch.prefills, request, budget, self._windows), budget)
             if not request.reuse:
                 prefills.add(request)
 
@@ -337,17 +340,20 @@ class Scheduler:
             return True
         if self.running:
             return False
-        self._allocate_by_reclaiming(request)
+        while not self._allocate(request, 0):  # all blocks are free but for those that others hold
+            if not self._reclaim():
+                raise OutOfBlocks(self._blocks_for(request.num_tokens), self.manager.num_free_blocks)
         return True
+
+    def _take_from_last(self) -> bool:
+        """Take the blocks of the running request that is last in order, or those of others where it is alone."""
+        if len(self.running) > 1:
+            self.preempt_last()
+            return True
+        return self._reclaim()
 
     def _reclaim(self) -> bool:
         return any(reclaim() for reclaim in self.reclaimers)
-
-    def _allocate_by_reclaiming(self, request: Request) -> None:
-        """Allocate with nothing running: all blocks are free but for those that others hold, or OutOfBlocks."""
-        while not self._allocate(request, 0):
-            if not self._reclaim():
-                raise OutOfBlocks(self._blocks_for(request.num_tokens), self.manager.num_free_blocks)
 
     def _allocate(self, request: Request, num_spare: int) -> bool:
         """Move a request from waiting to running; False if blocks are short.
@@ -392,8 +398,3 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.manager.block_size)
-
-
-def _order(request: Request) -> tuple[int, int, int]:
-    group = request.group
-    return group.priority, group.arrival, request.sample_index

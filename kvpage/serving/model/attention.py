@@ -65,10 +65,11 @@ def paged_attention(
     if step.arrival is not None:
         step.arrival.wait_layer(layer)
     attention = Attention(scaling or query.shape[3] ** -0.5, sliding_window, softcap, s_aux, value.shape[3])
+    of_layer = step.windows.get(layer, step)
     if step.threads is None or step.threads.caller is None:
-        return _attend(module, (query, key, value), layer, step, attention), None
+        return _attend(module, (query, key, value), layer, of_layer, attention), None
     with step.threads.lifted():
-        return _attend(module, (query, key, value), layer, step, attention), None
+        return _attend(module, (query, key, value), layer, of_layer, attention), None
 
 
 def _attend(

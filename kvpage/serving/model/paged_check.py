@@ -50,19 +50,19 @@ def verify_model(
     cache_config: CacheConfig,
     model_config: ModelConfig,
     library: AttentionOfOthers | None = None,
-) -> int | None:
+) -> dict[int, int | None]:
     """Compute the probe's tokens over a few blocks. Raise ValueError, with the reason, if the model cannot be served.
 
     library: attends in place of kvpage's kernels, where it is given.
 
-    Returns how many tokens, the newest included, the widest window of any layer holds; None if one has no window.
+    Returns, by layer, how many tokens its window holds, the newest included; None if it has no window.
     """
     name = type(runner.model).__name__
     config = unquantized(cache_config, model_config)
     error, dtype, windows = _paged_error(runner, config, model_config, None, library)
     if not error <= max_error(runner.model.dtype, dtype):  # also for NaN
         raise ValueError(f"logits over blocks must be the model's own, those of {name} are {error:.1e} off (relative)")
-    return None if None in windows or not windows else max(window for window in windows if window is not None)
+    return windows
 
 
 def verify_quantized(
@@ -87,7 +87,7 @@ def _paged_error(
     model_config: ModelConfig,
     kv_scales: Sequence[KVScales] | None,
     library: AttentionOfOthers | None,
-) -> tuple[float, torch.dtype, list[int | None]]:
+) -> tuple[float, torch.dtype, dict[int, int | None]]:
     """Return the relative error of logits over blocks, the blocks' dtype, and the window of each layer."""
     model = runner.model
     sequences = probe_tokens(vocab_size(model))
@@ -117,7 +117,7 @@ def paged_logits(
     sequences: Sequence[npt.NDArray[np.int32]],
     blocks_each: int,
     states: StateCache | None = None,
-) -> tuple[torch.Tensor, list[int | None]]:
+) -> tuple[torch.Tensor, dict[int, int | None]]:
     """Return the logits of the probe's tokens, one sequence after the other, and the window of each layer.
 
     engine: with `blocks_each` blocks for each sequence, which are overwritten.
@@ -125,7 +125,7 @@ def paged_logits(
     """
     tables = np.arange(blocks_each * len(sequences), dtype=np.int32)[::-1].reshape(len(sequences), -1).copy()
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
-    windows: list[int | None] = []
+    windows: dict[int, int | None] = {}
     block_size = engine.layout.block_size if engine.layer_ids else max(PROBE_LENGTHS)
     if states is not None:
         states.slots.fill_(0xFF)  # NaN in each float dtype
@@ -139,7 +139,7 @@ def paged_logits(
         step.use_states(None if states is None else _states_of(states, number, starts, ends))
         logits = runner.forward(packed, step)
         _check_calls(runner.model, engine, step)
-        windows = [window for _, window in step.calls]
+        windows = dict(step.calls)
         for kept, part in zip(rows, torch.split(logits, [len(tokens) for tokens in parts]), strict=True):
             kept.append(part)
     return torch.cat([part for parts in rows for part in parts]), windows

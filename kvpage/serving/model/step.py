@@ -165,6 +165,7 @@ class Step:
     arrival: the moves under way, for which each layer waits before it touches a block; None where there are none.
     latents: the work on latents; None where blocks hold heads' K and V, and outside of a forward pass.
     states: the work on states; None where the model has none.
+    windows: by layer_idx, the same step over the blocks of a window's group; empty where all layers share one table.
     threads: the limit of torch's threads in the forward pass, which attention lifts; None where there is none.
     sequences: block tables and lengths, made once for all layers.
     attends_in_place: whether ops.attend reads these blocks. On a CPU it is as fast as gathering and SDPA, even for
@@ -189,6 +190,7 @@ class Step:
     arrival: StepArrival | None = None
     latents: StepLatents | None = None
     states: StepStates | None = None
+    windows: dict[int, "Step"] = field(default_factory=dict)
     threads: TorchThreads | None = None
     attends_in_place: bool = field(init=False)
     takes_all_rows: bool = field(init=False)
@@ -279,6 +281,11 @@ class Step:
     def use_states(self, states: StepStates | None) -> None:
         """Let the model's mixers compute with these states; None if it has none."""
         self.states = states
+
+    def use_window(self, group: "Step") -> None:
+        """Let the layers of a window's group write and attend as this step of the same tokens says."""
+        self.caches = {**self.caches, **group.caches}
+        self.windows.update(dict.fromkeys(group.caches, group))
 
     def lift(self, threads: TorchThreads | None) -> None:
         """Let attention lift this limit of torch's threads."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvpage.blocks.groups.window_blocks import WindowStats
 from kvpage.blocks.moves import Kind
 from kvpage.blocks.stats import BlockStats
 from kvpage.observe.histogram import HistogramStats
@@ -20,6 +21,7 @@ __all__ = [
     "ResidencyStats",
     "StoreConnectorStats",
     "TransferStats",
+    "WindowStats",
 ]
 
 
@@ -47,6 +49,7 @@ class EngineStats:
         store: Lookups, loads and stores; None without a store.
         blend: Segments that were looked up, reused and kept; None without blending.
         graphs: Captured decode steps; None on a CPU, and with enforce_eager.
+        windows: The blocks of each window's layers, where they have some of their own.
     """
 
     num_steps: int
@@ -68,6 +71,7 @@ class EngineStats:
     store: StoreConnectorStats | None
     blend: BlendStats | None
     graphs: GraphStats | None = None
+    windows: tuple[WindowStats, ...] = ()
 
     @property
     def hit_rate(self) -> float:

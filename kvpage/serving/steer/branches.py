@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
@@ -77,8 +78,9 @@ class Branches:
     They come before requests: where blocks are short, running requests are preempted, the youngest first, and go on
     later. Ctrl-C amid a call leaves no block without an owner: `close` ends the branches that the call has made.
 
-    Where the model's layers keep states, `fork` takes all tokens of a branch only. A `compute` that fails has changed
-    the states of its branches: the next one computes their tokens again, from a checkpoint on.
+    Where the model's layers keep states, or windows have blocks of their own, `fork` takes all tokens of a branch only.
+    A `compute` that fails has changed the states of its branches: the next one computes their tokens again, from a
+    checkpoint on.
 
     Args:
         engine: The engine.
@@ -90,6 +92,7 @@ class Branches:
         self._reclaim = reclaim or (lambda: False)
         self._manager = engine.manager
         self._states = engine.manager if isinstance(engine.manager, HybridManager) else None
+        self._windows = engine.manager if isinstance(engine.manager, WindowedManager) else None
         self._live: set[Branch] = set()
         self._spoiled: dict[Branch, int] = {}  # they hold nothing; how many tokens they had computed
 
@@ -284,6 +287,9 @@ class Branches:
     def _give_room(self, branches: Sequence[Branch]) -> None:
         counts = [branch.num_tokens - branch.num_room for branch in branches]
         self._with_room(lambda: self._manager.append(branches, counts))
+        windows = self._windows
+        if windows is not None:
+            self._with_room(lambda: windows.open_windows(branches, [branch.num_tokens for branch in branches]))
         for branch in branches:
             branch.num_room = branch.num_tokens
 

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.fields import is_int
@@ -85,7 +86,7 @@ class PagedTokenTrie:
 
     Raises:
         TypeError: The namespace is not bytes.
-        ValueError: A number is not positive, or the layers of the engine's model keep states.
+        ValueError: A number is not positive, or the engine's model keeps states or has windows of their own.
     """
 
     def __init__(
@@ -100,6 +101,8 @@ class PagedTokenTrie:
         self.max_branches = max_branches
         self.max_logprobs = max_logprobs
         self._root = _Node(None, -1)
+        if isinstance(engine.manager, WindowedManager):
+            raise ValueError("engine must have num_window_blocks=None: a trie forks amid a sequence")
         if isinstance(engine.manager, HybridManager):
             raise ValueError("engine must have a model whose layers keep no states: a trie forks amid a sequence")
         self._branches = Branches(engine, self._end_oldest)

@@ -162,6 +162,30 @@ def test_a_step_without_room_in_one_window_makes_none_in_the_others():
     life.check()
 
 
+@pytest.mark.parametrize("num_window_blocks", [1, 2, 3, 5])
+@pytest.mark.parametrize("window", [1, B - 1, B, B + 1])
+def test_room_for_as_many_tokens_as_fit(window, num_window_blocks):
+    life = life_of(window, num_window_blocks=num_window_blocks)
+    life.manager.allocate(1, tokens_of(8 * B))
+    end = life.manager.open_as_far(1, 8 * B)
+    assert end == min(8, num_window_blocks) * B
+    assert len(life.manager.window_slot_mappings(0, [1, 1], [0, 1], [end, 1])) == end
+    life.manager.commit(1, tokens_of(8 * B)[: end - 1])
+    assert life.manager.open_as_far(1, end) == end
+    life.manager.check()
+
+
+def test_as_far_without_room_for_the_copy_of_a_shared_block():
+    life = life_of(B, num_window_blocks=1)
+    computed(life, tokens_of(2))
+    life.manager.fork(1, 2)
+    life.manager.append([1, 2], [1, 1])
+    assert [life.manager.open_as_far(seq, 3) for seq in (1, 2)] == [2, 2]
+    life.manager.release(2)
+    assert life.manager.open_as_far(1, 3) == 3
+    life.manager.check()
+
+
 def test_bad_arguments_change_nothing():
     life = life_of(B)
     manager = life.manager
@@ -177,11 +201,15 @@ def test_bad_arguments_change_nothing():
     ]:
         with pytest.raises(error, match=words):
             manager.open_windows(*arguments)
-    for call in (lambda: manager.allocate(1, [1]), lambda: manager.allocate(2, []), lambda: manager.swap_out(1)):
-        with pytest.raises(ValueError, match="seq_id must not|at least one token|swap_out must be called"):
+    for call in (lambda: manager.allocate(1, [1]), lambda: manager.allocate(2, [])):
+        with pytest.raises(ValueError, match="seq_id must not|at least one token"):
             call()
+    with pytest.raises(OutOfBlocks):
+        manager.swap_out(1)
     with pytest.raises(KeyError):
         manager.swap_out(2)
+    with pytest.raises(ValueError, match=r"ends must be in \[4, 8\], got 9 for 1"):
+        manager.open_as_far(1, 2 * B + 1)
     with pytest.raises(RuntimeError, match="reset_prefix_cache needs all sequences"):
         manager.reset_prefix_cache()
     life.check()

@@ -243,5 +243,5 @@ def test_what_can_never_fit_is_refused(length: int, max_tokens: int, fits: bool)
 @pytest.mark.parametrize("value", [0, -1, True, 1.5])
 def test_limits_must_be_positive(name: str, value: object) -> None:
     limits = {"max_num_seqs": 1, "max_num_batched_tokens": 1, name: value}
-    with pytest.raises(ValueError, match=f"{name} must be a positive integer"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1"):
         Scheduler(BlockManager(4, B), **limits)

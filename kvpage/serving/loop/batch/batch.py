@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.serving.loop.batch.window_room import WindowRoom
 from kvpage.serving.loop.outputs import StepOutput, outputs_of_tokens
 from kvpage.serving.loop.request import Request, add_room, append_tokens, note_computed
 from kvpage.serving.model.step import BatchItem, PackedTokens
@@ -259,16 +260,18 @@ class Batch:
         ]
 
 
-def add_portion(portions: list[Portion], request: Request, budget: int) -> int:
+def add_portion(portions: list[Portion], request: Request, budget: int, room: WindowRoom) -> int:
     """Add as many of the request's next tokens as the budget allows, or all if it blends; return how many.
 
-    Of a step with scored prompts, all together have as many rows of logits as one may have.
+    Of a step with scored prompts, all together have as many rows of logits as one may have. room: of the windows.
     """
     num_left = request.num_room - request.num_computed
     num_tokens = num_left if request.reuse else min(budget, num_left)
     if request.scores_prompt and request.scored is not None:
         num_scored = sum([portion.num_scored for portion in portions])
         num_tokens = min(num_tokens, max(request.scored.max_rows - num_scored, 0))
+    if num_tokens:
+        num_tokens = room.reach(request, request.num_computed + num_tokens) - request.num_computed
     if num_tokens:
         portions.append(Portion(request, request.num_computed, request.num_computed + num_tokens))
     return num_tokens

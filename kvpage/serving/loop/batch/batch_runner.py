@@ -20,6 +20,7 @@ from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.loop.batch.batch import Batch, Choose
 from kvpage.serving.loop.batch.step_states import StepStates
+from kvpage.serving.loop.batch.step_windows import StepWindows
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.ranks.other_ranks import OtherRanks
@@ -45,6 +46,7 @@ class BatchRunner:
 
     others: the ranks that compute with this one; None where it has the whole model.
     states: of a model whose layers keep some; None for another.
+    windows: of layers that have blocks of their own; None where all layers share one table.
     """
 
     def __init__(
@@ -55,9 +57,10 @@ class BatchRunner:
         transfers: BlockTransfers,
         others: OtherRanks | None = None,
         states: StepStates | None = None,
+        windows: StepWindows | None = None,
     ) -> None:
         self.num_passes = self.num_computed_tokens = 0
-        self._states = states
+        self._states, self._windows = states, windows
         self._others = others
         self._runner, self._cache, self._manager, self._transfers = runner, cache, manager, transfers
         self.graphs: DecodeGraphs | None = None
@@ -85,9 +88,8 @@ class BatchRunner:
         The logits are valid until the next pass.
         """
         packed = batch.packed()
-        if self._states is not None:
-            seq_ids = [request.seq_id for request in batch.requests]
-            return self._with_states(self._states, seq_ids, packed, len(batch.decodes))
+        if self._has_groups:
+            return self._of_groups([request.seq_id for request in batch.requests], packed, len(batch.decodes))
         if not batch.prefills:
             inputs = self._decode_inputs(batch.decodes.rows)
             if self.graphs is not None and (replayed := self.graphs.run(inputs, packed.token_ids)) is not None:
@@ -99,14 +101,18 @@ class BatchRunner:
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
         return self._compute(np.concatenate([batch.decodes.rows, rows]), packed)
 
-    def _with_states(
-        self, states: StepStates, seq_ids: Sequence[Hashable], packed: PackedTokens, num_decodes: int
-    ) -> torch.Tensor:
-        """Compute a forward pass over blocks and states. num_decodes: of the first sequences, which have no marks."""
+    @property
+    def _has_groups(self) -> bool:
+        return self._states is not None or self._windows is not None
+
+    def _of_groups(self, seq_ids: Sequence[Hashable], packed: PackedTokens, num_decodes: int) -> torch.Tensor:
+        """Compute a forward pass over all groups. num_decodes: of the first sequences, which have no marks."""
         starts, ends = (np.asarray(column).tolist() for column in (packed.starts, packed.ends))
-        of_step = states.begin(seq_ids, starts, ends, num_decodes)
+        of_step = None if self._states is None else self._states.begin(seq_ids, starts, ends, num_decodes)
         step, slots, tables = self._step(self._manager.rows.of(seq_ids), packed)
         step.use_states(of_step)
+        if self._windows is not None:
+            self._windows.add_to(step, seq_ids, starts, ends)
         return self._forward(step, packed, slots, tables)
 
     def decode(
@@ -152,8 +158,8 @@ class BatchRunner:
         blender: for items that reuse segments; None if there are none.
         """
         seq_ids, packed = [item.seq_id for item in items], _packed(items)
-        if self._states is not None:
-            return Computed(self._with_states(self._states, seq_ids, packed, 0), [])
+        if self._has_groups:
+            return Computed(self._of_groups(seq_ids, packed, 0), [])
         rows = self._manager.rows.of(seq_ids)
         if not any(item.reuse for item in items):
             return Computed(self._compute(rows, packed), [])

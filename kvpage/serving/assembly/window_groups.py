@@ -1,0 +1,81 @@
+"""WindowGroups: layers that attend over windows, apart from the others: the caches of each group, and their manager.
+
+layers     0    1    2    3    4    5
+window     16   16   16   -    16   16        Gemma 3: five of six have one
+           '--- a group ----------'--'        blocks of their own, given back once they are behind the window
+                          |
+                          full layers         num_gpu_blocks, as ever
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvpage.blocks.groups.window_blocks import Window
+from kvpage.blocks.groups.windowed_manager import WindowedManager
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
+from kvpage.layout.kv_scales import KVScales
+from kvpage.serving.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WindowGroups:
+    """The groups of one model, for one EngineConfig.
+
+    num_blocks: of each window. layers: those of each window, by the tokens that it holds. full: all other layers.
+    """
+
+    num_blocks: int
+    layers: Mapping[int, Sequence[int]]
+    full: Sequence[int]
+
+    @classmethod
+    def of(cls, config: EngineConfig, windows: Mapping[int, int | None], max_model_len: int) -> "WindowGroups | None":
+        """Return the groups; None where all layers share one table. windows: of each layer, None for those without.
+
+        A window that holds all tokens of a request is none. ValueError if no layer has one that is shorter, or if a
+        sequence does not fit into the blocks of one.
+        """
+        num_blocks, block_size = config.num_window_blocks, config.cache_config.block_size
+        if num_blocks is None:
+            return None
+        short = {layer: window for layer, window in windows.items() if window is not None and window < max_model_len}
+        if not short:
+            raise ValueError(
+                f"num_window_blocks must be None for a model without windows shorter than max_model_len="
+                f"{max_model_len}, got {num_blocks}"
+            )
+        least = min(max(short.values()) // block_size + 2, -(-max_model_len // block_size))
+        if num_blocks < least:
+            raise ValueError(
+                f"num_window_blocks must be at least {least}, which a sequence needs in a window of "
+                f"{max(short.values())} tokens, got {num_blocks}"
+            )
+        layers = {size: [layer for layer in short if short[layer] == size] for size in sorted(set(short.values()))}
+        return cls(num_blocks, layers, [layer for layer in windows if layer not in short])
+
+    def manager(self, config: EngineConfig) -> WindowedManager:
+        """Return the manager of the blocks of all groups."""
+        cache = config.cache_config
+        windows = [Window(num_tokens, self.num_blocks) for num_tokens in self.layers]
+        return WindowedManager(cache.num_gpu_blocks, cache.block_size, config.enable_prefix_caching, windows=windows)
+
+    def caches(
+        self,
+        cache_config: CacheConfig,
+        model_config: ModelConfig,
+        device: torch.device,
+        kv_scales: Sequence[KVScales] | None,
+    ) -> list[CacheEngine]:
+        """Return the cache of the full layers, then that of each window. kv_scales: of all layers with a cache."""
+        every = model_config.attention_layers(ParallelConfig())
+        of_windows = replace(cache_config, num_gpu_blocks=self.num_blocks)
+        configs = [cache_config, *[of_windows] * len(self.layers)]
+        caches = []
+        for config, layers in zip(configs, [self.full, *self.layers.values()], strict=True):
+            scales = None if kv_scales is None else [kv_scales[every.index(layer)] for layer in sorted(layers)]
+            shape = model_config.with_caches_of(layers)
+            caches.append(CacheEngine(config, shape, device_config=DeviceConfig(device), kv_scales=scales))
+        return caches

@@ -1,0 +1,67 @@
+"""Engine over models with windows, whose layers have blocks of their own: tokens are those of model.generate."""
+
+import pytest
+from support.models import WINDOW, make_model
+from support.state_engines import own_tokens, random_prompt
+from support.window_engines import B, ask, check_nothing_held, finished, greedy, make_engine, poison
+
+KINDS = ["gemma2", "gemma3", "gpt_oss", "mistral"]  # the last one without full layers
+NUM_TOKENS = 32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_batched_tokens", [7, 512])
+def test_each_offset_of_three_blocks(kind: str, num_batched_tokens: int) -> None:
+    model, common = make_model(kind), random_prompt(3 * B + 1)
+    engine = make_engine(model, max_num_batched_tokens=num_batched_tokens)
+    tokens, _ = ask(engine, common, NUM_TOKENS)
+    assert tokens == own_tokens(model, common, NUM_TOKENS)
+    for position in range(1, 3 * B + 1):
+        prompt = [*common[:position], (common[position] + 1) % 90 + 1, 7, 9]
+        assert ask(engine, prompt, 4) == (own_tokens(model, prompt, 4), position // B * B)
+    check_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_behind_the_window_are_given_back(kind: str) -> None:
+    """A long sequence runs in few blocks of its windows. Another finds its prefix as far as these are left."""
+    model, prompt = make_model(kind), random_prompt(9 * B + 1)
+    least = WINDOW // B + 2
+    engine = make_engine(model, num_window_blocks=least, max_num_batched_tokens=7)
+    expected = own_tokens(model, prompt, NUM_TOKENS)
+    assert ask(engine, prompt, NUM_TOKENS) == (expected, 0)
+    assert all(stats.num_free_blocks + stats.num_evictable_blocks == least for stats in engine.stats().windows)
+    longer = [*prompt, *expected, 5]
+    tokens, num_cached = ask(engine, longer, 4)
+    assert (tokens, num_cached) == (own_tokens(model, longer, 4), (len(longer) - 2) // B * B)
+    assert ask(engine, prompt, NUM_TOKENS) == (expected, 0)  # its last window has gone
+    check_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_window_blocks", [WINDOW // B + 2, 9, 16])
+def test_requests_together_in_few_blocks(kind: str, num_window_blocks: int) -> None:
+    model = make_model(kind)
+    prompts = [random_prompt(length, length) for length in (1, B - 1, B, B + 1, 9 * B, 5 * B + 3, 7 * B)]
+    engine = make_engine(model, num_blocks=40, num_window_blocks=num_window_blocks, max_num_batched_tokens=13)
+    for prompt in prompts:
+        engine.add_request(prompt, greedy(NUM_TOKENS))
+    outputs = []
+    while engine.has_unfinished:
+        poison(engine)
+        outputs += [one.output for one in engine.step() if one.output is not None]
+        engine.manager.check()
+    found = {tuple(output.prompt_token_ids): output.samples[0].token_ids for output in outputs}
+    assert found == {tuple(prompt): own_tokens(model, prompt, NUM_TOKENS) for prompt in prompts}
+    assert engine.stats().num_preemptions > 0
+    check_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+def test_samples_share_their_prompt(kind: str) -> None:
+    model, prompt = make_model(kind), random_prompt(3 * B + 2)
+    engine = make_engine(model)
+    engine.add_request(prompt, greedy(NUM_TOKENS, n=3))
+    (output,) = finished(engine)
+    assert [sample.token_ids for sample in output.samples] == [own_tokens(model, prompt, NUM_TOKENS)] * 3
+    check_nothing_held(engine)

@@ -1,0 +1,60 @@
+"""Engines over tiny models whose windows have blocks of their own."""
+
+from collections.abc import Sequence
+
+import torch
+import transformers as tf
+from support.state_engines import finished, greedy
+
+from kvpage import CacheConfig
+from kvpage.blocks.groups.windowed_manager import WindowedManager
+from kvpage.serving import Engine, EngineConfig
+
+B = 4
+
+
+def make_engine(model: tf.PreTrainedModel, num_blocks: int = 96, num_window_blocks: int = 64, **fields) -> Engine:
+    """An engine whose blocks are poisoned."""
+    config = EngineConfig(
+        CacheConfig(B, num_blocks), num_window_blocks=num_window_blocks, **{"max_num_seqs": 4, **fields}
+    )
+    engine = Engine.from_model(model, config)
+    poison(engine)
+    return engine
+
+
+def poison(engine: Engine) -> None:
+    """Fill with NaN what belongs to nobody: blocks of windows that are free, and those of the table that are free."""
+    manager = engine.manager
+    assert isinstance(manager, WindowedManager)
+    for blocks, cache in zip(manager.windows, engine.window_caches, strict=True):
+        blocks.do_moves(cache.do_move)
+        _fill(cache.gpu_cache, [block for block in range(blocks.pool.num_blocks) if not blocks.pool.ref_count(block)])
+    if not manager.space.has_moves:
+        pool = manager.pool
+        _fill(engine.cache.gpu_cache, [block for block in range(pool.num_blocks) if not pool.ref_count(block)])
+
+
+def _fill(layers: Sequence[torch.Tensor], block_ids: list[int]) -> None:
+    for layer in layers:  # [2, num_blocks, ...]
+        layer[:, block_ids] = torch.nan
+
+
+def ask(engine: Engine, prompt: Sequence[int], num_tokens: int, **arguments) -> tuple[list[int], int]:
+    """Return the tokens, and how many of the prompt were cached. What nobody owns is poisoned before each step."""
+    engine.add_request(list(prompt), greedy(num_tokens), **arguments)
+    output = None
+    while engine.has_unfinished:
+        poison(engine)
+        output = next((one.output for one in engine.step() if one.output is not None), None)
+    return output.samples[0].token_ids, output.num_cached_tokens
+
+
+def check_nothing_held(engine: Engine) -> None:
+    """Each block is free or cached."""
+    engine.manager.check()
+    for stats in engine.stats().windows:
+        assert stats.num_free_blocks + stats.num_evictable_blocks == stats.num_blocks
+
+
+__all__ = ["B", "ask", "check_nothing_held", "finished", "greedy", "make_engine", "poison"]
