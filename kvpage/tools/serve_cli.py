@@ -26,6 +26,7 @@ def serve(
     block_size: Annotated[int, typer.Option(help="tokens of a block")] = 16,
     num_gpu_blocks: Annotated[int | None, typer.Option(help="blocks of the device tier")] = None,
     num_cpu_blocks: Annotated[int, typer.Option(help="blocks of the host tier")] = 0,
+    num_window_blocks: Annotated[int | None, typer.Option(help="blocks of layers with windows, apart")] = None,
     kv_cache_memory: Annotated[str | None, typer.Option(help="memory of the device tier, as 4GiB")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="part of a GPU's free memory for blocks")] = 0.9,
     state_memory: Annotated[str, typer.Option(help="memory of checkpoints of recurrent states")] = "1GiB",

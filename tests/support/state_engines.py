@@ -59,6 +59,22 @@ def own_tokens(model: tf.PreTrainedModel, prompt: Sequence[int], num_tokens: int
     return found[0, len(prompt) :].tolist()
 
 
+def own_beams(model: tf.PreTrainedModel, prompt: Sequence[int], num_beams: int, num_tokens: int) -> list[list[int]]:
+    """What model.generate gives by beam search, all beams."""
+    tokens = torch.tensor([list(prompt)])
+    found = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=num_tokens,
+        num_beams=num_beams,
+        num_return_sequences=num_beams,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return found[:, len(prompt) :].tolist()
+
+
 def ask(engine: Engine, prompt: Sequence[int], num_tokens: int, **arguments) -> tuple[list[int], int]:
     """Return the tokens, and how many of the prompt were cached. Then what nobody owns is poisoned."""
     engine.add_request(list(prompt), greedy(num_tokens), **arguments)

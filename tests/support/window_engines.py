@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 import transformers as tf
+from support.family_configs import make_config
+from support.models import make_model
 from support.state_engines import finished, greedy
 
 from kvpage import CacheConfig
@@ -11,6 +13,14 @@ from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.serving import Engine, EngineConfig
 
 B = 4
+
+
+def make_window_model(kind: str) -> tf.PreTrainedModel:
+    """A tiny model in which some layers, or all of them, attend over WINDOW tokens."""
+    if kind != "cohere2":
+        return make_model(kind)
+    torch.manual_seed(0)
+    return tf.AutoModelForCausalLM.from_config(make_config(kind)).eval()
 
 
 def make_engine(model: tf.PreTrainedModel, num_blocks: int = 96, num_window_blocks: int = 64, **fields) -> Engine:
@@ -57,4 +67,4 @@ def check_nothing_held(engine: Engine) -> None:
         assert stats.num_free_blocks + stats.num_evictable_blocks == stats.num_blocks
 
 
-__all__ = ["B", "ask", "check_nothing_held", "finished", "greedy", "make_engine", "poison"]
+__all__ = ["B", "ask", "check_nothing_held", "finished", "greedy", "make_engine", "make_window_model", "poison"]

@@ -204,6 +204,14 @@ class WindowedManager(BlockManager):
         self._move_on(seq_id)
         self._tables[new_seq_id] = tuple(table.fork() for table in self._tables[seq_id])
 
+    def first_forkable(self, seq_id: SeqId) -> int:
+        """Return the fewest tokens that `fork` takes: all of them.
+
+        Args:
+            seq_id: The sequence.
+        """
+        return self.state(seq_id).num_tokens
+
     @uninterrupted
     def give_back_room(self, seq_id: SeqId) -> None:
         """Free the blocks that the sequence has beyond its committed tokens, in all groups."""
@@ -230,7 +238,14 @@ class WindowedManager(BlockManager):
             blocks.clear()
 
     def swap_out(self, seq_id: SeqId) -> None:
-        """Raise OutOfBlocks: there is no host tier."""
+        """Raise OutOfBlocks: there is no host tier.
+
+        Args:
+            seq_id: The sequence.
+
+        Raises:
+            OutOfBlocks: Always.
+        """
         raise OutOfBlocks(len(self.block_ids(seq_id)), 0)
 
     # --- arguments of a step -----------------------------------------------------------------------------------------
@@ -316,7 +331,11 @@ class WindowedManager(BlockManager):
         return Explanation(len(tokens), num_cached, (*found.groups, *windows), found.elsewhere)
 
     def check(self) -> None:
-        """Raise RuntimeError if an invariant is broken: of BlockManager, or of the windows' groups. For tests."""
+        """Check the invariants of BlockManager, and those of the windows' groups. For tests.
+
+        Raises:
+            RuntimeError: One is broken.
+        """
         super().check()
         if set(self._tables) != set(self._sequences.on_device):
             raise RuntimeError(f"windows know sequences {list(self._tables)}, not {list(self._sequences.on_device)}")

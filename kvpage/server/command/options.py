@@ -37,6 +37,7 @@ class ServeOptions:
     block_size: int = 16
     num_gpu_blocks: int | None = None
     num_cpu_blocks: int = 0
+    num_window_blocks: int | None = None
     kv_cache_memory: str | None = None
     gpu_memory_utilization: float = 0.9
     state_memory: str = "1GiB"
@@ -71,6 +72,10 @@ class ServeOptions:
             raise ValueError("give --num-gpu-blocks or --kv-cache-memory, not both")
         if self.num_gpu_blocks is not None:
             check_at_least("--num-gpu-blocks", self.num_gpu_blocks, 1)
+        if self.num_window_blocks is not None:
+            check_at_least("--num-window-blocks", self.num_window_blocks, 1)
+            if self.num_gpu_blocks is None:
+                raise ValueError("--num-window-blocks needs --num-gpu-blocks, the blocks of the other layers")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         for size in filter(

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from support.state_engines import B, ask, check_nothing_held, greedy, make_engine, own_tokens, random_prompt, states_for
+from support.state_engines import (
+    B,
+    ask,
+    check_nothing_held,
+    greedy,
+    make_engine,
+    own_beams,
+    own_tokens,
+    random_prompt,
+    states_for,
+)
 from support.state_loop import assert_near, own_logits
 from support.state_models import make_state_model
 
@@ -14,21 +24,6 @@ PROMPT = random_prompt(2 * B + 3)
 @pytest.fixture(params=["jamba", "lfm2", "mamba2", "qwen3_next"])
 def model(request: pytest.FixtureRequest):
     return make_state_model(request.param)
-
-
-def own_beams(model, prompt: list[int], num_beams: int, num_tokens: int) -> list[list[int]]:
-    tokens = torch.tensor([prompt])
-    found = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=num_tokens,
-        num_beams=num_beams,
-        num_return_sequences=num_beams,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return found[:, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("num_batched_tokens", [4, 64])

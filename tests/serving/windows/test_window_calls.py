@@ -1,0 +1,189 @@
+"""Calls of an engine whose windows have blocks of their own: branches, beams, resets, failures, what is refused."""
+
+import pytest
+import torch
+from support.models import WINDOW, make_model
+from support.state_engines import own_beams, own_tokens, random_prompt
+from support.state_loop import assert_near, own_logits
+from support.window_engines import B, ask, check_nothing_held, finished, greedy, make_engine, poison
+
+from kvpage import CacheConfig
+from kvpage.blend import BlendConfig
+from kvpage.blocks.explain import Ending
+from kvpage.serving import BeamSearchParams, Branches, Engine, EngineConfig, PagedTokenTrie
+from kvpage.store import KVStore, KVStoreConfig, metadata_of
+
+PROMPT = random_prompt(5 * B + 3)
+
+
+@pytest.fixture(params=["gemma3", "mistral"])
+def model(request: pytest.FixtureRequest):
+    return make_model(request.param)
+
+
+def test_each_fork_writes_into_blocks_of_its_own(model) -> None:
+    engine = make_engine(model, max_num_batched_tokens=7)
+    with Branches(engine) as branches:
+        trunk = branches.start(PROMPT)
+        branches.compute([trunk])
+        assert branches.first_forkable(trunk) == len(PROMPT)
+        with pytest.raises(ValueError, match=f"num_tokens must be all {len(PROMPT)}"):
+            branches.fork(trunk, len(PROMPT) - 1)
+        forks = [trunk, branches.fork(trunk), branches.fork(trunk)]
+        for token, branch in enumerate(forks):
+            branch.append([token + 5, token + 1])
+        logits = branches.compute(forks)
+        for row, branch in zip(logits, forks, strict=True):
+            assert_near(row, own_logits(model, branch.token_ids.tolist())[-1])
+    check_nothing_held(engine)
+
+
+def test_branches_take_the_blocks_of_requests(model) -> None:
+    engine = make_engine(model, num_window_blocks=7)
+    engine.add_request(PROMPT, greedy(9))
+    engine.step()
+    with Branches(engine) as branches:
+        branch = branches.start(random_prompt(6 * B, 5))
+        assert_near(branches.compute([branch])[0], own_logits(model, branch.token_ids.tolist())[-1])
+        assert engine.stats().num_preemptions == 1
+    (output,) = finished(engine)
+    assert output.samples[0].token_ids == own_tokens(model, PROMPT, 9)
+    check_nothing_held(engine)
+
+
+def test_beams_are_those_of_generate(model) -> None:
+    engine = make_engine(model, max_num_batched_tokens=7)
+    params = BeamSearchParams(num_beams=3, num_return_sequences=3, max_tokens=6, ignore_eos=True)
+    first, again = (engine.beam_search([PROMPT], params)[0] for _ in range(2))
+    expected = own_beams(model, PROMPT, 3, 6)
+    assert [beam.token_ids for beam in first.beams] == [beam.token_ids for beam in again.beams] == expected
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 5 * B)
+    check_nothing_held(engine)
+
+
+def test_scored_prompts(model) -> None:
+    engine = make_engine(model, max_num_batched_tokens=7)
+    engine.add_request(PROMPT, greedy(2, prompt_logprobs=0))
+    (output,) = finished(engine)
+    expected = own_logits(model, PROMPT).log_softmax(-1)
+    found = [one.logprob for one in output.prompt_logprobs[1:]]
+    wanted = [expected[place, token].item() for place, token in enumerate(PROMPT[1:])]
+    assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_nothing_is_found_after_a_reset(model) -> None:
+    engine = make_engine(model)
+    expected = own_tokens(model, PROMPT, 2)
+    assert [ask(engine, PROMPT, 2) for _ in range(2)] == [(expected, 0), (expected, 5 * B)]
+    engine.reset_prefix_cache()
+    assert all(stats.num_free_blocks == stats.num_blocks for stats in engine.stats().windows)
+    assert ask(engine, PROMPT, 2) == (expected, 0)
+
+
+def test_namespaces_share_nothing(model) -> None:
+    engine = make_engine(model)
+    expected = own_tokens(model, PROMPT, 2)
+    found = [ask(engine, PROMPT, 2, namespace=name) for name in (b"a", b"b", b"a")]
+    assert found == [(expected, 0), (expected, 0), (expected, 5 * B)]
+
+
+def test_a_failed_step_is_computed_again(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(model, max_num_batched_tokens=7)
+    others = [engine.add_request(prompt, greedy(9)) for prompt in (PROMPT, random_prompt(9, 1), random_prompt(6, 2))]
+    forward, left = engine._runner.forward, iter([True, True, False, True, True, True, False])
+
+    def fail(*args, **kwargs) -> torch.Tensor:
+        if not next(left, True):
+            forward(*args, **kwargs)
+            raise RuntimeError("a step has failed")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine._runner, "forward", fail)
+    outputs = {}
+    while engine.has_unfinished:
+        poison(engine)
+        try:
+            steps = engine.step()
+        except RuntimeError as error:
+            assert "a step has failed" in str(error)
+            continue
+        outputs.update({one.request_id: one.output for one in steps if one.output is not None})
+    for request_id in others:
+        output = outputs[request_id]
+        assert output.samples[0].token_ids == own_tokens(model, list(output.prompt_token_ids), 9)
+    check_nothing_held(engine)
+
+
+def test_aborted_requests_leave_what_is_exact(model) -> None:
+    engine = make_engine(model, max_num_batched_tokens=6)
+    request_id = engine.add_request(PROMPT, greedy(6))
+    for _ in range(2):
+        engine.step()
+    engine.abort(request_id)
+    check_nothing_held(engine)
+    assert ask(engine, PROMPT, 4) == (own_tokens(model, PROMPT, 4), 3 * B)
+
+
+def test_explain_names_each_window() -> None:
+    engine = make_engine(make_model("gemma3"))
+    ask(engine, PROMPT, 1)
+    groups = engine.explain([*PROMPT, 5]).groups
+    assert [(group.group, group.num_tokens) for group in groups] == [
+        ("attention", 5 * B),
+        (f"window of {WINDOW}", 5 * B),
+    ]
+    assert groups[0].ending is Ending.PROMPT  # as far as whole blocks go
+
+
+def test_two_windows_and_8_bit_blocks() -> None:
+    """Layers with another window have a group of their own, and each layer keeps its scales."""
+    model = make_model("gemma3")
+    plain, apart = (
+        Engine.from_model(
+            model,
+            EngineConfig(
+                CacheConfig(B, 48, cache_dtype="fp8_e4m3"), kv_scales="calibrate", num_window_blocks=num_window_blocks
+            ),
+        )
+        for num_window_blocks in (None, 32)
+    )
+    scales = [*apart.cache.kv_scales, *apart.window_caches[0].kv_scales]
+    for found, layer in zip(scales, (1, 0, 2), strict=True):
+        torch.testing.assert_close(found.key, plain.cache.kv_scales[layer].key)
+        torch.testing.assert_close(found.value, plain.cache.kv_scales[layer].value)
+    prompts = [random_prompt(length, length) for length in (3, 9, 17)]
+    found, expected = (engine.generate(prompts, greedy(6)) for engine in (apart, plain))
+    assert [one.samples[0].token_ids for one in found] == [one.samples[0].token_ids for one in expected]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_window_blocks": 0}, "num_window_blocks must be an integer of at least 1, got 0"),
+        ({"num_window_blocks": True}, "num_window_blocks must be an integer of at least 1, got True"),
+        ({"num_window_blocks": "8"}, "num_window_blocks must be an integer of at least 1, got '8'"),
+        ({"num_window_blocks": 2}, rf"num_window_blocks must be at least 3, .* in a window of {WINDOW} tokens, got 2"),
+        ({"cache_config": CacheConfig(B, 64, num_cpu_blocks=4)}, "num_cpu_blocks must be 0 with num_window_blocks"),
+        ({"cache_config": CacheConfig(B, 64, backend="mla")}, "backend must be another than 'mla'"),
+        ({"blend": BlendConfig()}, "blend must be None with num_window_blocks"),
+        ({"pin_quota": 3}, "pin_quota must be 0 with num_window_blocks, got 3"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 with num_window_blocks, got 2"),
+        ({"attention_backend": "flashinfer"}, "attention_backend must be 'auto' or 'kvpage' with num_window_blocks"),
+        ({"max_model_len": WINDOW}, "num_window_blocks must be None for a model without windows shorter than"),
+    ],
+)
+def test_what_is_refused(fields: dict, words: str) -> None:
+    given = {"cache_config": CacheConfig(B, 64), "num_window_blocks": 8, **fields}
+    with pytest.raises(ValueError, match=words):
+        Engine.from_model(make_model("gemma3"), EngineConfig(**given))
+
+
+def test_what_needs_one_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_window_blocks must be None for a model without windows"):
+        make_engine(make_model("llama"))
+    engine = make_engine(make_model("gemma3"))
+    with pytest.raises(ValueError, match="num_window_blocks=None: a trie forks amid a sequence"):
+        PagedTokenTrie(engine)
+    store = KVStore(KVStoreConfig(B, ("memory://?size=1MiB",)), metadata_of(engine.cache, "m"))
+    with store, pytest.raises(ValueError, match="store must be None with num_window_blocks"):
+        engine.use_store(store)
