@@ -62,7 +62,7 @@ def paged_attention(
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} of layer {layer} must be causal, is_causal is False")
     step.calls.append((layer, sliding_window))
-    if step.arrival is not None:
+    if step.arrival is not None and layer not in step.windows:  # blocks of windows are moved before the step
         step.arrival.wait_layer(layer)
     attention = Attention(scaling or query.shape[3] ** -0.5, sliding_window, softcap, s_aux, value.shape[3])
     of_layer = step.windows.get(layer, step)
