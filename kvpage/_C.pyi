@@ -1297,7 +1297,7 @@ class PrefixTree:
             How many tokens the forgotten blocks held.
         """
     def clear(self) -> int:
-        """Free every unpinned block, in both tiers.
+        """Free every unpinned block, in both tiers, and forget which blocks were evicted.
 
         Returns:
             How many device blocks were freed.
@@ -1318,7 +1318,7 @@ class PrefixTree:
         Raises:
             ValueError: `limit` is negative.
         """
-    def look(self, tokens: _Integers, namespace: bytes = b"") -> tuple[npt.NDArray[np.int32], int, int | None]:
+    def look(self, tokens: _Integers, namespace: bytes = b"") -> tuple[npt.NDArray[np.int32], int, int | None, bool]:
         """Return how far tokens are cached. Nothing is pinned, and nothing counts as used.
 
         Args:
@@ -1327,7 +1327,9 @@ class PrefixTree:
 
         Returns:
             The ids of the cached whole blocks, int32 [2, num_blocks], as Match.tier_block_ids. How many tokens a cached
-            path shares. The path's next token, where it goes on after them; otherwise None.
+            path shares. The path's next token, where it goes on after them; otherwise None. Whether the prompt's next
+            whole block is known to have been evicted: of the last 4,096 runs of blocks, those before which nothing was
+            evicted since, nor added in another way.
         """
     def names(self, limit: int) -> list[bytes]:
         """Return the namespaces that have cached blocks, in order.

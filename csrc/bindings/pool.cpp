@@ -5,7 +5,7 @@
 #include "bindings/methods.h"
 #include "bindings/new_arrays.h"
 #include "docs.h"
-#include "tree/block_pool.h"
+#include "pool/block_pool.h"
 
 namespace kvpage {
 

@@ -160,7 +160,7 @@ py::tuple look(SharedTree& tree, const py::object& tokens, const py::bytes& name
   py::array_t<int32_t> ids({py::ssize_t{2}, num_blocks});
   std::copy(look.host_ids.begin(), look.host_ids.end(),
             std::copy(look.device_ids.begin(), look.device_ids.end(), ids.mutable_data()));
-  return py::make_tuple(ids, look.num_common, look.cached_token);
+  return py::make_tuple(ids, look.num_common, look.cached_token, look.was_evicted);
 }
 
 py::list names(SharedTree& tree, int64_t limit) {

@@ -1,5 +1,7 @@
 #include "tree/child_table.h"
 
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace kvpage {
@@ -7,13 +9,20 @@ namespace kvpage {
 ChildTable::ChildTable(int64_t block_size, uint64_t seed, uint64_t hash_mask)
     : block_size_(block_size), seed_(seed), hash_mask_(hash_mask), entries_(16) {}
 
-uint64_t ChildTable::hash(const TreeNode* parent, const TokenView& tokens, int64_t start) const {
-  const auto address = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(parent));
-  return tokens.hash(start, block_size_, seed_ ^ address) & hash_mask_;
+// Four bytes a step, as if they were a token, and the size at last.
+uint64_t ChildTable::root_point(std::string_view name) const {
+  const auto add = [](uint64_t point, int32_t word) { return TokenView(&word, 1).hash(0, 1, point); };
+  uint64_t point = seed_;
+  for (size_t i = 0; i < name.size(); i += sizeof(int32_t)) {
+    int32_t word = 0;
+    std::memcpy(&word, name.data() + i, std::min(name.size() - i, sizeof(word)));
+    point = add(point, word);
+  }
+  return add(point, static_cast<int32_t>(name.size()));
 }
 
 TreeNode* ChildTable::find(const TreeNode* parent, const TokenView& tokens, int64_t start) const {
-  const uint64_t wanted = hash(parent, tokens, start);
+  const uint64_t wanted = hash(parent->point, tokens, start);
   for (size_t slot = home(wanted); entries_[slot].node; slot = next(slot)) {
     const Entry& entry = entries_[slot];
     if (entry.hash == wanted && entry.node->parent == parent &&

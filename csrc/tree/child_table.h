@@ -2,12 +2,13 @@
 //
 //      | hash, node |    .    | hash, node | hash, node |    .    |      linear probing, at most two thirds full
 //
-// The hash covers the parent's address and the tokens, so a parent with 50,000 children costs no more than one with
-// two. Equal hashes are told apart by parent and tokens. Removal shifts back the entries that had to step aside: no
+// The hash covers the parent's point and the tokens, so a parent with 50,000 children costs no more than one with two.
+// Equal hashes are told apart by parent and tokens. Removal shifts back the entries that had to step aside: no
 // tombstones.
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 #include "base/token_view.h"
@@ -21,7 +22,12 @@ class ChildTable {
   ChildTable(int64_t block_size, uint64_t seed, uint64_t hash_mask);
 
   int64_t size() const { return size_; }
-  uint64_t hash(const TreeNode* parent, const TokenView& tokens, int64_t start) const;
+  uint64_t hash(uint64_t point, const TokenView& tokens, int64_t start) const {
+    return tokens.hash(start, block_size_, seed_ ^ point) & hash_mask_;
+  }
+
+  // The point of a namespace's root: the same whenever there is one.
+  uint64_t root_point(std::string_view name) const;
 
   // The child of `parent` whose first block is the block of `tokens` at `start`, or null.
   TreeNode* find(const TreeNode* parent, const TokenView& tokens, int64_t start) const;

@@ -250,6 +250,7 @@ TreeNode* PrefixTree::make_root(std::string_view name) {
   auto root = arena_.make();
   const auto entry = roots_.emplace(name, root.get()).first;
   root->namespace_ = &entry->first;
+  root->point = children_.root_point(name);
   return root.release();
 }
 
@@ -293,6 +294,7 @@ TreeNode* PrefixTree::split(TreeNode* node, int64_t num_upper_blocks) {
   children_.erase(node);
   siblings_.erase(parent, node);
   upper->parent = parent;
+  upper->point = ++last_point_;
   upper->hash = node->hash;
   upper->num_pins = node->num_pins;
   upper->num_hits = node->num_hits;
@@ -317,7 +319,7 @@ TreeNode* PrefixTree::split(TreeNode* node, int64_t num_upper_blocks) {
 // Requires room in the table.
 void PrefixTree::link_child(TreeNode* parent, TreeNode* child) noexcept {
   child->parent = parent;
-  child->hash = children_.hash(parent, TokenView(child->tokens.data(), child->tokens.size()), 0);
+  child->hash = children_.hash(parent->point, TokenView(child->tokens.data(), child->tokens.size()), 0);
   children_.insert(child);
   siblings_.insert(parent, child);
   ++parent->num_children;

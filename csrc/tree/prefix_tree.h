@@ -40,8 +40,9 @@
 #include <vector>
 
 #include "base/token_view.h"
-#include "tree/block_pool.h"
+#include "pool/block_pool.h"
 #include "tree/child_table.h"
+#include "tree/evicted_blocks.h"
 #include "tree/eviction_order.h"
 #include "tree/sibling_index.h"
 #include "tree/tree_entry.h"
@@ -173,7 +174,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // from. Returns how many tokens' worth of blocks.
   int64_t drop(const TokenView& tokens, std::string_view name);
 
-  // Frees all that is not pinned, in both tiers; returns the number of device blocks.
+  // Frees all that is not pinned, in both tiers, and forgets what was evicted; returns the number of device blocks.
   int64_t clear();
 
   // The path's device block ids from the block at `start` on; `ids` has room for num_blocks() - start. InvalidArgument
@@ -189,7 +190,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // edge that it goes on from. InvalidArgument if the limit is negative.
   std::vector<TreeEntry> entries(int64_t limit, std::optional<std::string_view> name = std::nullopt) const;
 
-  // How far `tokens` are cached. Nothing is pinned, and nothing counts as used.
+  // How far `tokens` are cached, and whether the next block is known to have been evicted. Nothing is pinned, and
+  // nothing counts as used.
   PathLook look(const TokenView& tokens, std::string_view name) const;
 
   // The namespaces, `limit` at most, in order.
@@ -270,10 +272,12 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   int64_t leave_host(TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
   void drop_host(TreeNode* node, int64_t begin) noexcept;
   void forget_below(TreeNode* node) noexcept;
+  void evict_end(TreeNode* node, int64_t num_blocks) noexcept;
   void forget_end(TreeNode* node, int64_t num_blocks) noexcept;
   void prefetch_victims() const noexcept;
   void remove_leaf(TreeNode* node) noexcept;
 
+  bool was_evicted(uint64_t point, const TokenView& tokens, int64_t start) const;
   void look_on(const Place& place, const TokenView& tokens, PathLook* look) const;
   std::vector<const TreeNode*> tops(std::optional<std::string_view> name) const;
   void add_entries(const TreeNode* root, int64_t limit, std::vector<TreeEntry>* found) const;
@@ -299,6 +303,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   ChildTable children_;
   SiblingIndex siblings_;
   EvictionOrder order_;
+  EvictedBlocks evicted_;
+  uint64_t last_point_ = 0;
   std::map<std::string, TreeNode*, std::less<>> roots_;  // ordered: no names can be chosen that make it slow
   int64_t num_cached_ = 0;
   int64_t num_evictable_ = 0;

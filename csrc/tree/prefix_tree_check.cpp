@@ -56,7 +56,7 @@ void PrefixTree::check_nodes() {
     require(!is_wasteful(node.tokens) && !is_wasteful(node.device_ids) && !is_wasteful(node.host_ids),
             "an edge keeps memory it has no use for");
     const TokenView tokens(node.tokens.data(), node.tokens.size());
-    require(node.hash == children_.hash(node.parent, tokens, 0), "a node's hash is not that of its first block");
+    require(node.hash == children_.hash(node.parent->point, tokens, 0), "a node's hash is not that of its first block");
     require(children_.find(node.parent, tokens, 0) == &node, "a node is not found by its first block");
   });
   require(num_edges == children_.size(), "the child table has ", children_.size(), " entries for ", num_edges,

@@ -66,7 +66,10 @@ PathLook PrefixTree::look(const TokenView& tokens, std::string_view name) const 
   std::lock_guard lock(mutex_);
   PathLook look;
   const TreeNode* root = find_root(name);
-  if (!root) return look;
+  if (!root) {
+    look.was_evicted = was_evicted(children_.root_point(name), tokens, 0);
+    return look;
+  }
   const Place place = walk(const_cast<TreeNode*>(root), tokens, tokens.size() / block_size_);
   look.device_ids.resize(static_cast<size_t>(place.num_blocks));
   look.host_ids.resize(look.device_ids.size());
@@ -75,6 +78,10 @@ PathLook PrefixTree::look(const TokenView& tokens, std::string_view name) const 
   look.num_common = place.num_blocks * block_size_;
   look_on(place, tokens, &look);
   return look;
+}
+
+bool PrefixTree::was_evicted(uint64_t point, const TokenView& tokens, int64_t start) const {
+  return start + block_size_ <= tokens.size() && evicted_.has(children_.hash(point, tokens, start));
 }
 
 // Finds the tokens that the next block shares: of the same edge, or of a child. Where none shares a token, any child
@@ -86,9 +93,11 @@ void PrefixTree::look_on(const Place& place, const TokenView& tokens, PathLook* 
   if (place.in_edge < place.node->num_blocks) {
     next = place.node->tokens.data() + place.in_edge * block_size_;
     num_common = tokens.common_prefix(start, next, count);
-  } else if (const TreeNode* top = place.node->children) {
+  } else {
+    look->was_evicted = was_evicted(place.node->point, tokens, start);
     const auto [child, num_tokens] = siblings_.longest_common(place.node, tokens, start, count);
-    next = (child ? child : top)->tokens.data();
+    const TreeNode* shown = child ? child : place.node->children;
+    if (shown) next = shown->tokens.data();
     num_common = num_tokens;
   }
   look->num_common += num_common;

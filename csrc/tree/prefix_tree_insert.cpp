@@ -139,8 +139,10 @@ void PrefixTree::fill_device(std::span<TreeNode* const> path, std::span<const in
 }
 
 void PrefixTree::append_edge(TreeNode* node, const TokenView& tokens, std::span<const int32_t> fresh) noexcept {
+  if (fresh.empty()) return;
   const auto num_fresh = static_cast<int64_t>(fresh.size());
   const int64_t num_tokens = num_fresh * block_size_;
+  node->point = ++last_point_;
   tokens.copy_to(tokens.size() - num_tokens, num_tokens, node->tokens.extend(num_tokens));
   std::copy(fresh.begin(), fresh.end(), node->device_ids.extend(num_fresh));
   node->num_blocks += static_cast<int32_t>(num_fresh);

@@ -141,6 +141,7 @@ int64_t PrefixTree::clear() {
   std::lock_guard lock(mutex_);
   const int64_t num_freed = evict_locked(num_evictable_, nullptr);
   evict_host_locked(num_host_evictable_, nullptr);
+  evicted_.clear();
   return num_freed;
 }
 
@@ -168,7 +169,7 @@ int64_t PrefixTree::evict_locked(int64_t num_blocks, Demotions* demotions) noexc
     if (!node) break;
     const int64_t num_wanted = std::min(num_left, node->num_device_blocks());
     if (node->num_host_blocks == 0 && node->num_children == 0 && !demotions) {  // nothing of it will be left to keep
-      forget_end(node, node->num_blocks - num_wanted);
+      evict_end(node, node->num_blocks - num_wanted);
       num_left -= num_wanted;
       continue;
     }
@@ -176,7 +177,7 @@ int64_t PrefixTree::evict_locked(int64_t num_blocks, Demotions* demotions) noexc
     num_left -= num_moved;
     if (num_moved > 0) continue;
     forget_below(node);
-    forget_end(node, node->num_device_blocks() - 1);
+    evict_end(node, node->num_device_blocks() - 1);
     --num_left;
   }
   prefetch_victims();
@@ -284,7 +285,7 @@ int64_t PrefixTree::leave_host(TreeNode* node, int64_t num_blocks, Demotions* de
   if (demotions)
     for (int32_t id : node->host_ids.span().last(static_cast<size_t>(num_taken))) demotions->forget(id);
   if (num_host_only > 0) {
-    forget_end(node, node->num_blocks - num_taken);
+    evict_end(node, node->num_blocks - num_taken);
   } else {
     drop_host(node, size - 1);
     node->shorten_host_ids(size - 1);
@@ -339,10 +340,22 @@ void PrefixTree::forget_below(TreeNode* node) noexcept {
       return;
     } else {
       TreeNode* parent = at->parent;
-      forget_end(at, 0);
+      evict_end(at, 0);
       at = parent;
     }
   }
+}
+
+// Forgets a node's end as forget_end does, and remembers that.
+void PrefixTree::evict_end(TreeNode* node, int64_t num_blocks) noexcept {
+  if (num_blocks == 0) {
+    evicted_.add(node->hash);
+  } else if (num_blocks < node->num_blocks) {
+    node->point = ++last_point_;
+    const TokenView tokens(node->tokens.data(), node->tokens.size());
+    evicted_.add(children_.hash(node->point, tokens, num_blocks * block_size_));
+  }
+  forget_end(node, num_blocks);
 }
 
 // Shortens an unpinned node without children to its first `num_blocks` blocks, in both tiers; to none removes it.

@@ -27,6 +27,7 @@ struct PathLook {
   std::vector<int32_t> host_ids;
   int64_t num_common = 0;               // tokens of the prompt that a cached path begins with
   std::optional<int32_t> cached_token;  // the path's token after them, where it has one
+  bool was_evicted = false;             // whether the prompt's next whole block is one of EvictedBlocks
 };
 
 struct HotPrefix {

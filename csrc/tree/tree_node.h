@@ -32,9 +32,9 @@ struct LruLinks {
 };
 
 struct alignas(64) TreeNode {
-  TreeNode* parent = nullptr;               // null for a root, and only there
-  const std::string* namespace_ = nullptr;  // of a root: the key that the tree knows it by
-  uint64_t hash = 0;                        // of (parent, first block), as ChildTable has it
+  TreeNode* parent = nullptr;  // null for a root, and only there
+  uint64_t point = 0;          // names the path up to the node's end; another one when the end moves
+  uint64_t hash = 0;           // of (the parent's point, first block), as ChildTable has it
   Int32Run tokens;
   int32_t num_pins = 0;  // matches that end here or below; a root counts all of its namespace
   int32_t num_children = 0;
@@ -55,6 +55,7 @@ struct alignas(64) TreeNode {
   TreeNode* left = nullptr;      // in the treap of its siblings
   TreeNode* right = nullptr;
   TreeNode* above = nullptr;
+  const std::string* namespace_ = nullptr;  // of a root: the key that the tree knows it by
 
   bool is_root() const { return parent == nullptr; }
   int64_t num_device_blocks() const { return device_ids.size(); }

@@ -24,6 +24,7 @@ class Ending(str, Enum):
     PROMPT = "the prompt ends"
     DIFFERENT = "the prompt differs from what is cached"
     NOT_CACHED = "nothing more is cached: it was never computed, or evicted"
+    KV_EVICTED = "more was cached, and evicted"
     NO_CHECKPOINT = "no checkpoint has been taken further on"
     EVICTED = "a checkpoint further on was evicted"
     NO_KV = "a checkpoint further on lacks K and V before it"
@@ -134,7 +135,7 @@ def reach_of_attention(
         shares_parts: Whether a part of a block counts.
         rule: Whether host blocks are worth their way back.
     """
-    ids, num_common, cached = tree.look(tokens, namespace)
+    ids, num_common, cached, was_evicted = tree.look(tokens, namespace)
     wanted = ids[0, : max(len(tokens) - 1, 0) // tree.block_size]  # one token is left over
     num_host = int((wanted < 0).sum())
     if num_host and rule is not None and not rule.should_load(num_host):
@@ -142,6 +143,8 @@ def reach_of_attention(
         return GroupReach("attention", num_tokens, Ending.NOT_WORTH_LOADING)
     reach = num_common if shares_parts else ids.shape[1] * tree.block_size
     ending = Ending.NOT_CACHED if cached is None else Ending.DIFFERENT
+    if was_evicted:
+        ending = Ending.KV_EVICTED
     if reach >= most_found(len(tokens), tree.block_size, shares_parts):
         ending = Ending.PROMPT
     if cached is None or num_common == len(tokens):

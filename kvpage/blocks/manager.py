@@ -353,7 +353,8 @@ class BlockManager:
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
         """Return how far cached blocks reach into a prompt, and why not further. Nothing is changed.
 
-        Whether a block that is not there was evicted or never computed is not known: the tree keeps no record of it.
+        The tree remembers its last evictions. Of earlier ones, and of those before which more was evicted or added in
+        another way, it is not known whether a block was evicted or never computed.
 
         Args:
             tokens: A prompt, at least one token.

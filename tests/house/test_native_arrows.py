@@ -14,7 +14,8 @@ GENERATED = ("docs.h",)  # made from kvpage/_C.pyi when the extension is built
 ROOMS = {
     "base": "checks, threads, bytes and token arrays, which every other room uses",
     "cuda": "devices, streams and errors of CUDA, which know nothing of blocks",
-    "tree": "the pool of block ids and the prefix tree, which know nothing of memory",
+    "pool": "block ids and the references on them",
+    "tree": "the prefix tree and its eviction, which know nothing of memory",
     "sequences": "block tables and lengths of sequences, over the pool and the tree",
     "slots": "whole-sequence slots, a tree of their own",
     "copy/plan": "the bytes that a swap or a copy of blocks moves",

@@ -37,7 +37,7 @@ CORE = [
     "slots/slot_allocator",
     "slots/slot_tree",
     "slots/slot_tree_check",
-    "tree/block_pool",
+    "pool/block_pool",
     "tree/child_table",
     "tree/prefix_tree",
     "tree/prefix_tree_check",

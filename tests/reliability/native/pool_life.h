@@ -2,7 +2,7 @@
 #pragma once
 
 #include "naive_pool.h"
-#include "tree/block_pool.h"
+#include "pool/block_pool.h"
 #include "trial.h"
 
 class PoolLife : public Life {

@@ -34,7 +34,7 @@ def explain_hybrid(space: BlockSpace, states: StateSpace, tokens: Ids, namespace
 def _reach_of_tail(num_tokens: int, num_all: int, ending: Ending) -> GroupReach:
     if num_tokens >= num_all - 1:
         ending = Ending.PROMPT
-    elif ending is not Ending.NOT_WORTH_LOADING:
+    elif ending not in (Ending.NOT_WORTH_LOADING, Ending.KV_EVICTED):
         ending = Ending.NOT_CACHED
     return GroupReach("attention", num_tokens, ending)
 

@@ -1,4 +1,4 @@
-#include "tree/block_pool.h"
+#include "pool/block_pool.h"
 
 #include <algorithm>
 #include <limits>
