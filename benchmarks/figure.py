@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -73,10 +74,12 @@ def in_turns(
     number: int = 1,
     measure: Callable[[Callable[[], object], int], float] = seconds,
     warmups: int = 1,
+    rotates: bool = False,
 ) -> dict[str, list[float]]:
     """Return the seconds of each call in each round; all take turns, so that a noisy moment meets them all.
 
-    The garbage collector is off meanwhile: it would charge one call for the garbage of another.
+    The garbage collector is off meanwhile: it would charge one call for the garbage of another. rotates: whether each
+    round begins with the next call, so that none always follows the same one.
     """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     was_enabled = gc.isenabled()
@@ -84,7 +87,8 @@ def in_turns(
     gc.disable()
     try:
         for turn in range(rounds + warmups):
-            for name, call in calls.items():
+            first = turn % len(calls) if rotates else 0
+            for name, call in [*islice(calls.items(), first, None), *islice(calls.items(), first)]:
                 spent = measure(call, number)
                 if turn >= warmups:
                     taken[name].append(spent)

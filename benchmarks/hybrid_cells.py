@@ -1,8 +1,9 @@
-"""Cells of the tables for hits of hybrid models."""
+"""Cells and tables for models with states: hits of prefixes, speed of serving, the cost of a checkpoint."""
 
 from collections.abc import Callable
+from typing import Any
 
-from kvpage.benchmarks.number_cells import Result, row_of
+from kvpage.benchmarks.number_cells import Result, row_of, text
 
 Cells = tuple[Callable[[Result], str], Callable[[Result], str]]
 
@@ -48,3 +49,82 @@ HYBRID_ROWS: list[tuple[str, Cells]] = [
         for trace in ("shifted", "short", "chats", "agents")
     ),
 ]
+
+SERVING_COLUMNS = {
+    "kvpage": "kvpage",
+    "generate": "`generate`, one by one",
+    "generate_padded": "`generate`, a padded batch",
+    "forward": "the model's own forward",
+}
+SERVED = ("mamba2", "falcon_h1", "granitemoehybrid", "qwen3_next", "lfm2", "mamba", "jamba", "recurrent_gemma")
+NOT_MEASURED = "Not measured yet."
+
+
+def requests_served(family: str) -> Cells:
+    """Tokens a second of one family, beside the peers and what packing gains."""
+
+    def measured(result: Result) -> str:
+        return f"{_speed(_family(result, family), 'kvpage')} tokens/s"
+
+    def beside(result: Result) -> str:
+        row = _family(result, family)
+        peers = [f"{_speed(row, name)}: {words}" for name, words in SERVING_COLUMNS.items() if name != "kvpage"]
+        return "; ".join([*peers, f"kvpage has {_gain(row, 'pieces')} times that without packed mixers"])
+
+    return measured, beside
+
+
+def serving_table(results: dict[str, Result]) -> str:
+    """Return the tokens a second of each family, and how much of it comes of packing.
+
+    Args:
+        results: the line of JSON of each run, by name.
+    """
+    if "hybrid_serving" not in results:
+        return NOT_MEASURED
+    names = [*SERVING_COLUMNS.values(), "packed mixers gain", "packed steps gain"]
+    lines = [f"| tokens/s of | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for row in results["hybrid_serving"]["families"]:
+        speeds = [_speed(row, name) for name in SERVING_COLUMNS]
+        cells = [f"`{row['family']}`: {row['states']}", *speeds, _gain(row, "pieces"), _gain(row, "alone")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def checkpoints_table(results: dict[str, Result]) -> str:
+    """Return what a checkpoint costs, of each kind of state.
+
+    Args:
+        results: the line of JSON of each run, by name.
+    """
+    if "state_checkpoints" not in results:
+        return NOT_MEASURED
+    result = results["state_checkpoints"]
+    names = (f"prefill of {result['prompt_tokens']:,} tokens", "a checkpoint adds", "to decoding", "a restore")
+    lines = [f"| state | {' | '.join(names)}, and a copy of as many bytes |", "|---" * (len(names) + 1) + "|"]
+    for row in result["families"]:
+        state, prefill = f"{row['states']}, {row['slot_bytes'] / 2**20:.2f} MiB", row["prefill"]["without"]["median"]
+        added = [_percent(row[name]) for name in ("prefill_added", "decode_added")]
+        restore = f"{row['restore_us']['median']:.0f} us, {row['bound_us']['median']:.0f} us"
+        lines.append(f"| {state} | {1e3 * prefill:,.0f} ms | {' | '.join(added)} | {restore} |")
+    return "\n".join(lines)
+
+
+def _family(result: Result, family: str) -> Result:
+    return row_of(result, "families", family=family)
+
+
+def _speed(row: Result, name: str) -> str:
+    if name not in row["tokens_per_s"]:
+        return "not run"
+    wrong = ", wrong tokens" if name in row["wrong"] else ""
+    return text(row["tokens_per_s"][name], 0) + wrong
+
+
+def _gain(row: Result, name: str) -> str:
+    return text(row["kvpage_over"][name], 2)
+
+
+def _percent(figure: dict[str, Any]) -> str:
+    median, low, high = (100 * figure[name] for name in ("median", "low", "high"))
+    return f"{median:.1f} % ({low:.1f} to {high:.1f})"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvpage.benchmarks.engine_cells import admission, attention_step, layer, products, step, step_beside
-from kvpage.benchmarks.hybrid_cells import HYBRID_ROWS
+from kvpage.benchmarks.hybrid_cells import HYBRID_ROWS, SERVED, requests_served
 from kvpage.benchmarks.number_cells import (
     CHUNKS,
     LOSSES,
@@ -322,6 +322,10 @@ NUMBERS: list[Number] = [
         served("multi-turn", "kvpage"),
         peers("multi-turn"),
         "multi_turn",
+    ),
+    *(
+        Number(f"8 requests at once, `{family}` of 4 layers of 512, fp32", *requests_served(family), "hybrid_serving")
+        for family in SERVED
     ),
     Number("64 streams at once by a server, 32 tokens after 32 each, Llama of 8 layers, fp32", *over_http(), "serve"),
     *(

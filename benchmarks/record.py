@@ -3,7 +3,8 @@
     python benchmarks/record.py run [NAME ...] [-- ARGUMENT ...]     measures into benchmarks/results/NAME.txt
     python benchmarks/record.py numbers                              writes the tables from the results
 
-The tables: all numbers in docs/benchmarks.md, ten of them in README.md, right answers in docs/blend.md.
+The tables: all numbers in docs/benchmarks.md, ten of them in README.md, right answers in docs/blend.md, models with
+states in docs/hybrid.md.
 
 `run` refuses a tree that differs from its commit, and an installed kvpage that differs from the tree. `numbers` refuses
 a result whose sources have changed since. What follows -- goes to each benchmark, such as --vllm PYTHON.
@@ -24,6 +25,7 @@ from typing import Any
 import kvpage
 from kvpage.benchmarks.answers_table import answers_table
 from kvpage.benchmarks.engine_cells import parts_table, step_parts_table
+from kvpage.benchmarks.hybrid_cells import checkpoints_table, serving_table
 from kvpage.benchmarks.number_table import Results, full_table, short_table
 from kvpage.benchmarks.runs import RUNS, Run
 
@@ -32,8 +34,14 @@ MARKS = "<!-- {}: written by benchmarks/record.py -->", "<!-- end of {} -->"
 BEGIN, END = (mark.format("numbers") for mark in MARKS)
 RESULTS = "benchmarks/results"
 TABLES = {"README.md": short_table, "docs/benchmarks.md": full_table, "docs/blend.md": answers_table}
-PARTS_PAGE = "docs/benchmarks.md"
-PARTS = {"parts of a model's step": step_parts_table, "parts of a step": parts_table}  # on the page of parts, too
+PARTS = {
+    "parts of a model's step": ("docs/benchmarks.md", step_parts_table),
+    "parts of a step": ("docs/benchmarks.md", parts_table),
+    "serving of models with states": ("docs/hybrid.md", serving_table),
+    "cost of a checkpoint": ("docs/hybrid.md", checkpoints_table),
+}
+"""Further tables, by name: each with its page."""
+PAGES = tuple({*TABLES, *(page for page, _ in PARTS.values())})
 
 
 class Refused(Exception):
@@ -47,7 +55,7 @@ def git(root: Path, *arguments: str) -> str:
 def check_tree(root: Path) -> None:
     """Raises: Refused: a file is not committed, and neither a result nor a page with a table."""
     changed = [line[3:] for line in git(root, "status", "--porcelain").splitlines()]
-    changed = [name for name in changed if not name.startswith((RESULTS, *TABLES))]
+    changed = [name for name in changed if not name.startswith((RESULTS, *PAGES))]
     if changed:
         raise Refused(f"the tree must be as committed, these files are not: {', '.join(changed[:5])}")
 
@@ -184,8 +192,8 @@ def pages_with_numbers(root: Path) -> dict[str, str]:
         name: with_numbers((root / name).read_text(), f"{table(results)}\n\n{commits}")
         for name, table in TABLES.items()
     }
-    for name, table in PARTS.items():
-        pages[PARTS_PAGE] = with_numbers(pages[PARTS_PAGE], table(results), name)
+    for name, (page, table) in PARTS.items():
+        pages[page] = with_numbers(pages.get(page) or (root / page).read_text(), table(results), name)
     return pages
 
 

@@ -51,6 +51,8 @@ RUNS = {
         _run("prefix", "bench_prefix"),
         _run("block_manager", "bench_block_manager"),
         _run("hybrid_prefix", "bench_hybrid_prefix", sources=HYBRID),
+        _run("hybrid_serving", "bench_hybrid_serving --threads 2 --rounds 3"),
+        _run("state_checkpoints", "bench_state_checkpoints"),
         _run("slots", "bench_slots"),
         _run("token_trie", "bench_token_trie", has_plot=False),
         _run("events", "bench_events"),

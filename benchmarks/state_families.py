@@ -44,11 +44,47 @@ def _mamba(shape: Shape) -> dict[str, Any]:
     return {"attn_layer_period": 4, "attn_layer_offset": 3, "num_experts": 1, "num_experts_per_tok": 1}
 
 
+def _mamba_alone(shape: Shape) -> dict[str, Any]:
+    return {}
+
+
+def _mamba2_alone(shape: Shape) -> dict[str, Any]:
+    return {"num_heads": shape.hidden // 32, "head_dim": 64, "state_size": 64, "n_groups": 1}
+
+
+def _mamba2_beside(shape: Shape) -> dict[str, Any]:
+    sizes = {"mamba_d_ssm": 2 * shape.hidden, "mamba_d_head": 64, "mamba_d_state": 64}
+    return {"mamba_n_heads": shape.hidden // 32, "mamba_n_groups": 1, **sizes}
+
+
+def _mamba2_experts(shape: Shape) -> dict[str, Any]:
+    sizes = {"mamba_n_heads": shape.hidden // 32, "mamba_d_head": 64, "mamba_d_state": 64}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": shape.hidden}
+    return {**sizes, **experts, "intermediate_size": shape.hidden, "layer_types": _layer_types(shape.layers, "mamba")}
+
+
+def _delta_net_experts(shape: Shape) -> dict[str, Any]:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    sizes = {"moe_intermediate_size": shape.hidden, "shared_expert_intermediate_size": shape.hidden}
+    return {**_delta_net(shape), **experts, **sizes}
+
+
+def _recurrence(shape: Shape) -> dict[str, Any]:
+    blocks = ["recurrent", "recurrent", "recurrent", "attention"]
+    return {"lru_width": shape.hidden, "attention_window_size": 2048, "block_types": blocks}
+
+
 FAMILIES = {
     "bamba": ("Mamba-2", _mamba2),
     "qwen3_5_text": ("gated delta net", _delta_net),
     "lfm2": ("short convolution", _short_convolution),
     "jamba": ("Mamba", _mamba),
+    "mamba": ("Mamba, no attention", _mamba_alone),
+    "mamba2": ("Mamba-2, no attention", _mamba2_alone),
+    "falcon_h1": ("Mamba-2, beside attention in each layer", _mamba2_beside),
+    "granitemoehybrid": ("Mamba-2, experts", _mamba2_experts),
+    "qwen3_next": ("gated delta net, experts", _delta_net_experts),
+    "recurrent_gemma": ("RG-LRU", _recurrence),
 }
 """By type: what its states are, and its fields for a shape."""
 
@@ -63,5 +99,5 @@ def make_family(kind: str, shape: Shape) -> tf.PreTrainedModel:
         "eos_token_id": None, "tie_word_embeddings": False,
     }  # fmt: skip
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**fields, **FAMILIES[kind][1](shape))
-    return tf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().eval()
+    config = CONFIG_MAPPING[kind](**{**fields, **FAMILIES[kind][1](shape)})
+    return tf.AutoModelForCausalLM.from_config(config).float().eval()

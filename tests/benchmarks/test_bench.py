@@ -49,6 +49,8 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "events": ([], {"NUM_BLOCKS": 32, "BATCHES": [1, 16], "REPEATS": 2}),
     "generate_cache": (["--prefix", "16", "--batch", "1", *ONCE], {"NEW": 2}),
     "hybrid_prefix": ([], {"TRACES": {"short": short}, "NUM_SEEDS": 1, "ROUNDS": 2}),
+    "hybrid_serving": (["--families", "lfm2", "--hidden", "32", "--layers", "4", "--requests", "2",
+                        "--prompt-tokens", "6", "--tokens", "3", "--threads", "1", *ONCE], {}),
     "launch": (["--number", "1", *ONCE], {}),
     "layer_overhead": (["--number", "1", *ONCE], {"BATCHES": (1,)}),
     "linear": (["--threads", "1", "--rows", "1", "2", *ONCE],

@@ -61,6 +61,12 @@ def test_calls_take_turns_after_a_warm_one() -> None:
     assert [len(taken[name]) for name in "ab"] == [2, 2]
 
 
+def test_rounds_begin_with_another_call_each_where_they_rotate() -> None:
+    order: list[str] = []
+    in_turns({name: lambda name=name: order.append(name) for name in "abc"}, rounds=3, rotates=True)
+    assert "".join(order) == "abcbcacababc"
+
+
 def test_seconds_are_a_mean_over_the_loop() -> None:
     clock = iter([0.0, 8.0])
     assert seconds(lambda: None, number=4, clock=lambda: next(clock)) == 2.0

@@ -12,7 +12,7 @@ from kvpage.benchmarks.engine_cells import (
     step_beside,
     step_parts_table,
 )
-from kvpage.benchmarks.hybrid_cells import requests_hit, tokens_found
+from kvpage.benchmarks.hybrid_cells import checkpoints_table, requests_hit, requests_served, serving_table, tokens_found
 from kvpage.benchmarks.number_cells import Result, manager, mixed, paged, peers, sampled, served
 from kvpage.benchmarks.server_cells import rolled_out
 
@@ -156,6 +156,41 @@ def test_hits_of_hybrid_models_are_beside_borders_and_the_bound() -> None:
         "75.0 %",
         "80.0 %: no policy finds more; 50.0 %: states at all block borders",
     ]
+
+
+def of(median: float, digits: float = 1) -> dict[str, float]:
+    return {"median": median, "low": median - digits, "high": median + digits}
+
+
+def test_serving_of_hybrid_models_is_beside_generate_and_says_what_packing_gains() -> None:
+    speeds = {"kvpage": of(50), "generate": of(20), "generate_padded": of(60), "forward": of(70)}
+    gains = {"pieces": of(1.5, 0.1), "alone": of(2, 0.1)}
+    row = {"family": "lfm2", "states": "short convolution", "tokens_per_s": speeds, "kvpage_over": gains}
+    result = {"families": [row | {"wrong": ["generate_padded"]}]}
+    assert [cell(result) for cell in requests_served("lfm2")] == [
+        "50 (49-51) tokens/s",
+        "20 (19-21): `generate`, one by one; 60 (59-61), wrong tokens: `generate`, a padded batch; 70 (69-71): the"
+        " model's own forward; kvpage has 1.50 (1.40-1.60) times that without packed mixers",
+    ]
+    assert serving_table({"hybrid_serving": result}).splitlines()[2] == (
+        "| `lfm2`: short convolution | 50 (49-51) | 20 (19-21) | 60 (59-61), wrong tokens | 70 (69-71)"
+        " | 1.50 (1.40-1.60) | 2.00 (1.90-2.10) |"
+    )
+    without = {"families": [row | {"wrong": [], "tokens_per_s": {"kvpage": of(50)}}]}
+    assert "| 50 (49-51) | not run | not run | not run |" in serving_table({"hybrid_serving": without})
+    assert serving_table({}) == "Not measured yet."
+
+
+def test_the_cost_of_a_checkpoint_is_a_table() -> None:
+    times = {"prefill": {"without": of(1.5)}, "prefill_added": of(0.01, 0.02), "decode_added": of(0, 0.01)}
+    copies = {"restore_us": of(5), "bound_us": of(3)}
+    row = {"states": "short convolution", "slot_bytes": 2**19, **times, **copies}
+    lines = checkpoints_table({"state_checkpoints": {"prompt_tokens": 2048, "families": [row]}}).splitlines()
+    assert lines[0].startswith("| state | prefill of 2,048 tokens | a checkpoint adds |")
+    assert lines[2] == (
+        "| short convolution, 0.50 MiB | 1,500 ms | 1.0 % (-1.0 to 3.0) | 0.0 % (-1.0 to 1.0) | 5 us, 3 us |"
+    )
+    assert checkpoints_table({}) == "Not measured yet."
 
 
 def test_parts_of_a_step_are_a_table() -> None:

@@ -94,8 +94,7 @@ class PythonMutants:
             return _set_number(self._name_of(path), *how)
         file = next(file for file, its in self._files.items() if its == path)
         how.put(how.new)
-        made = _code_of(compile(self._trees[path], file, "exec", dont_inherit=True), how.outermost)
-        arguments = how.outermost.args
+        made, arguments = self._made(path, file, how.outermost), how.outermost.args
         for function in _functions_of(file, made):
             function.__code__ = made
             function.__defaults__ = _defaults(function.__defaults__, arguments.defaults)
@@ -103,6 +102,14 @@ class PythonMutants:
             for name, node in zip(names, arguments.kw_defaults, strict=True):
                 if isinstance(node, ast.Constant) and function.__kwdefaults__:
                     function.__kwdefaults__[name] = node.value
+
+    def _made(self, path: str, file: str, function: ast.FunctionDef) -> CodeType:
+        """Return the function's code, which refers to its class if the function in its place does."""
+        made = _code_of(compile(self._trees[path], file, "exec", dont_inherit=True), function)
+        if all(each.__code__.co_freevars == made.co_freevars for each in _functions_of(file, made)):
+            return made
+        function.body.append(_never_named("__class__", function.body[-1]))  # the mutant has no `super()` left
+        return _code_of(compile(self._trees[path], file, "exec", dont_inherit=True), function)
 
     def _name_of(self, path: str) -> str:
         return path.removesuffix(".py").replace("/", ".")
@@ -113,6 +120,12 @@ def _set_number(module: str, name: str, value: int) -> None:
     for each in list(sys.modules.values()):
         if (each.__name__ or "").split(".")[0] == module.split(".")[0] and vars(each).get(name) == old:
             setattr(each, name, value)
+
+
+def _never_named(name: str, place: ast.stmt) -> ast.stmt:
+    """Return a statement that refers to a name, and never runs."""
+    never = ast.If(ast.Constant(False), [ast.Expr(ast.Name(name, ast.Load()))], [])
+    return ast.fix_missing_locations(ast.copy_location(never, place))
 
 
 def _code_of(code: CodeType, function: ast.FunctionDef) -> CodeType:

@@ -1,0 +1,118 @@
+"""The contenders of bench_hybrid_serving: engines that pack more or less, and transformers' own ways."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers as tf
+
+from kvpage import CacheConfig
+from kvpage.benchmarks.serving_workloads import BLOCK_SIZE, Prompts, Tokens
+from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving.model.states.row_cuts import Cut
+from kvpage.serving.model.states.state_pass import StatePass
+
+Answer = Callable[[], Tokens]
+PAD = 0
+
+
+def kvpage_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int, num_at_once: int) -> Answer:
+    """Return the answers of an engine that begins with an empty cache. num_at_once: requests in a step, at most."""
+    num_blocks = sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) + 1 for prompt in prompts)
+    config = EngineConfig(CacheConfig(BLOCK_SIZE, num_blocks), max_num_seqs=num_at_once)
+    engine, params = Engine.from_model(model, config), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+    def answer() -> Tokens:
+        engine.reset_prefix_cache()
+        return [output.token_ids for output in engine.generate(prompts, params)]
+
+    return answer
+
+
+def packed_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Answer:
+    return kvpage_answers(model, prompts, max_tokens, len(prompts))
+
+
+def pieces_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Answer:
+    """Each call of a mixer computes one sequence."""
+    answer = packed_answers(model, prompts, max_tokens)
+
+    def answer_by_pieces() -> Tokens:
+        with mock.patch.object(StatePass, "_cut_row", _one_by_one(vars(StatePass)["_cut_row"])):
+            return answer()
+
+    return answer_by_pieces
+
+
+def _one_by_one(cut_row: Callable[[StatePass], Iterable[Any]]) -> Callable[[StatePass], Iterator[Any]]:
+    """Return the same cuts of a packed row, but the decodes, which are one, are cut into single ones."""
+
+    def cut(states: StatePass) -> Iterator[Any]:
+        for piece in cut_row(states):
+            if not piece.cut.is_batch:
+                yield piece
+                continue
+            for row, slot in zip(_indices(piece.cut.rows), _indices(piece.slots), strict=True):
+                alone = Cut(slice(row, row + 1), True)
+                yield piece._replace(cut=alone, slots=slice(slot, slot + 1), snapshots=[])
+
+    return cut
+
+
+def _indices(rows: slice | torch.Tensor) -> Iterable[int]:
+    found: Iterable[int] = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+    return found
+
+
+def alone_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Answer:
+    """Each step computes one sequence."""
+    return kvpage_answers(model, prompts, max_tokens, 1)
+
+
+@torch.no_grad()
+def generated(model: Any, prompts: Prompts, max_tokens: int) -> Tokens:
+    """Return the answers to prompts in one left-padded batch."""
+    width = max(map(len, prompts))
+    rows = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    config = tf.GenerationConfig(max_new_tokens=max_tokens, do_sample=False, pad_token_id=PAD)
+    found: Tokens = model.generate(rows, attention_mask=mask, generation_config=config)[:, width:].tolist()
+    return found
+
+
+def generate_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Answer:
+    return lambda: [generated(model, [prompt], max_tokens)[0] for prompt in prompts]
+
+
+def padded_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Answer:
+    return functools.partial(generated, model, prompts, max_tokens)
+
+
+CONTENDERS: dict[str, Callable[[tf.PreTrainedModel, Prompts, int], Answer]] = {
+    "kvpage": packed_answers,
+    "pieces": pieces_answers,
+    "alone": alone_answers,
+    "generate": generate_answers,
+    "generate_padded": padded_answers,
+}
+
+
+def own_forward(model: Any, num: int, num_tokens: int, max_tokens: int) -> Callable[[], object]:
+    """Return the model's forward over `num` prompts of so many tokens, and then over the next token of each."""
+    rows = torch.randint(1, model.config.vocab_size, (num, num_tokens), generator=torch.Generator().manual_seed(0))
+    next_tokens = rows[:, :1].contiguous()
+    parameters = inspect.signature(model.forward).parameters
+    argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
+
+    @torch.no_grad()
+    def compute() -> object:
+        given: dict[str, Any] = {argument: tf.DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
+        for position in (0, *range(num_tokens, num_tokens + max_tokens - 1)):
+            tokens = next_tokens if position else rows
+            model(input_ids=tokens, **given)
+        return None
+
+    return compute
