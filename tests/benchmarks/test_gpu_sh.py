@@ -18,7 +18,8 @@ INTERRUPTED_ONCE = """#!{python}
 # `timeout -s INT -k SECONDS LIMIT COMMAND...` whose limit is over after the first failure is printed, on any machine.
 import os, pathlib, re, signal, subprocess, sys, time
 printed = pathlib.Path({printed!r})
-command = subprocess.Popen(sys.argv[6:], start_new_session=True)
+heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background ignores it
+command = subprocess.Popen(sys.argv[6:], start_new_session=True, preexec_fn=heed)
 while command.poll() is None and not re.search("^[.]*F", printed.exists() and printed.read_text() or "", re.M):
     time.sleep(0.05)
 late = command.poll() is None and sys.argv[1:3] == ["-s", "INT"]
@@ -54,7 +55,7 @@ class Machine:
             env={**environment, "GPU_SECONDS": str(seconds)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
         with tarfile.open(self.root / "results/results.tar.gz") as archive:
             kept = {name: archive.extractfile(name).read().decode() for name in archive.getnames()}

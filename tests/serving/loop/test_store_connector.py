@@ -109,7 +109,7 @@ def test_a_second_engine_loads_what_the_first_computed(expected, options: dict) 
     if not options.get("num_blocks"):
         assert found == [5 * CHUNK, 3 * CHUNK - B, CHUNK, 0]
         assert engine.stats().num_computed_tokens == 3 + B + 1 + 3 + 4 * (MAX_TOKENS - 1)
-    assert sum(found) > 2 * CHUNK
+    assert sum(found) >= CHUNK  # of few blocks, those that are loaded early may be taken before they are used
 
 
 def test_stats_tell_what_happened(expected) -> None:
