@@ -21,6 +21,7 @@ from kvpage import (
     ParallelConfig,
     StateLayout,
     StatePart,
+    Window,
 )
 from kvpage.blocks.namespaces import Content, keyed_tokens, namespace_of
 from kvpage.extras.token_trie import DynamicTokenTrie, OutputCache, TokenTrie
@@ -50,6 +51,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "StatePart": (StatePart, {"layer_id": 3, "name": "conv", "index": 0, "shape": (4, 2), "dtype": torch.float32}),
     "CacheGroup": (CacheGroup, {"kind": GroupKind.STATE, "layer_ids": (1,), "window": None, "parts": PARTS}),
     "CacheGroup, window": (CacheGroup, {"kind": GroupKind.WINDOW, "layer_ids": (0, 2), "window": 8, "parts": ()}),
+    "Window": (Window, {"num_tokens": 8, "num_blocks": 3}),
     "GroupKind": (GroupKind, {"value": "full"}),
     "StateLayout": (StateLayout, {"parts": PARTS}),
     "StateLayout.of_parts": (StateLayout.of_parts, {"parts": PARTS}),
@@ -75,6 +77,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
                      | {"kv_scales": (KVScales.of(0.5, 1.0),), "calibration_tokens": None, "save_generated": True}
                      | {"residency_sample_rate": 0.5, "blend": None, "generation_config": "served"}
                      | {"states": StateConfig()}),
+    "EngineConfig, windows": (EngineConfig, {"cache_config": CacheConfig(4, 3), "num_window_blocks": 5}
+                              | {"pin_quota": 0, "blend": None, "attention_backend": "auto"}),
     "EngineConfig, calibrated": (EngineConfig, {"cache_config": CacheConfig(4, 3, 2), "kv_scales": "calibrate"}
                                  | {"calibration_tokens": [1, 2, 3]}),
     "EventConfig": (EventConfig, {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": None, "topic": "", "window": 1}
@@ -114,6 +118,7 @@ class ConfigWorld:
             "GroupKind",
             "StateLayout",
             "StatePart",
+            "Window",
         ]
     )
     covers += ("kvpage.serving.SamplingParams", "kvpage.serving.BeamSearchParams", "kvpage.observe.events.EventConfig")

@@ -22,6 +22,7 @@ import fuzz_serving
 import fuzz_states
 import fuzz_store
 import fuzz_vllm
+import fuzz_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ TARGETS = [
     Target("tree", fuzz_blocks.TreeWorld, 4, 100),
     Target("manager", fuzz_manager.ManagerWorld, 3, 100),
     Target("hybrid manager", fuzz_hybrid.HybridWorld, 3, 100),
+    Target("windowed manager", fuzz_windows.WindowedWorld, 3, 100),
     Target("states", fuzz_states.StateCacheWorld),
     Target("engine's caches", fuzz_manager.EngineWorld),
     Target("vllm", fuzz_vllm.VllmWorld, 2),

@@ -15,6 +15,7 @@ EXCEPTIONS = {
     "kvpage.KVView": "views that a CacheLayout makes",
     "kvpage.SpaceStats": RESULTS,
     "kvpage.SlotStats": RESULTS,
+    "kvpage.WindowStats": RESULTS,
     "kvpage.Explanation": RESULTS,
     "kvpage.GroupReach": RESULTS,
     "kvpage.Ending": RESULTS,

@@ -22,7 +22,7 @@ from kvpage.blocks.manager import BlockManager, some_tokens
 from kvpage.blocks.states import Allocation, Ids, SeqId, Slots
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
-from kvpage.checks.tokens import Tokens
+from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_integer, as_list, as_positions, check_namespace
 
 
@@ -180,8 +180,10 @@ class WindowedManager(BlockManager):
             tokens: Token ids, as many as there is room for at most.
 
         Raises:
-            ValueError: There is no room for so many tokens.
+            ValueError: There is no room for so many tokens, or windows are not opened for them.
         """
+        tokens = as_tokens(tokens)
+        self._check_opened(seq_id, len(tokens))
         super().commit(seq_id, tokens)
         self._move_on(seq_id)
 
@@ -262,8 +264,9 @@ class WindowedManager(BlockManager):
 
         Raises:
             RuntimeError: There are moves to make in this group.
+            ValueError: There is no such group.
         """
-        self._check_window_moved(group)
+        group = self._moved_group(group)
         tables = [self._tables[seq_id][group] for seq_id in as_list("seq_ids", seq_ids)]
         most = max((self._sequences.blocks_for(self.state(seq_id).num_tokens) for seq_id in seq_ids), default=0)
         return np.array([table.row(most) for table in tables], np.int32).reshape(len(tables), most)
@@ -279,7 +282,8 @@ class WindowedManager(BlockManager):
 
         Raises:
             RuntimeError: There are moves to make in this group.
-            ValueError: A position has no block: it is behind the window, or windows are not opened for it.
+            ValueError: A position has no block: it is behind the window, or windows are not opened for it. Or there is
+                no such group.
         """
         return self.window_slot_mappings(group, [seq_id], [start], [end])
 
@@ -298,7 +302,7 @@ class WindowedManager(BlockManager):
             RuntimeError: There are moves to make in this group.
             ValueError: As `window_slots`.
         """
-        self._check_window_moved(group)
+        group = self._moved_group(group)
         seq_ids = as_list("seq_ids", seq_ids)
         first, last = (
             as_positions(name, column, len(seq_ids)).tolist() for name, column in (("starts", starts), ("ends", ends))
@@ -382,9 +386,21 @@ class WindowedManager(BlockManager):
         for table in tables:
             table.leave(state.num_written)
 
-    def _check_window_moved(self, group: int) -> None:
+    def _check_opened(self, seq_id: SeqId, num_tokens: int) -> None:
+        """Raise ValueError unless there are blocks in all windows for so many more tokens."""
+        end = self._sequences.blocks_for(self.state(seq_id).num_written + num_tokens)
+        if any(table.end < end for table in self._tables[seq_id]):
+            most = min(table.end for table in self._tables[seq_id]) * self.block_size
+            raise ValueError(f"windows of {seq_id!r} must be opened for its tokens, got {num_tokens} beyond {most}")
+
+    def _moved_group(self, group: int) -> int:
+        """Return the place of a group whose moves are made."""
+        group = as_integer("group", group)
+        if not 0 <= group < len(self.windows):
+            raise ValueError(f"group must be in [0, {len(self.windows)}), got {group}")
         if self.windows[group].moves:
             raise RuntimeError("do_moves of the window's group must be called before a step")
+        return group
 
 
 def _begin(blocks: WindowBlocks, match: Match) -> WindowTable:

@@ -186,6 +186,34 @@ def test_as_far_without_room_for_the_copy_of_a_shared_block():
     life.manager.check()
 
 
+@pytest.mark.parametrize("num_opened", [0, B - 1, B])
+def test_a_commit_needs_room_in_all_windows(num_opened):
+    life = life_of(B, 6 * B)
+    life.begin(tokens_of(2 * B + 1))
+    life.manager.open_windows([1], [num_opened])
+    most = -(-num_opened // B) * B
+    with pytest.raises(ValueError, match=f"windows of 1 must be opened for its tokens, got {most + 1} beyond {most}"):
+        life.manager.commit(1, tokens_of(most + 1))
+    assert life.manager.state(1).num_written == 0
+    life.check()
+    life.manager.commit(1, tokens_of(most))
+    life.manager.check()
+
+
+@pytest.mark.parametrize("group", [-1, 1, 1.5, "0"])
+def test_a_group_that_is_not_there(group):
+    manager = life_of(B).manager
+    manager.allocate(1, [1])
+    error = TypeError if not isinstance(group, int) else ValueError
+    for call in (
+        lambda: manager.window_tables(group, [1]),
+        lambda: manager.window_slots(group, 1, 0, 0),
+        lambda: manager.window_slot_mappings(group, [], [], []),
+    ):
+        with pytest.raises(error, match="group must be"):
+            call()
+
+
 def test_bad_arguments_change_nothing():
     life = life_of(B)
     manager = life.manager
