@@ -17,7 +17,7 @@ __path__ = usable_path(__path__, sys.path)
 from kvpage.checks.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
 import kvpage._C as _C
 from kvpage._C import BlockPool, HotPrefix, Match, PartMatch, PrefixTree, TreeEntry
-from kvpage.blocks.explain import Ending, Explanation, GroupReach
+from kvpage.blocks.explain import Ending, Explanation, GroupReach, StoreReach, StoreVerdict
 from kvpage.blocks.groups.window_blocks import Window, WindowStats
 from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.blocks.hybrid.manager import HybridManager
@@ -83,6 +83,8 @@ __all__ = [
     "StateLayout",
     "StatePart",
     "StepInputs",
+    "StoreReach",
+    "StoreVerdict",
     "Throughput",
     "Transfer",
     "TransferEvent",

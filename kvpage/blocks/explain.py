@@ -68,6 +68,42 @@ class GroupReach:
         return text
 
 
+class StoreVerdict(str, Enum):
+    """What an engine does with what its store has of a prompt."""
+
+    LOADS = "a request would load them"
+    NO_MORE = "not a block more than is cached"
+    NOT_WORTH_LOADING = "expected to be computed faster than loaded"
+    LATE = "it has not answered in time"
+    FAILED = "it has failed"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReach:
+    """How far an engine's store reaches into a prompt.
+
+    Attributes:
+        num_tokens: Tokens up to which a request could load; 0 where there is no answer.
+        verdict: What a request would do.
+        groups: What each group has, where the store explains itself.
+        error: What went wrong, as text; None otherwise.
+    """
+
+    num_tokens: int
+    verdict: StoreVerdict
+    groups: tuple[GroupReach, ...] = ()
+    error: str | None = None
+
+    def __str__(self) -> str:
+        text = f"the store has {self.num_tokens} tokens: {self.verdict}"
+        if self.error is not None:
+            text += f" ({self.error})"
+        return "\n    ".join([text, *map(str, self.groups)])
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """How much of a prompt is cached, and why not more.
@@ -77,17 +113,21 @@ class Explanation:
         num_cached_tokens: Tokens that a request would not compute: those that every group has. One is left at least.
         groups: What each group has.
         elsewhere: The namespace with the longest match, and its tokens, where it is longer than in the prompt's own.
+        store: What an engine's store has; None without one.
     """
 
     num_tokens: int
     num_cached_tokens: int
     groups: tuple[GroupReach, ...]
     elsewhere: tuple[bytes, int] | None = None
+    store: StoreReach | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.num_cached_tokens} of {self.num_tokens} tokens are cached", *map(str, self.groups)]
         if self.elsewhere is not None:
             lines.append(f"another namespace, {self.elsewhere[0]!r}, has {self.elsewhere[1]} tokens")
+        if self.store is not None:
+            lines.append(str(self.store))
         return "\n  ".join(lines)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpage.blocks.explain import GroupReach
 from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.states import Allocation
@@ -72,8 +73,14 @@ class StateStoreConnector(StoreConnector):
     def _lookup(self, tokens: TokenIds, namespace: bytes) -> int:
         return self._stored.lookup(tokens, namespace)
 
-    def _num_wanted(self, load: StoreLoad, num_found: int) -> int:
-        return min(num_found, len(load.tokens) - 1)
+    def _look(self, tokens: TokenIds, namespace: bytes) -> tuple[int, tuple[GroupReach, ...]]:
+        return self._stored.look(tokens, namespace)
+
+    def _num_seen(self, tokens: TokenIds, namespace: bytes) -> int:
+        return self._hybrid.num_cached(tokens, namespace)
+
+    def _num_wanted(self, tokens: TokenIds, num_found: int) -> int:
+        return min(num_found, len(tokens) - 1)
 
     def _into_blocks(self, load: StoreLoad, num_tokens: int, given: Allocation) -> "Future[int]":
         self._make_moves()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvpage.blocks.explain import GroupReach, StoreReach, StoreVerdict
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation
@@ -31,7 +32,8 @@ from kvpage.checks.started_pool import started_pool
 from kvpage.checks.wait_limit import WaitLimit, wait_for_one
 from kvpage.serving.loop.moves.block_store import BlockStore, LayeredStore, TokenIds
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
-from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_cached
+from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_cached, num_seen
+from kvpage.serving.loop.moves.store_look import StoreLook
 from kvpage.serving.loop.moves.store_saves import StoreSaves
 from kvpage.serving.loop.request import Request
 
@@ -192,6 +194,35 @@ class StoreConnector:
         self._loaders.shutdown()
         self._saves.close()
 
+    # --- looks -------------------------------------------------------------------------------------------------------
+
+    def explain(self, tokens: TokenIds, namespace: bytes) -> StoreReach:
+        """Return how far the store reaches into a prompt that is not queued, and whether a request would load that.
+
+        It waits for the store as long as a request does. Nothing is loaded, and nothing is counted.
+        """
+        look = StoreLook.begin(self._loaders, lambda: self._look(tokens, namespace))
+        if (failed := look.wait(self._deadline)) is not None:
+            return failed
+        num_tokens = self._num_wanted(tokens, look.num_found)
+        num_missing, size = num_tokens - self._num_seen(tokens, namespace), self._manager.block_size
+        verdict = StoreVerdict.LOADS
+        if num_missing < size:
+            verdict = StoreVerdict.NO_MORE
+        elif self.rule and not self.rule.should_load(num_missing // size):
+            verdict = StoreVerdict.NOT_WORTH_LOADING
+        return StoreReach(num_tokens, verdict, look.groups)
+
+    def _look(self, tokens: TokenIds, namespace: bytes) -> tuple[int, tuple[GroupReach, ...]]:
+        """Return how many leading tokens the store has, and what it says of its groups, if it says anything."""
+        if not hasattr(self.store, "explain"):
+            return self._lookup(tokens, namespace), ()
+        groups = self.store.explain(tokens, namespace).groups
+        return groups[0].num_tokens, groups
+
+    def _num_seen(self, tokens: TokenIds, namespace: bytes) -> int:
+        return num_seen(self._manager, tokens, namespace)
+
     # --- loads -------------------------------------------------------------------------------------------------------
 
     def _start(self, request: Request) -> None:
@@ -209,9 +240,9 @@ class StoreConnector:
     def _lookup(self, tokens: TokenIds, namespace: bytes) -> int:
         return self.store.lookup(tokens, namespace=namespace)
 
-    def _num_wanted(self, load: StoreLoad, num_found: int) -> int:
+    def _num_wanted(self, tokens: TokenIds, num_found: int) -> int:
         """Return how many of the tokens that the store has are to be loaded: whole blocks."""
-        return min(num_found, len(load.tokens) - 1) // self._manager.block_size * self._manager.block_size
+        return min(num_found, len(tokens) - 1) // self._manager.block_size * self._manager.block_size
 
     @uninterrupted
     def _poll(self) -> None:
@@ -252,7 +283,7 @@ class StoreConnector:
 
     def _begin(self, load: StoreLoad, num_found: int) -> bool:
         """Begin a load into blocks of its own; False if it is not worth it, or blocks are short."""
-        num_tokens = self._num_wanted(load, num_found)
+        num_tokens = self._num_wanted(load.tokens, num_found)
         num_missing = num_tokens - self._num_cached(load)
         if num_missing < self._manager.block_size:
             return False

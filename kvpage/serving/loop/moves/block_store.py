@@ -85,3 +85,8 @@ class LayeredStore(Protocol):
         Returns:
             As of `load_blocks`. Fewer tokens than were verified, or an exception, say that the copies have failed.
         """
+
+
+def is_count(count: object) -> bool:
+    """Return whether it is a number of tokens."""
+    return isinstance(count, (int, np.integer)) and not isinstance(count, bool) and bool(count >= 0)

@@ -11,9 +11,10 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation, Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.layered_moves import Arrival
+from kvpage.serving.loop.moves.block_store import is_count
 from kvpage.serving.loop.request import Request
 
-__all__ = ["StoreLoad", "count_of", "is_count", "num_cached"]
+__all__ = ["StoreLoad", "count_of", "num_cached", "num_seen"]
 
 
 class StoreLoad:
@@ -98,12 +99,13 @@ def num_cached(manager: BlockManager, tokens: Ids, namespace: bytes, num_left_ov
     return match.num_tokens
 
 
+def num_seen(manager: BlockManager, tokens: Ids, namespace: bytes) -> int:
+    """Return what `num_cached` does; nothing counts as used."""
+    num_blocks: int = manager.tree.look(tokens[:-1], namespace)[0].shape[1]
+    return num_blocks * manager.block_size
+
+
 def count_of(future: "Future[int]") -> int | None:
     """Return the count that a store has returned; None for an exception, and for an answer that is no count."""
     count = None if future.exception() else future.result()
     return None if count is None or not is_count(count) else int(count)
-
-
-def is_count(count: object) -> bool:
-    """Return whether it is a number of tokens."""
-    return isinstance(count, (int, np.integer)) and not isinstance(count, bool) and bool(count >= 0)

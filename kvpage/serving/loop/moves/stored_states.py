@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kvpage.blocks.explain import GroupReach
 from kvpage.blocks.hybrid.looks.held import HeldCheckpoint
 from kvpage.blocks.states import Ids
 from kvpage.cache.cache_engine import CacheEngine
@@ -71,6 +72,13 @@ class StoredStates:
     def lookup(self, tokens: TokenIds, namespace: bytes) -> int:
         """Return the longest position that can be loaded, and leaves a token to compute."""
         return self._states.longest(tokens[:-1], namespace)
+
+    def look(self, tokens: TokenIds, namespace: bytes) -> tuple[int, tuple[GroupReach, ...]]:
+        """Return what `lookup` does, and what the states say of their groups, if they explain themselves."""
+        if not hasattr(self._states, "explain"):
+            return self.lookup(tokens, namespace), ()
+        found = self._states.explain(tokens, namespace)
+        return found.num_cached_tokens, found.groups
 
     def store_blocks(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> int:
         """Store K and V of the tokens; return how many of them the store holds now."""
