@@ -29,12 +29,13 @@ import transformers as tf
 
 from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.figure import Figure, dumps, in_turns
-from kvpage.benchmarks.hybrid_cells import SERVED
 from kvpage.benchmarks.hybrid_contenders import CONTENDERS, own_forward
+from kvpage.benchmarks.runs import SERVED
 from kvpage.benchmarks.serving_tokens import TokenJudge, compare_answers
 from kvpage.benchmarks.serving_workloads import Prompts, Served, Workload
 from kvpage.benchmarks.state_families import FAMILIES, VOCAB, Shape, make_family
 
+DEFAULT = [family for families in SERVED.values() for family in families]
 BOUND = "forward"
 
 
@@ -100,7 +101,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=SERVED)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=DEFAULT)
     parser.add_argument("--hidden", type=positive, default=512)
     parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--requests", type=positive, default=8, help="at once")

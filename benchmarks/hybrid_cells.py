@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpage.benchmarks.number_cells import Result, row_of, text
+from kvpage.benchmarks.runs import SERVED
 
 Cells = tuple[Callable[[Result], str], Callable[[Result], str]]
 
@@ -56,7 +57,6 @@ SERVING_COLUMNS = {
     "generate_padded": "`generate`, a padded batch",
     "forward": "the model's own forward",
 }
-SERVED = ("mamba2", "falcon_h1", "granitemoehybrid", "qwen3_next", "lfm2", "mamba", "jamba", "recurrent_gemma")
 NOT_MEASURED = "Not measured yet."
 
 
@@ -80,13 +80,14 @@ def serving_table(results: dict[str, Result]) -> str:
     Args:
         results: the line of JSON of each run, by name.
     """
-    if "hybrid_serving" not in results:
+    rows = [row for run in SERVED if run in results for row in results[run]["families"]]
+    if not rows:
         return NOT_MEASURED
-    names = [*SERVING_COLUMNS.values(), "packed mixers gain", "packed steps gain"]
+    names = [*SERVING_COLUMNS.values(), "packed mixers gain"]
     lines = [f"| tokens/s of | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for row in results["hybrid_serving"]["families"]:
+    for row in rows:
         speeds = [_speed(row, name) for name in SERVING_COLUMNS]
-        cells = [f"`{row['family']}`: {row['states']}", *speeds, _gain(row, "pieces"), _gain(row, "alone")]
+        cells = [f"`{row['family']}`: {row['states']}", *speeds, _gain(row, "pieces")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvpage.benchmarks.engine_cells import admission, attention_step, layer, products, step, step_beside
-from kvpage.benchmarks.hybrid_cells import HYBRID_ROWS, SERVED, requests_served
+from kvpage.benchmarks.hybrid_cells import HYBRID_ROWS, requests_served
 from kvpage.benchmarks.number_cells import (
     CHUNKS,
     LOSSES,
@@ -42,7 +42,7 @@ from kvpage.benchmarks.number_cells import (
     trie,
     us,
 )
-from kvpage.benchmarks.runs import RUNS
+from kvpage.benchmarks.runs import RUNS, SERVED
 from kvpage.benchmarks.server_cells import handed_over, over_http, rolled_out
 
 Results = dict[str, Result]
@@ -324,8 +324,9 @@ NUMBERS: list[Number] = [
         "multi_turn",
     ),
     *(
-        Number(f"8 requests at once, `{family}` of 4 layers of 512, fp32", *requests_served(family), "hybrid_serving")
-        for family in SERVED
+        Number(f"8 requests at once, `{family}` of 4 layers of 512, fp32", *requests_served(family), run)
+        for run, families in SERVED.items()
+        for family in families
     ),
     Number("64 streams at once by a server, 32 tokens after 32 each, Llama of 8 layers, fp32", *over_http(), "serve"),
     *(

@@ -9,6 +9,12 @@ BLENDING = ("kvpage/blend", "kvpage/ops/blend.py", "kvpage/ops/reference", "benc
 HYBRID = ("kvpage/blocks", "csrc/tree", "benchmarks/hybrid_bounds.py", "benchmarks/hybrid_runs.py",
           "benchmarks/hybrid_traces.py")  # fmt: skip
 
+SERVED = {
+    "hybrid_serving_mamba": ("mamba2", "falcon_h1", "granitemoehybrid", "mamba"),
+    "hybrid_serving": ("qwen3_next", "lfm2", "jamba", "recurrent_gemma"),
+}
+"""The families of each run of bench_hybrid_serving."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -51,7 +57,10 @@ RUNS = {
         _run("prefix", "bench_prefix"),
         _run("block_manager", "bench_block_manager"),
         _run("hybrid_prefix", "bench_hybrid_prefix", sources=HYBRID),
-        _run("hybrid_serving", "bench_hybrid_serving --threads 2 --rounds 3"),
+        *(
+            _run(name, f"bench_hybrid_serving --threads 2 --rounds 3 --without alone --families {' '.join(families)}")
+            for name, families in SERVED.items()
+        ),
         _run("state_checkpoints", "bench_state_checkpoints"),
         _run("slots", "bench_slots"),
         _run("token_trie", "bench_token_trie", has_plot=False),

@@ -164,7 +164,7 @@ def of(median: float, digits: float = 1) -> dict[str, float]:
 
 def test_serving_of_hybrid_models_is_beside_generate_and_says_what_packing_gains() -> None:
     speeds = {"kvpage": of(50), "generate": of(20), "generate_padded": of(60), "forward": of(70)}
-    gains = {"pieces": of(1.5, 0.1), "alone": of(2, 0.1)}
+    gains = {"pieces": of(1.5, 0.1)}
     row = {"family": "lfm2", "states": "short convolution", "tokens_per_s": speeds, "kvpage_over": gains}
     result = {"families": [row | {"wrong": ["generate_padded"]}]}
     assert [cell(result) for cell in requests_served("lfm2")] == [
@@ -174,7 +174,7 @@ def test_serving_of_hybrid_models_is_beside_generate_and_says_what_packing_gains
     ]
     assert serving_table({"hybrid_serving": result}).splitlines()[2] == (
         "| `lfm2`: short convolution | 50 (49-51) | 20 (19-21) | 60 (59-61), wrong tokens | 70 (69-71)"
-        " | 1.50 (1.40-1.60) | 2.00 (1.90-2.10) |"
+        " | 1.50 (1.40-1.60) |"
     )
     without = {"families": [row | {"wrong": [], "tokens_per_s": {"kvpage": of(50)}}]}
     assert "| 50 (49-51) | not run | not run | not run |" in serving_table({"hybrid_serving": without})

@@ -9,6 +9,8 @@ MANAGER = [
     "tests/native/test_left_over.py",
 ]
 HYBRID = [
+    "tests/blocks/hybrid/test_hybrid_edges.py",
+    "tests/blocks/hybrid/test_held.py",
     "tests/blocks/hybrid/test_hybrid_manager.py",
     "tests/blocks/hybrid/test_hybrid_refusals.py",
     "tests/blocks/hybrid/test_hybrid_tiers.py",
