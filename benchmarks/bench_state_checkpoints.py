@@ -104,7 +104,7 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     without, kept = (make_engine(model, num_tokens, size) for size in (None, 2 * slot_bytes))
     check_answers(model, kept, next(given))
     engines = {name: Clocked(one, given, options.tokens) for name, one in (("without", without), ("with", kept))}
-    in_turns({name: one.answer for name, one in engines.items()}, options.rounds)
+    in_turns({name: one.answer for name, one in engines.items()}, options.rounds, rotates=True)
     copies = in_turns(restores(states), 3 * options.rounds, COPIES, functools.partial(seconds, clock=time.process_time))
     return {
         "family": kind,
@@ -158,7 +158,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=SHAPE.layers)
     parser.add_argument("--prompt-tokens", type=positive, default=2048)
     parser.add_argument("--tokens", type=positive, default=33, help="of each answer; the first one ends the prefill")
-    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()
