@@ -18,6 +18,8 @@ EXCEPTIONS = {
     "kvpage.WindowStats": RESULTS,
     "kvpage.Explanation": RESULTS,
     "kvpage.GroupReach": RESULTS,
+    "kvpage.StoreReach": RESULTS,
+    "kvpage.StoreVerdict": RESULTS,
     "kvpage.Ending": RESULTS,
     "kvpage.Throughput": RESULTS,
     "kvpage.TransferEvent": "a protocol",

@@ -7,6 +7,7 @@ ids        .   .   .   7   2   9   .        behind the window they are given bac
 
 import numpy as np
 
+from kvpage._C import Match
 from kvpage.blocks.groups.window_blocks import WindowBlocks
 from kvpage.blocks.states import Ids, Slots
 
@@ -25,6 +26,12 @@ class WindowTable:
         self.first = first
         self.ids = ids
         self.num_cached = first + len(ids)  # places whose blocks have been looked at by `cache`
+
+    @classmethod
+    def after(cls, blocks: WindowBlocks, match: Match) -> "WindowTable":
+        """Return the table of a sequence that goes on after a match."""
+        first = min(blocks.first_block(match.num_tokens), match.num_blocks)
+        return cls(blocks, first, blocks.use(match.block_ids[first:]))
 
     @property
     def end(self) -> int:
@@ -99,6 +106,12 @@ class WindowTable:
         places, offsets = np.divmod(np.arange(start, end), size)
         slots: Slots = np.array(self.ids, np.int64)[places - self.first] * size + offsets
         return slots
+
+    def check(self, num_written: int) -> None:
+        """Raise RuntimeError unless there are blocks for all that the next token attends to. For tests."""
+        first, end = self._blocks.first_block(num_written), -(-num_written // self._blocks.block_size)
+        if self.first > first or self.end < end:
+            raise RuntimeError(f"a sequence needs blocks [{first}, {end}), has [{self.first}, {self.end})")
 
     def _is_shared(self, num_written: int) -> bool:
         """Whether the next token goes into a block that another sequence has, too."""

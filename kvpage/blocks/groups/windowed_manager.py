@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvpage._C import Match
 from kvpage.blocks.explain import Ending, Explanation, GroupReach
 from kvpage.blocks.groups.window_blocks import Window, WindowBlocks
 from kvpage.blocks.groups.window_table import WindowTable
@@ -100,7 +99,7 @@ class WindowedManager(BlockManager):
             self.tree.release(match)
             raise
         num_cached = match.num_tokens
-        self._tables[seq_id] = tuple(_begin(blocks, match) for blocks in self.windows)
+        self._tables[seq_id] = tuple(WindowTable.after(blocks, match) for blocks in self.windows)
         self._sequences.rows.add(
             self._sequences.on_device,
             seq_id,
@@ -346,11 +345,8 @@ class WindowedManager(BlockManager):
         for group, blocks in enumerate(self.windows):
             blocks.check([block_id for tables in self._tables.values() for block_id in tables[group].ids])
         for seq_id, tables in self._tables.items():
-            num_written = self.state(seq_id).num_written
-            for blocks, table in zip(self.windows, tables, strict=True):
-                first, end = blocks.first_block(num_written), self._sequences.blocks_for(num_written)
-                if table.first > first or table.end < end:
-                    raise RuntimeError(f"{seq_id!r} needs blocks [{first}, {end}), has [{table.first}, {table.end})")
+            for table in tables:
+                table.check(self.state(seq_id).num_written)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -401,9 +397,3 @@ class WindowedManager(BlockManager):
         if self.windows[group].moves:
             raise RuntimeError("do_moves of the window's group must be called before a step")
         return group
-
-
-def _begin(blocks: WindowBlocks, match: Match) -> WindowTable:
-    """Return the table of a sequence that goes on after a match."""
-    first = min(blocks.first_block(match.num_tokens), match.num_blocks)
-    return WindowTable(blocks, first, blocks.use(match.block_ids[first:]))
