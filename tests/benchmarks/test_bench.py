@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result  # noqa: E402
 
 from kvpage.benchmarks import bench_blend_ops, blend_model, blend_quality, blend_speed  # noqa: E402
 from kvpage.benchmarks.hybrid_traces import short  # noqa: E402
+from kvpage.benchmarks.prefix_threads import measure_threads  # noqa: E402
 from kvpage.benchmarks.serving_workloads import Shape  # noqa: E402
 from kvpage.benchmarks.worker_process import WorkerPlan, make_worker  # noqa: E402
 from kvpage.store.records.record_io import verify_record  # noqa: E402
@@ -57,8 +58,9 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
                {"SHAPES": ((8, 16),), "TURN": 1e-6, "FMA_ROUNDS": 100}),
     "paged_attention": (["--seconds", "0", *ONCE], {}),
     "paged_attention_cpu": (["--keys", "64", "--queries", "1", *ONCE], {}),
-    "pool": ([], {"NUM_BLOCKS": 2000, "BATCHES": [1, 10, 100, 1000]}),
-    "prefix": ([], {"NUM_PROMPTS": 100, "RUNS": 2}),
+    "pool": (["--rounds", "2"], {"NUM_BLOCKS": 2000, "BATCHES": [1, 10, 100, 1000]}),
+    "prefix": ([], {"NUM_PROMPTS": 100, "RUNS": 2,
+                    "measure_threads": functools.partial(measure_threads, rounds=1, seconds=0.001)}),
     "prefill_decode": (["--tokens", "33", *ONCE],
                        {"SHAPE": Shape(2, 32, 64, 2, 1), "START": worker_here, "NUM_BUSY": 1, "BEFORE": 2,
                         "MIN_PREFILL_TOKENS": 1}),

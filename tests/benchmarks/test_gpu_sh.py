@@ -55,7 +55,7 @@ class Machine:
             env={**environment, "GPU_SECONDS": str(seconds)},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=600,  # for a busy machine
         )
         with tarfile.open(self.root / "results/results.tar.gz") as archive:
             kept = {name: archive.extractfile(name).read().decode() for name in archive.getnames()}

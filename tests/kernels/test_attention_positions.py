@@ -11,9 +11,20 @@ from support.kernel_calls import ON_KERNELS
 
 
 @ON_KERNELS
-@pytest.mark.parametrize("split", [(1, 90), (1000, 80)])
-@pytest.mark.parametrize("window", [None, 7, 64])
-@pytest.mark.parametrize("dtypes", [(FP32, FP32), (E4M3, BF16), (INT8, BF16)])
+@pytest.mark.parametrize(
+    "split, window, dtypes",
+    [  # each pair of two of them
+        ((1, 90), None, (FP32, FP32)),
+        ((1000, 80), 7, (FP32, FP32)),
+        ((1, 90), 64, (FP32, FP32)),
+        ((1000, 80), None, (E4M3, BF16)),
+        ((1, 90), 7, (E4M3, BF16)),
+        ((1000, 80), 64, (E4M3, BF16)),
+        ((1, 90), None, (INT8, BF16)),
+        ((1000, 80), 7, (INT8, BF16)),
+        ((1, 90), 64, (INT8, BF16)),
+    ],
+)
 def test_queries_at_some_positions(where, cpu_as_device, split, window, dtypes):
     longest = 90 if dtypes[0] == FP32 and where == "interpreter" else 300  # small tiles: ten times as slow
     seq_lens = [70, 1, 33, 2, longest]

@@ -205,4 +205,4 @@ def _put(tier: DiskTier, n: int, generation: int, rng: random.Random) -> bool:
         return tier.commit([writer]) == [True]
 
 
-BATTERIES = [Battery("kill -9 amid disk writes", "kills", 300, 10_000, run)]
+BATTERIES = [Battery("kill -9 amid disk writes", "kills", 150, 10_000, run)]

@@ -218,7 +218,7 @@ def _run(seed: int, count: int, advance: Advance) -> Figures:
     return figures | resident.figures()
 
 
-SHORT, LONG = 2_000, 60_000
+SHORT, LONG = 800, 60_000
 LIMITS = {"max_resident_grown_kib": 2048, "max_resident_kib_an_hour": 1024}
 BATTERIES = [
     Battery("end to end", "requests", SHORT, LONG, run, limits=LIMITS, longest=100 * LONG),

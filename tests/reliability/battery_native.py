@@ -88,8 +88,8 @@ def run(program: Path, seed: int, count: int, *how: str) -> Figures:
 
 
 BATTERIES = [
-    Battery("native core", "operations", 12_000_000, 500_000_000, run_core, missing()),
-    Battery("native threads", "operations", 500_000, 50_000_000, run_threads, missing()),
-    Battery("native numbers", "operations", 240, 60_000, run_numeric, missing()),
-    Battery("native memory", "failed allocations", 4_000, 400_000, run_memory, missing()),
+    Battery("native core", "operations", 3_000_000, 500_000_000, run_core, missing()),
+    Battery("native threads", "operations", 150_000, 50_000_000, run_threads, missing()),
+    Battery("native numbers", "operations", 120, 60_000, run_numeric, missing()),
+    Battery("native memory", "failed allocations", 2_000, 400_000, run_memory, missing()),
 ]

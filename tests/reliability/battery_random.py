@@ -251,6 +251,6 @@ def run_managers(seed: int, count: int, advance: Advance) -> Figures:
 
 
 BATTERIES = [
-    Battery("random trees", "operations", 900_000, 180_000_000, run_trees),
-    Battery("random managers", "operations", 100_000, 20_000_000, run_managers),
+    Battery("random trees", "operations", 450_000, 180_000_000, run_trees),
+    Battery("random managers", "operations", 50_000, 20_000_000, run_managers),
 ]

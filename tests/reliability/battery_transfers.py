@@ -283,4 +283,4 @@ def run_schedule(seed: int) -> tuple[int, int]:
     return schedule.num_transfers, schedule.num_failed
 
 
-BATTERIES = [Battery("transfers", "schedules", 10_000, 1_000_000, run)]
+BATTERIES = [Battery("transfers", "schedules", 5_000, 1_000_000, run)]

@@ -19,10 +19,9 @@ NATIVE = Path(__file__).parent / "native"
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 CACHE = ROOT / ".pytest_cache" / "reliability"
+BASE = ["base/copy_bytes", "base/token_view", "base/workers"]
 CORE = [
-    "base/copy_bytes",
-    "base/token_view",
-    "base/workers",
+    *BASE,
     "copy/copier/block_copier",
     "copy/host/host_copy",
     "copy/plan/copy_geometry",
@@ -109,9 +108,9 @@ def build(name: str, sources: Iterable[str], kind: str, link_flags: Iterable[str
 
 
 def build_numeric(name: str, sources: Iterable[str], kind: str, link_flags: Iterable[str] = ()) -> Path:
-    """The same with all that computes, by the kernels for any machine: native/absent_kernels.cpp has the others."""
+    """native/<source>.cpp and all that computes, by the kernels for any machine: absent_kernels.cpp has the others."""
     kernels = [_base_kernel(family) for family in FAMILIES]
-    return _program(name, [*_paths([*CORE, *NUMERIC], [*sources, "absent_kernels"]), *kernels], kind, link_flags)
+    return _program(name, [*_paths([*BASE, *NUMERIC], [*sources, "absent_kernels"]), *kernels], kind, link_flags)
 
 
 def _paths(parts: Iterable[str], sources: Iterable[str]) -> list[Path]:

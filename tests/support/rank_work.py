@@ -50,8 +50,8 @@ def prompts() -> list[list[int]]:
 
 def served(engine: Engine) -> dict[str, Any]:
     """Return greedy tokens and drawn ones, and how they came about."""
-    greedy = engine.generate(prompts(), SamplingParams(max_tokens=20))
-    drawn = engine.generate(prompts(), SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=7))
+    greedy = engine.generate(prompts(), SamplingParams(max_tokens=12))
+    drawn = engine.generate(prompts(), SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=7))
     stats = engine.stats()
     return {
         "greedy": [output.token_ids for output in greedy],

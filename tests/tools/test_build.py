@@ -97,9 +97,8 @@ def test_cudaarchs_is_honoured(tmp_path):
 ALL_ARCHS = "80-real;86-real;89-real;90-real;100-real;120-real;120-virtual"
 GPUS = {
     "two kinds": ('printf "9.0\\n8.6\\n9.0\\n"', "86-real;90-real;90-virtual"),
-    "too old": ("echo 7.5", ALL_ARCHS),
+    "too old, and nonsense": ('printf "7.5\\n[N/A]\\n"', ALL_ARCHS),
     "none": ("echo No devices were found; exit 6", ALL_ARCHS),
-    "nonsense": ("echo [N/A]", ALL_ARCHS),
 }
 
 

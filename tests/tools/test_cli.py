@@ -184,10 +184,10 @@ def test_bench_lists_what_there_is_and_refuses_what_there_is_not():
 
 
 def test_bench_hands_options_on(tmp_path):
-    command = [sys.executable, "-c", "from kvpage.tools.cli import main; main()", "bench", "reshape_gather"]
+    command = [sys.executable, "-c", "from kvpage.tools.cli import main; main()", "bench", "swap_host"]
     helped = subprocess.run([*command, "--help"], capture_output=True, text=True, cwd=tmp_path)
-    assert helped.returncode == 0 and "--tokens" in helped.stdout
-    done = subprocess.run([*command, "--tokens", "32", "--rounds", "1"], capture_output=True, text=True, cwd=tmp_path)
+    assert helped.returncode == 0 and "--blocks" in helped.stdout
+    done = subprocess.run([*command, "--blocks", "8", "--rounds", "1"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])["results"]
-    assert {"reshape_and_cache", "gather_cache", "store_chunk device"} <= {result["operation"] for result in results}
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["blocks"] == 8 and set(said["results"]) == {"separate", "packed"}
