@@ -144,7 +144,7 @@ class HybridManager(BlockManager):
         prompt = Prompt(tokens, namespace, priority, left)
         allocation, found, slot = self._beginnings.begin(seq_id, prompt)
         marks = self._marks(prompt, found, named, int(num_left_over > 0)) if is_caching else {}
-        self._states_of.add(seq_id, slot, priority, found.checkpoint, marks)
+        self._states_of.add(seq_id, slot, priority, found.checkpoint, marks, tokens)
         return allocation
 
     def slot_of(self, seq_id: SeqId) -> int:
@@ -262,7 +262,7 @@ class HybridManager(BlockManager):
         super().fork(seq_id, new_seq_id)
         copy, running = self.states.take(), self._states_of.running[seq_id]
         self.states.add_move("copy", slot, copy)
-        self._states_of.add(new_seq_id, copy, running.priority, running.last, {})
+        self._states_of.add(new_seq_id, copy, running.priority, running.last, {}, running.prompt)
 
     def first_forkable(self, seq_id: SeqId) -> int:
         """Return the number of tokens that `fork` takes of the sequence: all."""

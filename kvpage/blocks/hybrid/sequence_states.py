@@ -27,6 +27,7 @@ class RunningState:
         reserved: Device slots for the marks of the portion that is computed now, by position.
         is_on_host: Whether it is swapped out.
         is_spoiled: Whether a failed step may have written the slot.
+        prompt: The tokens that it began with, as they were announced.
     """
 
     slot: int | None
@@ -36,6 +37,7 @@ class RunningState:
     reserved: dict[int, int] = field(default_factory=dict)
     is_on_host: bool = False
     is_spoiled: bool = False
+    prompt: Ids = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 class SequenceStates:
@@ -53,9 +55,11 @@ class SequenceStates:
         self._sequences = sequences
         self._is_caching = is_caching
 
-    def add(self, seq_id: SeqId, slot: int, priority: int, last: Checkpoint | None, marks: dict[int, Mark]) -> None:
+    def add(
+        self, seq_id: SeqId, slot: int, priority: int, last: Checkpoint | None, marks: dict[int, Mark], prompt: Ids
+    ) -> None:
         """Note the slot that a new sequence has."""
-        self.running[seq_id] = RunningState(slot, priority, last, marks)
+        self.running[seq_id] = RunningState(slot, priority, last, marks, prompt=prompt)
 
     def slot(self, verb: str, seq_id: SeqId) -> int:
         """Return the device slot with the sequence's state.
@@ -71,9 +75,13 @@ class SequenceStates:
         return running.slot
 
     def reserve(self, seq_id: SeqId, start: int, end: int) -> list[tuple[int, int]]:
-        """Reserve slots for the marks in (start, end], those that matter most first; return (position, slot) each."""
+        """Reserve slots for the marks in (start, end], those that matter most first; return (position, slot) each.
+
+        Prompts that begin alike and come together have the same marks. One slot is enough for a step.
+        """
         running = self.running[seq_id]
         marks = [mark for mark in running.marks.values() if start < mark.num_tokens <= end]
+        marks = [mark for mark in marks if not self._is_kept_by_another(seq_id, mark.num_tokens)]
         for mark in sorted(marks, key=lambda mark: (mark.kind, -mark.num_tokens)):
             # A regular mark takes only a slot that is free, or of no more help.
             is_regular = mark.kind is MarkKind.REGULAR
@@ -157,6 +165,20 @@ class SequenceStates:
         running.reserved.clear()
 
     # --- inside ---
+
+    def _is_kept_by_another(self, seq_id: SeqId, position: int) -> bool:
+        """Return whether a sequence with the same prefix, of at least this priority, has a slot for the position."""
+        running = self.running[seq_id]
+        prefix = running.prompt[:position]
+        return len(prefix) == position and any(
+            np.array_equal(other.prompt[:position], prefix) and self._shares(seq_id, other_id)
+            for other_id, other in self.running.items()
+            if position in other.reserved and other_id != seq_id and other.priority >= running.priority
+        )
+
+    def _shares(self, seq_id: SeqId, other_id: SeqId) -> bool:
+        one, other = self._sequences.state(seq_id), self._sequences.state(other_id)
+        return one.namespace == other.namespace and not other.is_private
 
     def _can_keep(self, seq_id: SeqId, position: int) -> bool:
         """Return whether others may find a state of the sequence: the blocks before it are in the tree."""

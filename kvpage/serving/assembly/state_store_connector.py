@@ -4,7 +4,8 @@
     all is there    ─► commit, and the slot becomes a checkpoint: the request, admitted now, begins there
     its prefill is done, or it has ended ─► hold the checkpoints on its way ─► store ─► let go
 
-A load that lacks anything is none: its blocks and its slot are freed, and the request computes.
+A load that lacks anything is one to a shorter position. Where there is none, its blocks and its slot are freed, and the
+request computes.
 """
 
 import time
@@ -90,16 +91,16 @@ class StateStoreConnector(StoreConnector):
         def load_all() -> int:
             begin = time.perf_counter()
             with stream():
-                is_there = self._stored.load(tokens, start, given.block_ids, slot, load.namespace)
-            self._saw_load(num_tokens - start if is_there else 0, time.perf_counter() - begin)
-            return num_tokens if is_there else 0
+                end = self._stored.load(tokens, start, given.block_ids, slot, load.namespace)
+            self._saw_load(max(end - start, 0), time.perf_counter() - begin)
+            return end
 
         return self._loaders.submit(load_all)
 
     def _finish(self, load: StoreLoad, num_loaded: int) -> None:
-        """Commit the tokens, and let others go on from their state. Without all of them nothing is kept."""
+        """Commit the tokens that have come, and let others go on from the state after them."""
         try:
-            if num_loaded == load.num_wanted:
+            if load.num_cached < num_loaded <= load.num_wanted:
                 self._commit(load, num_loaded)
                 self._hybrid.keep_end(load)
         finally:

@@ -1,8 +1,5 @@
 """An engine with a KVStore, of models with states: prompts go on from disk at exact positions, with the same tokens."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,25 +82,6 @@ def test_a_second_engine_goes_on_from_the_store(tmp_path: Path, kind: str, chunk
             assert store.stats().corrupt_records == 0
 
 
-CHILD = """
-import json, sys
-sys.path[:0] = sys.argv[1:3]
-from test_engine_store import make_engine, make_state_model, make_store, serve
-with make_store(sys.argv[3]) as store:
-    print(json.dumps(serve(make_engine(make_state_model("lfm2")), store)))
-"""
-
-
-def test_a_second_process_starts_warm(tmp_path: Path, lfm2: torch.nn.Module, expected: list[list[int]]) -> None:
-    url = f"disk://{tmp_path}?size=16MiB&segment=8MiB"
-    with make_store(url) as store:
-        serve(make_engine(lfm2), store)
-    here = Path(__file__).parent
-    child = [sys.executable, "-c", CHILD, str(here.parents[1]), str(here), url]
-    printed = subprocess.run(child, capture_output=True, text=True, check=True, timeout=300).stdout
-    assert json.loads(printed.splitlines()[-1]) == [expected, ENDS]
-
-
 @pytest.mark.parametrize("codec", ["state", "float32", "state-index"])
 def test_damage_is_computed_again(lfm2: torch.nn.Module, expected: list[list[int]], codec: str) -> None:
     tier = memory_tier()
@@ -165,7 +143,7 @@ class Faulty:
     def _call(self, *args: object) -> object:
         if isinstance(self._answer, Exception):
             raise self._answer
-        return self._answer
+        return self._answer(*args) if callable(self._answer) else self._answer
 
 
 @pytest.mark.parametrize(
@@ -198,7 +176,39 @@ def test_a_chunk_that_vanishes_between_lookup_and_load(lfm2: torch.nn.Module, ex
 
         states.longest = lookup
         gone = SimpleNamespace(states=lambda *about: states, **{n: getattr(store, n) for n in CALLS})
-        assert serve(make_engine(lfm2), gone, PROMPTS[:1]) == (expected[:1], [0])
+        assert serve(make_engine(lfm2), gone, PROMPTS[:1]) == (expected[:1], ENDS[3:])  # which has a chunk of its own
+
+
+@pytest.mark.parametrize("keeps", [0, 5, len(COMMON)])
+@pytest.mark.parametrize("damages", [True, False])
+def test_a_state_that_cannot_be_loaded_gives_way_to_a_shorter_one(
+    lfm2: torch.nn.Module, expected: list[list[int]], keeps: int, damages: bool
+) -> None:
+    """The states at the prompt's end and at its 20th token are damaged, or vanish after they were found."""
+    tier = memory_tier()
+    with make_store(tier) as store:
+        engine = make_engine(lfm2)
+        states = store.states(engine.states.layout, torch.float32)
+        engine.use_store(store)
+        marks = [20, keeps] if keeps else [20]
+        engine.add_request(PROMPTS[0], PARAMS, cache_at=marks)
+        while engine.has_unfinished:
+            engine.step()
+        engine.close()
+        bad = sorted({*marks, ENDS[0]} - {keeps})
+        if damages:
+            for record in store.records():
+                if record.codec == "state" and record.num_tokens in bad:
+                    corrupt(tier, bytes.fromhex(record.key), record.num_bytes - 40)
+            assert serve(make_engine(lfm2), store, PROMPTS[:1]) == (expected[:1], [keeps])
+            assert store.stats().corrupt_records == (len([one for one in bad if one > keeps]))
+        else:
+
+            def get_into(tokens: Any, *rest: Any) -> bool:
+                return len(tokens) == keeps and states.get_into(tokens, *rest)
+
+            gone = Faulty(store, "get_into", get_into)
+            assert serve(make_engine(lfm2), gone, PROMPTS[:1]) == (expected[:1], [keeps])
 
 
 CALLS = ("lookup", "load_blocks", "store_blocks")

@@ -1,7 +1,7 @@
 """StoredStates: between the states of an engine and a store of chunks and states. It knows slots, and no requests.
 
 store   a held checkpoint ─► K and V of its tokens ─► the state ─► the store
-load    the store ─► K and V of the tokens into blocks ─► the state into a working slot ─► all of it, or nothing
+load    the store ─► K and V of the tokens into blocks ─► the state into a working slot ─► all of it, or a shorter one
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from kvpage.blocks.states import Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
 from kvpage.layout.groups import StateLayout
-from kvpage.serving.loop.moves.block_store import TokenIds
+from kvpage.serving.loop.moves.block_store import TokenIds, is_count
 
 
 class States(Protocol):
@@ -93,12 +93,22 @@ class StoredStates:
             return 0
         return len(tokens) if self._states.put(tokens, self._slots.slots[held.slot].cpu(), namespace) else 0
 
-    def load(self, tokens: TokenIds, start: int, block_ids: Ids, slot: int, namespace: bytes) -> bool:
+    def load(self, tokens: TokenIds, start: int, block_ids: Ids, slot: int, namespace: bytes) -> int:
         """Load K and V of tokens[start:] into blocks, and the state after all tokens into a slot.
 
+        Where a part of that is damaged, or gone, the next shorter position that the store has is loaded.
+
         Returns:
-            Whether all of it is there. Otherwise blocks and slot mean nothing.
+            The position whose K, V and state are there; 0 for none. Other bytes of blocks and slot mean nothing.
         """
+        end = len(tokens)
+        while end > start and not self._load(tokens[:end], start, block_ids, slot, namespace):
+            shorter = self.lookup(tokens[:end], namespace) if end > 1 else 0
+            end = shorter if is_count(shorter) and shorter < end else 0
+        return end if end > start else 0
+
+    def _load(self, tokens: TokenIds, start: int, block_ids: Ids, slot: int, namespace: bytes) -> bool:
+        """Do as `load`, for all of the tokens; return whether they are there."""
         if self.has_kv:
             end = self._store.load_blocks(tokens, self._cache, block_ids, start=start, namespace=namespace)
             if end != len(tokens):

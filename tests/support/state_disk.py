@@ -1,0 +1,62 @@
+"""Engines over models with states that go on from a disk tier, in this process or in another one.
+
+python -m support.state_disk FOLDER SEED KIND ...        prints, as JSON, the tokens and hits of each kind
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from support.state_engines import B, ask, check_nothing_held, make_engine, own_tokens, random_prompt
+from support.state_models import make_state_model
+
+from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
+
+TESTS = Path(__file__).parents[1]
+NUM_TOKENS = 32
+CHUNK = 2 * B
+NUM_COMMON = 3 * CHUNK + 3
+Served = dict[str, list[tuple[list[int], int]]]  # by kind: the tokens of each prompt, and how many of it were cached
+
+
+def prompts_of(seed: int) -> list[list[int]]:
+    """Three prompts that share what is no whole block, and one that is shorter than a chunk."""
+    common = random_prompt(NUM_COMMON, seed)
+    rests = [random_prompt(length, seed + length) for length in (5, 7, 2)]
+    return [*(common + rest for rest in rests), common[: CHUNK - 3]]
+
+
+def serve(folder: Path, seed: int, kinds: list[str]) -> Served:
+    """Serve the prompts of each kind, one after the other, with a store of its own in the folder."""
+    served: Served = {}
+    for kind in kinds:
+        model = make_state_model(kind)
+        engine = make_engine(model, load_or_compute=False)
+        tier = f"disk://{folder / kind}?size=16MiB&segment=8MiB"
+        with KVStore(KVStoreConfig(CHUNK, (tier,)), KVStoreMetadata(kind, kv_dtype=torch.float32)) as store:
+            engine.use_store(store)
+            served[kind] = [ask(engine, prompt, NUM_TOKENS) for prompt in prompts_of(seed)]
+            engine.close()
+            assert store.stats().corrupt_records == 0
+        check_nothing_held(engine)
+    return served
+
+
+def serve_elsewhere(folder: Path, seed: int, kinds: list[str]) -> Served:
+    """Do as `serve`, in a process of its own."""
+    command = [sys.executable, "-m", "support.state_disk", str(folder), str(seed), *kinds]
+    printed = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True).stdout
+    served = json.loads(printed.splitlines()[-1])
+    return {kind: [(tokens, num_cached) for tokens, num_cached in each] for kind, each in served.items()}
+
+
+def generated(seed: int, kind: str) -> list[list[int]]:
+    """What model.generate gives for each prompt."""
+    model = make_state_model(kind)
+    return [own_tokens(model, prompt, NUM_TOKENS) for prompt in prompts_of(seed)]
+
+
+if __name__ == "__main__":
+    print(json.dumps(serve(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])))
