@@ -113,11 +113,11 @@ class Scheduler:
         while not len(batch) and self._windows.is_short:
             if not self._take_from_last():
                 raise OutOfBlocks(1, 0)
-            batch = self._planned(tried)
+            batch = self._planned(tried, admits=False)  # who has made way would take the same blocks again
         return batch
 
-    def _planned(self, tried: Sequence[Request]) -> Batch:
-        """Return what fits now; in windows that are short, it may be nothing."""
+    def _planned(self, tried: Sequence[Request], admits: bool = True) -> Batch:
+        """Return what fits now; in windows that are short, maybe nothing. admits: whether one that waits may run."""
         self._windows.begin()
         decodes = self._room_for_decodes()
         prefilling = self._prefilling() if len(decodes.requests) < len(self.running) else []
@@ -130,7 +130,7 @@ class Scheduler:
             if request not in later:
                 budget -= add_portion(portions, request, budget, self._windows)
         batch = Batch(decodes, portions)
-        if self.waiting and budget and len(self.running) < self.max_num_seqs:
+        if admits and self.waiting and budget and len(self.running) < self.max_num_seqs:
             self._admit(batch, prefilling, tried)
         for request in later:
             add_portion(portions, request, self.max_num_batched_tokens - batch.num_tokens, self._windows)
