@@ -1,7 +1,6 @@
 """The contenders of bench_hybrid_serving: engines that pack more or less, and transformers' own ways."""
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -12,6 +11,7 @@ import transformers as tf
 from kvpage import CacheConfig
 from kvpage.benchmarks.serving_workloads import BLOCK_SIZE, Prompts, Tokens
 from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving.model.cache_argument import CACHE_ARGUMENTS, checked_cache_argument
 from kvpage.serving.model.states.row_cuts import Cut
 from kvpage.serving.model.states.state_pass import StatePass
 
@@ -104,8 +104,7 @@ def own_forward(model: Any, num: int, num_tokens: int, max_tokens: int) -> Calla
     """Return the model's forward over `num` prompts of so many tokens, and then over the next token of each."""
     rows = torch.randint(1, model.config.vocab_size, (num, num_tokens), generator=torch.Generator().manual_seed(0))
     next_tokens = rows[:, :1].contiguous()
-    parameters = inspect.signature(model.forward).parameters
-    argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
+    argument = checked_cache_argument(model, CACHE_ARGUMENTS)
 
     @torch.no_grad()
     def compute() -> object:

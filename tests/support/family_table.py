@@ -33,7 +33,7 @@ UNTRIED = " {} could not be tried."
 SHORTER = [
     (r"^layers must be of .*?, \w+ has (.*)", r"layers of \1"),
     (r"^attention must go through transformers' AttentionInterface.*", "attention past AttentionInterface"),
-    (r"^forward must take (\w+),.*", r"forward takes no \1"),
+    (r"^forward must take (\w+)[\w ]*,.*", r"forward takes no \1"),
     (r"^a sliding window must reach .*", "sliding window past the attention function"),
     (r"^a sliding window must be in the model's mask.*", "sliding window in transformers' cache alone"),
     (r"^\w+ of layer \d+ must be causal.*", "attention is not causal"),
@@ -49,7 +49,7 @@ SHORTER = [
     (r"^config must have num_hidden_layers.*", "no layers in its config"),
     (r"^(\w+(Error|Exception)): .*", r"the model raises \1"),
     (r"^model must have no state but K and V.*", "state besides K and V"),
-    (r"^model must write its K and V into past_key_values.*", "K and V past the cache"),
+    (r"^model must write its K and V into its cache.*", "K and V past the cache"),
 ]  # fmt: skip
 
 

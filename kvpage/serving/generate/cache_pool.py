@@ -1,6 +1,5 @@
 """KVPageCachePool: the blocks of a model that has passed the checks, for KVPageCaches that come and go."""
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from kvpage.serving.generate.model_blocks import ModelBlocks, check_eval
 from kvpage.serving.generate.pool_check import verify_blocks
 from kvpage.serving.generate.states.pool_states import PoolStates
 from kvpage.serving.model.argument_check import check_model
+from kvpage.serving.model.cache_argument import checked_cache_argument
 from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.probe import unquantized
@@ -132,11 +132,9 @@ def _verify(
 
 
 def _check_cacheable(model: PreTrainedModel) -> None:
-    name = type(model).__name__
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"forward must take past_key_values, that of {name} does not")
+    checked_cache_argument(model)
     if getattr(model, "_is_stateful", False) and not keeps_states(model.config):
-        raise ValueError(f"model must have no state but K and V, {name} has")
+        raise ValueError(f"model must have no state but K and V, {type(model).__name__} has")
 
 
 def _check_backend(model: PreTrainedModel, shape: KVShape, cache_config: CacheConfig) -> None:

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvpage.serving.generate.states.hooking import REGISTERING, named_arguments
+from kvpage.serving.model.cache_argument import given_cache
 
 
 class ForwardListener(Protocol):
@@ -22,7 +23,7 @@ class ForwardListener(Protocol):
         """Whether a forward has begun whose call is still on the stack: see is_on_stack."""
 
     def begin_forward(self, arguments: Mapping[str, Any], call: FrameType) -> None:
-        """Begin a forward: torch has called the model, in that frame, with the listener as its past_key_values.
+        """Begin a forward: torch has called the model, in that frame, with the listener as its cache.
 
         An error raised here is raised by the model's call.
         """
@@ -66,8 +67,7 @@ class ForwardHooks:
             if listener is None or listener.is_in_forward:
                 return
             arguments = named_arguments(signature, args, kwargs or {})
-            given: object = arguments.get("past_key_values")
-            if given is listener:
+            if given_cache(arguments) is listener:
                 self._outermost = module
                 listener.begin_forward(arguments, sys._getframe(1))
 

@@ -5,6 +5,7 @@ import torch
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.serving.generate.kv_page_cache import KVPageCache
 from kvpage.serving.generate.model_blocks import ModelBlocks
+from kvpage.serving.model.cache_argument import checked_cache_argument
 from kvpage.serving.model.limits import vocab_size
 from kvpage.serving.model.probe import MAX_ERROR_QUANTIZED, max_error, probe_tokens, relative_error
 
@@ -17,23 +18,23 @@ def verify_blocks(blocks: ModelBlocks) -> None:
     Raises ValueError, with the reason, if the logits differ from those of the row in one part with a cache of the
     model's own. Over blocks that quantise they may differ, and must not be nowhere near.
     """
-    model = blocks.model
+    model, name = blocks.model, checked_cache_argument(blocks.model)
     row = torch.from_numpy(probe_tokens(vocab_size(model))[0]).long().unsqueeze(0).to(model.device)
     with torch.no_grad():
         expected = model(input_ids=row, use_cache=True).logits[0]  # some models share K and V only with a cache
         with KVPageCache(blocks, row) as cache:
             parts = row[:, :_CUT], row[:, _CUT:]
-            found = [model(input_ids=part, past_key_values=cache, use_cache=True).logits[0] for part in parts]
+            found = [model(input_ids=part, **{name: cache}, use_cache=True).logits[0] for part in parts]
         with KVPageCache(blocks, row) as cache:
             rest = row[:, cache.get_seq_length() :]
-            found.append(model(input_ids=rest, past_key_values=cache, use_cache=True).logits[0])
+            found.append(model(input_ids=rest, **{name: cache}, use_cache=True).logits[0])
     error = relative_error(torch.cat(found), torch.cat([expected, expected[-rest.shape[1] :]]))
     limit = _limit(model.dtype, blocks.engine.layout)
     if not error <= limit:  # also for NaN
-        name, dtype = type(model).__name__, blocks.engine.layout.dtype
+        dtype = blocks.engine.layout.dtype
         raise ValueError(
-            f"logits over blocks of {dtype} must be the model's own, those of {name} are {error:.1e} off (relative), "
-            f"and may be {limit:.1e}"
+            f"logits over blocks of {dtype} must be the model's own, those of {type(model).__name__} are {error:.1e} "
+            f"off (relative), and may be {limit:.1e}"
         )
 
 

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpage.layout.config import ModelConfig
+from kvpage.serving.model.cache_argument import checked_cache_argument
 from kvpage.serving.model.seen_cache import SeenCache
 
 
@@ -37,9 +38,8 @@ class KVShape:
         """Compute two tokens. Raises ValueError, with the reason, if K and V do not fit into blocks of one shape."""
         seen = SeenCache()
         with torch.no_grad():
-            model(
-                input_ids=torch.ones(1, 2, dtype=torch.long, device=model.device), past_key_values=seen, use_cache=True
-            )
+            tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
+            model(input_ids=tokens, use_cache=True, **{checked_cache_argument(model): seen})
         return cls.of_rows(model, seen.rows)
 
     @classmethod
@@ -50,7 +50,7 @@ class KVShape:
         """
         name = type(model).__name__
         if not rows:
-            raise ValueError(f"model must write its K and V into past_key_values, {name} does not")
+            raise ValueError(f"model must write its K and V into its cache, {name} does not")
         layer_ids = [layer for layer, _, _ in rows]
         if len(set(layer_ids)) != len(layer_ids):
             raise ValueError(f"each layer must write to its cache once, those of {name} wrote in the order {layer_ids}")

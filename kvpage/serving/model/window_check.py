@@ -13,6 +13,7 @@ import inspect
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from kvpage.serving.model.cache_argument import checked_cache_argument
 from kvpage.serving.model.limits import constant_rope_len
 from kvpage.serving.model.probe import max_error, relative_error
 
@@ -55,7 +56,8 @@ def _logits(model: PreTrainedModel, windows: dict[int, int], factor: float) -> t
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = torch.zeros_like(inputs["input_ids"])  # equal K; windows count places in the cache
     with torch.no_grad():
-        logits = model(**inputs, past_key_values=_Repeated(windows, factor), use_cache=True).logits[0]
+        cache = {checked_cache_argument(model): _Repeated(windows, factor)}
+        logits = model(**inputs, **cache, use_cache=True).logits[0]
     assert isinstance(logits, torch.Tensor)
     return logits
 

@@ -59,7 +59,7 @@ class PoolStates:
         """
         name = type(model).__name__
         if found.kv_shape is None or any(mixer.holds for mixer in found.mixers):
-            raise ValueError(f"states must be in past_key_values, beside K and V, those of {name} are not")
+            raise ValueError(f"states must be in the cache, beside K and V, those of {name} are not")
         each = found.layout.slot_bytes + CacheEngine.get_cache_block_size(cache, found.kv_shape.model_config())
         num_most = 2 * cache.num_gpu_blocks
         given = budget.checkpoint_bytes

@@ -13,15 +13,13 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from kvpage.layout.config import ModelConfig
 from kvpage.layout.groups import CacheGroup, GroupKind, StateLayout, StatePart
+from kvpage.serving.model.cache_argument import CACHE_ARGUMENTS, checked_cache_argument
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.seen_cache import SeenCache, SeenState
 from kvpage.serving.model.states.continuation import with_continuation
 from kvpage.serving.model.states.held_states import held_states
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.window_check import cache_windows
-
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")
-"""The argument of a model's forward that is its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,7 @@ class ModelStates:
         kv_shape = KVShape.of_rows(model, seen.rows) if seen.rows else None
         mixers = _mixers(seen.states)
         if mixers:
-            mixers = with_continuation(model, _cache_argument(model), mixers)
+            mixers = with_continuation(model, checked_cache_argument(model, CACHE_ARGUMENTS), mixers)
         return cls(groups, layout, (*mixers, *held), kv_shape, _model_config(model, kv_shape, len(seen.layers)))
 
 
@@ -61,15 +59,6 @@ def keeps_states(config: PretrainedConfig) -> bool:
     """Return whether layers of transformers' cache for this config keep states."""
     layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
     return any(hasattr(layer, "conv_states") and hasattr(layer, "recurrent_states") for layer in layers)
-
-
-def _cache_argument(model: PreTrainedModel) -> str:
-    parameters = inspect.signature(model.forward).parameters
-    argument = next((name for name in CACHE_ARGUMENTS if name in parameters), None)
-    if argument is None:
-        words = " or ".join(CACHE_ARGUMENTS)
-        raise ValueError(f"forward must take {words}, that of {type(model).__name__} does not")
-    return argument
 
 
 def _model_config(model: PreTrainedModel, kv_shape: KVShape | None, num_layers: int) -> ModelConfig:
@@ -84,7 +73,7 @@ def _model_config(model: PreTrainedModel, kv_shape: KVShape | None, num_layers: 
 
 
 def _computed(model: PreTrainedModel, use_cache: bool) -> SeenCache:
-    seen, argument = SeenCache(model.config), _cache_argument(model)
+    seen, argument = SeenCache(model.config), checked_cache_argument(model, CACHE_ARGUMENTS)
     tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
     try:
         with torch.no_grad():
