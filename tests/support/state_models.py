@@ -6,16 +6,19 @@ from support.family_configs import small_fields
 from support.models import spread_sinks
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-SERVED = (
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "lfm3", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2", "zaya",
+NAMED = (
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lara_mini",
+    "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2", "zaya",
 )  # fmt: skip
+"""Types that are served, of any version of transformers."""
+SERVED = tuple(kind for kind in NAMED if kind in CONFIG_MAPPING)
+"""Those of this version."""
 STEPWISE = {"mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"}
 """Those whose mixers read a state only where they compute one token."""
 SCANNED = STEPWISE - {"recurrent_gemma"}
 """Those of them whose scans kvpage begins with a state, so that several tokens are one call."""
-REFUSED = ("inkling_text", "inkling2_text")
+REFUSED = tuple(kind for kind in ("inkling_text", "inkling2_text", "inkling2_loop_text") if kind in CONFIG_MAPPING)
 """Types with states in their cache, that are refused because of their attention."""
 FIELDS: dict[str, dict[str, object]] = {"lfm2": {"layer_types": ["conv", "full_attention", "conv"]}}
 """By type: fields beside those of all families."""

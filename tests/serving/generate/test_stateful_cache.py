@@ -16,13 +16,16 @@ from kvpage.serving.model.states.scan_start import ScannedForward
 
 B, NEW = 4, 32
 LATENT = ("bailing_hybrid", "kimi_linear")
-REFUSED = {
+NO_KV = "forward must take past_key_values|states must be in the cache, beside K and V"
+REASONS = {
     "bamba": "logits over blocks of torch.float32 must be the model's own",  # it counts positions of parts from 0
-    "falcon_mamba": "forward must take past_key_values",
-    "mamba": "forward must take past_key_values",
-    "mamba2": "forward must take past_key_values",
-    "recurrent_gemma": "states must be in past_key_values, beside K and V",
+    "falcon_mamba": NO_KV,
+    "lara_mini": "layers must not have windows beside states",
+    "mamba": NO_KV,
+    "mamba2": NO_KV,
+    "recurrent_gemma": NO_KV,
 }
+REFUSED = {kind: reason for kind, reason in REASONS.items() if kind in SERVED}
 TAKEN = [kind for kind in SERVED if kind not in REFUSED]
 CLOSELY = ["jamba", "lfm2", "qwen3_5_text", "zamba2"]
 model_of = functools.cache(make_state_model)

@@ -55,6 +55,8 @@ def test_refused_at_load(name: str) -> None:
     assert type(model).__name__ == name
     if not model._can_set_attn_implementation():  # of some of these, transformers has changed that over time
         message = f"{message}|{NOT_BY_THE_INTERFACE}"
+    elif message == NOT_BY_THE_INTERFACE:
+        pytest.skip("this version of transformers hands its attention over")
     with pytest.raises(ValueError, match=message.replace("{}", name)):
         Engine.from_model(model, EngineConfig(CACHE))
     assert model.config._attn_implementation == "eager"

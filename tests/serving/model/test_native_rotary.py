@@ -3,6 +3,8 @@
 The oracle is the model's own function, or its attention, with the same arguments.
 """
 
+import inspect
+
 import pytest
 import torch
 from support.models import make_model
@@ -48,7 +50,7 @@ def rotating_of(kind: type[nn.Module]) -> object:
     """The function by which a copy's forward rotates."""
     rotating = rotary._rotating(kind.forward)
     assert rotating is not None
-    return rotating.__globals__[NAME]
+    return inspect.unwrap(rotating).__globals__[NAME]
 
 
 @pytest.mark.parametrize("width", [8, 6])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.models import make_model
 from support.state_loop import Portion, StateLoop, own_logits, random_tokens
-from support.state_models import REFUSED, SCANNED, SERVED, STEPWISE, make_state_model
+from support.state_models import NAMED, REFUSED, SCANNED, SERVED, STEPWISE, make_state_model
 
 from kvpage import CacheConfig
 from kvpage.layout.groups import GroupKind
@@ -52,7 +52,7 @@ def test_mixers_that_read_their_state_for_one_token_alone(kind: str) -> None:
 
 def test_the_page_lists_what_is_tried() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (at once|one by one) \|", PAGE.read_text(), re.MULTILINE)
-    assert [kind for kind, _ in rows] == list(SERVED)
+    assert [kind for kind, _ in rows] == list(NAMED)
     assert {kind for kind, how in rows if how == "one by one"} == STEPWISE - SCANNED
 
 
@@ -101,8 +101,10 @@ def test_windows_beside_states_are_refused_by_a_pool(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_bias_of_attention_is_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match="logits over blocks must be the model's own"):
+def test_attention_that_blocks_do_not_take_is_refused(kind: str) -> None:
+    with pytest.raises(
+        ValueError, match="logits over blocks must be the model's own|must be causal, is_causal is False"
+    ):
         check_servable(make_state_model(kind), CONFIG, takes_states=True)
 
 

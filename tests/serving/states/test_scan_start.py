@@ -1,5 +1,6 @@
 """Scans of Mamba that begin with a state: the outputs and states are those of one scan over all tokens."""
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_other_mixers_have_no_scan() -> None:
 
 def test_a_scan_of_another_result_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = ModelStates.of_model(make_state_model("mamba")).mixers[0]
-    meanings = type(mixer.module).forward.__wrapped__.__globals__
+    meanings = inspect.unwrap(type(mixer.module).forward).__globals__
     scan = meanings[scan_start.NAME]
 
     def squared(*args: Any, **kwargs: Any) -> Any:

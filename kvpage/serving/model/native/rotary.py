@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvpage.serving.model.meaning import innermost, with_meaning
 from kvpage.serving.model.native.plain import is_plain_call
 from kvpage.serving.model.native.trial import random_rows, relative_error
 
@@ -46,7 +47,7 @@ class RotaryKinds:
     def forward_of(self, module: nn.Module, copy: nn.Module) -> RotaryForward | None:
         """Return a forward for the module's copy; None if the module rotates nothing, or in another way."""
         own = type(module).forward
-        if type(own) is not FunctionType or NAME not in own.__code__.co_names or "forward" in vars(module):
+        if type(own) is not FunctionType or innermost(own, NAME) is None or "forward" in vars(module):
             return None
         if own not in self._rotating:
             self._rotating[own] = _rotating(own)
@@ -56,13 +57,12 @@ class RotaryKinds:
 
 def _rotating(own: FunctionType) -> FunctionType | None:
     """Return the same function with another meaning of NAME; None if the model's rotates in another way."""
-    rotate = own.__globals__.get(NAME)
+    inner = innermost(own, NAME)
+    assert inner is not None
+    rotate = inner.__globals__.get(NAME)
     if not callable(rotate) or not _rotates_halves(rotate):
         return None
-    meanings = {**own.__globals__, NAME: partial(_rotate_both, own.__globals__, rotate)}
-    rotating = FunctionType(own.__code__, meanings, own.__name__, own.__defaults__, own.__closure__)
-    rotating.__kwdefaults__ = own.__kwdefaults__
-    return rotating
+    return with_meaning(own, NAME, partial(_rotate_both, inner.__globals__, rotate))
 
 
 def _rotates_halves(rotate: Callable[..., Any]) -> bool:

@@ -11,13 +11,14 @@ scan and what is added. See RotaryForward.
 """
 
 from collections.abc import Callable, Iterator
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from kvpage.cache.state_cache import StateKey
+from kvpage.serving.model.meaning import innermost, with_meaning
 from kvpage.serving.model.native.trial import random_rows, relative_error
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.states.piece_cache import PieceCache
@@ -33,7 +34,9 @@ class ScannedForward:
     def __init__(self, copy: nn.Module, key: StateKey, own: FunctionType, scan: Callable[..., Any]) -> None:
         self._copy, self._key, self._own, self._scan = copy, key, own, scan
         self._starts: Iterator[torch.Tensor] = iter(())
-        self._forward = MethodType(_with_meaning(own, self._scan_from), copy)
+        forward = with_meaning(own, NAME, self._scan_from)
+        assert forward is not None, "`of` has tried it"
+        self._forward = MethodType(forward, copy)
 
     @property
     def is_current(self) -> bool:
@@ -57,25 +60,14 @@ class ScannedForward:
         """Return the forward for a copy of the mixer's module; None if its class calls no such scan."""
         module, keys = mixer.module, [key for key in mixer.keys if key[1] == "recurrent"]
         own: Any = type(module).forward
-        inner = getattr(own, "__wrapped__", own)
-        calls_scan = type(inner) is FunctionType and NAME in inner.__code__.co_names
-        if "forward" in vars(module) or not calls_scan or len(keys) != 1:
+        inner = innermost(own, NAME)
+        if "forward" in vars(module) or inner is None or len(keys) != 1:
             return None
         scan = inner.__globals__.get(NAME)
+        if not callable(scan) or with_meaning(own, NAME, scan) is None:
+            return None
         device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
-        return cls(copy, keys[0], own, scan) if callable(scan) and _goes_on(scan, device) else None
-
-
-def _with_meaning(own: FunctionType, scan: Callable[..., Any]) -> FunctionType:
-    """Return the same function with another meaning of NAME. It may be inside of a wrapper."""
-    inner: FunctionType = getattr(own, "__wrapped__", own)
-    meanings = {**inner.__globals__, NAME: scan}
-    other = FunctionType(inner.__code__, meanings, inner.__name__, inner.__defaults__, inner.__closure__)
-    other.__kwdefaults__ = inner.__kwdefaults__
-    if inner is own:
-        return other
-    cells = tuple(CellType(other) if cell.cell_contents is inner else cell for cell in own.__closure__ or ())
-    return FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, cells)
+        return cls(copy, keys[0], own, scan) if _goes_on(scan, device) else None
 
 
 def _continued(
