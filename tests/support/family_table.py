@@ -48,7 +48,7 @@ SHORTER = [
     (r"^inputs_embeds and shared_kv_states cannot be None.*", "needs another model's K and V"),
     (r"^config must have num_hidden_layers.*", "no layers in its config"),
     (r"^(\w+(Error|Exception)): .*", r"the model raises \1"),
-    (r"^model must have no state but K and V.*", "state besides K and V"),
+    (r"^states must be in layers of transformers' cache.*", "states outside of its cache"),
     (r"^model must write its K and V into its cache.*", "K and V past the cache"),
 ]  # fmt: skip
 

@@ -4,7 +4,7 @@ from transformers import PreTrainedModel
 
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.model.config_check import check_config
-from kvpage.serving.model.states.model_states import ModelStates, keeps_states
+from kvpage.serving.model.states.model_states import ModelStates, check_states_are_cached, keeps_states
 
 
 def found_states(model: PreTrainedModel, config: EngineConfig) -> ModelStates | None:
@@ -18,10 +18,11 @@ def found_states(model: PreTrainedModel, config: EngineConfig) -> ModelStates | 
         The states, or None for a model that keeps K and V alone.
 
     Raises:
-        ValueError: The model has layers of unknown types, states that do not fit into slots, or an option that does
-            not go with states.
+        ValueError: The model has layers of unknown types, states outside of its cache or that do not fit into slots,
+            or an option that does not go with states.
     """
     check_config(model, takes_states=True)
+    check_states_are_cached(model)
     if not keeps_states(model.config):
         return None
     name = type(model).__name__

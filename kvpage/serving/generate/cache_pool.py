@@ -19,7 +19,7 @@ from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.probe import unquantized
 from kvpage.serving.model.states.mixer_forward import MixerForward
-from kvpage.serving.model.states.model_states import ModelStates, keeps_states
+from kvpage.serving.model.states.model_states import ModelStates, check_states_are_cached, keeps_states
 from kvpage.serving.model.window_check import check_windows, short_windows
 from kvpage.serving.params.states import StateConfig
 
@@ -133,8 +133,7 @@ def _verify(
 
 def _check_cacheable(model: PreTrainedModel) -> None:
     checked_cache_argument(model)
-    if getattr(model, "_is_stateful", False) and not keeps_states(model.config):
-        raise ValueError(f"model must have no state but K and V, {type(model).__name__} has")
+    check_states_are_cached(model)
 
 
 def _check_backend(model: PreTrainedModel, shape: KVShape, cache_config: CacheConfig) -> None:

@@ -94,6 +94,17 @@ def test_a_cache_of_the_model_s_own_is_refused_by_name(kind: str) -> None:
         KVPageCachePool.from_model(model, CONFIG.cache_config)
 
 
+def test_states_outside_of_the_cache_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of all models in transformers 4.57."""
+    model = make_model("llama")
+    monkeypatch.setattr(type(model), "_is_stateful", True)
+    words = "states must be in layers of transformers' cache, those of LlamaForCausalLM are elsewhere in transformers"
+    with pytest.raises(ValueError, match=words):
+        Engine.from_model(model, CONFIG)
+    with pytest.raises(ValueError, match=words):
+        KVPageCachePool.from_model(model, CONFIG.cache_config)
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_windows_beside_states_are_refused_by_a_pool(kind: str) -> None:
     with pytest.raises(ValueError, match="layers must not have windows beside states, those of Inkling"):

@@ -8,6 +8,7 @@ import inspect
 from dataclasses import dataclass, replace
 
 import torch
+import transformers
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
@@ -59,6 +60,15 @@ def keeps_states(config: PretrainedConfig) -> bool:
     """Return whether layers of transformers' cache for this config keep states."""
     layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
     return any(hasattr(layer, "conv_states") and hasattr(layer, "recurrent_states") for layer in layers)
+
+
+def check_states_are_cached(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model with states that are in no layer of transformers' cache, as before version 5."""
+    if getattr(model, "_is_stateful", False) and not keeps_states(model.config):
+        raise ValueError(
+            f"states must be in layers of transformers' cache, those of {type(model).__name__} are elsewhere in "
+            f"transformers {transformers.__version__}; from version 5 on they are there in most models"
+        )
 
 
 def _model_config(model: PreTrainedModel, kv_shape: KVShape | None, num_layers: int) -> ModelConfig:
