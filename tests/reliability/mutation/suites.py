@@ -9,6 +9,7 @@ MANAGER = [
     "tests/native/test_left_over.py",
 ]
 HYBRID = [
+    "tests/blocks/hybrid/test_checkpoint.py",
     "tests/blocks/hybrid/test_hybrid_edges.py",
     "tests/blocks/hybrid/test_held.py",
     "tests/blocks/hybrid/test_hybrid_manager.py",
