@@ -2,13 +2,11 @@
 
 import contextlib
 import re
-import shutil
-import subprocess
 import threading
 import time
 
 import pytest
-from support.redis_server import free_port
+from support.mooncake_master import running_master
 from support.store_records import get, key, put, record
 
 from kvpage.store.remote import mooncake
@@ -201,29 +199,7 @@ def test_urls_that_are_none(text, what, monkeypatch):
         from_url(text)
 
 
-class Master:
-    def __init__(self) -> None:
-        self.port, self.metrics = free_port(), free_port()
-        self.start()
-
-    def start(self) -> None:
-        ports = [f"--rpc_port={self.port}", f"--metrics_port={self.metrics}", "--rpc_address=127.0.0.1"]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(["mooncake_master", *ports], **quiet)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def master():
-    pytest.importorskip("mooncake.store", exc_type=ImportError, reason="needs mooncake, libibverbs1, librdmacm1")
-    if shutil.which("mooncake_master") is None:
-        pytest.skip("needs mooncake_master")
-    master = Master()
-    yield master
-    master.kill()
+master = pytest.fixture(running_master)
 
 
 def eventually(call) -> None:
@@ -238,8 +214,7 @@ def eventually(call) -> None:
 
 
 def test_a_real_master(master):
-    options = "segment_size=64MiB&buffer_size=32MiB&max_record_bytes=8MiB&cooldown=0"
-    tier = from_url(f"mooncake://127.0.0.1:{master.port}?{options}")
+    tier = from_url(master.url())
     eventually(lambda: tier.contains(K[:1]) == [False])
     check_round_trips(tier)
     big = {k: record(k, 4 << 20, seed=i) for i, k in enumerate(K)}
