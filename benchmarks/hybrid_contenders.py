@@ -11,7 +11,7 @@ import transformers as tf
 from kvpage import CacheConfig
 from kvpage.benchmarks.serving_workloads import BLOCK_SIZE, Prompts, Tokens
 from kvpage.serving import Engine, EngineConfig, SamplingParams
-from kvpage.serving.model.cache_argument import CACHE_ARGUMENTS, checked_cache_argument
+from kvpage.serving.model.hf_cache.argument import CACHE_ARGUMENTS, checked_cache_argument
 from kvpage.serving.model.states.row_cuts import Cut
 from kvpage.serving.model.states.state_pass import StatePass
 

@@ -14,8 +14,8 @@ from kvpage.serving.generate.model_blocks import ModelBlocks, check_eval
 from kvpage.serving.generate.pool_check import verify_blocks
 from kvpage.serving.generate.states.pool_states import PoolStates
 from kvpage.serving.model.argument_check import check_model
-from kvpage.serving.model.cache_argument import checked_cache_argument
 from kvpage.serving.model.config_check import check_config
+from kvpage.serving.model.hf_cache.argument import checked_cache_argument
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.probe import unquantized
 from kvpage.serving.model.states.mixer_forward import MixerForward

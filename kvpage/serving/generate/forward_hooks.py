@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvpage.serving.generate.states.hooking import REGISTERING, named_arguments
-from kvpage.serving.model.cache_argument import given_cache
+from kvpage.serving.model.hf_cache.argument import given_cache
 
 
 class ForwardListener(Protocol):

@@ -13,7 +13,7 @@ from kvpage.checks.tokens import as_array
 from kvpage.serving.generate.cached_rows import TokenRows
 from kvpage.serving.generate.row_slots import RowSlots
 from kvpage.serving.generate.states.row_pass import RowPass
-from kvpage.serving.model.cache_argument import KV_ARGUMENTS
+from kvpage.serving.model.hf_cache.argument import KV_ARGUMENTS
 
 # K and V of a token follow from these alone. Any other tensor (images, embeddings, token types) decides over them too,
 # and cannot be read off the tokens.

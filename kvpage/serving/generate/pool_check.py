@@ -5,7 +5,7 @@ import torch
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.serving.generate.kv_page_cache import KVPageCache
 from kvpage.serving.generate.model_blocks import ModelBlocks
-from kvpage.serving.model.cache_argument import checked_cache_argument
+from kvpage.serving.model.hf_cache.argument import checked_cache_argument
 from kvpage.serving.model.limits import vocab_size
 from kvpage.serving.model.probe import MAX_ERROR_QUANTIZED, max_error, probe_tokens, relative_error
 

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpage.layout.config import ModelConfig
-from kvpage.serving.model.cache_argument import checked_cache_argument
-from kvpage.serving.model.seen_cache import SeenCache
+from kvpage.serving.model.hf_cache.argument import checked_cache_argument
+from kvpage.serving.model.hf_cache.seen_cache import SeenCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from torch import nn
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.attention import Attention
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
-from kvpage.serving.model.latent_attention import LatentPass
-from kvpage.serving.model.latent_heads import PROJECTION, LatentHeads
+from kvpage.serving.model.latents.attention import LatentPass
+from kvpage.serving.model.latents.heads import PROJECTION, LatentHeads
 from kvpage.serving.model.limits import vocab_size
 from kvpage.serving.model.probe import MAX_ERROR, probe_tokens, unquantized
 from kvpage.serving.model.runner import ModelRunner

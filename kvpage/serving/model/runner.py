@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from kvpage.checks.interrupts import interruptible
 from kvpage.serving.model.attention import IMPLEMENTATION, UNCOMPILED, StepMissing, current_step
-from kvpage.serving.model.latent_attention import LatentPass
+from kvpage.serving.model.latents.attention import LatentPass
 from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.states.mixer_forward import view_forwards
 from kvpage.serving.model.states.model_states import ModelStates

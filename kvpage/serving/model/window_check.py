@@ -13,7 +13,7 @@ import inspect
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpage.serving.model.cache_argument import checked_cache_argument
+from kvpage.serving.model.hf_cache.argument import checked_cache_argument
 from kvpage.serving.model.limits import constant_rope_len
 from kvpage.serving.model.probe import max_error, relative_error
 

@@ -10,7 +10,7 @@ from support.generate_pools import B, check_drained, make_pool, model_of, rows_o
 from support.models import make_prompts
 
 from kvpage.serving import KVPageCache
-from kvpage.serving.model.cache_argument import (
+from kvpage.serving.model.hf_cache.argument import (
     CACHE_ARGUMENTS,
     KV_ARGUMENTS,
     cache_argument,

@@ -14,10 +14,10 @@ from transformers import DynamicCache
 from kvpage import CacheConfig, CacheEngine, ModelConfig, ops
 from kvpage.blend.config import BlendConfig
 from kvpage.serving import BeamSearchParams, Engine, EngineConfig, KVPageCache, KVPageCachePool, SamplingParams
-from kvpage.serving.model import latent_heads
 from kvpage.serving.model import step as step_module
 from kvpage.serving.model.kv_shape import KVShape
-from kvpage.serving.model.latent_heads import LatentHeads
+from kvpage.serving.model.latents import heads as latent_heads
+from kvpage.serving.model.latents.heads import LatentHeads
 from kvpage.serving.model.probe import relative_error
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.step import PackedTokens, Step

@@ -14,9 +14,9 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from kvpage.layout.config import ModelConfig
 from kvpage.layout.groups import CacheGroup, GroupKind, StateLayout, StatePart
-from kvpage.serving.model.cache_argument import CACHE_ARGUMENTS, checked_cache_argument
+from kvpage.serving.model.hf_cache.argument import CACHE_ARGUMENTS, checked_cache_argument
+from kvpage.serving.model.hf_cache.seen_cache import SeenCache, SeenState
 from kvpage.serving.model.kv_shape import KVShape
-from kvpage.serving.model.seen_cache import SeenCache, SeenState
 from kvpage.serving.model.states.continuation import with_continuation
 from kvpage.serving.model.states.held_states import held_states
 from kvpage.serving.model.states.mixer import StateMixer

@@ -25,7 +25,7 @@ from kvpage.layout.attention import Attention
 from kvpage.serving.model.attention import attend_rows, row_dtype, write_rows
 from kvpage.serving.model.attribute_patch import AttributePatch
 from kvpage.serving.model.dense_attention import attend
-from kvpage.serving.model.latent_heads import PROJECTION, LatentHeads
+from kvpage.serving.model.latents.heads import PROJECTION, LatentHeads
 from kvpage.serving.model.step import Step
 
 

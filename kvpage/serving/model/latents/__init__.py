@@ -1,0 +1,1 @@
+"""Attention over latents (MLA): the heads of a layer, and a pass over them."""
