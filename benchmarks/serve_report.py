@@ -1,5 +1,6 @@
 """What `kvpage bench serve` prints and draws."""
 
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from kvpage.benchmarks.serve_load import Outcome
 from kvpage.benchmarks.serve_summary import MEASURES, PERCENTS, WORDS, Summary, measures_of
 
 LEAST_MS = 1e-3  # a logarithmic axis has no zero, and several chunks may come at once
+MOST_TICKS = 5
 
 
 class Measured(Protocol):
@@ -76,17 +78,42 @@ def plot(measured: Measured, path: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(1, len(MEASURES), figsize=(4 * len(MEASURES), 3.6), sharey=True)
     for axis, measure in zip(axes, MEASURES, strict=True):
+        every: list[float] = []
         for name, outcomes in measured.outcomes.items():
             ok = [one for one in outcomes if one.status == "ok"]
             values = sorted(max(value, LEAST_MS) for one in ok for value in measures_of(one)[measure])
             axis.step(values, [(index + 1) / len(values) for index in range(len(values))], label=name)
+            every += values
         axis.set(xlabel="ms", title=WORDS[measure], xscale="log", ylim=(0, 1.02))
+        ticks = ticks_between(min(every), max(every)) if every else []
+        axis.xaxis.set_major_locator(ticker.FixedLocator(ticks))
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+        axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:.6g}"))
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("share of requests")
     axes[-1].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def ticks_between(low: float, high: float) -> list[float]:
+    """Return at most MOST_TICKS numbers of few digits from low to high, which are more than 0.
+
+    They are powers of ten, or go by 1, 3 or by 1, 2, 5, where at least three such lie there. Otherwise they are as far
+    apart as each other.
+    """
+    powers = [10.0**exponent for exponent in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    for digits in ((1,), (1, 3), (1, 2, 5)):
+        found = [digit * power for power in powers for digit in digits if low <= digit * power <= high]
+        if len(found) >= 3:
+            return found[:: math.ceil(len(found) / MOST_TICKS)]
+    least = (high - low) / (MOST_TICKS - 1)
+    if least == 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -16,10 +16,12 @@ for torch.compile run as they are. A random Qwen3 of two layers then completes 2
 import argparse
 import importlib
 import importlib.util
+import inspect
 import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,6 +36,15 @@ from kvpage import BlockManager, CacheConfig, CacheEngine, ModelConfig, OutOfBlo
 BLOCK_SIZE, VOCAB, MAX_TOKENS = 16, 256, 24
 GREEDY = 1e-6
 """nano-vllm takes no temperature of 0. At this one and below, the likeliest token is taken."""
+PARTS = {
+    "models.qwen3": ("Attention", "RMSNorm", "Qwen3ForCausalLM"),
+    "engine.llm_engine": ("ModelRunner", "Scheduler"),
+    "utils.context": ("set_context", "get_context", "reset_context"),
+    "utils.loader": ("load_model",),
+}
+"""What is taken from which module of nano-vllm, or put in its place."""
+STEP = ("is_prefill", "cu_seqlens_q", "slot_mapping", "context_lens", "block_tables")
+"""What its `set_context` is told of a step."""
 
 
 class PagedAttention(nn.Module):
@@ -101,7 +112,7 @@ class PagedRunner:
         slots = [torch.from_numpy(self.manager.slot_mapping(seq.seq_id, seq.first_new, len(seq))) for seq in seqs]
         positions = [torch.arange(seq.first_new, len(seq)) for seq in seqs]
         context.set_context(
-            True,  # the last token of each sequence gets logits; a decode is a sequence with one new token
+            is_prefill=True,  # each sequence's last token gets logits; a decode is a sequence with one new token
             cu_seqlens_q=torch.tensor([0, *map(len, new)]).cumsum(0),
             slot_mapping=torch.cat(slots),
             context_lens=torch.tensor([len(seq) for seq in seqs]),
@@ -218,19 +229,51 @@ def settings_of(config: Any) -> SimpleNamespace:
 
 
 def install(folder: str) -> ModuleType:
-    """Import nano-vllm from a folder, with kvpage's classes in it. Returns its package."""
+    """Import nano-vllm from a folder, with kvpage's classes in it.
+
+    Returns:
+        Its package.
+
+    Raises:
+        FileNotFoundError: the folder has no package `nanovllm`, or the package has not one of the files.
+        ImportError: a file lacks a name that is taken from it, or its `set_context` takes something else.
+    """
+    check_files(Path(folder))
     torch.compiler.set_stance("force_eager")
     sys.path.insert(0, folder)
     lacks = importlib.util.find_spec("flash_attn") is None
     if lacks:
         sys.modules["flash_attn"] = refusing("flash_attn", "flash_attn_varlen_func", "flash_attn_with_kvcache")
-    qwen3 = importlib.import_module("nanovllm.models.qwen3")
+    try:
+        qwen3, engine, context, _ = map(part, PARTS)
+    finally:
+        if lacks:
+            del sys.modules["flash_attn"]  # transformers would take it for the real one
+    signature = inspect.signature(context.set_context)
+    try:
+        signature.bind(**dict.fromkeys(STEP))
+    except TypeError as error:
+        raise ImportError(f"{context.__file__}: set_context must take {', '.join(STEP)}, got {signature}") from error
     qwen3.Attention, qwen3.RMSNorm = PagedAttention, PlainNorm
-    if lacks:
-        del sys.modules["flash_attn"]  # transformers would take it for the real one
-    engine = importlib.import_module("nanovllm.engine.llm_engine")
     engine.ModelRunner, engine.Scheduler = PagedRunner, PagedScheduler
     return importlib.import_module("nanovllm")
+
+
+def check_files(folder: Path) -> None:
+    """Raise FileNotFoundError for the first file that is not there."""
+    for name in ("__init__", *PARTS):
+        path = folder / "nanovllm" / f"{name.replace('.', '/')}.py"
+        if not path.is_file():
+            raise FileNotFoundError(f"folder must hold the package nanovllm, got {folder} without {path}")
+
+
+def part(name: str) -> Any:
+    """Import a module of nano-vllm. Raises ImportError if it lacks a name that is taken from it."""
+    module = importlib.import_module(f"nanovllm.{name}")
+    for one in PARTS[name]:
+        if one not in vars(module):
+            raise ImportError(f"{module.__file__} must have {one}, got a version of nano-vllm without it")
+    return module
 
 
 def refusing(name: str, *functions: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""The example of mini-sglang, over a manager of its shape; over itself where MINI_SGLANG names its folder."""
+"""The example of mini-sglang, over managers of its shape; over itself where MINI_SGLANG names its folder."""
 
 import importlib.util
 import os
@@ -33,9 +33,11 @@ def lives(example, monkeypatch):
 
 def test_prompts_find_what_others_computed(lives, capsys):
     lives.main("nowhere")
-    found = [int(line.split(": ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
+    lines = capsys.readouterr().out.splitlines()
+    found = [int(line.split(": ")[1].split()[0]) for line in lines if "found" in line]
     assert found[0] == found[2] == 0  # a cache that keeps nothing
     assert found[1] > 1000 and found[3] > 800
+    assert all(line.startswith("    0 of") for line in lines if "found" not in line)
 
 
 def test_a_slot_under_wrong_tokens_shows(lives, monkeypatch):
@@ -45,8 +47,39 @@ def test_a_slot_under_wrong_tokens_shows(lives, monkeypatch):
         lives.main("nowhere")
 
 
+def written(folder: Path, **files: str) -> None:
+    """Write modules that begin a package minisgl."""
+    for name in ("utils/misc", "utils/registry", "core", "kvcache/__init__"):
+        path = folder / "minisgl" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(files.get(name.split("/")[0], ""))
+    for name in ("cache", "table", "decode", "prefill"):
+        path = folder / "minisgl" / "scheduler" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+
+@pytest.fixture
+def alone():
+    """No module of mini-sglang outlives the test."""
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "minisgl"]:
+        del sys.modules[name]
+
+
 def test_a_folder_without_the_package_is_refused(example, tmp_path):
-    with pytest.raises(FileNotFoundError, match="folder must hold the package minisgl"):
+    with pytest.raises(FileNotFoundError, match="folder must hold the package minisgl, .*utils/misc.py"):
+        example.main(str(tmp_path))
+    written(tmp_path)
+    (tmp_path / "minisgl" / "scheduler" / "table.py").unlink()
+    with pytest.raises(FileNotFoundError, match="minisgl/scheduler/table.py"):
+        example.main(str(tmp_path))
+
+
+@pytest.mark.parametrize(("core", "lacks"), [("", "core.py must have Context"), ("Context = SamplingParams = 1", "kv")])
+def test_a_version_with_other_names_is_refused(example, alone, tmp_path, core, lacks):
+    written(tmp_path, core=core)
+    with pytest.raises(ImportError, match=lacks):
         example.main(str(tmp_path))
 
 
@@ -66,3 +99,6 @@ def test_rows_get_their_slots_and_no_others(example):
 def test_mini_sglang_itself():
     done = subprocess.run([sys.executable, PATH, os.environ["MINI_SGLANG"]], text=True, capture_output=True)
     assert done.stdout.count("prompt tokens found") == 4, done.stderr
+    found = [int(line.split(": ")[1].split()[0]) for line in done.stdout.splitlines() if "found" in line]
+    assert all(found)
+    assert all(line.startswith("    0 of") for line in done.stdout.splitlines()[3::4])  # those over kvpage

@@ -129,7 +129,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {name: ModuleType(f"nanovllm.{name}") for name in NAMES} | {"": ModuleType("nanovllm")}
     held: dict[str, Any] = {}
     vars(made[""]).update(LLM=FakeLLM, SamplingParams=SimpleNamespace)
-    made["models.qwen3"].Qwen3ForCausalLM = FakeQwen3
+    vars(made["models.qwen3"]).update(Qwen3ForCausalLM=FakeQwen3, Attention=None, RMSNorm=None)
+    vars(made["engine.llm_engine"]).update(ModelRunner=None, Scheduler=None)
     made["utils.loader"].load_model = lambda model, path: model.load_state_dict(
         load_file(Path(path) / "model.safetensors")
     )

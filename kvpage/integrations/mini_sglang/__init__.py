@@ -19,17 +19,19 @@ def register(name: str = "kvpage", num_pages: int | None = None) -> None:
         num_pages: pages of the engine's pool; None for those of the pool that the engine has made.
 
     Raises:
-        ImportError: there is no package `minisgl` that has the registry.
+        ImportError: there is no package `minisgl` that has the registry, or its prefix caches have another interface.
         KeyError: the name is taken.
     """
     from minisgl.core import get_global_ctx
-    from minisgl.kvcache import SUPPORTED_CACHE_MANAGER
+    from minisgl.kvcache import SUPPORTED_CACHE_MANAGER, BaseCacheHandle, BasePrefixCache
 
     def make(device: Any) -> PrefixSlots:
         context = get_global_ctx()
         return PrefixSlots(num_pages or num_pages_of(context.kv_cache), context.page_size, device)
 
     SUPPORTED_CACHE_MANAGER.register(name)(make)
+    BasePrefixCache.register(PrefixSlots)  # whoever asks finds them to be instances
+    BaseCacheHandle.register(PrefixHandle)
 
 
 def num_pages_of(pool: Any) -> int:

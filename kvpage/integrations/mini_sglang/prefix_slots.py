@@ -1,8 +1,12 @@
 """PrefixSlots: mini-sglang's prefix cache over a PrefixTree. The engine owns the slots, the tree says what they hold.
 
     match_prefix ─► PrefixHandle ─► lock ─► slots that stay ─► unlock
-    insert_prefix(tokens, slots) ─► new pages become the tree's; those of tokens that it has stay the engine's
+    insert_prefix(tokens, slots) ─► new pages become the tree's, after those that it has
     evict(size) ─► pages leave the tree, the least recently used first ─► slots, the engine's again
+
+Two requests may compute the same tokens at once. The tree has the slots of the first. The second keeps its own until it
+ends, and nothing of it is cached. Told that its tokens are cached already, mini-sglang would free its slots at once,
+although the request still reads them.
 
 The pool of the tree has no free page at any time. A page is the engine's, with one reference, or the tree's. So pages
 that become free in an eviction are exactly the evicted ones.
@@ -38,7 +42,7 @@ class MatchResult(NamedTuple):
 
 
 class InsertResult(NamedTuple):
-    """What an insertion did. cached_len: tokens that were cached before. handle: of all that are cached now."""
+    """What an insertion did. cached_len: tokens whose slots were the cache's. handle: of all whose slots are now."""
 
     cached_len: int
     handle: PrefixHandle
@@ -79,13 +83,15 @@ class PrefixSlots:
     def insert_prefix(self, input_ids: torch.Tensor, indices: torch.Tensor) -> InsertResult:
         """Cache the whole pages of the tokens. The slots of those that were not cached become the cache's.
 
+        If some are cached under other slots, none are cached: all slots after the last common one stay the engine's.
+
         Args:
             input_ids: token ids, [tokens].
             indices: the slot of each token, [tokens].
 
         Returns:
-            How many tokens were cached before: their slots in `indices` stay the engine's, which frees them. And a
-            handle of all whole pages, which locks nothing yet.
+            How many tokens were cached before, under these slots. And a handle of those that are now: of all whole
+            pages, unless some are cached under other slots. It locks nothing yet.
 
         Raises:
             ValueError: there is not a slot for each token, slots are no whole pages, or a page that is to become the
@@ -97,6 +103,10 @@ class PrefixSlots:
         num_whole = len(tokens) // self.page_size * self.page_size
         pages, tokens = self._pages_of(slots[:num_whole]), tokens[:num_whole]
         found = self._tree.match(tokens, num_left_over=0)
+        common = int((found.block_ids == pages[: found.num_blocks]).cumprod().sum())
+        if common < found.num_blocks:
+            self._tree.release(found)
+            return InsertResult(common * self.page_size, self._handle(tokens[: common * self.page_size]))
         try:
             path = self._tree.insert(tokens[found.num_tokens :], pages[found.num_blocks :], after=found)
         except ValueError:

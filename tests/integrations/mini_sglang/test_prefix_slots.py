@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import pytest
 import torch
-from support.fake_mini_sglang import Registry
+from support.fake_mini_sglang import BaseCacheHandle, BasePrefixCache, Registry
 
 from kvpage.integrations.mini_sglang import PrefixHandle, PrefixSlots, num_pages_of, register
 
@@ -73,16 +73,23 @@ class Engine:
         self.locked.append((handle, found))
 
     def insert(self) -> None:
+        """Insert a prompt with the slots that it has found, or with fewer of them: it was computed at the same time."""
         prompt = self.prompt()
-        num_new, had = len(prompt) // self.page_size, self.cached_len(prompt)
-        pages = [self.free.pop() for _ in range(num_new)] if num_new <= len(self.free) else None
-        if pages is None:
+        num_new, had = len(prompt) // self.page_size, self.cached_len(prompt) // self.page_size
+        num_common = had if self.rng.random() < 0.7 else self.rng.randrange(had + 1)
+        if num_new - num_common > len(self.free):
             return
-        slots = [page * self.page_size + n for page in pages for n in range(self.page_size)]
+        pages = [self.free.pop() for _ in range(num_new - num_common)]
+        slots = self.slots_of(prompt[: num_common * self.page_size])
+        slots += [page * self.page_size + n for page in pages for n in range(self.page_size)]
         rest = [7] * (len(prompt) - len(slots))
         was, handle = self.cache.insert_prefix(ids(*prompt), ids(*slots, *rest))
-        assert was == had and handle.cached_len == len(slots)
-        self.free += pages[: had // self.page_size]
+        assert was == num_common * self.page_size
+        assert handle.cached_len == (len(slots) if num_common == had else was)
+        assert handle.get_matched_indices().tolist() == slots[: handle.cached_len]
+        if num_common < had:
+            self.free += pages
+            return
         for n, page in enumerate(self.pages(prompt)):
             self.slots.setdefault(page, slots[n * self.page_size :][: self.page_size])
 
@@ -192,6 +199,17 @@ def test_what_the_engine_did_not_own_is_not_taken():
         cache.check_integrity()
 
 
+def test_slots_of_tokens_that_another_has_cached_first_stay_their_requests():
+    cache = PrefixSlots(8, 1)
+    shared = cached(cache, ids(1, 2), ids(0, 1))
+    was, handle = cache.insert_prefix(ids(1, 2, 3), ids(0, 5, 6))
+    assert (was, handle.cached_len, handle.get_matched_indices().tolist()) == (1, 1, [0])
+    assert shared.get_matched_indices().tolist() == [0, 1]
+    assert cache.size_info.total_size == 2
+    assert cached(cache, ids(9, 8), ids(5, 6)).cached_len == 2  # nobody has taken them
+    cache.check_integrity()
+
+
 def test_handles_of_others_are_refused():
     cache, other = PrefixSlots(4, 1), PrefixSlots(4, 1)
     with pytest.raises(ValueError, match="of this cache"):
@@ -218,7 +236,11 @@ def registry(monkeypatch):
     pool = SimpleNamespace(k_cache=lambda layer: torch.empty(6, 4, 2, 8))
     parts = {
         "minisgl": {},
-        "minisgl.kvcache": {"SUPPORTED_CACHE_MANAGER": Registry()},
+        "minisgl.kvcache": {
+            "SUPPORTED_CACHE_MANAGER": Registry(),
+            "BaseCacheHandle": BaseCacheHandle,
+            "BasePrefixCache": BasePrefixCache,
+        },
         "minisgl.core": {"get_global_ctx": lambda: SimpleNamespace(page_size=4, kv_cache=pool)},
     }
     for name, values in parts.items():
@@ -242,7 +264,16 @@ def test_the_registry_makes_a_cache_of_the_engines_pool(registry):
     assert num_pages_of(SimpleNamespace(k_cache=lambda layer: torch.empty(3, 1))) == 3
 
 
-def test_a_version_without_the_registry_is_refused(registry, monkeypatch):
-    monkeypatch.delattr(sys.modules["minisgl.kvcache"], "SUPPORTED_CACHE_MANAGER")
-    with pytest.raises(ImportError, match="SUPPORTED_CACHE_MANAGER"):
+def test_what_is_registered_is_a_cache_of_mini_sglang(registry):
+    register()
+    cache = registry.made["kvpage"](torch.device("cpu"))
+    assert isinstance(cache, BasePrefixCache)
+    assert isinstance(cache.match_prefix(ids(1)).cuda_handle, BaseCacheHandle)
+
+
+@pytest.mark.parametrize("name", ["SUPPORTED_CACHE_MANAGER", "BaseCacheHandle", "BasePrefixCache"])
+def test_a_version_without_the_registry_or_its_interface_is_refused(registry, monkeypatch, name):
+    monkeypatch.delattr(sys.modules["minisgl.kvcache"], name)
+    with pytest.raises(ImportError, match=name):
         register()
+    assert not registry.made
