@@ -136,11 +136,12 @@ def test_indices_that_do_not_fit_change_nothing(make: Make, indices: torch.Tenso
     assert backend.batch_exists(hashes(0, 1)) == 0 and torch.equal(pool.bytes, before)
 
 
-def test_a_page_of_another_size_is_a_miss(make: Make):
+def test_a_page_of_another_size_is_a_miss_and_makes_place(make: Make):
     pool = MadePool()
     backend = make(pool, {"interface_v1": 0})
     assert backend.set(hashes(0)[0], torch.arange(7, dtype=torch.uint8))
-    assert backend.get(hashes(0)[0], torch.empty(8, dtype=torch.uint8)) is None
+    assert backend.get(hashes(0)[0], torch.empty(8, dtype=torch.uint8)) is None and not backend.exists(hashes(0)[0])
+    assert backend.set(hashes(0)[0], torch.arange(7, dtype=torch.uint8))
     assert backend.get(hashes(0)[0]) is None and backend.get(hashes(1)[0], torch.empty(7, dtype=torch.uint8)) is None
     found = backend.get(hashes(0)[0], torch.empty(7, dtype=torch.uint8))
     assert found.tolist() == list(range(7))
