@@ -271,9 +271,12 @@ def test_clear_forgets_all(make: Make):
     assert backend.batch_exists(hashes(0)) == 0
 
 
-def test_close_may_be_called_again_and_ends_all_calls(make: Make):
+def test_close_may_be_called_again_and_all_calls_miss(make: Make):
     backend = make(MadePool())
+    assert backend.batch_set_v1(hashes(0), tokens_of(0)) == [True]
     backend.close()
     backend.close()
-    with pytest.raises(ValueError, match="closed"):
-        backend.batch_get_v1(hashes(0), tokens_of(0))
+    assert backend.batch_exists(hashes(0)) == 0 and backend.batch_get_v1(hashes(0), tokens_of(0)) == [False]
+    assert backend.batch_set_v1(hashes(0), tokens_of(0)) == [False] and not backend.batch_set(
+        hashes(0), [torch.ones(1)]
+    )
