@@ -120,6 +120,17 @@ class HiCacheStorage(ABC):
     def get_stats(self): ...  # noqa: B027
 
 
+SERVER: dict[str, Any] = {}
+"""The configuration of a server; empty for none."""
+
+
+class Context:
+    def config_leaf(self, name):
+        if name not in SERVER:
+            raise ValueError(f"{name!r} is not a config leaf (no namespace)")
+        return SERVER[name]
+
+
 STORAGE, METRICS = "sglang.srt.mem_cache.hicache_storage", "sglang.srt.observability.metrics_collector"
 MODULES: dict[str, dict[str, Any]] = {
     "sglang.version": {"__version__": VERSION},
@@ -128,6 +139,7 @@ MODULES: dict[str, dict[str, Any]] = {
         for one in (HiCacheStorageConfig, PoolName, PoolHitPolicy, PoolTransfer, PoolTransferResult, HiCacheStorage)
     },
     METRICS: {"StorageMetrics": StorageMetrics},
+    "sglang.srt.runtime_context": {"get_context": Context},
 }
 BACKEND = "kvpage.integrations.sglang.backend"
 

@@ -15,6 +15,7 @@ from kvpage.integrations.sglang.host_pages import HostPages
 from kvpage.integrations.sglang.settings import HiCacheSettings
 from kvpage.integrations.sglang.shard import Shard
 from kvpage.integrations.sglang.traffic import Traffic
+from kvpage.integrations.sglang.weights import ServedModel
 from kvpage.store import ByteStore, ByteStoreStats, Placed, Tier
 from kvpage.store.stack.call_gate import ClosedStore
 
@@ -36,14 +37,20 @@ class PageStorage:
         shard: The rank.
         version: Of SGLang.
         tiers: Tiers that are made already, in place of those of the settings.
+        served: The configuration of SGLang, which names the weights where the settings do not. None for none.
 
     Raises:
         ValueError: No rank but one would find anything, or nobody named the weights.
-        OSError, ImportError, TypeError: A tier cannot be opened.
+        OSError, ImportError, TypeError: A tier cannot be opened, or a file of the weights not read.
     """
 
     def __init__(
-        self, settings: HiCacheSettings, shard: Shard, version: str, tiers: Sequence[Tier | Placed] | None = None
+        self,
+        settings: HiCacheSettings,
+        shard: Shard,
+        version: str,
+        tiers: Sequence[Tier | Placed] | None = None,
+        served: ServedModel | None = None,
     ) -> None:
         if shard.is_replicated and shard.tp[1] > 1 and settings.all_local:
             raise ValueError(
@@ -51,7 +58,8 @@ class PageStorage:
                 f"got {', '.join(settings.tiers)}"
             )
         self.settings, self.shard, self.traffic = settings, shard, Traffic()
-        header = shard.header(settings.model, settings.kv_cache_dtype, version)
+        header = shard.header(settings.model, settings.kv_cache_dtype, version, served or ServedModel())
+        self._names_dtype = header["kv_cache_dtype"] is not None
         self._store = ByteStore(settings.store_config(shard.name), header, tiers)
         self._pools: dict[str, HostPages] = {}
 
@@ -63,10 +71,10 @@ class PageStorage:
             pool: The HostKVCache.
 
         Raises:
-            ValueError: The pool's bytes do not tell their dtype, and neither do the settings.
+            ValueError: The pool's bytes do not tell their dtype, and neither do the settings or SGLang.
         """
         pages = HostPages(name, pool, self.shard, name != KV or self.settings.interface_v1)
-        unnamed = getattr(pool, "dtype", None) == torch.uint8 and self.settings.kv_cache_dtype is None
+        unnamed = getattr(pool, "dtype", None) == torch.uint8 and not self._names_dtype
         if name == KV and unnamed and not pages.is_logical:
             raise ValueError(
                 "kv_cache_dtype must be named in the extra config, since this cache's bytes do not tell it, got None"

@@ -9,7 +9,7 @@ from support import fake_sglang
 from support.fake_sglang import PoolHitPolicy, PoolName, PoolTransfer
 from support.host_pools import PAGE, AnchorPool, MadePool, PoolOfCopies, tokens_of
 
-MEMORY = {"tiers": ["memory://?size=8MiB&prefault=no"], "num_threads": 1}
+MEMORY = {"tiers": ["memory://?size=8MiB&prefault=no"], "num_threads": 1, "model": "model@1"}
 KINDS = [("layer_first", 2), ("page_first", 2), ("layer_first", 1), ("page_first", 1)]
 Make = Callable[..., Any]
 

@@ -18,7 +18,7 @@ KEYS = [letter * 64 for letter in "abcdefgh"]
 
 
 def opened(url: str, pool: Any, tiers: list | None = None, deadline: float = 20.0) -> PageStorage:
-    settings = HiCacheSettings((url,), interface_v1=True, num_threads=1, deadline=deadline)
+    settings = HiCacheSettings((url,), "model@1", interface_v1=True, num_threads=1, deadline=deadline)
     storage = PageStorage(settings, Shard("model", False), "0.5.23", tiers)
     storage.register("kv", pool)
     return storage

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 BACKEND = {
     "backend_name": "kvpage", "module_path": "kvpage.integrations.sglang.backend", "class_name": "KVPageHiCache",
-    "interface_v1": 1,
+    "interface_v1": 1, "model": "model@1",
 }  # fmt: skip
 POOLS = {
     "heads, layer_first": lambda: mha_pool("layer_first"),
