@@ -76,7 +76,7 @@ class ByteJobs:
         pieces = [pieces_of(memory[index], writable) for index in wanted]
         if writable:
             check_apart(pieces)
-        payloads = [RunPayload(one.runs, one.owners) for one in pieces]
+        payloads = [RunPayload.of(one) for one in pieces]
         names = self._names([each[index] for index in wanted])
         kinds = [self._keys.kind(name, payload.num_bytes) for name, payload in zip(names, payloads, strict=True)]
         return _Records(len(each), wanted, list(zip(kinds, payloads, strict=True)))
