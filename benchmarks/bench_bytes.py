@@ -4,6 +4,7 @@ The blocks of an engine's shape (Llama-3-8B: 32 layers, 8 heads, 128, bf16) go i
 - blocks: `KVStore.store_blocks` and `load_blocks`, one chunk a record;
 - pages: `ByteStore.put` and `get_into` of a `PageView` over the same tensors, the same blocks a record;
 - copy: one torch copy_ of as many bytes, the bound in memory; pwrite and preadv of them, 1 MiB a call, on disk.
+  All have the same number of threads.
 All take turns. Records are of `--tokens` each: 2 MiB for 16 tokens. What comes back is compared bit by bit before
 anything is timed. Records carry digests in both, made and checked on the way. The disk's page cache is warm.
 
@@ -18,6 +19,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,27 +86,39 @@ def memory_bound(num_bytes: int) -> dict[str, Callable[[], object]]:
     return {"store copy_": lambda: target.copy_(source), "load copy_": lambda: source.copy_(target)}
 
 
-def disk_bound(num_bytes: int, folder: Path) -> dict[str, Callable[[], object]]:
+def disk_bound(
+    num_bytes: int, folder: Path, pool: ThreadPoolExecutor, num_threads: int
+) -> dict[str, Callable[[], object]]:
+    """Each thread of the pool has a part of the file, as the store's threads have records."""
     data, fd = np.random.default_rng(0).bytes(num_bytes), os.open(folder / "bound", os.O_CREAT | os.O_RDWR)
     view, room = memoryview(data), memoryview(bytearray(num_bytes))
-    calls = range(0, num_bytes, CALL_BYTES)
-    return {
-        "store pwrite": lambda: [os.pwrite(fd, view[at : at + CALL_BYTES], at) for at in calls],
-        "load preadv": lambda: [os.preadv(fd, [room[at : at + CALL_BYTES]], at) for at in calls],
-    }
+    parts = [range(0, num_bytes, CALL_BYTES)[begin::num_threads] for begin in range(num_threads)]
+
+    def write(part: range) -> None:
+        for at in part:
+            os.pwrite(fd, view[at : at + CALL_BYTES], at)
+
+    def read(part: range) -> None:
+        for at in part:
+            os.preadv(fd, [room[at : at + CALL_BYTES]], at)
+
+    return {"store pwrite": lambda: list(pool.map(write, parts)), "load preadv": lambda: list(pool.map(read, parts))}
 
 
 def measure(part: str, num_tokens: int, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     blocks = Blocks(num_tokens, options.records)
     size = 2 * blocks.num_bytes + (64 << 20)
     urls = [f"disk://{folder / kind}?size={size}" if part == "disk" else f"memory://?size={size}" for kind in "ab"]
-    bounds = disk_bound(blocks.num_bytes, folder) if part == "disk" else memory_bound(blocks.num_bytes)
     config = KVStoreConfig(num_tokens, (urls[0],), num_threads=options.threads)
     header = {"model": "bench", "pages": blocks.view.name}
     with (
+        ThreadPoolExecutor(options.threads) as pool,
         KVStore(config, metadata_of(blocks.engine, "bench")) as chunks,
         ByteStore(ByteStoreConfig((urls[1],), options.threads), header) as records,
     ):
+        bounds = memory_bound(blocks.num_bytes)
+        if part == "disk":
+            bounds = disk_bound(blocks.num_bytes, folder, pool, options.threads)
         calls = ways(blocks, chunks, records)
         for kind in ("blocks", "pages"):
             calls[f"store {kind}"]()

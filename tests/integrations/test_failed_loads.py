@@ -102,7 +102,8 @@ def test_vllms_tier_stores_what_vllm_has_computed(tmp_path, monkeypatch, error):
 @pytest.mark.parametrize("pool_class", [MadePool, PoolOfCopies])
 def test_sglangs_backend_stores_what_sglang_has_computed(monkeypatch, pool_class, kind):
     module, pool, keys = fake_sglang.installed(monkeypatch), pool_class(), [letter * 64 for letter in "abcd"]
-    settings = {"tiers": ["memory://?size=1MiB&prefault=no"], "interface_v1": int(kind != "copies"), "num_threads": 1}
+    tiers, by_address = ["memory://?size=1MiB&prefault=no"], int(kind != "copies")
+    settings = {"tiers": tiers, "model": "model@1", "interface_v1": by_address, "num_threads": 1}
     backend = module.KVPageHiCache(fake_sglang.config(settings, enable_storage_metrics=False), {})
     backend.register_mem_pool_host(pool)
     store = backend._storage._store

@@ -120,6 +120,21 @@ class HiCacheStorage(ABC):
     def get_stats(self): ...  # noqa: B027
 
 
+SERVER: dict[str, Any] = {}
+"""The configuration of a server; empty for none."""
+
+
+class RuntimeContext:
+    def config_leaf(self, name):
+        if name not in SERVER:
+            raise ValueError(f"{name!r} is not a config leaf (no namespace)")
+        return SERVER[name]
+
+
+def get_context():
+    return RuntimeContext()
+
+
 STORAGE, METRICS = "sglang.srt.mem_cache.hicache_storage", "sglang.srt.observability.metrics_collector"
 MODULES: dict[str, dict[str, Any]] = {
     "sglang.version": {"__version__": VERSION},
@@ -128,6 +143,7 @@ MODULES: dict[str, dict[str, Any]] = {
         for one in (HiCacheStorageConfig, PoolName, PoolHitPolicy, PoolTransfer, PoolTransferResult, HiCacheStorage)
     },
     METRICS: {"StorageMetrics": StorageMetrics},
+    "sglang.srt.runtime_context": {"get_context": get_context, "RuntimeContext": RuntimeContext},
 }
 BACKEND = "kvpage.integrations.sglang.backend"
 

@@ -10,5 +10,6 @@ SGLang makes `kvpage.integrations.sglang.backend.KVPageHiCache`. This module can
 from kvpage.integrations.sglang.page_storage import PageStorage
 from kvpage.integrations.sglang.settings import HiCacheSettings
 from kvpage.integrations.sglang.shard import Shard
+from kvpage.integrations.sglang.weights import ServedModel
 
-__all__ = ["HiCacheSettings", "PageStorage", "Shard"]
+__all__ = ["HiCacheSettings", "PageStorage", "ServedModel", "Shard"]

@@ -19,6 +19,7 @@ from kvpage.integrations.sglang.interface import check_interface
 from kvpage.integrations.sglang.page_storage import KV, PageStorage
 from kvpage.integrations.sglang.settings import HiCacheSettings
 from kvpage.integrations.sglang.shard import Shard
+from kvpage.integrations.sglang.weights import ServedModel
 from kvpage.store import ByteStoreStats
 
 Flags = list[bool]
@@ -33,16 +34,17 @@ class KVPageHiCache(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # SG
         kwargs: What SGLang's factory gives besides. Not used.
 
     Raises:
-        ValueError: A setting breaks a rule or is unknown, or a folder belongs to another process.
+        ValueError: A setting breaks a rule or is unknown, nobody names the weights, or a folder belongs to another
+            process.
         RuntimeError: This version of SGLang has another interface.
-        OSError, ImportError, TypeError: A tier cannot be opened.
+        OSError, ImportError, TypeError: A tier cannot be opened, or a file of the weights not read.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         check_interface(__version__, hicache_storage)
         settings = HiCacheSettings.from_extra_config(storage_config.extra_config)
         self._has_metrics = bool(storage_config.enable_storage_metrics)
-        self._storage = PageStorage(settings, Shard.of(storage_config), __version__)
+        self._storage = PageStorage(settings, Shard.of(storage_config), __version__, served=ServedModel.here())
 
     # --- pools -------------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ keep   pages ─► records of one pool, all or none of each page
 load   records ─► pages; True means exactly the bytes that were kept
 """
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,28 +15,42 @@ from kvpage.integrations.sglang.host_pages import HostPages
 from kvpage.integrations.sglang.settings import HiCacheSettings
 from kvpage.integrations.sglang.shard import Shard
 from kvpage.integrations.sglang.traffic import Traffic
+from kvpage.integrations.sglang.weights import ServedModel
 from kvpage.store import ByteStore, ByteStoreStats, Placed, Tier
+from kvpage.store.stack.call_gate import ClosedStore
+
+logger = logging.getLogger(__name__)
 
 KV = "kv"
+TROUBLE = (MemoryError, OSError, RuntimeError, ClosedStore)
+"""Errors of a store besides its tiers': no memory, no thread, a store that was closed. SGLang's threads go on."""
 Buffers = Sequence[Any]
 
 
 class PageStorage:
     """The pages of one rank. Thread-safe; SGLang looks up, loads and keeps in three threads.
 
+    Trouble of the store is logged, and the pages of that call count as missing.
+
     Args:
         settings: Tiers, and what SGLang does not know.
         shard: The rank.
         version: Of SGLang.
         tiers: Tiers that are made already, in place of those of the settings.
+        served: The configuration of SGLang, which names the weights where the settings do not. None for none.
 
     Raises:
         ValueError: No rank but one would find anything, or nobody named the weights.
-        OSError, ImportError, TypeError: A tier cannot be opened.
+        OSError, ImportError, TypeError: A tier cannot be opened, or a file of the weights not read.
     """
 
     def __init__(
-        self, settings: HiCacheSettings, shard: Shard, version: str, tiers: Sequence[Tier | Placed] | None = None
+        self,
+        settings: HiCacheSettings,
+        shard: Shard,
+        version: str,
+        tiers: Sequence[Tier | Placed] | None = None,
+        served: ServedModel | None = None,
     ) -> None:
         if shard.is_replicated and shard.tp[1] > 1 and settings.all_local:
             raise ValueError(
@@ -43,7 +58,8 @@ class PageStorage:
                 f"got {', '.join(settings.tiers)}"
             )
         self.settings, self.shard, self.traffic = settings, shard, Traffic()
-        header = shard.header(settings.model, settings.kv_cache_dtype, version)
+        header = shard.header(settings.model, settings.kv_cache_dtype, version, served or ServedModel())
+        self._names_dtype = header["kv_cache_dtype"] is not None
         self._store = ByteStore(settings.store_config(shard.name), header, tiers)
         self._pools: dict[str, HostPages] = {}
 
@@ -55,10 +71,10 @@ class PageStorage:
             pool: The HostKVCache.
 
         Raises:
-            ValueError: The pool's bytes do not tell their dtype, and neither do the settings.
+            ValueError: The pool's bytes do not tell their dtype, and neither do the settings or SGLang.
         """
         pages = HostPages(name, pool, self.shard, name != KV or self.settings.interface_v1)
-        unnamed = getattr(pool, "dtype", None) == torch.uint8 and self.settings.kv_cache_dtype is None
+        unnamed = getattr(pool, "dtype", None) == torch.uint8 and not self._names_dtype
         if name == KV and unnamed and not pages.is_logical:
             raise ValueError(
                 "kv_cache_dtype must be named in the extra config, since this cache's bytes do not tell it, got None"
@@ -88,7 +104,8 @@ class PageStorage:
         Raises:
             ValueError: No such pool was registered.
         """
-        return self._store.contains(self.pages(name).keys(keys), deadline=self.settings.deadline)
+        names = self.pages(name).keys(keys)
+        return _attempt(len(keys), lambda: self._store.contains(names, deadline=self.settings.deadline))
 
     def load(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
         """Read pages into host memory.
@@ -108,14 +125,8 @@ class PageStorage:
         indices = pages.check(len(keys), host_indices)
         if pages.is_logical:
             return [True] * len(keys)
-        if pages.by_address:
-            return self._read(pages.keys(keys), pages.pieces(len(keys), indices))
-        rooms, place = pages.rooms(len(keys), indices)
-        flags = self._read(pages.keys(keys), rooms)
-        for index, flag in enumerate(flags):
-            if flag:
-                place(index)
-        return flags
+        load = self._load_pieces if pages.by_address else self._load_flat
+        return _attempt(len(keys), lambda: load(pages, keys, indices))
 
     def keep(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
         """Store pages of host memory.
@@ -136,7 +147,7 @@ class PageStorage:
         if pages.is_logical:
             return [True] * len(keys)
         way = pages.pieces if pages.by_address else pages.copies
-        return self._write(pages.keys(keys), way(len(keys), indices))
+        return _attempt(len(keys), lambda: self._write(pages.keys(keys), way(len(keys), indices)))
 
     def load_copies(self, keys: Sequence[str], copies: Sequence[torch.Tensor]) -> list[bool]:
         """Read pages of K and V into tensors of their own.
@@ -151,7 +162,8 @@ class PageStorage:
         Raises:
             ValueError: A tensor is not contiguous, or there are more or fewer than pages.
         """
-        return self._read(self.pages(KV).keys(keys), copies)
+        names = self.pages(KV).keys(keys)
+        return _attempt(len(keys), lambda: self._read(names, copies))
 
     def keep_copies(self, keys: Sequence[str], copies: Sequence[torch.Tensor]) -> list[bool]:
         """Store pages of K and V from tensors of their own.
@@ -166,7 +178,8 @@ class PageStorage:
         Raises:
             ValueError: There are more or fewer tensors than pages.
         """
-        return self._write(self.pages(KV).keys(keys), [one.detach().cpu().contiguous() for one in copies])
+        names = self.pages(KV).keys(keys)
+        return _attempt(len(keys), lambda: self._write(names, [one.detach().cpu().contiguous() for one in copies]))
 
     def clear(self) -> None:
         """Forget all records in the tiers.
@@ -186,6 +199,17 @@ class PageStorage:
         """Write what is to be written, and close the tiers. Calling it again has no effect."""
         self._store.close()
 
+    def _load_pieces(self, pages: HostPages, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
+        return self._read(pages.keys(keys), pages.pieces(len(keys), indices))
+
+    def _load_flat(self, pages: HostPages, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
+        rooms, place = pages.rooms(len(keys), indices)
+        flags = self._read(pages.keys(keys), rooms)
+        for index, flag in enumerate(flags):
+            if flag:
+                place(index)
+        return flags
+
     def _read(self, keys: list[bytes], buffers: Buffers) -> list[bool]:
         start = time.perf_counter()
         flags = self._store.get_into(keys, buffers, deadline=self.settings.deadline)
@@ -200,3 +224,12 @@ class PageStorage:
         self.traffic.wrote(flags, [buffers[i] for i in once], time.perf_counter() - start)
         kept = {keys[index]: flag for index, flag in zip(once, flags, strict=True)}
         return [kept[key] for key in keys]
+
+
+def _attempt(num_pages: int, call: Callable[[], list[bool]]) -> list[bool]:
+    """Return the result of a call, or a miss of each page where the store is in trouble."""
+    try:
+        return call()
+    except TROUBLE as error:
+        logger.error("the store failed; %d pages count as missing", num_pages, exc_info=error)
+        return [False] * num_pages

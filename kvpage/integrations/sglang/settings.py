@@ -19,10 +19,10 @@ class HiCacheSettings:
     Attributes:
         tiers: URLs of tiers, the fastest first, as `ByteStoreConfig` takes them. "{rank}" becomes the rank's own name,
             such as "dp0-pp0-cp0-tp0": a disk tier belongs to one process.
-        model: The name of the weights, with their revision. None means the name by which SGLang serves the model.
+        model: A name of the weights, with their revision. None for one by their files, or by their commit on the hub.
             Weights of another name share nothing.
-        kv_cache_dtype: The dtype of K and V, as SGLang's --kv-cache-dtype names it. It must be given where SGLang keeps
-            bytes, since bytes do not tell e4m3 from e5m2.
+        kv_cache_dtype: The dtype of K and V, as SGLang's --kv-cache-dtype names it. None for SGLang's own. Where SGLang
+            keeps bytes, one must be chosen, since bytes do not tell e4m3 from e5m2.
         interface_v1: Whether SGLang gives the pages' addresses. Otherwise it gives copies of them.
         num_threads: Threads of a call. None means torch's number.
         deadline: Seconds of a call, and of each tier whose URL names none. What is not there by then is a miss.

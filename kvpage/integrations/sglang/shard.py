@@ -4,9 +4,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from kvpage.integrations.sglang.weights import ServedModel
 from kvpage.store.bytes.header import Value
 
-FORMAT = 1
+FORMAT = 2
 """Of the records that this integration writes. Another number finds none of them."""
 
 REPLICATED = ("kv", "indexer", "draft_indexer")
@@ -64,29 +65,32 @@ class Shard:
         """The rank's own name, for its folder."""
         return f"dp{self.dp}-pp{self.pp[0]}-cp{self.cp[0]}-tp{self.tp[0]}"
 
-    def header(self, model: str | None, kv_cache_dtype: str | None, version: str) -> dict[str, Value]:
+    def header(
+        self, model: str | None, kv_cache_dtype: str | None, version: str, served: ServedModel
+    ) -> dict[str, Value]:
         """Return what all records of a store depend on.
 
         Args:
-            model: The name of the weights. None means that of the shard.
-            kv_cache_dtype: See HiCacheSettings.
+            model: A name that the user gave the weights. None for one by their files.
+            kv_cache_dtype: See HiCacheSettings. None for SGLang's own.
             version: Of SGLang.
+            served: Its configuration.
 
         Returns:
             A header for a ByteStore.
 
         Raises:
-            ValueError: Nobody named the weights.
+            ValueError: Nobody named the weights, and SGLang does not tell where they are.
+            OSError: A file of theirs cannot be read.
         """
-        name = model or self.model
-        if not name:
-            raise ValueError("model must be named in the extra config, since SGLang names none, got None")
         return {
             "engine": "sglang",
             "version": version,
             "format": FORMAT,
-            "model": name,
-            "kv_cache_dtype": kv_cache_dtype,
+            "model": model or self.model,
+            "weights": "named" if model else served.weights(),
+            "settings": served.settings(),
+            "kv_cache_dtype": kv_cache_dtype or served.kv_cache_dtype,
         }
 
     def scope(self, name: str, pool: Any, way: str) -> bytes:

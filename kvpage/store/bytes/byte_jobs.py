@@ -9,11 +9,10 @@ from typing import Any
 from kvpage.checks.values import as_list, as_real, check_flag
 from kvpage.store.bytes.byte_keys import ByteKeys, checked_keys
 from kvpage.store.bytes.events import ByteEvents
-from kvpage.store.bytes.pieces import Piece, Pieces, pieces_of
+from kvpage.store.bytes.pieces import Piece, Pieces, check_apart, pieces_of
 from kvpage.store.bytes.run_payload import RunPayload
 from kvpage.store.records.kinds import RecordKind
 from kvpage.store.records.payload import Source
-from kvpage.store.records.record import UnreadableRecord
 from kvpage.store.records.record_io import read_record
 from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.stack.time_limit import TimeLimit
@@ -60,7 +59,7 @@ class ByteJobs:
         names = [kind.key for kind, _ in records.made]
 
         def read(index: int, reader: Reader, num_threads: int) -> None:
-            _read(reader, *records.made[index], num_threads)
+            read_record(reader, *records.made[index], num_threads)  # one of another size is dropped, as a damaged one
 
         return lambda: records.result(self._tiers.read_each(names, read, limit))
 
@@ -74,7 +73,10 @@ class ByteJobs:
         if len(each) != len(memory):
             raise ValueError(f"buffers must be one a key, got {len(memory)} for {len(each)} keys")
         wanted = [index for index, buffer in enumerate(memory) if buffer is not None]
-        payloads = [RunPayload(*pieces_of(memory[index], writable)) for index in wanted]
+        pieces = [pieces_of(memory[index], writable) for index in wanted]
+        if writable:
+            check_apart(pieces)
+        payloads = [RunPayload.of(one) for one in pieces]
         names = self._names([each[index] for index in wanted])
         kinds = [self._keys.kind(name, payload.num_bytes) for name, payload in zip(names, payloads, strict=True)]
         return _Records(len(each), wanted, list(zip(kinds, payloads, strict=True)))
@@ -99,11 +101,3 @@ def limit_of(deadline: Any) -> TimeLimit:
     if deadline is not None and not 0 <= as_real("deadline", deadline) < float("inf"):
         raise ValueError(f"deadline must be finite seconds of at least 0, or None, got {deadline!r}")
     return TimeLimit.within(None if deadline is None else float(deadline))
-
-
-def _read(reader: Reader, kind: RecordKind, payload: RunPayload, num_threads: int) -> None:
-    """Read the record. One of another size stays as it is: other callers may ask for that."""
-    expected = kind.head(kind.raw_bytes, payload.stretch_bytes).num_bytes
-    if reader.num_bytes != expected:
-        raise UnreadableRecord(f"a record of {expected} bytes was asked for, and {reader.num_bytes} are there")
-    read_record(reader, kind, payload, num_threads)

@@ -114,12 +114,13 @@ class ByteStore(TieredStore):
         Args:
             keys: of 1 to 65535 bytes each; one may come several times.
             buffers: writable memory for each record, as long as it is. None for one that is not wanted. No two share
-                memory.
+                a byte.
             deadline: as in `put`.
 
         Returns:
             A flag for each key: True if the buffer has exactly the bytes that were put. False for a miss: the buffer's
-            bytes mean nothing then. A record of another length is a miss, and stays.
+            bytes mean nothing then. A record of another length is a miss, and is dropped: otherwise it would stand in
+            the way of the right one.
 
         Raises:
             ValueError, TypeError: arguments are wrong or do not fit together; nothing is written.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.checks.values import as_integer
-from kvpage.store.bytes.pieces import Pieces
+from kvpage.store.bytes.pieces import Pieces, check_memory, share_bytes
 
 NULL_PAGE = -1
 
@@ -35,14 +35,16 @@ class PageView:
     Put `name` into the store's header: then pages of another shape, dtype, order or version are never mixed up.
 
     Args:
-        tensors: strided, in host memory, with as many pages each.
+        tensors: strided, in host memory, with as many pages each. No two of their elements share a byte. They keep
+            their storage as long as the view is used.
         page_dim: the dimension that counts pages.
         token_dim: the dimension that counts the tokens of a page, for loads from a token on. None: a page counts as one
             token.
         version: any text that tells apart what the bytes mean.
 
     Raises:
-        ValueError: the tensors do not fit together, or have no such dimension, or no bytes.
+        ValueError: the tensors do not fit together, share bytes, are conjugate or negative views, or have no such
+            dimension, or no bytes.
         TypeError: they are no tensors.
     """
 
@@ -66,6 +68,8 @@ class PageView:
         self.name: list[Any] = ["pages", version, token_dim, *map(self._described, self._tensors)]
         """The meaning of a page's bytes, as a value of a store's header. The number of pages is no part of it."""
         self._whole = self._page_runs(0)
+        if _meet(self._tensors) and share_bytes(_of_pages(self._whole, np.arange(self.num_pages))):
+            raise ValueError("tensors must share no byte with each other, got some that do")
 
     def pieces(self, page_ids: npt.ArrayLike, start: int = 0) -> list[Pieces | None]:
         """Return the memory of records, each of some pages, as buffers for `put` and `get_into`.
@@ -109,7 +113,7 @@ class PageView:
         if token and 0 <= at < len(ids):
             first = _of_pages(self._page_runs(token), ids[at : at + 1])
             parts = [_of_pages(self._whole, ids[:at]), first, _of_pages(self._whole, ids[at + 1 :])]
-        return Pieces(np.concatenate(parts), self._tensors)
+        return Pieces(np.concatenate(parts), self._tensors, ids)
 
     def _order(self, tensor: torch.Tensor) -> list[int]:
         """Return the dimensions of a page, in the order of memory."""
@@ -130,8 +134,7 @@ class PageView:
 def _check(tensor: torch.Tensor, page_dim: int, token_dim: int | None) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensors must be torch tensors, got {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout is not torch.strided or tensor.device.type != "cpu":
-        raise ValueError(f"tensors must be strided and in host memory, got one on {tensor.device}")
+    check_memory(tensor)
     for name, dim in (("page_dim", page_dim), ("token_dim", token_dim)):
         if dim is not None and not 0 <= as_integer(name, dim) < tensor.dim():
             raise ValueError(f"{name} must be a dimension, in [0, {tensor.dim()}), got {dim}")
@@ -139,6 +142,23 @@ def _check(tensor: torch.Tensor, page_dim: int, token_dim: int | None) -> None:
         raise ValueError(f"token_dim must be another dimension than page_dim, got {token_dim}")
     if tensor.numel() == 0:
         raise ValueError(f"tensors must have elements, got shape {tuple(tensor.shape)}")
+    extent = 0
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ):
+        if stride <= extent:
+            raise ValueError(
+                f"elements must share no byte, got strides {tensor.stride()} of shape {tuple(tensor.shape)}"
+            )
+        extent += (size - 1) * stride
+
+
+def _meet(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether the stretches of memory from the first to the last byte of two tensors overlap."""
+    ends = [sum((size - 1) * by for size, by in zip(one.shape, one.stride(), strict=True)) + 1 for one in tensors]
+    return share_bytes(
+        np.array([(one.data_ptr(), end * one.element_size()) for one, end in zip(tensors, ends, strict=True)])
+    )
 
 
 def _tensor_runs(tensor: torch.Tensor, order: list[int], page_dim: int, token_dim: int | None, token: int) -> _Runs:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpage.store.bytes.pieces import Pieces
 from kvpage.store.tiers.stretches import Runs, gather_stretches, scatter_stretches
 
 STRETCH_BYTES = 1 << 18  # of every record: who reads it may have other runs than who wrote it
@@ -27,6 +28,11 @@ class RunPayload:
         self._runs, self._owner = runs, owner
         self._ends = np.cumsum(runs[:, 1])
         self.num_bytes = int(self._ends[-1]) if len(runs) else 0
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> "RunPayload":
+        """Return the payload of a record's memory."""
+        return cls(pieces.runs, pieces.owners)
 
     def check_source(self) -> None:
         """Raise ValueError if there are bytes that no memory holds: they can be skipped, and not be stored."""

@@ -92,7 +92,7 @@ def check_kind(head: RecordHead, kind: RecordKind) -> Codec | None:
     Raises CorruptRecord if the record is not of this kind; UnreadableRecord if its codec is not here.
     """
     if (head.key, head.shape, head.raw_bytes) != (kind.key, kind.shape, kind.raw_bytes):
-        raise CorruptRecord("the record is another one")
+        raise CorruptRecord(f"a record of {kind.raw_bytes} bytes was asked for, got another one of {head.raw_bytes}")
     if head.codec not in kind.codecs:
         raise UnreadableRecord(f"the codec must be one of {', '.join(kind.codecs)}, got {head.codec}")
     return kind.codecs[head.codec]

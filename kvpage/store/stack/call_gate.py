@@ -16,6 +16,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class ClosedStore(ValueError):
+    """A call came during or after the closing of its store."""
+
+
 class CallGate:
     """Thread-safe; a context manager, in which a call is under way.
 
@@ -33,11 +37,11 @@ class CallGate:
         self._process.check()
 
     def enter(self) -> None:
-        """Begin a call. Raises ValueError when the gate is closed or closing; RuntimeError in a forked process."""
+        """Begin a call. Raises ClosedStore when the gate is closed or closing; RuntimeError in a forked process."""
         self.check()
         with self._changed:
             if self._is_closed:
-                raise ValueError(f"{self._name} is closed")
+                raise ClosedStore(f"{self._name} is closed")
             self._num_under_way += 1
 
     def leave(self) -> None:

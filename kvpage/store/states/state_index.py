@@ -92,7 +92,7 @@ class StateIndex:
         rows = np.empty(len(entries), ENTRY)
         rows["rest"] = list(entries.values())
         rows["key"] = np.frombuffer(b"".join(entries), "V32")
-        payload = RunPayload(*pieces_of(rows.view(np.uint8), writable=False))
+        payload = RunPayload.of(pieces_of(rows.view(np.uint8), writable=False))
         key = self._keys.index(prefix)
 
         def record(_: int) -> tuple[RecordKind, Source]:
@@ -107,5 +107,5 @@ class StateIndex:
             raise CorruptRecord(f"an index of {head.raw_bytes} bytes has no whole entries")
         data = np.empty(head.raw_bytes, np.uint8)
         kind = self._keys.index_kind(key, num_tokens, head.raw_bytes, namespace)
-        read_record(reader, kind, RunPayload(*pieces_of(data, writable=True)))
+        read_record(reader, kind, RunPayload.of(pieces_of(data, writable=True)))
         return data.view(ENTRY)

@@ -212,7 +212,7 @@ class StateRecords:
         return explain_states(len(array), usable, positions, num_found)
 
     def _payload(self, state: Memory, writable: bool) -> RunPayload:
-        payload = RunPayload(*pieces_of(state, writable))
+        payload = RunPayload.of(pieces_of(state, writable))
         if payload.num_bytes != self.layout.slot_bytes:
             raise ValueError(f"state must have the {self.layout.slot_bytes} bytes of a slot, got {payload.num_bytes}")
         return payload

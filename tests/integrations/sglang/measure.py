@@ -20,7 +20,7 @@ from integrations.sglang.real_pools import EngineSide, filled, mha_pool, page_of
 NUM_PAGES, ROUNDS = 32, 9
 BACKEND = {
     "backend_name": "kvpage", "module_path": "kvpage.integrations.sglang.backend", "class_name": "KVPageHiCache",
-    "interface_v1": 1, "num_threads": 2, "deadline": 60,
+    "interface_v1": 1, "model": "model@1", "num_threads": 2, "deadline": 60,
 }  # fmt: skip
 
 

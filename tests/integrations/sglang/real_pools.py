@@ -9,6 +9,8 @@ from unittest.mock import MagicMock
 import torch
 
 PAGE, LAYERS, HEADS, SIZE, NUM_PAGES = 4, 3, 2, 8, 300
+PATIENCE = 300
+"""Seconds for an answer of SGLang's threads; they compile a part of theirs before the first one."""
 UNUSED = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.io")
 
 
@@ -138,20 +140,28 @@ class EngineSide:
         self._parallel.__enter__()
         cache_controller.device_module = MagicMock()  # streams and events of a GPU
         allocator = types.SimpleNamespace(get_kvcache=lambda: device)
-        self.controller = cache_controller.HiCacheController(
-            allocator, pool, PAGE, None, None, storage_backend=backend, model_name="model", prefetch_threshold=PAGE,
-            storage_backend_extra_config=extra, enable_storage_metrics=True,
+        self.controller = self._kind()(
+            allocator, self._host(), PAGE, None, None, storage_backend=backend, model_name="model",
+            prefetch_threshold=PAGE, storage_backend_extra_config=extra, enable_storage_metrics=True,
         )  # fmt: skip
+
+    def _kind(self) -> Any:
+        from sglang.srt.managers.cache_controller import HiCacheController
+
+        return HiCacheController
+
+    def _host(self) -> Any:
+        return self.pool
 
     def keep(self, pages: list[int], keys: list[str]) -> int:
         """Have SGLang store these pages, and return how many tokens it says are there."""
         self.controller.write_storage(tokens_of(self.pool, pages), [], hash_value=keys)
-        return self.controller.ack_backup_queue.get(timeout=60).completed_tokens
+        return self.controller.ack_backup_queue.get(timeout=PATIENCE).completed_tokens
 
     def hit(self, tokens: list[int]) -> Any:
         """Have SGLang look these tokens up, and return its operation."""
         self.controller.prefetch("request", tokens)
-        return self.controller.prefetch_hit_queue.get(timeout=60)
+        return self.controller.prefetch_hit_queue.get(timeout=PATIENCE)
 
     def fetch(self, operation: Any, pages: list[int]) -> int:
         """Have SGLang read what it found into these pages, and return how many tokens it takes as read."""
@@ -159,7 +169,7 @@ class EngineSide:
         self.controller.prefetch_buffer.put(operation)
         done = 0
         while True:
-            ack = self.controller.ack_prefetch_queue.get(timeout=60)
+            ack = self.controller.ack_prefetch_queue.get(timeout=PATIENCE)
             if ack.completed_req:
                 return done
             done = ack.completed_tokens
@@ -167,6 +177,63 @@ class EngineSide:
     def close(self) -> None:
         self.controller.detach_storage_backend()
         self._parallel.__exit__(None, None, None)
+
+
+class HybridSide(EngineSide):
+    """The same with SGLang's HybridCacheController: pools of K and V and of states, which one prompt needs both.
+
+    Args:
+        pool: Of K and V.
+        states: The other pool.
+        extra: As of EngineSide.
+    """
+
+    def __init__(self, pool: Any, states: Any, extra: dict[str, Any]) -> None:
+        self.states = states
+        super().__init__(pool, extra)
+
+    def _kind(self) -> Any:
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+        return HybridCacheController
+
+    def _host(self) -> Any:
+        from sglang.srt.mem_cache.hicache_storage import PoolName
+        from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
+
+        kv = PoolEntry(PoolName.KV, self.pool, None, lambda layer: layer, is_primary_index_anchor=True)
+        return HostPoolGroup([kv, PoolEntry(PoolName.MAMBA, self.states, None, lambda layer: layer)])
+
+    def move(self, state: int | None = None, key: str = "end") -> Any:
+        """Return SGLang's move of a state, or the question whether there is one at the end."""
+        from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+        indices = None if state is None else tokens_of(self.states, [state])
+        return PoolTransfer(PoolName.MAMBA, indices, keys=[key], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+    def keep_with_state(self, pages: list[int], keys: list[str], state: int) -> int:
+        """Have SGLang store these pages and the state at their end; return how many tokens it says are there."""
+        moves = [self.move(state, keys[-1])]
+        self.controller.write_storage(tokens_of(self.pool, pages), [], hash_value=keys, extra_pools=moves)
+        return self.controller.ack_backup_queue.get(timeout=PATIENCE).completed_tokens
+
+    def hit_with_state(self, tokens: list[int]) -> Any:
+        """Have SGLang look up how far pages and a state at their end reach."""
+        self.controller.prefetch(types.SimpleNamespace(rid="request"), tokens, extra_pools=[self.move()])
+        return self.controller.prefetch_hit_queue.get(timeout=PATIENCE)
+
+    def fetch_with_state(self, operation: Any, pages: list[int], state: int) -> tuple[int, int]:
+        """Have SGLang read what it found; return the tokens and the states that it takes as read."""
+        operation.host_indices = tokens_of(self.pool, pages)
+        operation.pool_transfers[0].host_indices = tokens_of(self.states, [state])
+        self.controller.prefetch_buffer.put(operation)
+        done, states = 0, 0
+        while True:
+            ack = self.controller.ack_prefetch_queue.get(timeout=PATIENCE)
+            if ack.completed_req:
+                return done, states
+            done = done if ack.completed_tokens is None else ack.completed_tokens
+            states = states if ack.pool_hits is None else ack.pool_hits["mamba"]
 
 
 ONE_RANK = dict(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_size=1, attn_dcp_rank=0)

@@ -9,7 +9,7 @@ from support import fake_sglang
 from support.fake_sglang import PoolHitPolicy, PoolName, PoolTransfer
 from support.host_pools import PAGE, AnchorPool, MadePool, PoolOfCopies, tokens_of
 
-MEMORY = {"tiers": ["memory://?size=8MiB&prefault=no"], "num_threads": 1}
+MEMORY = {"tiers": ["memory://?size=8MiB&prefault=no"], "num_threads": 1, "model": "model@1"}
 KINDS = [("layer_first", 2), ("page_first", 2), ("layer_first", 1), ("page_first", 1)]
 Make = Callable[..., Any]
 
@@ -136,11 +136,12 @@ def test_indices_that_do_not_fit_change_nothing(make: Make, indices: torch.Tenso
     assert backend.batch_exists(hashes(0, 1)) == 0 and torch.equal(pool.bytes, before)
 
 
-def test_a_page_of_another_size_is_a_miss(make: Make):
+def test_a_page_of_another_size_is_a_miss_and_makes_place(make: Make):
     pool = MadePool()
     backend = make(pool, {"interface_v1": 0})
     assert backend.set(hashes(0)[0], torch.arange(7, dtype=torch.uint8))
-    assert backend.get(hashes(0)[0], torch.empty(8, dtype=torch.uint8)) is None
+    assert backend.get(hashes(0)[0], torch.empty(8, dtype=torch.uint8)) is None and not backend.exists(hashes(0)[0])
+    assert backend.set(hashes(0)[0], torch.arange(7, dtype=torch.uint8))
     assert backend.get(hashes(0)[0]) is None and backend.get(hashes(1)[0], torch.empty(7, dtype=torch.uint8)) is None
     found = backend.get(hashes(0)[0], torch.empty(7, dtype=torch.uint8))
     assert found.tolist() == list(range(7))
@@ -270,9 +271,12 @@ def test_clear_forgets_all(make: Make):
     assert backend.batch_exists(hashes(0)) == 0
 
 
-def test_close_may_be_called_again_and_ends_all_calls(make: Make):
+def test_close_may_be_called_again_and_all_calls_miss(make: Make):
     backend = make(MadePool())
+    assert backend.batch_set_v1(hashes(0), tokens_of(0)) == [True]
     backend.close()
     backend.close()
-    with pytest.raises(ValueError, match="closed"):
-        backend.batch_get_v1(hashes(0), tokens_of(0))
+    assert backend.batch_exists(hashes(0)) == 0 and backend.batch_get_v1(hashes(0), tokens_of(0)) == [False]
+    assert backend.batch_set_v1(hashes(0), tokens_of(0)) == [False] and not backend.batch_set(
+        hashes(0), [torch.ones(1)]
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.host_pools import MadePool, tokens_of
 
-from kvpage.integrations.sglang import HiCacheSettings, PageStorage, Shard
+from kvpage.integrations.sglang import HiCacheSettings, PageStorage, ServedModel, Shard
 
 KEYS = ["a" * 64, "b" * 64]
 LONE = Shard("model", False)
@@ -19,7 +19,7 @@ Change = Callable[[Any], Any]
 def opened(path: Path, shard: Shard, pool: Any, version: str = "0.5.23", name: str = "kv", **given: Any) -> PageStorage:
     values = {"interface_v1": True, "num_threads": 1, **given}
     settings = HiCacheSettings((f"disk://{path}?size=8MiB&segment=4MiB",), **values)
-    storage = PageStorage(settings, shard, version)
+    storage = PageStorage(settings, shard, version, served=ServedModel({"model_path": __file__}))
     storage.register(name, pool)
     return storage
 

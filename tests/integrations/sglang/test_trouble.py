@@ -18,7 +18,7 @@ KEYS = [letter * 64 for letter in "abcdefgh"]
 
 
 def opened(url: str, pool: Any, tiers: list | None = None, deadline: float = 20.0) -> PageStorage:
-    settings = HiCacheSettings((url,), interface_v1=True, num_threads=1, deadline=deadline)
+    settings = HiCacheSettings((url,), "model@1", interface_v1=True, num_threads=1, deadline=deadline)
     storage = PageStorage(settings, Shard("model", False), "0.5.23", tiers)
     storage.register("kv", pool)
     return storage
@@ -138,6 +138,50 @@ def test_a_tier_that_fails_is_a_miss(when: str):
         assert load_and_compare(storage, pool, wanted, 6) == [when == "between"] * 6
     fails.clear()
     storage.close()
+
+
+class Failing(MemoryTier):
+    """Not in trouble that tiers name, but with an error of the process."""
+
+    error: Exception | None = None
+
+    def contains(self, *arguments: Any) -> Any:
+        return self._or_fail(super().contains, *arguments)
+
+    def open(self, *arguments: Any) -> Any:
+        return self._or_fail(super().open, *arguments)
+
+    def create(self, *arguments: Any) -> Any:
+        return self._or_fail(super().create, *arguments)
+
+    def _or_fail(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return call(*arguments)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't start new thread"), OSError(24, "files")], ids=str
+)
+@pytest.mark.parametrize("pool_class", [MadePool, PoolOfCopies])
+def test_errors_of_the_process_are_misses_and_no_thread_of_sglang_dies(
+    error: Exception, pool_class: type[MadePool], caplog: pytest.LogCaptureFixture
+):
+    tier, pool = Failing(1 << 20, pin_memory=False), pool_class()
+    storage = opened("memory://", pool, [tier])
+    assert storage.keep("kv", KEYS[:2], tokens_of(0, 1)) == [True, True]
+    tier.error = error
+    assert storage.keep("kv", KEYS[2:4], tokens_of(2, 3)) == storage.keep_copies(KEYS[4:5], [torch.zeros(3)]) * 2
+    assert storage.load("kv", KEYS[:2], tokens_of(2, 3)) == storage.found("kv", KEYS[:2]) == [False, False]
+    assert storage.load_copies(KEYS[:1], [torch.zeros(3)]) == [False]
+    assert caplog.text.count("count as missing") == 5
+    tier.error = None
+    assert storage.load("kv", KEYS[:2], tokens_of(2, 3)) == [True, True]
+    storage.close()
+    assert storage.load("kv", KEYS[:2], tokens_of(2, 3)) == storage.found("kv", KEYS[:2]) == [False, False]
+    assert storage.keep("kv", KEYS[:2], tokens_of(0, 1)) == [False, False]
+    with pytest.raises(ValueError, match="host_indices of 2 pages"):
+        storage.load("kv", KEYS[:2], tokens_of(2))
 
 
 def test_a_server_that_is_not_there_is_a_miss():

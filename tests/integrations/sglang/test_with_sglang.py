@@ -8,7 +8,7 @@ import inspect
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 BACKEND = {
     "backend_name": "kvpage", "module_path": "kvpage.integrations.sglang.backend", "class_name": "KVPageHiCache",
-    "interface_v1": 1,
+    "interface_v1": 1, "model": "model@1",
 }  # fmt: skip
 POOLS = {
     "heads, layer_first": lambda: mha_pool("layer_first"),
@@ -126,6 +126,21 @@ def create() -> Iterator[Callable[..., Any]]:
     yield backend
     for one in made:
         one.close()
+
+
+@pytest.mark.parametrize("is_mla, rank, size", [(False, 0, 1), (True, 0, 1), (False, 1, 4)])
+def test_sglangs_own_test_of_a_batch_passes(monkeypatch: pytest.MonkeyPatch, is_mla: bool, rank: int, size: int):
+    """It is in the wheel, for the storage over Mooncake; here it is given this one."""
+    from sglang.srt.mem_cache.storage import StorageBackendFactory
+    from sglang.srt.mem_cache.storage.mooncake_store import test_mooncake_store as theirs
+
+    def backend(config: Any) -> Any:
+        given = replace(config, extra_config={**BACKEND, "tiers": ["memory://?size=1MiB"]})
+        return StorageBackendFactory.create_backend("dynamic", given, None)
+
+    monkeypatch.setattr(theirs, "MooncakeStore", backend)
+    config = theirs.make_hicache_storage_config(is_mla_model=is_mla, tp_rank=rank, tp_size=size)
+    theirs.test_batch_operation(config)
 
 
 @pytest.mark.parametrize("name", POOLS)

@@ -111,18 +111,45 @@ def test_existing_records_stay_or_are_replaced(store: ByteStore) -> None:
     one = room(3)
     assert store.get_into([b"k"], [one]) == [True] and one == b"old"
     assert store.put([b"k"], [b"longer"], skip_existing=False) == [True]
-    assert store.get_into([b"k"], [room(3)]) == [False]
     one = room(6)
     assert store.get_into([b"k"], [one]) == [True] and one == b"longer"
 
 
-def test_a_record_of_another_size_is_a_miss_and_stays(store: ByteStore) -> None:
+@pytest.mark.parametrize("more", [-1, 1, 4096])
+def test_a_record_of_another_size_is_a_miss_and_makes_place_for_the_right_one(store: ByteStore, more: int) -> None:
+    """If it stayed, `contains` would promise it for ever, and `put` would leave it alone."""
     assert all(store.put(KEYS, RECORDS))
-    for more in (-1, 1, 4096):
-        rooms = [room(max(size + more, 0)) for size in SIZES]
-        found = store.get_into(KEYS, rooms)
-        assert found == [size == 0 and more == -1 for size in SIZES]
-    assert store.contains(KEYS) == [True] * len(KEYS) and store.stats().corrupt_records == 0
+    sizes = [max(size + more, 0) for size in SIZES]
+    is_same = [size == 0 and more == -1 for size in SIZES]
+    assert store.get_into(KEYS, [room(size) for size in sizes]) == store.contains(KEYS) == is_same
+    others, rooms = [data_of(50 + at, size) for at, size in enumerate(sizes)], [room(size) for size in sizes]
+    assert all(store.put(KEYS, others)) and all(store.get_into(KEYS, rooms)) and rooms == others
+
+
+def freed(tensor: torch.Tensor, begin: int = 0) -> torch.Tensor:
+    """A part of a tensor whose storage is gone."""
+    part = tensor[begin:]
+    tensor.untyped_storage().resize_(0)
+    return part
+
+
+def test_memory_that_cannot_hold_a_record_is_refused_by_name() -> None:
+    shared, other = torch.zeros(9), bytearray(8)
+    refused = [
+        ([freed(torch.zeros(9))], "must have memory, got one of 36 bytes whose storage has 0"),
+        ([freed(torch.zeros(9), 4)], "must have memory"),
+        ([torch.zeros(4, dtype=torch.complex64).conj()], "must be resolved"),
+        ([torch.zeros(4, dtype=torch.complex64).conj().imag], "must be resolved"),
+        ([other, other], "buffers must share no byte"),
+        ([shared[:5], shared[4:]], "buffers must share no byte"),
+        ([[shared[:5], other, shared[4:]]], "buffers must share no byte"),
+    ]
+    with opened() as store:
+        for buffers, message in refused:
+            with pytest.raises(ValueError, match=message):
+                store.get_into(KEYS[: len(buffers)], buffers)
+        assert store.get_into(KEYS[:3], [shared[:4], shared[4:], torch.zeros(0)]) == [False] * 3
+        assert store.put(KEYS[:2], [other, other]) == [True, True], "to read a byte twice is right"
 
 
 def test_stores_of_other_headers_do_not_meet(tmp_path) -> None:
@@ -273,7 +300,7 @@ WRONG_BUFFERS = [
 def test_wrong_buffers_are_refused_before_anything_is_written(buffer) -> None:
     with opened() as store:
         for call in (store.put, store.get_into, store.later.put, store.later.get_into):
-            with pytest.raises((ValueError, TypeError), match="buffers must"):
+            with pytest.raises((ValueError, TypeError), match="(buffers|tensors) must"):
                 call([b"good", b"bad"], [bytearray(1), buffer])
         assert store.contains([b"good"]) == [False]
 
@@ -412,9 +439,9 @@ def test_a_random_life_against_a_dict(data) -> None:
                 known.clear()
             rooms = [room(size) for size in sizes]
             found = store.get_into(keys, rooms)
-            assert found == [
-                len(known[key]) == size if key in known else False for key, size in zip(keys, sizes, strict=True)
-            ]
+            fits = [len(known[key]) == size if key in known else None for key, size in zip(keys, sizes, strict=True)]
+            assert found == [fit is True for fit in fits]
+            known = {key: one for key, one in known.items() if (key, False) not in zip(keys, fits, strict=True)}
             assert all(one == known[key] for key, one, is_found in zip(keys, rooms, found, strict=True) if is_found)
             assert store.contains(list(known)) == [True] * len(known)
             assert tier.stats().num_records == len(known)

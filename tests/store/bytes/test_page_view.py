@@ -125,3 +125,37 @@ def test_wrong_views_and_ids_are_refused() -> None:
     with pytest.raises(ValueError, match="start must not be negative"):
         view.pieces([0], start=-1)
     assert view.pieces([]) == [] and view.page_bytes == 12 and view.num_pages == 4
+
+
+def test_tensors_whose_bytes_are_not_their_own_are_refused_by_name() -> None:
+    base, wide, gone = torch.zeros(4, 3), torch.zeros(30), torch.zeros(4, 3)
+    gone.untyped_storage().resize_(0)
+    refused = [
+        (base[:1].expand(4, 3), "elements must share no byte"),
+        (wide.as_strided((4, 3), (2, 1)), "elements must share no byte"),
+        (wide.as_strided((3, 4), (1, 2)), "elements must share no byte"),
+        (torch.zeros(4, 3, dtype=torch.complex64).conj(), "tensors must be resolved"),
+        (gone, "tensors must have memory, got one of 48 bytes whose storage has 0"),
+        ([base, base], "tensors must share no byte with each other"),
+        ([wide.as_strided((4, 3), (6, 1)), wide.as_strided((4, 3), (6, 1), 8)], "tensors must share no byte with each"),
+    ]
+    for tensors, message in refused:
+        with pytest.raises(ValueError, match=message):
+            PageView(tensors)
+    PageView([wide.as_strided((4, 3), (6, 1)), wide.as_strided((4, 3), (6, 1), 3)]), PageView(base[:1].expand(1, 3))
+
+
+def test_a_page_is_read_into_once_and_may_be_stored_twice() -> None:
+    view = PageView(torch.zeros(4, 3))
+    with opened() as store:
+        assert store.put([b"a", b"b"], view.pieces([1, 1])) == [True, True]
+        for ids in ([2, 2], [[0, 3], [3, 1]]):
+            with pytest.raises(ValueError, match="pages must be given once where they are read, got page"):
+                store.get_into([b"a", b"b"], view.pieces(ids))
+        with pytest.raises(ValueError, match="buffers must share no byte"):
+            store.get_into([b"a", b"b"], [view.pieces([2])[0], view._tensors[0][2]])
+        assert store.get_into([b"a", b"none"], view.pieces([[0, -1], [-1, 1]])) == [False, False]
+        assert store.put([b"a", b"b"], view.pieces([1, 2])) and store.get_into([b"a", b"b"], view.pieces([3, 0])) == [
+            True,
+            True,
+        ]
