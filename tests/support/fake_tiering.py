@@ -20,6 +20,7 @@ NUM_BYTES = 96
 POISON = 0xA5
 MAX_STEPS = 20_000
 STEP_SECONDS = 0.0005
+PATIENT = {"lookup_patience": 60.0, "load_patience": 60.0, "store_patience": 60.0}  # on a busy machine, too
 
 
 def bytes_of(key: bytes, num_bytes: int = NUM_BYTES) -> bytes:
@@ -66,7 +67,7 @@ class Tiering:
         events = SimpleNamespace(enable_kv_cache_events=publishes)
         spec = SimpleNamespace(config=config or config_of(model), kv_events_config=events)
         self.view = memoryview(self.memory)
-        self.tier = KVPageTier(spec, self.view, "KVPageTier", **settings)
+        self.tier = KVPageTier(spec, self.view, "KVPageTier", **{**PATIENT, **settings})
         self.free, self.jobs, self.results = list(range(num_chunks)), {}, {}
         self.num_jobs, self.num_loads, self.owned = 0, 0, {}
 

@@ -1,4 +1,4 @@
-"""Facts of vLLM's whole configuration, which K and V depend on and which vLLM does not pass to a tier.
+"""Facts that K and V depend on and that vLLM does not pass to a tier: the device, and those of its configuration.
 
 A tier is given dtype and layout of the cache. With `--kv-cache-dtype fp8` that says nothing of the dtype in which K and
 V were computed. vLLM's connector has the whole configuration, and makes the tier: so it is in the frames of the calls.
@@ -32,6 +32,13 @@ FACTS: dict[str, tuple[str, str]] = {
     "load_format": ("load_config", "load_format"),
 }
 """Names in the header, and where vLLM's configuration has them."""
+
+
+def device_kind() -> str:
+    """Return the kind of device, such as "cuda" or "cpu"."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
 
 
 def engine_config() -> Any:

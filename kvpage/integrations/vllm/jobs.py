@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from kvpage.integrations.vllm.begun import begun
+from kvpage.checks.started_pool import begun
 from kvpage.integrations.vllm.chunk_rows import ChunkRows
 from kvpage.store import ByteStore
 

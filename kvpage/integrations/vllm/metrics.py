@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from kvpage.checks.started_pool import started_pool
-from kvpage.integrations.vllm.begun import begun
+from kvpage.checks.started_pool import begun, started_pool
 from kvpage.store import ByteStoreStats, ByteTierStats
 
 logger = logging.getLogger(__name__)

@@ -30,12 +30,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvpage.integrations.vllm.begun import begun
+from kvpage.checks.started_pool import begun
 from kvpage.integrations.vllm.block_events import BlockEvents
 from kvpage.integrations.vllm.chunk_rows import ChunkRows
 from kvpage.integrations.vllm.config import StoreTierConfig
-from kvpage.integrations.vllm.device import device_kind
-from kvpage.integrations.vllm.engine_facts import engine_config, facts_of, is_dummy, warn_of_random_keys
+from kvpage.integrations.vllm.engine_facts import device_kind, engine_config, facts_of, is_dummy, warn_of_random_keys
 from kvpage.integrations.vllm.header import header_of
 from kvpage.integrations.vllm.interface import vllm_version
 from kvpage.integrations.vllm.jobs import FinishedJob, Jobs
