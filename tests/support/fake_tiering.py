@@ -6,8 +6,11 @@
 Rows that nobody owns hold POISON. A row under way belongs to the tier; all others are compared after each call.
 """
 
+import json
+import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,7 @@ NUM_BYTES = 96
 POISON = 0xA5
 MAX_STEPS = 20_000
 STEP_SECONDS = 0.0005
+PATIENT = {"lookup_patience": 60.0, "load_patience": 60.0, "store_patience": 60.0}  # on a busy machine, too
 
 
 def bytes_of(key: bytes, num_bytes: int = NUM_BYTES) -> bytes:
@@ -30,6 +34,19 @@ def config_of(model: Any, **fields: Any) -> Any:
 
     names = {name: fields.pop(name) for name in ("dtype",) if name in fields}
     return OffloadingConfig(model=OffloadingModelConfig(str(model), **names), **fields)
+
+
+def make_model(path: Path, weights: bytes = b"weights") -> Path:
+    """Make a model's folder."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "tiny"}))
+    (path / "model.safetensors").write_bytes(weights)
+    return path
+
+
+def disk(tmp_path: Path, name: str = "kv") -> str:
+    """Return the URL of a small place on disk."""
+    return f"disk://{tmp_path / name}?size=4MiB&segment=1MiB"
 
 
 class Tiering:
@@ -50,7 +67,7 @@ class Tiering:
         events = SimpleNamespace(enable_kv_cache_events=publishes)
         spec = SimpleNamespace(config=config or config_of(model), kv_events_config=events)
         self.view = memoryview(self.memory)
-        self.tier = KVPageTier(spec, self.view, "KVPageTier", **settings)
+        self.tier = KVPageTier(spec, self.view, "KVPageTier", **{**PATIENT, **settings})
         self.free, self.jobs, self.results = list(range(num_chunks)), {}, {}
         self.num_jobs, self.num_loads, self.owned = 0, 0, {}
 
@@ -152,7 +169,27 @@ class Tiering:
         self.tier.on_request_finished(context)
         return [loaded[key] for key in keys]
 
+    def reset(self) -> None:
+        """Reset the caches, as vLLM does when it was told that weights have changed."""
+        self.tier.drain_jobs()
+        self.step()
+        assert not self.jobs
+
     def close(self) -> None:
         """Shut the tier down. vLLM frees its memory then: nothing may refer to the view any more."""
         self.tier.shutdown()
         self.view.release()
+
+
+def held(monkeypatch: Any, tiering: Tiering, name: str) -> tuple[threading.Event, threading.Event]:
+    """Hold a call of the store's tiers back. Return what says that it began, and what lets it go on."""
+    began, goes_on = threading.Event(), threading.Event()
+    call = getattr(tiering.tier._store._tiers, name)
+
+    def hold(*args: Any, **kwargs: Any) -> Any:
+        began.set()
+        assert goes_on.wait(60)
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(tiering.tier._store._tiers, name, hold)
+    return began, goes_on

@@ -114,6 +114,7 @@ class OffloadingParallelConfig:
     pp_size: int = 1
     pcp_size: int = 1
     dcp_size: int = 1
+    data_parallel_index: int = 0
 
 
 @dataclass(frozen=True)

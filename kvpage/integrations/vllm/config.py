@@ -11,6 +11,7 @@ from kvpage.store.bytes.config import ByteStoreConfig
 from kvpage.store.config import parse_size
 
 LOCALITIES = ("LOCAL", "REMOTE")
+ON_RESET = ("forget", "keep")
 PATIENCES = ("lookup_patience", "load_patience", "store_patience")
 OF_VLLM = ("backpressure", "module_path", "type")  # vLLM reads these itself
 
@@ -20,9 +21,13 @@ class StoreTierConfig:
     """The settings of a tier. It checks itself.
 
     Attributes:
-        tiers: URLs of the store's tiers, the fastest first, as ByteStoreConfig takes them.
+        tiers: URLs of the store's tiers, the fastest first, as ByteStoreConfig takes them. "{rank}" becomes the name of
+            the replica, such as "dp0".
         weights: A name for the weights and for all that changes what they compute, such as "model@revision". None for a
             digest of the model's folder.
+        persistent: Whether other processes find what this one has stored. If not, `weights` has no effect.
+        on_reset: "forget" if nothing is found any more once vLLM resets its caches and its connector, as it does when
+            weights are updated or put to sleep. "keep" for weights that never change.
         num_threads: Threads for the records of one job; None for torch's number.
         deadline: Seconds of a call on a tier whose URL names none; None for no limit.
         lookup_patience: Seconds after which a look-up without an answer is a miss.
@@ -40,6 +45,8 @@ class StoreTierConfig:
 
     tiers: tuple[str, ...]
     weights: str | None = None
+    persistent: bool = True
+    on_reset: str = "forget"
     num_threads: int | None = None
     deadline: float | None = None
     lookup_patience: float = 1.0
@@ -50,10 +57,13 @@ class StoreTierConfig:
     enable_kv_events: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tiers", self.of_store().tiers)
+        object.__setattr__(self, "tiers", ByteStoreConfig(self.tiers, self.num_threads, self.deadline).tiers)
         object.__setattr__(self, "max_pending", parse_size(self.max_pending))
         check_at_least("max_pending", self.max_pending, 1)
         flag("enable_kv_events", self.enable_kv_events)
+        flag("persistent", self.persistent)
+        if self.on_reset not in ON_RESET:
+            raise ValueError(f"on_reset must be one of {', '.join(ON_RESET)}, got {self.on_reset!r}")
         if self.weights is not None and not isinstance(self.weights, str):
             raise TypeError(f"weights must be text or None, got {type(self.weights).__name__}")
         if self.weights == "":
@@ -86,9 +96,17 @@ class StoreTierConfig:
             raise ValueError('tiers must be given, such as ["disk:///var/kv?size=100GiB"], got none')
         return cls(**values)
 
-    def of_store(self) -> ByteStoreConfig:
-        """Return the configuration of the store."""
-        return ByteStoreConfig(self.tiers, self.num_threads, self.deadline)
+    def of_store(self, rank: str) -> ByteStoreConfig:
+        """Return the configuration of a replica's store.
+
+        Args:
+            rank: The replica's name.
+
+        Returns:
+            The configuration.
+        """
+        tiers = tuple(url.replace("{rank}", rank) for url in self.tiers)
+        return ByteStoreConfig(tiers, self.num_threads, self.deadline)
 
 
 def _check_seconds(name: str, seconds: float) -> None:

@@ -4,20 +4,24 @@ vLLM's key of a chunk covers the tokens, the name and path of an adapter, images
 """
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from kvpage.store.bytes.header import Value
 
-FORMAT = 1
+FORMAT = 2
 
 
-def header_of(config: Any, weights: str, num_bytes: int, version: str, device: str) -> dict[str, Value]:
+def header_of(
+    config: Any, facts: Mapping[str, Value], weights: str, num_bytes: int, version: str, device: str
+) -> dict[str, Value]:
     """Return the header of a store for vLLM's chunks.
 
     Args:
         config: vLLM's OffloadingConfig.
+        facts: Those of vLLM's whole configuration, by `facts_of`.
         weights: Names the weights.
         num_bytes: Bytes of a chunk.
         version: Of vLLM.
@@ -32,7 +36,7 @@ def header_of(config: Any, weights: str, num_bytes: int, version: str, device: s
         "engine": f"vllm {version}",
         "device": f"cpu {torch.backends.cpu.get_cpu_capability()}" if device == "cpu" else device,
         "weights": weights,
-        "dtype": config.model.dtype,
+        "cache_dtype": config.model.dtype,
         "layout": config.kv_cache_layout,
         "is_canonical": config.canonical_layout,
         "is_replicated": config.replicated_layout,
@@ -42,6 +46,7 @@ def header_of(config: Any, weights: str, num_bytes: int, version: str, device: s
         "blocks_per_chunk": cache.blocks_per_chunk,
         "ranks": [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
         "groups": _groups(config.groups),
+        **facts,
     }
 
 

@@ -53,7 +53,9 @@ FIELDS: Mapping[tuple[str, str], tuple[str, ...]] = MappingProxyType(
         (CONFIG, "OffloadingGroupConfig"): ("tokens_per_block", "layer_names", "group_id"),
         (CONFIG, "OffloadingModelConfig"): ("name", "dtype"),
         (CONFIG, "OffloadingCacheConfig"): ("tokens_per_hash", "blocks_per_chunk"),
-        (CONFIG, "OffloadingParallelConfig"): ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size"),
+        (CONFIG, "OffloadingParallelConfig"): (
+            "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_index",
+        ),
     }
 )  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 submit ─► store.later ─► done, in a thread of the store's ─► finished(), in the scheduler's
 
-A store beyond the limit of bytes that wait is over at once, and has stored nothing.
+A store beyond the limit of bytes that wait is over at once, and has stored nothing. A job that has not begun when its
+patience ends never begins. One that has begun holds its rows until it ends: nobody can take memory from a read.
 """
 
 import logging
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from kvpage.checks.started_pool import begun
 from kvpage.integrations.vllm.chunk_rows import ChunkRows
 from kvpage.store import ByteStore
 
@@ -52,6 +54,14 @@ class FinishedJob:
         return tuple(key for key, flag in zip(self.keys, self.flags, strict=True) if not flag)
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A job under way. end: the second after which it is late."""
+
+    is_load: bool
+    end: float
+
+
 class Jobs:
     """Loads and stores. For the scheduler's thread."""
 
@@ -71,8 +81,10 @@ class Jobs:
         self._load_patience, self._store_patience, self._max_pending = load_patience, store_patience, max_pending
         self._done: queue.SimpleQueue[FinishedJob] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._futures: set[Future[list[bool]]] = set()
+        self._under_way: dict[Future[list[bool]], _Begun] = {}
         self._pending_bytes = 0
+        self.is_stuck = False
+        """Whether a load was late when `finished` was called last: other loads would wait, too."""
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], chunk_ids: Sequence[int]) -> None:
         """Begin to read chunks into their rows.
@@ -83,7 +95,7 @@ class Jobs:
             chunk_ids: The row of each. Nobody else may use them until the job is finished.
         """
         rows = [self._rows[int(chunk_id)] for chunk_id in chunk_ids]
-        future = self._store.later.get_into(list(keys), rows, deadline=self._load_patience)
+        future = begun(lambda: self._store.later.get_into(list(keys), rows, deadline=self._load_patience))
         self._follow(future, job_id, True, tuple(keys), 0)
 
     def submit_store(self, job_id: int, keys: Sequence[bytes], chunk_ids: Sequence[int]) -> None:
@@ -101,28 +113,52 @@ class Jobs:
             self._done.put(FinishedJob(job_id, False, tuple(keys), (False,) * len(keys), 0.0, 0, is_dropped=True))
             return
         rows = {key: self._rows[int(chunk_id)] for key, chunk_id in zip(keys, chunk_ids, strict=True)}
-        future = self._store.later.put(list(rows), list(rows.values()), deadline=self._store_patience)
+        memory = list(rows.values())
+        future = begun(lambda: self._store.later.put(list(rows), memory, deadline=self._store_patience))
         self._follow(future, job_id, False, tuple(rows), num_bytes)
 
     def finished(self) -> list[FinishedJob]:
         """Return the jobs that are over, each once."""
+        self._cancel_late()
         found = []
         while not self._done.empty():
             found.append(self._done.get())
         return found
 
-    def drain(self) -> None:
-        """Wait until no job is under way. Their patience bounds the time."""
+    def drain(self, seconds: float) -> None:
+        """Wait until no job is under way. Those that have not begun by then never begin.
+
+        Args:
+            seconds: To wait at most.
+
+        Raises:
+            TimeoutError: Some are still under way, and use their rows.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._futures)
+            if self._changed.wait_for(lambda: not self._under_way, seconds):
+                return
+            left = list(self._under_way)
+        num_left = sum(not (future.cancel() or future.done()) for future in left)
+        if num_left:
+            raise TimeoutError(
+                f"jobs of the store must end within {seconds:g} s, {num_left} are under way: a place hangs"
+            )
+
+    def _cancel_late(self) -> None:
+        """End jobs that have not begun in their time, and note whether a load that has begun is late."""
+        now = time.monotonic()
+        with self._changed:
+            late = [(future, job) for future, job in self._under_way.items() if now > job.end]
+        self.is_stuck = any([not (future.cancel() or future.done()) and job.is_load for future, job in late])
 
     def _follow(
         self, future: "Future[list[bool]]", job_id: int, is_load: bool, keys: tuple[bytes, ...], num_bytes: int
     ) -> None:
         """Note a job, and what is to be done at its end. num_bytes: those that wait to be stored."""
         began = time.monotonic()
+        patience = self._load_patience if is_load else self._store_patience
         with self._changed:
-            self._futures.add(future)
+            self._under_way[future] = _Begun(is_load, began + patience)
             self._pending_bytes += num_bytes
 
         def end(ended: "Future[list[bool]]") -> None:
@@ -130,7 +166,7 @@ class Jobs:
             moved = sum(flags) * self._rows.num_bytes
             self._done.put(FinishedJob(job_id, is_load, keys, flags, time.monotonic() - began, moved))
             with self._changed:
-                self._futures.discard(ended)
+                del self._under_way[ended]
                 self._pending_bytes -= num_bytes
                 self._changed.notify_all()
 

@@ -3,7 +3,8 @@
 a step:   ask(key) ─► not known: remembered          ... the end of the step: send() ─► one call of the store
 later:    ask(key) ─► True, False, or None: no answer yet
 
-An answer that does not come in time is False: the engine computes. A chunk whose load has failed is False for all
+An answer that does not come in time is False: the engine computes. From then on nothing waits until the store has
+answered: all that is not known is False. A chunk whose load has failed is False for all
 requests that asked for it; a later request asks anew. So a request loads a chunk in vain at most once.
 """
 
@@ -43,6 +44,7 @@ class Lookups:
         self._keys_of: defaultdict[str, set[bytes]] = defaultdict(set)
         self._unsent: dict[bytes, None] = {}
         self._sent: list[tuple[list[bytes], Future[list[bool]]]] = []
+        self._is_late = False
         self.num_given_up = 0
         """Look-ups that were misses because no answer came in time."""
 
@@ -62,10 +64,14 @@ class Lookups:
         self._keys_of[request_id].add(key)
         if request_id in entry.failed:
             return False
+        if entry.answer is None and self._is_late:
+            self.num_given_up += 1
+            return False
         if entry.answer is None and entry.since is None:
             entry.since, self._unsent[key] = self._clock(), None
         elif entry.answer is None and self._clock() - (entry.since or 0.0) > self._patience:
             entry.failed.add(request_id)
+            self._is_late = bool(self._sent)
             self.num_given_up += 1
             return False
         return entry.answer
@@ -121,6 +127,7 @@ class Lookups:
     def _take_answers(self) -> None:
         for keys, future in [one for one in self._sent if one[1].done()]:
             self._sent.remove((keys, future))
+            self._is_late = False
             failed = future.cancelled() or future.exception() is not None
             answers = [False] * len(keys) if failed else future.result()
             for key, answer in zip(keys, answers, strict=True):

@@ -1,11 +1,16 @@
 """The tier's own metrics, beside what vLLM counts for every tier: bytes, seconds, queries, hits and failed jobs."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from kvpage.checks.started_pool import begun, started_pool
 from kvpage.store import ByteStoreStats, ByteTierStats
+
+logger = logging.getLogger(__name__)
 
 PLACE = "place"  # which of the store's tiers
 PREFIX = "vllm:kvpage_"  # vLLM gives out no others
@@ -17,6 +22,7 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
         "vllm:kvpage_failed_stores": "Chunks that no place took.",
         "vllm:kvpage_dropped_stores": "Chunks that were not stored since too many bytes were waiting.",
         "vllm:kvpage_unanswered_lookups": "Look-ups that were misses since no answer came in time.",
+        "vllm:kvpage_lost_events": "Events of chunks that were lost, since too many waited.",
     }
 )
 PLACE_COUNTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -48,12 +54,14 @@ class TierCounts:
         failed_stores: That no place took.
         dropped_stores: That were not stored since too many bytes were waiting.
         unanswered_lookups: Look-ups that were misses since no answer came in time.
+        lost_events: Events of chunks that were lost, since too many waited.
     """
 
     failed_loads: int = 0
     failed_stores: int = 0
     dropped_stores: int = 0
     unanswered_lookups: int = 0
+    lost_events: int = 0
 
 
 def definitions(counter: Any, gauge: Any) -> dict[str, Any]:
@@ -70,6 +78,45 @@ def definitions(counter: Any, gauge: Any) -> dict[str, Any]:
     for kind, each in ((counter, PLACE_COUNTERS), (gauge, PLACE_GAUGES)):
         found |= {name: kind(documentation=text, labelnames=(PLACE,)) for name, (_, text) in each.items()}
     return found
+
+
+class StatsReader:
+    """Reads the statistics of a store in a thread of its own: a place may have to read files for them. For one thread.
+
+    Args:
+        read: Returns the statistics. It may take long.
+    """
+
+    def __init__(self, read: Callable[[], ByteStoreStats]) -> None:
+        self._read = read
+        self._pool: ThreadPoolExecutor | None = None
+        self._under_way: Future[ByteStoreStats] | None = None
+
+    def begin(self) -> None:
+        """Begin to read, unless that is under way."""
+        if self._under_way is None:
+            self._under_way = begun(self._submit)
+
+    def take(self) -> ByteStoreStats | None:
+        """Return what was read since the last call; None if nothing was."""
+        if self._under_way is None or not self._under_way.done():
+            return None
+        ended, self._under_way = self._under_way, None
+        error = ended.exception()
+        if error is not None:
+            logger.error("statistics of the store could not be read", exc_info=error)
+            return None
+        return ended.result()
+
+    def close(self) -> None:
+        """End the thread as soon as it has read what is under way."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+    def _submit(self) -> "Future[ByteStoreStats]":
+        if self._pool is None:
+            self._pool = started_pool(1, "kvpage-stats")
+        return self._pool.submit(self._read)
 
 
 class MetricsWriter:

@@ -6,9 +6,13 @@ submit_store     ─► Jobs    ─► store.later.put
 get_finished_jobs ◄─ Jobs                               failed chunks are misses for those who asked
 touch            ─► Touches ─► store.later.touch        a batch a step
 take_events      ◄─ BlockEvents ◄─ store.follow         chunks that came or left
+
+A key in the store is vLLM's key after a prefix. Another prefix makes all chunks of before unfindable.
 """
 
 import logging
+import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -26,15 +30,16 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from kvpage.checks.started_pool import begun
 from kvpage.integrations.vllm.block_events import BlockEvents
 from kvpage.integrations.vllm.chunk_rows import ChunkRows
 from kvpage.integrations.vllm.config import StoreTierConfig
-from kvpage.integrations.vllm.device import device_kind
+from kvpage.integrations.vllm.engine_facts import device_kind, engine_config, facts_of, is_dummy, warn_of_random_keys
 from kvpage.integrations.vllm.header import header_of
 from kvpage.integrations.vllm.interface import vllm_version
 from kvpage.integrations.vllm.jobs import FinishedJob, Jobs
 from kvpage.integrations.vllm.lookups import Lookups
-from kvpage.integrations.vllm.metrics import MetricsWriter, TierCounts, definitions
+from kvpage.integrations.vllm.metrics import MetricsWriter, StatsReader, TierCounts, definitions
 from kvpage.integrations.vllm.touches import Touches
 from kvpage.integrations.vllm.weights import weights_name
 from kvpage.store import ByteStore
@@ -42,12 +47,14 @@ from kvpage.store import ByteStore
 logger = logging.getLogger(__name__)
 
 STATS_SECONDS = 1.0
+PERSISTENT = bytes(16)
+"""The prefix of keys that every process finds."""
 
 
 class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # vLLM has no types for mypy
     """A secondary tier over a ByteStore. vLLM makes it, and calls it in its scheduler's thread.
 
-    No call waits for the store but `drain_jobs` and `shutdown`, which the patience of the settings bounds.
+    No call waits for the store but `drain_jobs` and `shutdown`, each as long as loads and stores may take together.
     """
 
     medium: ClassVar[Any] = Medium.STORAGE
@@ -76,23 +83,31 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config, rows = StoreTierConfig.from_dict(settings), ChunkRows(primary_kv_view)
         self.locality = Locality(config.locality) if config.locality else None
-        weights = weights_name(offloading_spec.config.model.name, config.weights)
-        header = header_of(offloading_spec.config, weights, rows.num_bytes, vllm_version(), device_kind())
-        self._store = ByteStore(config.of_store(), header)
-        patience = config.lookup_patience
-        self._lookups = Lookups(lambda keys: self._store.later.contains(keys, deadline=patience), patience)
-        self._touches = Touches(lambda keys: self._store.later.touch(keys, deadline=patience))
-        self._events = BlockEvents(self._store, config.tiers) if self._tells_events(config, offloading_spec) else None
+        whole, given = engine_config(), offloading_spec.config
+        is_persistent = self._is_persistent(config, whole)
+        weights = weights_name(given.model.name, config.weights) if is_persistent else "of one process"
+        header = header_of(given, facts_of(whole), weights, rows.num_bytes, vllm_version(), device_kind())
+        warn_of_random_keys(whole)
+        self._store = ByteStore(config.of_store(f"dp{given.parallel.data_parallel_index}"), header)
+        self._prefix = PERSISTENT if is_persistent else secrets.token_bytes(len(PERSISTENT))
+        self._forgets, self._drain_seconds = config.on_reset == "forget", config.load_patience + config.store_patience
+        later, patience = self._store.later, config.lookup_patience
+        self._lookups = Lookups(lambda keys: begun(lambda: later.contains(keys, deadline=patience)), patience)
+        self._touches = Touches(lambda keys: begun(lambda: later.touch(keys, deadline=patience)))
+        is_telling = self._tells_events(config, offloading_spec)
+        self._events = BlockEvents(self._store, config.tiers, self._prefix) if is_telling else None
         self._jobs = Jobs(self._store, rows, config.load_patience, config.store_patience, config.max_pending)
-        self._writer, self._told_at = MetricsWriter(), 0.0
+        self._writer, self._stats, self._told_at = MetricsWriter(), StatsReader(self._store.stats), 0.0
         self._num_failed: Counter[str] = Counter()
         logger.info("kvpage keeps chunks of %d bytes over %d places", rows.num_bytes, len(config.tiers))
 
     # --- look-ups ---
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Return HIT, MISS, or RETRY while the store has not answered."""
-        answer = self._lookups.ask(bytes(key), req_context.req_id)
+        """Return HIT, MISS, or RETRY while the store has not answered. While a load hangs, everything is a MISS."""
+        if self._jobs.is_stuck:
+            return LookupResult.MISS
+        answer = self._lookups.ask(self._prefix + bytes(key), req_context.req_id)
         if answer is None:
             return LookupResult.RETRY
         return LookupResult.HIT if answer else LookupResult.MISS
@@ -112,30 +127,62 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
 
     def touch(self, keys: Any, req_context: Any) -> None:
         """Note that a request uses chunks which it need not load."""
-        self._touches.add(bytes(key) for key in keys)
+        self._touches.add(self._prefix + bytes(key) for key in keys)
 
     # --- jobs ---
 
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to store chunks."""
-        self._jobs.submit_store(job_metadata.job_id, *_chunks(job_metadata))
+        self._jobs.submit_store(job_metadata.job_id, *self._chunks(job_metadata))
 
     def submit_load(self, job_metadata: Any) -> None:
         """Begin to load chunks."""
-        self._jobs.submit_load(job_metadata.job_id, *_chunks(job_metadata))
+        self._jobs.submit_load(job_metadata.job_id, *self._chunks(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[Any]:
         """Return the jobs that are over."""
         return [self._result(job) for job in self._jobs.finished()]
 
     def drain_jobs(self) -> None:
-        """Wait until no job is under way."""
-        self._jobs.drain()
+        """Wait until no job is under way. vLLM calls it where it resets its caches, as for new weights, and only there.
+
+        Raises:
+            TimeoutError: Jobs are still under way. vLLM's rows belong to them.
+        """
+        if self._forgets:
+            self._forget()
+        self._jobs.drain(self._drain_seconds)
 
     def shutdown(self) -> None:
-        """Wait for the jobs, and close the store."""
-        self._jobs.drain()
+        """Wait for the jobs, and close the store.
+
+        Raises:
+            TimeoutError: Jobs are still under way, or a place cannot be closed. vLLM keeps its memory then.
+        """
+        self._jobs.drain(self._drain_seconds)
+        self._stats.close()
+        closing = threading.Thread(target=self._close, name="kvpage-close", daemon=True)
+        closing.start()
+        closing.join(self._drain_seconds)
+        if closing.is_alive():
+            raise TimeoutError(f"the store must close within {self._drain_seconds:g} s: a place hangs")
+
+    def _close(self) -> None:
+        if self._events is not None:
+            self._events.close()
         self._store.close()
+
+    def _forget(self) -> None:
+        """Let nothing be found any more that was stored before."""
+        logger.info("vLLM resets its caches: chunks of before are not found any more")
+        self._prefix = secrets.token_bytes(len(PERSISTENT))
+        if self._events is not None:
+            self._events.renew(self._prefix)
+
+    def _chunks(self, job_metadata: Any) -> tuple[list[bytes], list[int]]:
+        """Return keys and rows of a job's chunks."""
+        keys = [self._prefix + bytes(key) for key in job_metadata.keys]
+        return keys, [int(chunk_id) for chunk_id in job_metadata.chunk_ids]
 
     def _result(self, job: FinishedJob) -> Any:
         """Return a job's outcome as vLLM takes it, after the look-ups have learnt it."""
@@ -151,10 +198,22 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         return JobResult(
             job_id=job.job_id,
             success=not failed,
-            successful_keys=job.done if job.is_load and failed else None,
+            successful_keys=[key[len(PERSISTENT) :] for key in job.done] if job.is_load and failed else None,
             transfer_time=job.seconds,
             transfer_bytes=job.num_bytes,
         )
+
+    # --- settings ---
+
+    @staticmethod
+    def _is_persistent(config: StoreTierConfig, whole: Any) -> bool:
+        """Return whether other processes may find what this one stores."""
+        is_named = config.weights is not None or not is_dummy(whole)
+        if config.persistent and not is_named:
+            logger.warning(
+                "load_format dummy: weights are not the model folder's. Nothing that is stored outlives vLLM"
+            )
+        return config.persistent and is_named
 
     # --- events ---
 
@@ -178,18 +237,16 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         return definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata)
 
     def get_stats(self) -> Any:
-        """Return the metrics, at most once a second; None in between."""
-        now = time.monotonic()
-        if now - self._told_at < STATS_SECONDS:
-            return None
-        self._told_at = now
-        return self._writer.write(OffloadingConnectorStats(), self.counts(), self._store.stats())
+        """Return the metrics, at most once a second; None in between, and while they are read."""
+        stats, now = self._stats.take(), time.monotonic()
+        if stats is not None:
+            return self._writer.write(OffloadingConnectorStats(), self.counts(), stats)
+        if now - self._told_at >= STATS_SECONDS:
+            self._told_at = now
+            self._stats.begin()
+        return None
 
     def counts(self) -> TierCounts:
         """Return what the tier has counted."""
-        return TierCounts(**self._num_failed, unanswered_lookups=self._lookups.num_given_up)
-
-
-def _chunks(job_metadata: Any) -> tuple[list[bytes], list[int]]:
-    """Return keys and rows of a job's chunks."""
-    return [bytes(key) for key in job_metadata.keys], [int(chunk_id) for chunk_id in job_metadata.chunk_ids]
+        num_lost = self._events.num_lost if self._events is not None else 0
+        return TierCounts(**self._num_failed, unanswered_lookups=self._lookups.num_given_up, lost_events=num_lost)

@@ -1,7 +1,8 @@
 """Later: the calls of a ByteStore as futures, in threads of its own.
 
-contains, get_into, touch ─► several threads, in any order
-put, remove               ─► one thread, in the order of the calls
+contains, touch ─► two threads, in any order
+get_into        ─► several threads, in any order
+put, remove     ─► one thread, in the order of the calls
 """
 
 import threading
@@ -13,21 +14,25 @@ from kvpage.checks.started_pool import started_pool
 from kvpage.store.bytes.byte_jobs import Buffer, ByteJobs, Job
 from kvpage.store.stack.call_gate import CallGate
 
+NUM_LOOKERS = 2
+
 
 class Later:
     """The calls of a `ByteStore`, each of which returns a future at once. Thread-safe; made by the store.
 
-    Arguments are checked before the return. A put or removal begins when those before it are over. Look-ups and reads
-    wait for neither. A deadline counts from the call. `close` of the store waits for all of them.
+    Arguments are checked before the return. A put or removal begins when those before it are over. Reads wait for
+    reads alone, and look-ups and touches for each other alone. A deadline counts from the call. `close` of the store
+    waits for all of them.
 
     Args:
         jobs: makes the calls.
         gate: counts them as under way.
-        num_readers: threads for look-ups and reads.
+        num_readers: threads for reads.
     """
 
     def __init__(self, jobs: ByteJobs, gate: CallGate, num_readers: int) -> None:
-        self._jobs, self._gate, self._num_readers = jobs, gate, num_readers
+        self._jobs, self._gate = jobs, gate
+        self._num_threads = {"looks": NUM_LOOKERS, "reads": num_readers, "writes": 1}
         self._lock = threading.Lock()
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
@@ -44,7 +49,7 @@ class Later:
         Raises:
             ValueError, TypeError: as there.
         """
-        return self._start("reads", self._jobs.contains(keys, deadline))
+        return self._start("looks", self._jobs.contains(keys, deadline))
 
     def put(
         self,
@@ -108,7 +113,7 @@ class Later:
             pool.shutdown(wait=False)  # it may be a thread of theirs that closes the store
 
     def touch(self, keys: Sequence[bytes], deadline: float | None = None) -> "Future[list[bool]]":
-        """Begin as `ByteStore.touch`. It waits for no put.
+        """Begin as `ByteStore.touch`. It waits for no put or read.
 
         Args:
             keys: as there.
@@ -120,7 +125,7 @@ class Later:
         Raises:
             ValueError, TypeError: as there.
         """
-        return self._start("reads", self._jobs.touch(keys, deadline))
+        return self._start("looks", self._jobs.touch(keys, deadline))
 
     def _start(self, lane: str, job: Job) -> "Future[list[bool]]":
         with HeldInterrupts():
@@ -137,6 +142,5 @@ class Later:
         """Return the lane's threads. They are started when they are needed: many stores need none."""
         with self._lock:
             if lane not in self._pools:
-                num_threads = self._num_readers if lane == "reads" else 1
-                self._pools[lane] = started_pool(num_threads, f"kvpage-{lane}")
+                self._pools[lane] = started_pool(self._num_threads[lane], f"kvpage-{lane}")
             return self._pools[lane]

@@ -73,6 +73,25 @@ def test_patience_ends(store, lookups, seconds, expected):
     assert lookups.ask(b"a", "r") is (None if expected else expected is None)
 
 
+def test_after_patience_ended_nothing_waits_until_the_store_has_answered(store, lookups):
+    lookups.ask(b"a", "r")
+    lookups.send()
+    store.now += PATIENCE + 1
+    assert [lookups.ask(key, name) for key, name in ((b"a", "r"), (b"b", "r"), (b"b", "s"))] == [False] * 3
+    lookups.send()
+    assert lookups.num_given_up == 3 and len(store.calls) == 1
+    store.answer(b"a")
+    assert lookups.ask(b"b", "s") is None and lookups.ask(b"a", "s") is True
+    lookups.send()
+    assert [keys for keys, _ in store.calls] == [[b"b"]]
+
+
+def test_a_question_that_was_not_sent_is_no_sign_of_a_slow_store(store, lookups):
+    lookups.ask(b"a", "r")
+    store.now += PATIENCE + 1
+    assert lookups.ask(b"a", "r") is False and lookups.ask(b"b", "r") is None
+
+
 def test_a_failed_load_is_a_miss_for_those_who_asked_and_asked_anew_by_others(store, lookups):
     for name in ("r", "s"):
         lookups.ask(b"a", name)

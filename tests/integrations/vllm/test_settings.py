@@ -46,6 +46,8 @@ def test_the_engine_does_not_start_with_an_unknown_key(monkeypatch, tmp_path):
         ({"tiers": MEMORY, "store_patience": float("inf")}, ValueError, "store_patience must be positive and finite"),
         ({"tiers": MEMORY, "lookup_patience": "1"}, TypeError, "lookup_patience must be seconds, got str"),
         ({"tiers": MEMORY, "enable_kv_events": 1}, ValueError, "enable_kv_events must be"),
+        ({"tiers": MEMORY, "persistent": "no"}, ValueError, "persistent must be True or False, got 'no'"),
+        ({"tiers": MEMORY, "on_reset": "clear"}, ValueError, "on_reset must be one of forget, keep, got 'clear'"),
         ({"tiers": MEMORY, "lookup_patience": True}, TypeError, "lookup_patience must be seconds, got bool"),
     ],
 )

@@ -1,15 +1,13 @@
 """KVPageTier against a naive tiering: every byte compared, every trouble a miss, nothing asked for ever."""
 
-import json
 import logging
 import shutil
-import threading
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from support import fake_vllm
-from support.fake_tiering import NUM_BYTES, Tiering, bytes_of, config_of
+from support.fake_tiering import NUM_BYTES, Tiering, bytes_of, config_of, disk, held, make_model
 from support.redis_server import RedisServer, needs_redis
 from support.waiting import until
 
@@ -25,17 +23,6 @@ def _vllm(monkeypatch):
 @pytest.fixture
 def model(tmp_path) -> Path:
     return make_model(tmp_path / "model", b"weights")
-
-
-def make_model(path: Path, weights: bytes) -> Path:
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps({"model_type": "tiny"}))
-    (path / "model.safetensors").write_bytes(weights)
-    return path
-
-
-def disk(tmp_path: Path) -> str:
-    return f"disk://{tmp_path / 'kv'}?size=4MiB&segment=1MiB"
 
 
 def flip(folder: Path, key: bytes) -> None:
@@ -235,20 +222,6 @@ def test_a_folder_that_vanishes_is_a_miss(tmp_path, model):
 # --- never waiting ---
 
 
-def held(monkeypatch, tiering: Tiering, name: str) -> tuple[threading.Event, threading.Event]:
-    """Hold a call of the store's tiers back. Return what says that it began, and what lets it go on."""
-    began, goes_on = threading.Event(), threading.Event()
-    call = getattr(tiering.tier._store._tiers, name)
-
-    def hold(*args, **kwargs):
-        began.set()
-        assert goes_on.wait(60)
-        return call(*args, **kwargs)
-
-    monkeypatch.setattr(tiering.tier._store._tiers, name, hold)
-    return began, goes_on
-
-
 def test_a_lookup_does_not_wait_for_the_store(model, monkeypatch):
     tiering = Tiering(model, tiers=[MEMORY], lookup_patience=60)
     tiering.compute("first", KEYS)
@@ -382,7 +355,7 @@ def test_events_tell_what_comes_and_what_leaves_the_last_place(kind, tmp_path, m
     later = taken(tiering)
     assert sorted(key for removed, key in later if not removed) == KEYS[4:6]
     assert len([key for removed, key in later if removed]) == (2 if kind == "memory" else 0)
-    tiering.tier._store.remove(KEYS[5:6])
+    tiering.tier._store.remove([tiering.tier._prefix + KEYS[5]])
     assert taken(tiering) == [(True, KEYS[5])]
     tiering.close()
 
@@ -408,18 +381,29 @@ def test_events_need_both_switches(publishes, is_asked, model, caplog):
     tiering.close()
 
 
-def test_events_that_vllm_does_not_take_are_bounded(model, monkeypatch):
-    from kvpage.integrations.vllm import block_events
-
-    monkeypatch.setattr(block_events, "MAX_WAITING", 3)
-    tiering = Tiering(model, tiers=[MEMORY], publishes=True, enable_kv_events=True)
-    for key in KEYS[:5]:
+def test_events_that_vllm_does_not_take_are_summed_up(model):
+    tiering = Tiering(model, tiers=["memory://?size=16KiB"], publishes=True, enable_kv_events=True)  # of four chunks
+    for key in (*KEYS[:6], KEYS[0]):
         tiering.compute("r", [key])
-    assert taken(tiering) == [(False, key) for key in KEYS[2:5]]
+    assert sorted(taken(tiering)) == [(False, key) for key in sorted([KEYS[0], *KEYS[3:6]])]
+    for key in (KEYS[6], KEYS[7], *KEYS[3:5]):
+        tiering.compute("r", [key])
+    tiering.compute("r", KEYS[5:6])
+    changes = taken(tiering)
+    there = {KEYS[0], *KEYS[3:6]} | {key for removed, key in changes if not removed}
+    there -= {key for removed, key in changes if removed}
+    assert tiering.load("last", KEYS) == [key in there for key in KEYS] and tiering.tier.counts().lost_events == 0
     tiering.close()
 
 
 # --- metrics ---
+
+
+def stats_of(tiering: Tiering) -> fake_vllm.OffloadingConnectorStats:
+    """The next metrics, which a thread of the tier reads."""
+    found: list[fake_vllm.OffloadingConnectorStats] = []
+    until(lambda: found.append(tiering.tier.get_stats()) or found[-1] is not None)
+    return found[-1]
 
 
 def test_metrics_say_what_the_store_did(model):
@@ -429,7 +413,7 @@ def test_metrics_say_what_the_store_did(model):
     tiering.compute("first", KEYS[:4])
     assert tiering.load("second", KEYS[:4]) == [True] * 4
     definitions = KVPageTier.build_metric_definitions({})
-    values = tiering.tier.get_stats().values
+    values = stats_of(tiering).values
     assert {name for name, _ in values} <= set(definitions)
     assert all(len(labels) == len(definitions[name].labelnames) for name, labels in values)
     (place,) = {labels[0] for _, labels in values if labels}

@@ -418,6 +418,25 @@ def test_a_cancelled_future_does_not_hold_the_store_open() -> None:
     store.close()
 
 
+def test_look_ups_and_touches_wait_for_no_read() -> None:
+    entered, go = threading.Semaphore(0), threading.Event()
+
+    class Slow(MemoryTier):
+        def open(self, keys, timeout=None):
+            entered.release()
+            assert go.wait(20)
+            return super().open(keys, timeout)
+
+    with opened(Slow(1 << 20, pin_memory=False)) as store:
+        store.put([b"a"], [b"1"])
+        reads = [store.later.get_into([b"a"], [room(1)]) for _ in range(8)]
+        assert entered.acquire(timeout=20)
+        assert store.later.contains([b"a"]).result(20) == store.later.touch([b"a"]).result(20) == [True]
+        assert not any(read.done() for read in reads)
+        go.set()
+        assert [read.result() for read in reads] == [[True]] * 8
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_a_random_life_against_a_dict(data) -> None:
