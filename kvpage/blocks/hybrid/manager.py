@@ -16,7 +16,7 @@ from dataclasses import replace
 from kvpage.blocks.explain import Explanation
 from kvpage.blocks.hybrid.beginning import Beginnings, Found, Prompt
 from kvpage.blocks.hybrid.checkpoint import MarkKind
-from kvpage.blocks.hybrid.looks.explaining import explain_hybrid
+from kvpage.blocks.hybrid.looks.explaining import explain_hybrid, num_begun
 from kvpage.blocks.hybrid.looks.held import HeldCheckpoints
 from kvpage.blocks.hybrid.looks.slot_stats import slot_stats
 from kvpage.blocks.hybrid.marks import Mark, as_cache_at, marks_of_prompt
@@ -342,7 +342,7 @@ class HybridManager(BlockManager):
         return HeldCheckpoints(self.space, self.states, some_tokens(tokens), namespace)
 
     def num_cached(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """Return the position at which a sequence with these tokens would begin. Nothing counts as used.
+        """Return the position at which a sequence with these tokens would begin. Nothing is changed.
 
         Args:
             tokens: The prompt.
@@ -350,10 +350,7 @@ class HybridManager(BlockManager):
         """
         check_namespace(namespace)
         tokens = some_tokens(tokens)
-        left = tokens_left_over(len(tokens), None, 1, self.enable_prefix_caching)
-        found = self._beginnings.find(Prompt(tokens, namespace, 0, left))
-        self.space.tree.release(found.match)
-        return found.num_tokens
+        return num_begun(self.space, self.states, tokens, namespace) if self.enable_prefix_caching else 0
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
