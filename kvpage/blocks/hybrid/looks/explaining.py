@@ -21,6 +21,8 @@ def explain_hybrid(space: BlockSpace, states: StateSpace, tokens: Ids, namespace
     """
     attention = reach_of_attention(space.tree, tokens, namespace, True, space.rule)
     state = _reach_of_state(space, states, tokens, namespace)
+    if state.ending is Ending.NO_CHECKPOINT and attention.ending is Ending.KV_EVICTED:
+        state = replace(state, ending=Ending.GONE)
     if state.num_tokens > attention.num_tokens:  # the checkpoint has the K and V of its tail
         attention = _reach_of_tail(state.num_tokens, len(tokens), attention.ending)
     return Explanation(
