@@ -19,7 +19,7 @@ class HybridWorld(ManagerWorld):
     """
 
     covers = ("kvpage.HybridManager",)
-    calls = ManagerWorld.calls + " marks marks marks mark keep keep keep_end end fail slot state_moves state_moves reset"
+    calls = ManagerWorld.calls + " marks marks mark keep keep keep_end end fail slot state_moves state_moves reset"
     manager: HybridManager
 
     def __exit__(self, kind: object, *error: object) -> None:
