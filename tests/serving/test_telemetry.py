@@ -320,9 +320,9 @@ def test_metrics_of_states_are_the_stats() -> None:
     assert stats.slot_bytes == engine.states.layout.slot_bytes + block_bytes
     numbers = {"used": 1, "checkpoint": slots.num_checkpoints, "free": slots.num_slots - slots.num_checkpoints - 1}
     for state, number in numbers.items():
-        labels = ("state", state), ("tier", "device")
-        assert found["kvpage_state_slots", *labels] == number
-        assert found["kvpage_state_bytes", *labels] == number * stats.slot_bytes
+        labels = (("state", state), ("tier", "device"))
+        assert found[("kvpage_state_slots", *labels)] == number
+        assert found[("kvpage_state_bytes", *labels)] == number * stats.slot_bytes
         assert found["kvpage_state_slots", ("state", state), ("tier", "host")] == 0
     for name in ("kept", "restored", "evicted", "demoted", "lost"):
         assert found["kvpage_checkpoints_total", ("event", name)] == getattr(slots, name)
