@@ -19,7 +19,7 @@ class HybridWorld(ManagerWorld):
     """
 
     covers = ("kvpage.HybridManager",)
-    calls = ManagerWorld.calls + " marks marks marks keep keep keep_end end fail slot state_moves state_moves reset"
+    calls = ManagerWorld.calls + " marks marks mark keep keep keep_end end fail slot state_moves state_moves reset"
     manager: HybridManager
 
     def __exit__(self, kind: object, *error: object) -> None:
@@ -55,6 +55,7 @@ class HybridWorld(ManagerWorld):
             self.rng.random() < 0.9,
             num_slots=self.rng.choice((1, 3, 8)),
             num_host_slots=self.rng.choice((0, 2)),
+            num_checkpoints=self.rng.choice((None, None, 0, 2)),
             checkpoint_every=self.rng.choice((None, 1, 3)),
             num_host_blocks=self.rng.choice((0, NUM_HOST_BLOCKS)),
             pin_quota=4,
@@ -91,6 +92,9 @@ class HybridWorld(ManagerWorld):
 
         case.judge = judge
         return case
+
+    def _mark(self) -> Case:
+        return self._call("mark", seq_id=self._running(), num_tokens=self.rng.randint(0, 12))
 
     def _keep(self) -> Case:
         return self._call("keep", seq_id=self._running())

@@ -115,9 +115,10 @@ class Anchors:
         """Return the anchors whose block is in no tier any more."""
         is_valid = np.zeros(len(self._at), np.bool_)
         for tier in (DEVICE, HOST):
-            has_id = np.flatnonzero(self._ids[tier] >= 0)
-            now = self._pools[tier].generations(self._ids[tier][has_id])
-            is_valid[has_id[now == self._generations[tier][has_id]]] = True
+            ids, generations = self._ids[tier].copy(), self._generations[tier].copy()  # any thread may ask
+            has_id = np.flatnonzero(ids >= 0)
+            now = self._pools[tier].generations(ids[has_id])
+            is_valid[has_id[now == generations[has_id]]] = True
         return [anchor for anchor in self if anchor.num_blocks > 0 and not is_valid[anchor.index]]
 
     def remove(self, anchor: Anchor) -> None:

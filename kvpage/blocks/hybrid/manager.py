@@ -16,8 +16,9 @@ from dataclasses import replace
 from kvpage.blocks.explain import Explanation
 from kvpage.blocks.hybrid.beginning import Beginnings, Found, Prompt
 from kvpage.blocks.hybrid.checkpoint import MarkKind
-from kvpage.blocks.hybrid.looks.explaining import explain_hybrid
+from kvpage.blocks.hybrid.looks.explaining import explain_hybrid, num_begun
 from kvpage.blocks.hybrid.looks.held import HeldCheckpoints
+from kvpage.blocks.hybrid.looks.slot_stats import slot_stats
 from kvpage.blocks.hybrid.marks import Mark, as_cache_at, marks_of_prompt
 from kvpage.blocks.hybrid.sequence_states import SequenceStates
 from kvpage.blocks.hybrid.state_check import check_slots
@@ -39,9 +40,9 @@ from kvpage.checks.values import as_integer, check_at_least, check_namespace
 class HybridManager(BlockManager):
     """Block tables and state slots of sequences, over the pools and the prefix tree of one rank.
 
-    Its rules are those of BlockManager. The slot of a sequence and each checkpoint's are of one budget. Slot i has a
-    tail block for the K and V after its last whole block: block num_blocks + i. So the cache needs num_blocks +
-    num_slots blocks on the device, and num_host_blocks + num_host_slots on the host.
+    Its rules are those of BlockManager. Sequences and checkpoints have their slots of one pool. Slot i has a tail block
+    for the K and V after its last whole block: block num_blocks + i. So the cache needs num_blocks + num_slots blocks
+    on the device, and num_host_blocks + num_host_slots on the host.
 
     Args:
         num_blocks: Blocks of the device tier, without the tail blocks.
@@ -49,6 +50,7 @@ class HybridManager(BlockManager):
         enable_prefix_caching: Whether sequences share blocks and states.
         num_slots: State slots of the device tier.
         num_host_slots: State slots of the host tier.
+        num_checkpoints: How many slots of the device are checkpoints at most; None for all that sequences leave.
         checkpoint_every: A checkpoint is taken every so many tokens of a prompt, as far as slots are free; None: not.
         num_host_blocks: Blocks of the host tier, without the tail blocks.
         host_policy: When cached blocks are copied to the host.
@@ -68,6 +70,7 @@ class HybridManager(BlockManager):
         *,
         num_slots: int,
         num_host_slots: int = 0,
+        num_checkpoints: int | None = None,
         checkpoint_every: int | None = None,
         num_host_blocks: int = 0,
         host_policy: HostPolicy | None = None,
@@ -87,7 +90,7 @@ class HybridManager(BlockManager):
             pin_quota=pin_quota,
         )
         self.checkpoint_every = checkpoint_every
-        self.states = StateSpace(self.space, num_slots, num_host_slots)
+        self.states = StateSpace(self.space, num_slots, num_host_slots, num_checkpoints)
         self._states_of = SequenceStates(self.states, self._sequences, enable_prefix_caching)
         self._beginnings = Beginnings(self.space, self._sequences, self.states)
         self._swaps_in = SwapsIn(
@@ -180,6 +183,23 @@ class HybridManager(BlockManager):
         return self._states_of.reserve(seq_id, start, end)
 
     @uninterrupted
+    def mark(self, seq_id: SeqId, num_tokens: int) -> None:
+        """Have a running prompt keep its state at one more position, where another that waits parts from it.
+
+        Args:
+            seq_id: A sequence on the device.
+            num_tokens: The position. One that is committed, or marked already, changes nothing.
+
+        Raises:
+            ValueError: It is out of range.
+        """
+        seq, num_tokens = self._sequences.state(seq_id), as_integer("num_tokens", num_tokens)
+        if not 1 <= num_tokens <= seq.num_tokens:
+            raise ValueError(f"num_tokens must be in [1, {seq.num_tokens}], got {num_tokens}")
+        if self.enable_prefix_caching and num_tokens > seq.num_written:
+            self._states_of.running[seq_id].marks.setdefault(num_tokens, Mark(num_tokens, MarkKind.SPLIT))
+
+    @uninterrupted
     def commit(self, seq_id: SeqId, tokens: Tokens) -> None:
         """Record that K and V of `tokens` have been written, as BlockManager does, and the state after them.
 
@@ -253,7 +273,7 @@ class HybridManager(BlockManager):
             OutOfBlocks: No slot can be had (OutOfSlots).
             ValueError: A token with room is not committed, num_tokens is another, or the state is gone.
         """
-        num_all = self._sequences.state(seq_id).num_tokens
+        num_all = self.first_forkable(seq_id)
         if num_tokens is not None and as_integer("num_tokens", num_tokens) != num_all:
             raise ValueError(f"num_tokens must be all {num_all} of a hybrid model's sequence, got {num_tokens}")
         slot = self._states_of.slot("fork", seq_id)
@@ -334,18 +354,14 @@ class HybridManager(BlockManager):
         return HeldCheckpoints(self.space, self.states, some_tokens(tokens), namespace)
 
     def num_cached(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """Return the position at which a sequence with these tokens would begin. Nothing counts as used.
+        """Return the position at which a sequence with these tokens would begin. Nothing is changed.
 
         Args:
             tokens: The prompt.
             namespace: Where to look.
         """
         check_namespace(namespace)
-        tokens = some_tokens(tokens)
-        left = tokens_left_over(len(tokens), None, 1, self.enable_prefix_caching)
-        found = self._beginnings.find(Prompt(tokens, namespace, 0, left))
-        self.space.tree.release(found.match)
-        return found.num_tokens
+        return num_begun(self.space, self.states, some_tokens(tokens), namespace)
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
@@ -364,23 +380,21 @@ class HybridManager(BlockManager):
 
     def stats(self) -> BlockStats:
         """Return the counters, and the state of the blocks and slots now."""
-        return replace(super().stats(), slots=self.states.stats())
+        return replace(super().stats(), slots=slot_stats(self.states))
 
     def check(self) -> None:
         """Raise RuntimeError if an invariant is broken: of BlockManager, or of slots and checkpoints. For tests."""
         super().check()
         check_slots(self.states, self._states_of.running, self._sequences)
 
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether there is a slot for a checkpoint, in either tier."""
+        return self.enable_prefix_caching and self.states.most_kept + self.states.host.num_slots > 0
+
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _marks(self, prompt: Prompt, found: Found, named: list[int], num_left_over: int) -> dict[int, Mark]:
-        every, num_tokens = self.checkpoint_every, len(prompt.tokens)
-        wanted = [(position, MarkKind.CALLER) for position in named]
-        wanted.append((found.diverged_at, MarkKind.SPLIT))
-        wanted.append((num_tokens - num_left_over, MarkKind.END))
-        if every is not None:
-            wanted += [
-                (position, MarkKind.REGULAR)
-                for position in range((found.num_tokens // every + 1) * every, num_tokens + 1, every)
-            ]
-        return marks_of_prompt(len(prompt.tokens), wanted, found.num_tokens)
+        ends = (found.diverged_at, MarkKind.SPLIT), (len(prompt.tokens) - num_left_over, MarkKind.END)
+        wanted = [*((position, MarkKind.CALLER) for position in named), *ends]
+        return marks_of_prompt(len(prompt.tokens), wanted, found.num_tokens, self.checkpoint_every)

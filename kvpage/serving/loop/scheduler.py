@@ -96,8 +96,7 @@ class Scheduler:
 
     def remove_reclaimer(self, reclaimer: Reclaimer) -> None:
         """Ask it no more. Removing one that is not there does nothing."""
-        if reclaimer in self.reclaimers:
-            self.reclaimers.remove(reclaimer)
+        self.reclaimers[:] = [one for one in self.reclaimers if one != reclaimer]
 
     def schedule(self, tried: Sequence[Request] = ()) -> Batch:
         """Return the next step. The blocks of its portions are allocated.
@@ -130,7 +129,7 @@ class Scheduler:
             if request not in later:
                 budget -= add_portion(portions, request, budget, self._windows)
         batch = Batch(decodes, portions)
-        if admits and self.waiting and budget and len(self.running) < self.max_num_seqs:
+        if admits and self.waiting and (budget or self._states.are_kept) and len(self.running) < self.max_num_seqs:
             self._admit(batch, prefilling, tried)
         for request in later:
             add_portion(portions, request, self.max_num_batched_tokens - batch.num_tokens, self._windows)
@@ -155,13 +154,17 @@ class Scheduler:
                 self._windows.leave([request])
 
     def fork(self, request: Request, forks: list[Request]) -> None:
-        """Run `forks` beside `request`, whose tokens have all been computed; nothing is copied yet."""
+        """Run `forks` beside `request`, whose tokens have all been computed. One without room for its state waits."""
         self._commit(request)
         for fork in forks:
-            self.manager.fork(request.seq_id, fork.seq_id)
-        self.running += forks
-        for fork in forks:
-            fork.join(request)
+            try:
+                self.manager.fork(request.seq_id, fork.seq_id)
+            except OutOfBlocks:
+                fork.join()
+                self._queue(fork)
+            else:
+                fork.join(request)
+                self.running.append(fork)
 
     def requeue(self, requests: Iterable[Request]) -> None:
         """Put the requests of a failed batch that run back into the queue, to compute again all that is not cached."""
@@ -183,7 +186,7 @@ class Scheduler:
 
     def keep_state(self, request: Request) -> None:
         """Leave its state, after all that is committed, to others. A second call does nothing."""
-        if self._states.are_kept:
+        if self._states.are_kept and request.num_room:
             self._commit(request)
             self._states.keep_end(request)
 
@@ -308,20 +311,20 @@ class Scheduler:
 
     def _admit(self, batch: Batch, prefilling: Sequence[Request], tried: Sequence[Request]) -> None:
         """Let waiting requests run, as far as tokens, sequences and blocks go. prefilling: those that run already."""
-        prefills = Prefills(self.manager, [*prefilling, *batch.decodes.that_filled(self.manager.block_size)])
+        prefills = Prefills(self._states, [*prefilling, *batch.decodes.that_filled(self.manager.block_size)])
         budget = self.max_num_batched_tokens - batch.num_tokens
         num_seqs = len(self.running) + sum([request.num_forks_due for request in prefilling])
         num_passed_over = 0
         for request in self._first_waiting(tried):
             num_more = 1 + request.num_forks_due
             num_most = max(num_seqs + num_more, num_passed_over)
-            if not budget or self._windows.is_short or num_most > self.max_num_seqs:
+            if self._windows.is_short or num_most > self.max_num_seqs or not (budget or self._states.are_kept):
                 break
             if self._is_held(request) or (prefills.will_share(request) and not request.scores_prompt):
                 num_passed_over += 1
                 continue
             num_spare = num_seqs + num_more - 1 if self.running else 0
-            if batch.is_too_full_for(request, budget) or not self._allocated(request, num_spare):
+            if not budget or batch.is_too_full_for(request, budget) or not self._allocated(request, num_spare):
                 break
             num_seqs += num_more
             budget -= min(add_portion(batch.prefills, request, budget, self._windows), budget)
@@ -341,7 +344,7 @@ class Scheduler:
         if self.running:
             return False
         while not self._allocate(request, 0):  # all blocks are free but for those that others hold
-            if not self._reclaim():
+            if not any(reclaim() for reclaim in self.reclaimers):
                 raise OutOfBlocks(self._blocks_for(request.num_tokens), self.manager.num_free_blocks)
         return True
 
@@ -350,9 +353,6 @@ class Scheduler:
         if len(self.running) > 1:
             self.preempt_last()
             return True
-        return self._reclaim()
-
-    def _reclaim(self) -> bool:
         return any(reclaim() for reclaim in self.reclaimers)
 
     def _allocate(self, request: Request, num_spare: int) -> bool:
