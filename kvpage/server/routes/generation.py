@@ -4,6 +4,7 @@ body ─► prompts ─► Job ─► Runner ─► Transcript ─► AnswerForm
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -16,7 +17,7 @@ from kvpage.server.answers.transcript import Shown, Transcript
 from kvpage.server.answers.usage import Usage
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import CompletionRequest
-from kvpage.server.protocol.errors import ApiError
+from kvpage.server.protocol.errors import ApiError, failed
 from kvpage.server.running.guides import compiled_guide
 from kvpage.server.running.job import Job
 from kvpage.server.running.runner import Turn
@@ -25,6 +26,7 @@ from kvpage.server.service import Service
 from kvpage.server.text.prompt import Prompt
 from kvpage.serving import Detokenizer
 
+logger = logging.getLogger(__name__)
 AnyRequest = CompletionRequest | ChatRequest
 Turns = AsyncGenerator[Turn, None]
 
@@ -47,6 +49,7 @@ class Generation:
     async def job(self, prompts: Sequence[Prompt], caller: Caller) -> Job:
         """Return what the engine is to do. ApiError 400 for a parameter that does not fit."""
         body, service = self._body, self._service
+        service.check_priority(body.priority)
         has_form = body.form_field is not None
         guide = await asyncio.to_thread(compiled_guide, service.engine, body) if has_form else None
         params = [sampling_params(body, len(prompt.token_ids), guide, service.limits) for prompt in prompts]
@@ -58,6 +61,8 @@ class Generation:
             body.priority,
             body.timeout,
             None if ttl is None else min(ttl, service.config.max_pin_seconds),
+            caller.tenant,
+            body.cache_at or (),
         )
 
     def transcripts(self, prompts: Sequence[Prompt]) -> list[Transcript]:
@@ -115,7 +120,10 @@ class Generation:
             if self._body.include_usage:
                 yield self._format.last(usage)
         except ApiError as error:
-            yield b"data: " + error.body() + b"\n\n"
+            yield _event_of(error)
+        except Exception as error:  # of the server's own: the client would see a cut
+            logger.error("the stream of a request has failed", exc_info=error)
+            yield _event_of(failed())
         yield DONE
 
     def _begin(self, transcripts: Sequence[Transcript], usage: Usage) -> bytes:
@@ -140,3 +148,7 @@ class Generation:
 
 def _num_tokens(transcripts: Sequence[Transcript]) -> int:
     return sum(transcript.num_tokens for transcript in transcripts)
+
+
+def _event_of(error: ApiError) -> bytes:
+    return b"data: " + error.body() + b"\n\n"
