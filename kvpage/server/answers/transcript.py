@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvpage.server.answers.choice import Choice
 from kvpage.server.answers.formats import Piece
-from kvpage.server.answers.logprobs import LogprobsFormat
+from kvpage.server.answers.logprobs import Logprobs, LogprobsFormat
 from kvpage.server.protocol.errors import ApiError
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.text.token_logprobs import TokenLogprobs
@@ -27,6 +27,11 @@ class Shown:
     echo: bool = False
     no_tokens: bool = False
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether an echo has log-probabilities, too: they come with the first token."""
+        return self.echo and self.logprobs is not None
+
 
 class Transcript:
     """The choices of one prompt.
@@ -41,6 +46,7 @@ class Transcript:
     def __init__(self, choices: Sequence[Choice], prompt_ids: Sequence[int], prompt_text: str, shown: Shown) -> None:
         self.choices = choices
         self._prompt_ids, self._prompt_text, self._shown = prompt_ids, prompt_text, shown
+        self._held: list[StepOutput] | None = [] if shown.scores_prompt else None  # until the prompt can be shown
 
     @property
     def num_tokens(self) -> int:
@@ -48,15 +54,35 @@ class Transcript:
         return 0 if self._shown.no_tokens else sum(choice.num_tokens for choice in self.choices)
 
     def begin(self) -> list[Piece]:
-        """Return the pieces that come before the first token: the prompts of an echo."""
-        if not self._shown.echo and not self._shown.token_ids:
+        """Return the pieces that come before the first token: the prompts of an echo without log-probabilities."""
+        if self._shown.scores_prompt or not (self._shown.echo or self._shown.token_ids):
             return []
-        prompt_ids = list(self._prompt_ids) if self._shown.token_ids else None
-        text = self._prompt_text if self._shown.echo else ""
-        return [Piece(choice.index, text, prompt_token_ids=prompt_ids) for choice in self.choices]
+        return [self._prompt_piece(choice, ()) for choice in self.choices]
 
-    def take(self, outputs: Sequence[StepOutput]) -> list[Piece]:
-        """Return the pieces that the outputs of some steps make. ApiError if the request has failed."""
+    def take(self, outputs: Sequence[StepOutput], prompt_logprobs: Logprobs | None = None) -> list[Piece]:
+        """Return the pieces that the outputs of some steps make. ApiError if the request has failed.
+
+        prompt_logprobs: Those of the prompt, once they are known. An echo that shows them waits for them.
+        """
+        if self._held is None:
+            return self._pieces(outputs)
+        held = [*self._held, *outputs]
+        if prompt_logprobs is None and outputs[-1].output is None:
+            self._held = held
+            return []
+        self._held = None
+        prompts = [self._prompt_piece(choice, prompt_logprobs or ()) for choice in self.choices]
+        return prompts + self._pieces(held)
+
+    def _prompt_piece(self, choice: Choice, prompt_logprobs: Logprobs) -> Piece:
+        shown = self._shown
+        logprobs = "null"
+        if shown.logprobs is not None and prompt_logprobs:
+            logprobs = shown.logprobs.json(choice, self._prompt_ids, prompt_logprobs)
+        prompt_ids = list(self._prompt_ids) if shown.token_ids else None
+        return Piece(choice.index, self._prompt_text if shown.echo else "", logprobs, prompt_token_ids=prompt_ids)
+
+    def _pieces(self, outputs: Sequence[StepOutput]) -> list[Piece]:
         if len(self.choices) == 1:
             pieces = [self._piece(self.choices[0], outputs)]
         else:

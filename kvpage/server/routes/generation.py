@@ -20,15 +20,13 @@ from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.protocol.errors import ApiError, failed
 from kvpage.server.running.guides import compiled_guide
 from kvpage.server.running.job import Job
-from kvpage.server.running.runner import Turn
 from kvpage.server.running.sampling import sampling_params
 from kvpage.server.service import Service
 from kvpage.server.text.prompt import Prompt
-from kvpage.serving import Detokenizer
+from kvpage.serving import Detokenizer, LiveRequest
 
 logger = logging.getLogger(__name__)
 AnyRequest = CompletionRequest | ChatRequest
-Turns = AsyncGenerator[Turn, None]
 
 
 class Generation:
@@ -102,16 +100,18 @@ class Generation:
 
     # --- a stream ----------------------------------------------------------------------------------------------------
 
-    async def events(self, job: Job, transcripts: Sequence[Transcript], turns: Turns) -> AsyncGenerator[bytes, None]:
+    async def events(
+        self, job: Job, transcripts: Sequence[Transcript], requests: Sequence[LiveRequest]
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream. An error is an event, too: the status was sent before."""
         usage = Usage(sum(map(len, job.prompts)), cached_tokens=0)
         try:
             begin = self._begin(transcripts, usage)
             if begin:
                 yield begin
-            async with aclosing(turns) as each:
-                async for number, outputs in each:
-                    pieces = transcripts[number].take(outputs)
+            async with aclosing(self._service.runner.stream(job, requests)) as turns:
+                async for number, outputs in turns:
+                    pieces = transcripts[number].take(outputs, requests[number].prompt_logprobs)
                     if outputs[-1].output is not None:
                         usage.found(outputs[-1].output.num_cached_tokens)
                     if pieces:

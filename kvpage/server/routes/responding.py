@@ -38,7 +38,7 @@ def _stream(service: Service, generation: Generation, job: Job, transcripts: Seq
         stack.enter_context(service.open_request())
         requests = service.runner.submit(job)
         stack.callback(abort_all, requests)
-        events = generation.events(job, transcripts, service.runner.stream(job, requests))
+        events = generation.events(job, transcripts, requests)
         return EventStream(events, stack.pop_all().close, service.config.send_timeout)
 
 

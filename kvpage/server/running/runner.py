@@ -9,7 +9,7 @@ A job that is left, by an error or a cancellation, leaves nothing in the engine.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 
 from kvpage.cache.cache_engine import CacheEngine
@@ -77,7 +77,7 @@ class Runner:
             raise as_api_error(error) from error
         return requests
 
-    async def stream(self, job: Job, requests: list[LiveRequest]) -> AsyncGenerator[Turn, None]:
+    async def stream(self, job: Job, requests: Sequence[LiveRequest]) -> AsyncGenerator[Turn, None]:
         """Yield the outputs of the prompts as they come."""
         try:
             if len(requests) == 1:
@@ -102,7 +102,7 @@ class Runner:
         if request.output is not None:
             self._latencies.ended(request.output)
 
-    async def _merged(self, requests: list[LiveRequest]) -> AsyncGenerator[Turn, None]:
+    async def _merged(self, requests: Sequence[LiveRequest]) -> AsyncGenerator[Turn, None]:
         queue: asyncio.Queue[Turn | None] = asyncio.Queue(MAX_AHEAD)
 
         async def read(index: int, request: LiveRequest) -> None:
@@ -142,7 +142,7 @@ class Runner:
             self._engine.call(pin)
 
 
-def abort_all(requests: list[LiveRequest]) -> None:
+def abort_all(requests: Sequence[LiveRequest]) -> None:
     """Abort what has not ended."""
     for request in requests:
         if request.output is None:
