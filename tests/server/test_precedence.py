@@ -7,7 +7,8 @@ import pytest
 from server.test_access import hints
 from server.test_bad_input import check_refused, state
 from server.test_completions import ask
-from support.server_app import NAME, events_of, running_server
+from support.models import make_model
+from support.server_app import NAME, events_of, make_tokenizer, running_server
 from support.waiting import until
 
 from kvpage.server import ApiKey, ServerConfig
@@ -52,15 +53,15 @@ def test_a_priority_before_the_least_is_refused():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_with_which_a_step_raises_fails_alone(stream):
-    with running_server() as server:
-        bad = server.tokens("\x07")[0]
+    bad, tokenizer = 11, make_tokenizer()
 
-        def raise_at_it(module, args) -> None:
-            if bad in args[0].flatten().tolist():
-                raise RuntimeError("boom")
+    def raise_at_it(module, args) -> None:
+        if bad in args[0].flatten().tolist():
+            raise RuntimeError("boom")
 
-        embeddings = server.engine._loop._runner.model.get_input_embeddings()
-        handle = embeddings.register_forward_pre_hook(raise_at_it)
+    model = make_model("llama", vocab_size=len(tokenizer))
+    with running_server(model=model) as server:
+        handle = model.get_input_embeddings().register_forward_pre_hook(raise_at_it)
 
         async def main() -> list:
             prompts = [server.tokens("the quick fox"), [5, bad, 6], server.tokens("a lazy dog")]

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from kvpage.blocks.hybrid.marks import as_cache_at
 from kvpage.server.access.keys import Caller
 from kvpage.server.answers.choice import Choice, TextRules
 from kvpage.server.answers.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, Piece
@@ -20,6 +21,7 @@ from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.protocol.errors import ApiError, failed
 from kvpage.server.running.guides import compiled_guide
 from kvpage.server.running.job import Job
+from kvpage.server.running.refusals import checked
 from kvpage.server.running.sampling import sampling_params
 from kvpage.server.service import Service
 from kvpage.server.text.prompt import Prompt
@@ -48,6 +50,8 @@ class Generation:
         """Return what the engine is to do. ApiError 400 for a parameter that does not fit."""
         body, service = self._body, self._service
         service.check_priority(body.priority)
+        shortest = min(len(prompt.token_ids) for prompt in prompts)
+        cache_at = checked(lambda: as_cache_at(body.cache_at or (), shortest))
         has_form = body.form_field is not None
         guide = await asyncio.to_thread(compiled_guide, service.engine, body) if has_form else None
         params = [sampling_params(body, len(prompt.token_ids), guide, service.limits) for prompt in prompts]
@@ -60,7 +64,7 @@ class Generation:
             body.timeout,
             None if ttl is None else min(ttl, service.config.max_pin_seconds),
             caller.tenant,
-            body.cache_at or (),
+            cache_at,
         )
 
     def transcripts(self, prompts: Sequence[Prompt]) -> list[Transcript]:
