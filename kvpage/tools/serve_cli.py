@@ -58,11 +58,11 @@ def serve(
     given = dict(locals())
     for name in REPEATABLE:
         given[f"{name}s"] = tuple(given.pop(name) or ())
-    run_server(given)
+    run_with(given)
 
 
-def run_server(given: dict[str, Any]) -> None:
-    """Serve with these options. SystemExit with one line for one that is wrong."""
+def run_with(given: dict[str, Any]) -> None:
+    """Serve with the options. SystemExit with a line that says why it cannot."""
     try:
         check_model_folder(given["model"])  # the imports below take seconds
     except ValueError as error:

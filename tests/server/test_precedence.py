@@ -80,7 +80,7 @@ def test_a_request_with_which_a_step_raises_fails_alone(stream):
 
 
 def test_an_error_of_the_servers_own_ends_a_stream_as_an_event(server, monkeypatch, caplog):
-    def raise_it(self, outputs, prompt_logprobs=None) -> list:
+    def raise_it(self, outputs) -> list:
         raise ZeroDivisionError("a secret of the server")
 
     with monkeypatch.context() as patched:

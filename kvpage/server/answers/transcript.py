@@ -1,6 +1,6 @@
 """Transcript: the outputs of one prompt, as pieces of its choices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpage.server.answers.choice import Choice
@@ -9,6 +9,8 @@ from kvpage.server.answers.logprobs import Logprobs, LogprobsFormat
 from kvpage.server.protocol.errors import ApiError
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.text.token_logprobs import TokenLogprobs
+
+TOKENS_AT_ONCE = 512  # of a prompt with log-probabilities: other streams go on between two pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +59,37 @@ class Transcript:
         """Return the pieces that come before the first token: the prompts of an echo without log-probabilities."""
         if self._shown.scores_prompt or not (self._shown.echo or self._shown.token_ids):
             return []
-        return [self._prompt_piece(choice, ()) for choice in self.choices]
+        return [self._prompt_piece(choice, "null") for choice in self.choices]
 
-    def take(self, outputs: Sequence[StepOutput], prompt_logprobs: Logprobs | None = None) -> list[Piece]:
-        """Return the pieces that the outputs of some steps make. ApiError if the request has failed.
+    @property
+    def waits(self) -> bool:
+        """Whether it holds outputs until the log-probabilities of its prompt are known."""
+        return self._held is not None
 
-        prompt_logprobs: Those of the prompt, once they are known. An echo that shows them waits for them.
-        """
-        if self._held is None:
-            return self._pieces(outputs)
-        held = [*self._held, *outputs]
-        if prompt_logprobs is None and outputs[-1].output is None:
-            self._held = held
-            return []
+    def hold(self, outputs: Sequence[StepOutput]) -> list[StepOutput]:
+        """Keep outputs for later; return all that are kept."""
+        self._held = [*(self._held or ()), *outputs]
+        return self._held
+
+    def echo(self, prompt_logprobs: Logprobs | None) -> Iterator[Piece]:
+        """Hold no more; yield the pieces of the prompt, each of some tokens. None: the request has failed."""
         self._held = None
-        prompts = [self._prompt_piece(choice, prompt_logprobs or ()) for choice in self.choices]
-        return prompts + self._pieces(held)
+        ids, shown = self._prompt_ids, self._shown.logprobs
+        if prompt_logprobs is None or shown is None:
+            return
+        for choice in self.choices:
+            for begin in range(0, len(ids), TOKENS_AT_ONCE):
+                part = slice(begin, begin + TOKENS_AT_ONCE)
+                logprobs = shown.json(choice, ids[part], prompt_logprobs[part])
+                yield Piece(choice.index, "", logprobs) if begin else self._prompt_piece(choice, logprobs)
 
-    def _prompt_piece(self, choice: Choice, prompt_logprobs: Logprobs) -> Piece:
-        shown = self._shown
-        logprobs = "null"
-        if shown.logprobs is not None and prompt_logprobs:
-            logprobs = shown.logprobs.json(choice, self._prompt_ids, prompt_logprobs)
-        prompt_ids = list(self._prompt_ids) if shown.token_ids else None
-        return Piece(choice.index, self._prompt_text if shown.echo else "", logprobs, prompt_token_ids=prompt_ids)
+    def _prompt_piece(self, choice: Choice, logprobs: str) -> Piece:
+        prompt_ids = list(self._prompt_ids) if self._shown.token_ids else None
+        text = self._prompt_text if self._shown.echo else ""
+        return Piece(choice.index, text, logprobs, prompt_token_ids=prompt_ids)
 
-    def _pieces(self, outputs: Sequence[StepOutput]) -> list[Piece]:
+    def take(self, outputs: Sequence[StepOutput]) -> list[Piece]:
+        """Return the pieces that the outputs of some steps make. ApiError if the request has failed."""
         if len(self.choices) == 1:
             pieces = [self._piece(self.choices[0], outputs)]
         else:

@@ -115,7 +115,15 @@ class Generation:
                 yield begin
             async with aclosing(self._service.runner.stream(job, requests)) as turns:
                 async for number, outputs in turns:
-                    pieces = transcripts[number].take(outputs, requests[number].prompt_logprobs)
+                    transcript = transcripts[number]
+                    if transcript.waits:
+                        outputs, logprobs = transcript.hold(outputs), requests[number].prompt_logprobs
+                        if logprobs is None and outputs[-1].output is None:
+                            continue
+                        for piece in transcript.echo(logprobs):
+                            yield self._chunks([piece], transcripts, usage)
+                            await asyncio.sleep(0)
+                    pieces = transcript.take(outputs)
                     if outputs[-1].output is not None:
                         usage.found(outputs[-1].output.num_cached_tokens)
                     if pieces:
