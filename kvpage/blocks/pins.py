@@ -58,6 +58,10 @@ class UserPins:
         self._pins[self._num_handles] = match, float("inf") if ttl is None else self._clock() + ttl
         return self._num_handles
 
+    def num_blocks_of(self, handle: int) -> int:
+        """Return how many blocks a pin holds; 0 if it has ended."""
+        return self._pins[handle][0].num_blocks if handle in self._pins else 0
+
     def remove(self, handle: int) -> None:
         """End a pin. One that has ended already is no error; an unknown handle is a KeyError."""
         if not 1 <= as_integer("handle", handle) <= self._num_handles:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvpage.server.access.gate import Gate, error_response
 from kvpage.server.config import ServerConfig
-from kvpage.server.protocol.errors import ApiError
+from kvpage.server.protocol.errors import ApiError, failed
 from kvpage.server.routes import chats, completions, health, models, page, tokens
 from kvpage.server.routes.responding import CLIENT_GONE
 from kvpage.server.service import Service
@@ -88,4 +88,4 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_failure(request: Request, error: Exception) -> Response:
     """Answer for an error of the server's own; starlette logs it."""
-    return error_response(ApiError(500, "the server has failed at this request", code="internal_error"))
+    return error_response(failed())

@@ -4,13 +4,14 @@ import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvpage.checks.values import as_list, check_at_least, check_flag
+from kvpage.checks.values import as_integer, as_list, check_at_least, check_flag
 
 LIMITS = {
     "max_body_bytes": 1, "max_open_requests": 1, "max_n": 1, "max_prompts": 1, "max_stop_strings": 0,
     "max_stop_characters": 1, "max_logprobs": 0, "num_tokenizer_threads": 1,
 }  # fmt: skip
 MAX_LOGPROBS = 20  # of an engine
+MAX_PRIORITY = 100  # of a hint to retain a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,11 @@ class ServerConfig:
         max_open_requests: HTTP requests that generate at once, waiting ones included; beyond it 503.
         max_prompt_tokens: Tokens of a prompt at most. None means all that the engine takes.
         max_pin_seconds: Seconds for which a hint may pin a prompt at most. The engine's `pin_quota` limits the blocks.
+        tenant_pin_quota: Blocks that the pins of one tenant hold at most. None means all of the engine's `pin_quota`.
+        max_retain_priority: Priority of a prompt's blocks, 0 to 100, that a hint may ask for at most; more counts as so
+            much.
+        min_priority: The least `priority` that a request may name: lower ones run first. None allows all.
+        send_timeout: Seconds after which a client that reads nothing of its stream has gone. None means never.
         max_n: Samples of a prompt at most.
         max_prompts: Prompts of a batch at most.
         max_stop_strings: Stop strings of a request at most.
@@ -72,6 +78,10 @@ class ServerConfig:
     max_open_requests: int = 2048
     max_prompt_tokens: int | None = None
     max_pin_seconds: float = 3600.0
+    tenant_pin_quota: int | None = None
+    max_retain_priority: int = MAX_PRIORITY
+    min_priority: int | None = None
+    send_timeout: float | None = 60.0
     max_n: int = 128
     max_prompts: int = 256
     max_stop_strings: int = 16
@@ -87,10 +97,10 @@ class ServerConfig:
             check_at_least("max_prompt_tokens", self.max_prompt_tokens, 1)
         if self.max_logprobs > MAX_LOGPROBS:
             raise ValueError(f"max_logprobs must be at most {MAX_LOGPROBS}, got {self.max_logprobs}")
-        if isinstance(self.max_pin_seconds, bool) or not isinstance(self.max_pin_seconds, numbers.Real):
-            raise TypeError(f"max_pin_seconds must be a number, got {type(self.max_pin_seconds).__name__}")
-        if not self.max_pin_seconds > 0:
-            raise ValueError(f"max_pin_seconds must be positive, got {self.max_pin_seconds!r}")
+        _check_seconds("max_pin_seconds", self.max_pin_seconds)
+        if self.send_timeout is not None:
+            _check_seconds("send_timeout", self.send_timeout)
+        self._check_hints()
         if not isinstance(self.chat_template, str | None):
             raise TypeError(f"chat_template must be a str or None, got {type(self.chat_template).__name__}")
         check_flag("return_tokens_as_ids", self.return_tokens_as_ids)
@@ -99,6 +109,15 @@ class ServerConfig:
         if not self.served_model_names:
             raise ValueError("served_model_names must hold at least one name, got none")
         self._check_keys()
+
+    def _check_hints(self) -> None:
+        if self.tenant_pin_quota is not None:
+            check_at_least("tenant_pin_quota", self.tenant_pin_quota, 0)
+        if self.min_priority is not None:
+            as_integer("min_priority", self.min_priority)
+        check_at_least("max_retain_priority", self.max_retain_priority, 0)
+        if self.max_retain_priority > MAX_PRIORITY:
+            raise ValueError(f"max_retain_priority must be at most {MAX_PRIORITY}, got {self.max_retain_priority}")
 
     def _check_names(self, field_name: str) -> None:
         given = getattr(self, field_name)
@@ -116,3 +135,10 @@ class ServerConfig:
         if len({key.key for key in keys}) < len(keys):
             raise ValueError("api_keys must differ, one is there twice")
         object.__setattr__(self, "api_keys", keys)
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, got {value!r}")

@@ -47,11 +47,11 @@ class Service:
         core = engine.engine
         longest = min(core.max_model_len, core.manager.num_blocks * core.manager.block_size + 1)
         self.max_prompt_tokens = min(longest - 1, config.max_prompt_tokens or longest)
-        self.limits = ModelLimits(longest, core.defaults.stated_sampling.temperature or 1.0)
+        self.limits = ModelLimits(longest, core.defaults.stated_sampling.temperature or 1.0, config.max_retain_priority)
         self.text = TextService(tokenizer, config.chat_template, self.max_prompt_tokens, config.num_tokenizer_threads)
         self.vocabulary, self.latencies = Vocabulary(tokenizer), Latencies()
         self.feed = Feed(engine, tokenizer)
-        self.runner = Runner(engine, self.latencies, self.feed.ended)
+        self.runner = Runner(engine, self.latencies, self.feed.ended, config.tenant_pin_quota)
         self.is_draining, self.created = False, int(time.time())
         self._num_open = 0
 
@@ -93,6 +93,12 @@ class Service:
         size = self.engine.engine.vocab_size
         if wrong := [token_id for token_id in token_ids if not 0 <= token_id < size]:
             raise bad_request(f"tokens must be ids in [0, {size}), got {wrong[0]}", param="tokens")
+
+    def check_priority(self, priority: int) -> None:
+        """Raise ApiError 400 for a priority that comes before those that callers may have."""
+        least = self.config.min_priority
+        if least is not None and priority < least:
+            raise bad_request(f"priority must be at least {least} here, got {priority}", param="priority")
 
     def check_model(self, name: str | None) -> str:
         """Return the name of the model for the answer. ApiError 404 for another one."""

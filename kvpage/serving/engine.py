@@ -8,6 +8,7 @@ The calls for requests and tokens are here, those for the engine as a whole in E
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -274,6 +275,7 @@ class Engine(EngineCore):
         progress: Callable[[int], object] | None = None,
         *,
         blend: bool = False,
+        cache_at: Sequence[int] = (),
     ) -> list[RequestOutput]:
         """Run the prompts to their ends. Other requests go on meanwhile.
 
@@ -285,6 +287,7 @@ class Engine(EngineCore):
             params: One for all prompts, or one for each; see `add_request`.
             progress: Called with the number of prompts that a step has finished, like the `update` of a progress bar.
             blend: See `add_request`.
+            cache_at: Positions of every prompt; see `add_request`.
 
         Returns:
             The outputs, in the order of the prompts.
@@ -296,7 +299,8 @@ class Engine(EngineCore):
         each = params_of_each(params, len(prompts))
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, got {type(progress).__name__}")
-        asked = [Prompt(tokens, one, blend=blend) for tokens, one in zip(prompts, each, strict=True)]
+        about: dict[str, Any] = {"blend": blend, "cache_at": cache_at}
+        asked = [Prompt(tokens, one, **about) for tokens, one in zip(prompts, each, strict=True)]
         return self._generate(asked, progress or (lambda num: None))
 
     def beam_search(
@@ -328,6 +332,7 @@ class Engine(EngineCore):
         *,
         blend: bool = False,
         segments: Sequence[int] | None = None,
+        cache_at: Sequence[int] = (),
     ) -> TokenStream:
         """Return an iterator over one prompt's tokens, which are computed as it is asked for them.
 
@@ -338,6 +343,7 @@ class Engine(EngineCore):
             params: See `add_request`; `n` must be 1.
             blend: See `add_request`.
             segments: See `add_request`.
+            cache_at: See `add_request`.
 
         Returns:
             The tokens; after its end `finish_reason`, `output` and `error`.
@@ -355,7 +361,8 @@ class Engine(EngineCore):
             return sink.popleft()
 
         with HeldInterrupts():
-            request = self._add(Prompt(tokens, params, blend=blend, segments=segments, sink=sink))
+            prompt = Prompt(tokens, params, blend=blend, segments=segments, sink=sink, cache_at=cache_at)
+            request = self._add(prompt)
             return TokenStream(take, lambda: self._loop.drop(request), lambda: self._loop.forget(request))
 
     # --- inside ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,6 +37,9 @@ def serve(
     max_num_batched_tokens: Annotated[int, typer.Option(help="tokens of one step at most")] = 2048,
     max_num_waiting: Annotated[int, typer.Option(help="requests that wait at most; then 503")] = 1024,
     pin_quota: Annotated[int, typer.Option(help="blocks that hints may pin")] = 0,
+    tenant_pin_quota: Annotated[int | None, typer.Option(help="those of one tenant")] = None,
+    max_retain_priority: Annotated[int, typer.Option(help="of kv.retain, at most")] = 100,
+    min_priority: Annotated[int | None, typer.Option(help="the least priority of a request")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(help="processes, started by torchrun")] = 1,
     attention_backend: Annotated[str, typer.Option(help="on a GPU; as EngineConfig names it")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="capture no CUDA graphs")] = False,
@@ -55,8 +58,13 @@ def serve(
     given = dict(locals())
     for name in REPEATABLE:
         given[f"{name}s"] = tuple(given.pop(name) or ())
+    run_with(given)
+
+
+def run_with(given: dict[str, Any]) -> None:
+    """Serve with the options. SystemExit with a line that says why it cannot."""
     try:
-        check_model_folder(model)  # the imports below take seconds
+        check_model_folder(given["model"])  # the imports below take seconds
     except ValueError as error:
         raise SystemExit(f"kvpage serve: {error}") from error
     try:

@@ -111,7 +111,8 @@ class ServingWorld:
         return Case("engine.check_length", self.engine.check_length, {"num_prompt_tokens": 3, "max_tokens": 4})
 
     def _generate(self) -> Case:
-        args = {"prompts": [self._prompt()], "params": self._params(), "progress": None}
+        marks = self.rng.choice(((), [1]))
+        args = {"prompts": [self._prompt()], "params": self._params(), "progress": None, "cache_at": marks}
 
         def generate(**given: Any) -> Any:
             if callable(given.get("progress")):
@@ -121,7 +122,8 @@ class ServingWorld:
         return Case("engine.generate", generate, args)
 
     def _stream(self) -> Case:
-        args = {"tokens": self._prompt(), "params": self._params(), "blend": False, "segments": None}
+        marks = self.rng.choice(((), [1]))
+        args = {"tokens": self._prompt(), "params": self._params(), "blend": False, "segments": None, "cache_at": marks}
         return Case("engine.stream", self.engine.stream, args, done=lambda stream: stream.close())
 
     def _beams(self) -> Case:

@@ -90,8 +90,8 @@ def test_no_tenant_is_believed_without_a_gateways_key(server, guarded):
 
 
 def test_only_named_hosts_are_answered():
-    with running_server(ServerConfig([NAME], allowed_hosts=["localhost", "[::1]"])) as server:
-        for host in ("localhost", "localhost:8000", "LOCALHOST", "[::1]:80", "[::1]"):
+    with running_server(ServerConfig([NAME], allowed_hosts=["LocalHost", "[::1]", "[FE80::A]"])) as server:
+        for host in ("localhost", "localhost:8000", "LOCALHOST", "[::1]:80", "[::1]", "[fe80::a]:1"):
             assert asyncio.run(server.get("/v1/models", host=host)).status_code == 200, host
         for host in ("evil.example", "localhost.evil.example", "[::2]", "127.0.0.1", ""):
             error = asyncio.run(server.get("/v1/models", host=host)).json()["error"]

@@ -34,7 +34,7 @@ TYPES = {
     "priority": int, "timeout": (int, float), "request_id": str, "prompt": str, "echo": bool, "best_of": (),
     "add_special_tokens": bool, "messages": (), "max_completion_tokens": int, "top_logprobs": (), "tools": (),
     "tool_choice": (), "modalities": (), "chat_template_kwargs": (dict,), "add_generation_prompt": bool,
-    "continue_final_message": bool,
+    "continue_final_message": bool, "cache_at": (),
 }  # fmt: skip
 """The types, of those of VALUES, that a field may have; where it is only some values of a type: none."""
 OUT_OF_RANGE = {
@@ -54,6 +54,7 @@ OUT_OF_RANGE = {
     "kv_hints": [{"protocol_version": "9.9", "message_id": "a", "actions": []}, {"actions": []},
                  {"protocol_version": "0.1", "message_id": "a", "actions": [
                      {"action_id": "1", "action_type": "kv.pin", "action_version": "1.0", "payload": {}}]}],
+    "cache_at": [[0], [-1], [10**6], [1, 1], [1.5], [True], ["1"], list(range(1, 66))],
     "nonsense": [1],
 }  # fmt: skip
 OF_COMPLETIONS = {

@@ -1,4 +1,4 @@
-"""Clients that others have written, over a socket: OpenAI's, LangChain's, curl; and lines read by hand."""
+"""Clients that others have written, over a socket: OpenAI's, curl; and lines read by hand."""
 
 import http.client
 import json
@@ -92,28 +92,6 @@ def test_openai_knows_each_error(served, client):
     with stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
     assert [one.id for one in client.models.list()] == [NAME]
-
-
-# --- langchain ---
-
-
-def test_langchain_chats_streams_and_batches(served):
-    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
-    url, server = served
-    model = langchain.ChatOpenAI(
-        base_url=f"{url}/v1", api_key=KEY, model=NAME, temperature=0, max_tokens=6, max_retries=0, stream_usage=True
-    )
-    asked = [[(one["role"], one["content"]) for one in turns] for turns in (FIRST, SECOND)]
-    wanted = [
-        server.tokenizer.decode(tokens)
-        for tokens in oracle([chat_tokens(server, turns) for turns in (FIRST, SECOND)], max_tokens=6)
-    ]
-    assert model.invoke(asked[0]).content == wanted[0]
-    chunks = list(model.stream(asked[1]))
-    assert "".join(chunk.content for chunk in chunks) == wanted[1] and len(chunks) > 2
-    usage = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata][-1]
-    assert usage["input_token_details"]["cache_read"] > 0 and usage["output_tokens"] == 6
-    assert [one.content for one in model.batch(asked * 3)] == wanted * 3
 
 
 # --- by hand ---

@@ -3,11 +3,13 @@
 import asyncio
 
 import pytest
-from support.server_app import NAME, Server, events_of, make_engine
+from support.server_app import NAME, Server, events_of, make_engine, make_tokenizer, running_server
+from support.state_models import make_state_model
 
+from kvpage.server import ServerConfig
 from kvpage.serving import SamplingParams
 
-PATH = "/v1/completions"
+PATH, CHATS = "/v1/completions", "/v1/chat/completions"
 PROMPT = "the quick brown fox"
 
 
@@ -188,3 +190,25 @@ def test_a_salt_separates_what_is_cached(server):
     assert cached(cache_salt="two") == 0
     assert cached() == 0
     assert cached(cache_salt="one") > 0
+
+
+@pytest.mark.parametrize("path", [PATH, CHATS])
+def test_a_prompt_goes_on_at_positions_that_another_named(path):
+    """Of a model with states: without the field, the second one begins at 0."""
+    model = make_state_model("lfm2")
+    model.resize_token_embeddings(len(make_tokenizer()))
+    with running_server(ServerConfig([NAME], chat_template="{{ messages[0].content }}"), model=model) as server:
+        for number, named in enumerate(({}, {"cache_at": [7]})):
+            texts = [f"{number} is a common system prompt; then {end}" for end in ("this", "somewhat other words")]
+            prompts = [server.tokens(text) for text in texts]
+            assert prompts[0][:7] == prompts[1][:7]
+            found = []
+            for text in texts:
+                field = {"prompt": text} if path == PATH else {"messages": [{"role": "user", "content": text}]}
+                usage = ask(server, path, **field, **named, max_tokens=1).json()["usage"]
+                found.append(usage["prompt_tokens_details"]["cached_tokens"])
+            assert found == [0, 7 if named else 0]
+        refused = {"prompt": [[5, 6, 7], [5, 6]], "cache_at": [3]}
+        answer = asyncio.run(server.post(PATH, refused))
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "cache_at"
+        assert server.live.stats().num_unfinished == 0

@@ -166,6 +166,22 @@ def test_an_echo_has_the_logprobs_of_its_prompt(server):
         assert all(math.isfinite(value) for value in found["token_logprobs"][1:])
 
 
+@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": 3}, {"max_tokens": 3, "n": 2}])
+def test_a_streamed_echo_begins_with_the_logprobs_of_its_prompt(server, monkeypatch, fields):
+    monkeypatch.setattr("kvpage.server.answers.transcript.TOKENS_AT_ONCE", 3)
+    fields |= {"prompt": [PROMPT, "the"], "echo": True, "logprobs": 2, "seed": 1, "return_token_ids": True}
+    whole = ask(server, **fields).json()
+    for choice in whole["choices"]:
+        answer = ask(server, **fields, stream=True)
+        events = [event["choices"][0] for event in events_of(answer.text)]
+        each = [one for one in events if one["index"] == choice["index"]]
+        assert "".join(one["text"] for one in each) == choice["text"]
+        assert each[0]["prompt_token_ids"] == choice["prompt_token_ids"] and each[-1]["finish_reason"] == "length"
+        assert len(each[0]["logprobs"]["tokens"]) == min(3, len(choice["prompt_token_ids"]))
+        for name, values in choice["logprobs"].items():
+            assert sum((one["logprobs"][name] for one in each if one["logprobs"]), []) == values
+
+
 def test_tokens_may_be_shown_as_ids(server):
     [[expected]] = generated(server, [server.tokens(PROMPT)], max_tokens=3)
     [choice] = ask(server, prompt=PROMPT, max_tokens=3, logprobs=0, return_tokens_as_token_ids=True).json()["choices"]

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,7 @@ from support.server_app import events_of, make_tokenizer, running_server  # noqa
 from support.state_models import make_state_model  # noqa: E402
 
 from kvpage.server.command import draining_server  # noqa: E402
+from kvpage.server.command import serve as serve_module  # noqa: E402
 from kvpage.server.command.bounded_http import MAX_HEAD_BYTES, BoundedHttp  # noqa: E402
 from kvpage.server.command.draining_server import DrainingServer  # noqa: E402
 from kvpage.server.command.loading import STATE_BLOCKS, cache_config, engine_config, load  # noqa: E402
@@ -247,6 +249,22 @@ def test_a_signal_lets_requests_end_and_takes_no_more(draining, number):
     assert found["refused"] == (503, "6")
     events = events_of(found["text"])
     assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_loads_ends_with_exit_code_0(folder, monkeypatch, number):
+    def load_for_ever(options) -> None:
+        os.kill(os.getpid(), number)
+        while True:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(serve_module, "load", load_for_ever)
+    monkeypatch.setattr(serve_module, "prepare_logs", lambda: None)
+    monkeypatch.setattr(serve_module, "allow_open_files", lambda: None)
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as caught:
+        serve_module.serve(ServeOptions(folder, port=0))
+    assert caught.value.code == 0 and signal.getsignal(number) is before
 
 
 def test_what_has_not_ended_in_time_is_aborted_with_an_error(draining):

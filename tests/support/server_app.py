@@ -31,10 +31,10 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def make_engine(**fields: Any) -> Engine:
-    """Return an engine over a tiny Llama with the tokenizer's vocabulary."""
+def make_engine(model: Any = None, **fields: Any) -> Engine:
+    """Return an engine over a model, or a tiny Llama with the tokenizer's vocabulary."""
     tokenizer = make_tokenizer()
-    model = make_model("llama", vocab_size=len(tokenizer))
+    model = model or make_model("llama", vocab_size=len(tokenizer))
     return Engine.from_model(
         model, EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=256), **fields), tokenizer=tokenizer
     )

@@ -44,8 +44,8 @@ def read_hints(envelope: Any) -> CacheHints:
     """
     if not isinstance(envelope, Mapping) or not envelope:
         return NO_HINTS
+    from kvpage.server.config import MAX_PRIORITY as MAX_HINTED
     from kvpage.server.protocol.errors import ApiError
-    from kvpage.server.protocol.kv_hints import MAX_PRIORITY as MAX_HINTED
     from kvpage.server.protocol.kv_hints import KvHints
     from kvpage.server.protocol.request_model import read_model
 

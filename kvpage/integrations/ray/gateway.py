@@ -75,7 +75,12 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the API; Serve calls it."""
         keys = [ApiKey(self._settings.api_key)] if self._settings.api_key else []
-        config = ServerConfig(served_model_names=(self._settings.name,), api_keys=keys)
+        config = ServerConfig(
+            served_model_names=(self._settings.name,),
+            api_keys=keys,
+            min_priority=self._settings.min_priority,
+            max_retain_priority=self._settings.max_retain_priority,
+        )
         return create_app(self._live, self._tokenizer, config)
 
     def check_health(self) -> None:

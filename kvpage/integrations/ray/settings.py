@@ -6,6 +6,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvpage.layout.config import CacheConfig
+from kvpage.server.config import MAX_PRIORITY
 from kvpage.serving.config import EngineConfig
 from kvpage.store import KVStoreConfig
 
@@ -47,6 +48,8 @@ class AppSettings(BaseModel):
         max_num_waiting: Requests that wait for their first token at most, for each gateway; beyond it 503.
         max_tries: Replicas that a request is given to, one after the other, where they are lost.
         drain_timeout: Seconds in which a replica that is stopped may finish its requests. Then they begin elsewhere.
+        min_priority: See ServerConfig.
+        max_retain_priority: See ServerConfig.
         api_key: The key that clients send. None lets everybody who reaches the port ask.
 
     Raises:
@@ -85,6 +88,8 @@ class AppSettings(BaseModel):
     max_num_waiting: int = Field(1024, ge=1)
     max_tries: int = Field(4, ge=1)
     drain_timeout: float = Field(60.0, gt=0)
+    min_priority: int | None = None
+    max_retain_priority: int = Field(MAX_PRIORITY, ge=0, le=MAX_PRIORITY)
     api_key: str | None = Field(None, repr=False)
 
     @field_validator("store", mode="before")

@@ -21,6 +21,7 @@ class GenerateCall:
         params: With nothing left at its default, and a seed: the same call gives the same tokens again.
         namespace: Only requests of the same namespace share cached blocks.
         priority: Requests with a lower one are scheduled first.
+        cache_at: Positions of the prompt at which other prompts may go on; see Engine.add_request.
         is_arriving: Whether another worker computes the prompt meanwhile, and stores its chunks.
     """
 
@@ -30,6 +31,7 @@ class GenerateCall:
     namespace: bytes = b""
     priority: int = 0
     is_arriving: bool = False
+    cache_at: tuple[int, ...] = ()
 
 
 class WorkerLost(RuntimeError):

@@ -34,6 +34,11 @@ class Delivered:
         """Whether the reader has any token."""
         return any(self._tokens)
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the reader has, of all samples."""
+        return sum(map(len, self._tokens))
+
     def fresh(self, items: Sequence[StepOutput]) -> list[StepOutput]:
         """Return the outputs that the reader lacks. Diverged if a token is another one than before."""
         return [one for one in map(self._fresh, items) if one is not None]

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import check_at_least
 from kvpage.integrations.remote.remote_loop import RemoteLoop
 from kvpage.integrations.remote.summed import summed
 from kvpage.observe.telemetry import Telemetry
@@ -24,6 +25,7 @@ from kvpage.serving.loop.request import Request
 from kvpage.serving.model.limits import limited_model_len
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.stats.engine_stats import EngineStats
+from kvpage.serving.stats.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,24 @@ class RemoteEngine:
             worker_stats: Of each worker that has told them.
         """
         self._worker_stats = tuple(worker_stats)
+
+    def request_states(self, limit: int) -> list[RequestState]:
+        """Return how far the unfinished requests are, as Engine.request_states does.
+
+        The workers do not tell how much of a prompt they have cached or computed: it is 0 before the first token, and
+        all of it is computed from then on.
+
+        Args:
+            limit: The largest number of states.
+
+        Returns:
+            The states: of requests with tokens first, then of those that wait for their first one.
+
+        Raises:
+            ValueError: `limit` is negative.
+        """
+        check_at_least("limit", limit, 0)
+        return self.loop.states(limit)
 
     def _no_stats(self) -> EngineStats:
         return EngineStats(

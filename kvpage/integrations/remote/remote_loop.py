@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 
 from kvpage.checks.thread_guard import ThreadGuard
 from kvpage.checks.values import check_at_least
@@ -20,6 +21,7 @@ from kvpage.integrations.remote.calls import Workers
 from kvpage.integrations.remote.remote_request import RemoteRequest
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.loop.request import Request
+from kvpage.serving.stats.request_state import RequestState
 
 MAX_WAIT = 60.0  # seconds of a step without news
 
@@ -105,6 +107,13 @@ class RemoteLoop:
     def num_waiting(self) -> int:
         """Return how many requests have no token yet."""
         return len(self.requests) - self._num_started
+
+    def states(self, limit: int) -> list[RequestState]:
+        """Return how far requests are, `limit` at most: those with tokens first."""
+        begun = islice((one for one in self._remote.values() if one.is_started), limit)
+        states = [one.state() for one in begun]
+        waiting = islice((one for one in self._remote.values() if not one.is_started), limit - len(states))
+        return states + [one.state() for one in waiting]
 
     def close(self) -> None:
         """End all streams, and the thread. A second call does nothing."""

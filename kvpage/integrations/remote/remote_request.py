@@ -18,6 +18,7 @@ from kvpage.integrations.remote.delivered import Delivered, Diverged
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.loop.request import Request
 from kvpage.serving.params.sampling import SamplingParams
+from kvpage.serving.stats.request_state import RequestState
 
 Put = Callable[["RemoteRequest", Sequence[StepOutput]], object]
 BACKOFF = 0.05  # seconds before the second try; doubled with each one
@@ -40,6 +41,23 @@ class RemoteRequest:
         """Note that its reader has something. Returns whether it had nothing before."""
         is_first, self.is_started = not self.is_started, True
         return is_first
+
+    def state(self) -> RequestState:
+        """Return how far it is, as its reader knows it."""
+        request, num_prompt = self.request, self.request.num_prompt_tokens
+        return RequestState(
+            request_id=request.request_id,
+            sample_index=0,
+            namespace=request.namespace,
+            stage="decode" if self.is_started else "waiting",
+            num_prompt_tokens=num_prompt,
+            num_cached_tokens=0,
+            num_loaded_tokens=0,
+            num_computed_tokens=num_prompt if self.is_started else 0,
+            num_generated_tokens=self.delivered.num_tokens,
+            arrival_time=request.group.arrival_time,
+            first_token_time=self.first_token_time,
+        )
 
     async def run(self, decode: Workers, prefill: Workers | None, max_tries: int) -> None:
         """Get its outputs, from other workers where some are lost. prefill: None computes all at one worker."""
@@ -109,7 +127,7 @@ class RemoteRequest:
         if not params.is_greedy:
             params = replace(params, seed=request.seed)
         about = request.namespace, request.group.priority, is_arriving
-        return GenerateCall(call_id, request.prompt, params, *about)
+        return GenerateCall(call_id, request.prompt, params, *about, tuple(request.cache_at))
 
     def _take(self, items: list[StepOutput]) -> None:
         if items and self.first_token_time is None:

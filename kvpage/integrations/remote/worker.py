@@ -1,11 +1,12 @@
 """Worker: the far side of a GenerateCall: an AsyncEngine, and the store whose chunks may be arriving."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
 from typing import Any
 
 from kvpage.integrations.remote.calls import GenerateCall, WorkerLost
-from kvpage.serving import AsyncEngine, EngineClosed, QueueFull
+from kvpage.serving import AsyncEngine, EngineClosed, LiveRequest, QueueFull
 from kvpage.serving.loop.outputs import StepOutput
 from kvpage.store import ArrivingStore
 
@@ -36,13 +37,19 @@ class Worker:
         """
         arriving = self._arriving if call.is_arriving else None
         with nullcontext() if arriving is None else arriving.expect(call.tokens, call.namespace):
-            about: dict[str, Any] = {"namespace": call.namespace, "priority": call.priority}
-            try:
-                request = self.engine.submit(call.tokens, call.params, request_id=call.request_id, **about)
-            except (QueueFull, EngineClosed) as error:
-                raise WorkerLost(str(error)) from error
+            if call.params.guide is None:
+                request = self._submit(call)
+            else:  # a form may take long to compile
+                request = await asyncio.to_thread(self._submit, call)
             try:
                 async for outputs in request:
                     yield outputs
             finally:
                 request.abort()
+
+    def _submit(self, call: GenerateCall) -> LiveRequest:
+        about: dict[str, Any] = {"namespace": call.namespace, "priority": call.priority, "cache_at": call.cache_at}
+        try:
+            return self.engine.submit(call.tokens, call.params, request_id=call.request_id, **about)
+        except (QueueFull, EngineClosed) as error:
+            raise WorkerLost(str(error)) from error

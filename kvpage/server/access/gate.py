@@ -34,7 +34,7 @@ class Gate:
     def __init__(self, app: App, config: ServerConfig) -> None:
         self._app = app
         self._keys = Keys(config.api_keys)
-        self._hosts = frozenset(config.allowed_hosts)
+        self._hosts = frozenset(host.lower() for host in config.allowed_hosts)
         self._max_bytes = config.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,7 +80,8 @@ class Gate:
 
 def host_name(host: str) -> str:
     """Return the name in a Host header, without the port."""
-    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0].lower()
+    name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    return name.lower()
 
 
 def error_response(error: ApiError, closes: bool = False) -> Response:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -30,30 +29,40 @@ class EventStream(Response):
         if "content-length" in self.headers:
             del self.headers["content-length"]
         self._events, self._end, self._send_timeout = events, end, send_timeout
+        self._sends_since: float | None = None  # seconds of the loop's clock since which an event is held up
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(until_gone(receive))
+        others = [asyncio.ensure_future(until_gone(receive))]
+        if self._send_timeout is not None:
+            others.append(asyncio.ensure_future(self._until_stuck(self._send_timeout)))
         try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, *others), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
-                with suppress(asyncio.TimeoutError):
-                    sending.result()
+                sending.result()
         finally:
-            await end_tasks(sending, leaving)
+            await end_tasks(sending, *others)
             await self._events.aclose()
             self._end()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        clock = asyncio.get_running_loop().time
         async for event in self._events:
-            message = {"type": "http.response.body", "body": event, "more_body": True}
-            if self._send_timeout is None:
-                await send(message)
-            else:
-                await asyncio.wait_for(send(message), self._send_timeout)
+            self._sends_since = clock()
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            self._sends_since = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _until_stuck(self, timeout: float) -> None:
+        """Return once an event is held up for so many seconds. One timer serves all events."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            since = self._sends_since
+            await asyncio.sleep(timeout if since is None else since + timeout - clock())
+            if since is not None and self._sends_since == since:
+                return
 
 
 async def until_gone(receive: Receive) -> None:

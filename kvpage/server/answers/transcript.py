@@ -1,14 +1,16 @@
 """Transcript: the outputs of one prompt, as pieces of its choices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvpage.server.answers.choice import Choice
 from kvpage.server.answers.formats import Piece
-from kvpage.server.answers.logprobs import LogprobsFormat
+from kvpage.server.answers.logprobs import Logprobs, LogprobsFormat
 from kvpage.server.protocol.errors import ApiError
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.text.token_logprobs import TokenLogprobs
+
+TOKENS_AT_ONCE = 512  # of a prompt with log-probabilities: other streams go on between two pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,11 @@ class Shown:
     echo: bool = False
     no_tokens: bool = False
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether an echo has log-probabilities, too: they come with the first token."""
+        return self.echo and self.logprobs is not None
+
 
 class Transcript:
     """The choices of one prompt.
@@ -41,6 +48,7 @@ class Transcript:
     def __init__(self, choices: Sequence[Choice], prompt_ids: Sequence[int], prompt_text: str, shown: Shown) -> None:
         self.choices = choices
         self._prompt_ids, self._prompt_text, self._shown = prompt_ids, prompt_text, shown
+        self._held: list[StepOutput] | None = [] if shown.scores_prompt else None  # until the prompt can be shown
 
     @property
     def num_tokens(self) -> int:
@@ -48,12 +56,37 @@ class Transcript:
         return 0 if self._shown.no_tokens else sum(choice.num_tokens for choice in self.choices)
 
     def begin(self) -> list[Piece]:
-        """Return the pieces that come before the first token: the prompts of an echo."""
-        if not self._shown.echo and not self._shown.token_ids:
+        """Return the pieces that come before the first token: the prompts of an echo without log-probabilities."""
+        if self._shown.scores_prompt or not (self._shown.echo or self._shown.token_ids):
             return []
+        return [self._prompt_piece(choice, "null") for choice in self.choices]
+
+    @property
+    def waits(self) -> bool:
+        """Whether it holds outputs until the log-probabilities of its prompt are known."""
+        return self._held is not None
+
+    def hold(self, outputs: Sequence[StepOutput]) -> list[StepOutput]:
+        """Keep outputs for later; return all that are kept."""
+        self._held = [*(self._held or ()), *outputs]
+        return self._held
+
+    def echo(self, prompt_logprobs: Logprobs | None) -> Iterator[Piece]:
+        """Hold no more; yield the pieces of the prompt, each of some tokens. None: the request has failed."""
+        self._held = None
+        ids, shown = self._prompt_ids, self._shown.logprobs
+        if prompt_logprobs is None or shown is None:
+            return
+        for choice in self.choices:
+            for begin in range(0, len(ids), TOKENS_AT_ONCE):
+                part = slice(begin, begin + TOKENS_AT_ONCE)
+                logprobs = shown.json(choice, ids[part], prompt_logprobs[part])
+                yield Piece(choice.index, "", logprobs) if begin else self._prompt_piece(choice, logprobs)
+
+    def _prompt_piece(self, choice: Choice, logprobs: str) -> Piece:
         prompt_ids = list(self._prompt_ids) if self._shown.token_ids else None
         text = self._prompt_text if self._shown.echo else ""
-        return [Piece(choice.index, text, prompt_token_ids=prompt_ids) for choice in self.choices]
+        return Piece(choice.index, text, logprobs, prompt_token_ids=prompt_ids)
 
     def take(self, outputs: Sequence[StepOutput]) -> list[Piece]:
         """Return the pieces that the outputs of some steps make. ApiError if the request has failed."""

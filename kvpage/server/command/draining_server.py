@@ -1,5 +1,6 @@
 """DrainingServer: uvicorn, which finishes what it has begun before it ends.
 
+before it serves:         a SIGTERM or SIGINT ends the process ─► exit code 0
 first SIGTERM or SIGINT:  /health is 503, no new requests, those under way go on ─► exit code 0
 second one:               the process ends at once
 """
@@ -19,6 +20,23 @@ from kvpage.serving import EngineClosed
 
 logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Have a signal end the process within the block, until a DrainingServer takes the signals."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+        logger.info("ended before it served")
+        raise SystemExit(0)
+
+    before = {one: signal.signal(one, end) for one in SIGNALS}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 class DrainingServer(uvicorn.Server):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvpage.checks.values import check_at_least
 from kvpage.layout.model_folder import check_model_folder
-from kvpage.server.config import ApiKey
+from kvpage.server.config import MAX_PRIORITY, ApiKey
 from kvpage.store.config import TierURL, parse_size
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -48,6 +48,9 @@ class ServeOptions:
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 1024
     pin_quota: int = 0
+    tenant_pin_quota: int | None = None
+    max_retain_priority: int = MAX_PRIORITY
+    min_priority: int | None = None
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
     enforce_eager: bool = False

@@ -1,5 +1,6 @@
 """serve: the process of `kvpage serve`, from its options to its end."""
 
+import functools
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from rich.logging import RichHandler
 
 from kvpage.server.app import create_app
 from kvpage.server.command.bounded_http import BoundedHttp
-from kvpage.server.command.draining_server import SIGNALS, DrainingServer
+from kvpage.server.command.draining_server import SIGNALS, DrainingServer, ended_by_signals
 from kvpage.server.command.loading import Loaded, engine_config, load, load_model
 from kvpage.server.command.open_files import allow_open_files
 from kvpage.server.command.options import ServeOptions
@@ -44,7 +45,7 @@ def serve(options: ServeOptions) -> None:
         return
     config = server_config(options)
     allow_open_files()
-    with bound_socket(options.host, options.port) as bound:
+    with bound_socket(options.host, options.port) as bound, ended_by_signals():
         warn_of_open_doors(options, config)
         logger.info("loading %s", options.model)
         loaded = load(options)
@@ -65,9 +66,10 @@ def follow(options: ServeOptions) -> None:
 def run(options: ServeOptions, config: ServerConfig, loaded: Loaded, bound: socket.socket) -> None:
     """Serve a loaded model on a bound socket until a signal comes."""
     app = create_app(loaded.engine, loaded.tokenizer, config)
+    http: Any = functools.partial(BoundedHttp, send_timeout=config.send_timeout)
     settings = uvicorn.Config(
         app,
-        http=BoundedHttp,
+        http=http,
         ws="none",
         log_config=None,
         access_log=options.access_log,
@@ -91,6 +93,9 @@ def server_config(options: ServeOptions) -> ServerConfig:
         options.hosts,
         template,
         max_body_bytes=parse_size(options.max_body_bytes),
+        tenant_pin_quota=options.tenant_pin_quota,
+        max_retain_priority=options.max_retain_priority,
+        min_priority=options.min_priority,
     )
 
 

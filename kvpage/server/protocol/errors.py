@@ -64,3 +64,8 @@ def busy(message: str, retry_after: float) -> ApiError:
     """
     seconds = max(1, round(retry_after + 0.5))
     return ApiError(503, message, code="server_busy", headers={"retry-after": str(seconds)})
+
+
+def failed() -> ApiError:
+    """Return the error of a request at which the server itself has failed. It tells nothing of the cause."""
+    return ApiError(500, "the server has failed at this request", code="internal_error")

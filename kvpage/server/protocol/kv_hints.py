@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvpage.server.config import MAX_PRIORITY
 from kvpage.server.protocol.request_model import RequestModel, read_model
 
 MAX_ACTIONS, MAX_DIRECTIVES = 16, 128
-MAX_PRIORITY = 100
 Text = Annotated[str, Field(max_length=256)]
 
 

@@ -20,7 +20,7 @@ FORM_FIELDS = (
     "guided_choice",
     "guided_grammar",
 )
-MAX_BIASES, MAX_STOP_TOKENS, MAX_CHOICES = 1024, 1024, 4096
+MAX_BIASES, MAX_STOP_TOKENS, MAX_CHOICES, MAX_POSITIONS = 1024, 1024, 4096, 64
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -100,6 +100,7 @@ class SamplingFields(RequestModel):
     guided_grammar: str | None = None
     cache_salt: Salt | None = None
     kv_hints: KvHints | None = None
+    cache_at: Annotated[list[Positive], Field(max_length=MAX_POSITIONS)] | None = None
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] = 0
     timeout: Annotated[float, Field(gt=0)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None

@@ -5,7 +5,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpage.server.protocol.completion_request import CompletionRequest
-from kvpage.server.protocol.errors import bad_request
 from kvpage.server.routes.bodies import answer, body_of
 from kvpage.server.routes.prompts import prompts_of
 from kvpage.server.routes.responding import respond
@@ -21,8 +20,6 @@ async def completions(request: Request) -> Response:
     service, body = Service.of(request), await body_of(request, CompletionRequest)
     model = service.check_model(body.model)
     check_limits(body, service.config)
-    if body.echo and body.stream and body.logprobs is not None:
-        raise bad_request("echo with logprobs is not streamed", param="stream")
     return await respond(request, body, await prompts_of(service, body), model)
 
 

@@ -4,10 +4,12 @@ body ─► prompts ─► Job ─► Runner ─► Transcript ─► AnswerForm
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from kvpage.blocks.hybrid.marks import as_cache_at
 from kvpage.server.access.keys import Caller
 from kvpage.server.answers.choice import Choice, TextRules
 from kvpage.server.answers.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, Piece
@@ -16,17 +18,17 @@ from kvpage.server.answers.transcript import Shown, Transcript
 from kvpage.server.answers.usage import Usage
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import CompletionRequest
-from kvpage.server.protocol.errors import ApiError
+from kvpage.server.protocol.errors import ApiError, failed
 from kvpage.server.running.guides import compiled_guide
 from kvpage.server.running.job import Job
-from kvpage.server.running.runner import Turn
+from kvpage.server.running.refusals import checked
 from kvpage.server.running.sampling import sampling_params
 from kvpage.server.service import Service
 from kvpage.server.text.prompt import Prompt
-from kvpage.serving import Detokenizer
+from kvpage.serving import Detokenizer, LiveRequest
 
+logger = logging.getLogger(__name__)
 AnyRequest = CompletionRequest | ChatRequest
-Turns = AsyncGenerator[Turn, None]
 
 
 class Generation:
@@ -47,6 +49,9 @@ class Generation:
     async def job(self, prompts: Sequence[Prompt], caller: Caller) -> Job:
         """Return what the engine is to do. ApiError 400 for a parameter that does not fit."""
         body, service = self._body, self._service
+        service.check_priority(body.priority)
+        shortest = min(len(prompt.token_ids) for prompt in prompts)
+        cache_at = checked(lambda: as_cache_at(body.cache_at or (), shortest))
         has_form = body.form_field is not None
         guide = await asyncio.to_thread(compiled_guide, service.engine, body) if has_form else None
         params = [sampling_params(body, len(prompt.token_ids), guide, service.limits) for prompt in prompts]
@@ -58,6 +63,8 @@ class Generation:
             body.priority,
             body.timeout,
             None if ttl is None else min(ttl, service.config.max_pin_seconds),
+            caller.tenant,
+            cache_at,
         )
 
     def transcripts(self, prompts: Sequence[Prompt]) -> list[Transcript]:
@@ -97,16 +104,26 @@ class Generation:
 
     # --- a stream ----------------------------------------------------------------------------------------------------
 
-    async def events(self, job: Job, transcripts: Sequence[Transcript], turns: Turns) -> AsyncGenerator[bytes, None]:
+    async def events(
+        self, job: Job, transcripts: Sequence[Transcript], requests: Sequence[LiveRequest]
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream. An error is an event, too: the status was sent before."""
         usage = Usage(sum(map(len, job.prompts)), cached_tokens=0)
         try:
             begin = self._begin(transcripts, usage)
             if begin:
                 yield begin
-            async with aclosing(turns) as each:
-                async for number, outputs in each:
-                    pieces = transcripts[number].take(outputs)
+            async with aclosing(self._service.runner.stream(job, requests)) as turns:
+                async for number, outputs in turns:
+                    transcript = transcripts[number]
+                    if transcript.waits:
+                        outputs, logprobs = transcript.hold(outputs), requests[number].prompt_logprobs
+                        if logprobs is None and outputs[-1].output is None:
+                            continue
+                        for piece in transcript.echo(logprobs):
+                            yield self._chunks([piece], transcripts, usage)
+                            await asyncio.sleep(0)
+                    pieces = transcript.take(outputs)
                     if outputs[-1].output is not None:
                         usage.found(outputs[-1].output.num_cached_tokens)
                     if pieces:
@@ -115,7 +132,10 @@ class Generation:
             if self._body.include_usage:
                 yield self._format.last(usage)
         except ApiError as error:
-            yield b"data: " + error.body() + b"\n\n"
+            yield _event_of(error)
+        except Exception as error:  # of the server's own: the client would see a cut
+            logger.error("the stream of a request has failed", exc_info=error)
+            yield _event_of(failed())
         yield DONE
 
     def _begin(self, transcripts: Sequence[Transcript], usage: Usage) -> bytes:
@@ -140,3 +160,7 @@ class Generation:
 
 def _num_tokens(transcripts: Sequence[Transcript]) -> int:
     return sum(transcript.num_tokens for transcript in transcripts)
+
+
+def _event_of(error: ApiError) -> bytes:
+    return b"data: " + error.body() + b"\n\n"

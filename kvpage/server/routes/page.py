@@ -66,6 +66,7 @@ async def about(request: Request) -> Response:
             "model": service.config.served_model_names[0],
             "has_chat_template": bool(has_template),
             "max_model_len": service.limits.max_model_len,
+            "shows_prefixes": service.runner.has_blocks,
             "block_size": service.engine.engine.manager.block_size,
         }
     )

@@ -38,8 +38,8 @@ def _stream(service: Service, generation: Generation, job: Job, transcripts: Seq
         stack.enter_context(service.open_request())
         requests = service.runner.submit(job)
         stack.callback(abort_all, requests)
-        events = generation.events(job, transcripts, service.runner.stream(job, requests))
-        return EventStream(events, stack.pop_all().close)
+        events = generation.events(job, transcripts, requests)
+        return EventStream(events, stack.pop_all().close, service.config.send_timeout)
 
 
 async def _whole(request: Request, generation: Generation, job: Job, transcripts: Sequence[Transcript]) -> Response:

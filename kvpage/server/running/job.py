@@ -1,5 +1,6 @@
 """Job: what one HTTP request asks of the engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ class Job:
         priority: Requests with a lower one are scheduled first.
         timeout: Seconds; None for no deadline.
         pin_ttl: Seconds for which the prompts stay pinned afterwards; None for not at all.
+        tenant: Who asks, to whom the pins are counted.
+        cache_at: Positions of each prompt at which other prompts may go on.
     """
 
     prompts: list[list[int]]
@@ -25,7 +28,14 @@ class Job:
     priority: int = 0
     timeout: float | None = None
     pin_ttl: float | None = None
+    tenant: str = ""
+    cache_at: Sequence[int] = ()
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of AsyncEngine.submit that all prompts share."""
-        return {"namespace": self.namespace, "priority": self.priority, "timeout": self.timeout}
+        return {
+            "namespace": self.namespace,
+            "priority": self.priority,
+            "timeout": self.timeout,
+            "cache_at": self.cache_at,
+        }

@@ -9,7 +9,13 @@ from kvpage.serving import EngineClosed, QueueFull, SamplingParams
 
 Result = TypeVar("Result")
 REFUSED = (ValueError, TypeError, QueueFull, EngineClosed)
-OTHER_NAMES = {"tokens": "prompt", "prompt": "prompt", "timeout": "timeout", "priority": "priority"}
+OTHER_NAMES = {
+    "tokens": "prompt",
+    "prompt": "prompt",
+    "timeout": "timeout",
+    "priority": "priority",
+    "cache_at": "cache_at",
+}
 KNOWN = {field.name: field.name for field in fields(SamplingParams)} | OTHER_NAMES
 
 

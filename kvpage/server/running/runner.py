@@ -9,13 +9,15 @@ A job that is left, by an error or a cancellation, leaves nothing in the engine.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 
+from kvpage.cache.cache_engine import CacheEngine
 from kvpage.server.metrics.latencies import Latencies
 from kvpage.server.page.ended import EndedRequests
 from kvpage.server.running.job import Job
 from kvpage.server.running.refusals import REFUSED, as_api_error
+from kvpage.server.running.tenant_pins import TenantPins
 from kvpage.serving import AsyncEngine, EngineClosed, LiveRequest
 from kvpage.serving.engine import Engine
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
@@ -32,10 +34,18 @@ class Runner:
         engine: The engine.
         latencies: Where times are counted.
         ended: Where requests that end are noted, for the page.
+        tenant_pin_quota: See ServerConfig.
+
+    Attributes:
+        has_blocks: Whether the cached blocks are in this process; those of a gateway's workers are not.
     """
 
-    def __init__(self, engine: AsyncEngine, latencies: Latencies, ended: EndedRequests) -> None:
+    def __init__(
+        self, engine: AsyncEngine, latencies: Latencies, ended: EndedRequests, tenant_pin_quota: int | None = None
+    ) -> None:
         self._engine, self._latencies, self._page = engine, latencies, ended
+        self._pins = TenantPins(tenant_pin_quota)
+        self.has_blocks = isinstance(engine.engine.cache, CacheEngine)
 
     async def whole(self, job: Job) -> list[RequestOutput]:
         """Run a job to its end. ApiError if the engine takes it not."""
@@ -67,7 +77,7 @@ class Runner:
             raise as_api_error(error) from error
         return requests
 
-    async def stream(self, job: Job, requests: list[LiveRequest]) -> AsyncGenerator[Turn, None]:
+    async def stream(self, job: Job, requests: Sequence[LiveRequest]) -> AsyncGenerator[Turn, None]:
         """Yield the outputs of the prompts as they come."""
         try:
             if len(requests) == 1:
@@ -92,7 +102,7 @@ class Runner:
         if request.output is not None:
             self._latencies.ended(request.output)
 
-    async def _merged(self, requests: list[LiveRequest]) -> AsyncGenerator[Turn, None]:
+    async def _merged(self, requests: Sequence[LiveRequest]) -> AsyncGenerator[Turn, None]:
         queue: asyncio.Queue[Turn | None] = asyncio.Queue(MAX_AHEAD)
 
         async def read(index: int, request: LiveRequest) -> None:
@@ -116,12 +126,15 @@ class Runner:
         """Pin the prompts, if the job asks for it and the quota allows it. A hint never fails a request."""
         if job.pin_ttl is None:
             return
+        if not self.has_blocks:
+            logger.info("a hint to pin was not followed: the blocks are those of workers elsewhere")
+            return
         prompts, namespace, ttl = job.prompts, job.namespace, job.pin_ttl
 
         def pin(engine: Engine) -> None:
             for prompt in prompts:
                 try:
-                    engine.manager.space.pin(prompt, namespace, ttl)
+                    self._pins.pin(engine, prompt, namespace, ttl, job.tenant)
                 except ValueError as error:
                     logger.info("a hint to pin %d tokens was not followed: %s", len(prompt), error)
 
@@ -129,7 +142,7 @@ class Runner:
             self._engine.call(pin)
 
 
-def abort_all(requests: list[LiveRequest]) -> None:
+def abort_all(requests: Sequence[LiveRequest]) -> None:
     """Abort what has not ended."""
     for request in requests:
         if request.output is None:

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from kvpage.server.config import ServerConfig
+from kvpage.server.config import MAX_PRIORITY, ServerConfig
 from kvpage.server.protocol.errors import bad_request
-from kvpage.server.protocol.kv_hints import MAX_PRIORITY
 from kvpage.server.protocol.sampling_fields import SamplingFields
 from kvpage.server.running.model_limits import ModelLimits
 from kvpage.server.running.refusals import checked
@@ -36,7 +35,8 @@ def sampling_params(
     fields["logprobs"], fields["prompt_logprobs"] = request.num_logprobs, request.num_prompt_logprobs
     fields["guide"] = guide
     if request.kv_hints is not None:
-        fields["priority"] = -(-request.kv_hints.priority() * MAX_CACHE_PRIORITY // MAX_PRIORITY)
+        retained = min(request.kv_hints.priority(), model.max_retain_priority)
+        fields["priority"] = -(-retained * MAX_CACHE_PRIORITY // MAX_PRIORITY)
     given = {name: value for name, value in fields.items() if value is not None}
     return checked(lambda: SamplingParams(**given))
 

@@ -78,6 +78,7 @@ class AsyncEngine:
         timeout: float | None = None,
         blend: bool = False,
         segments: Sequence[int] | None = None,
+        cache_at: Sequence[int] = (),
     ) -> LiveRequest:
         """Queue a prompt. It never waits for a step; any thread may call it.
 
@@ -91,6 +92,7 @@ class AsyncEngine:
                 means never.
             blend: See Engine.add_request.
             segments: See Engine.add_request.
+            cache_at: See Engine.add_request.
 
         Returns:
             The request, to be read.
@@ -101,7 +103,8 @@ class AsyncEngine:
             EngineClosed: The engine drains, is closed, or has failed.
             RuntimeError: This is a forked process.
         """
-        prompt = Prompt(tokens, params, request_id, namespace, blend, segments, self._stepper.sink, priority=priority)
+        about = tokens, params, request_id, namespace, blend, segments, self._stepper.sink
+        prompt = Prompt(*about, priority=priority, cache_at=cache_at)
         return self._submit(prompt, timeout, keeps_tokens=True)
 
     async def generate(
@@ -115,6 +118,7 @@ class AsyncEngine:
         timeout: float | None = None,
         blend: bool = False,
         segments: Sequence[int] | None = None,
+        cache_at: Sequence[int] = (),
     ) -> RequestOutput:
         """Run a prompt to its end. Cancelling the task aborts it.
 
@@ -127,6 +131,7 @@ class AsyncEngine:
             timeout: See `submit`.
             blend: See Engine.add_request.
             segments: See Engine.add_request.
+            cache_at: See Engine.add_request.
 
         Returns:
             The outcome, also of a request that has failed; see its `error`.
@@ -134,7 +139,8 @@ class AsyncEngine:
         Raises:
             ValueError, TypeError, QueueFull, EngineClosed, RuntimeError: As `submit`.
         """
-        prompt = Prompt(tokens, params, request_id, namespace, blend, segments, self._stepper.sink, priority=priority)
+        about = tokens, params, request_id, namespace, blend, segments, self._stepper.sink
+        prompt = Prompt(*about, priority=priority, cache_at=cache_at)
         request = self._submit(prompt, timeout, keeps_tokens=False)
         async for _ in request:
             pass

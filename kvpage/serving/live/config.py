@@ -14,7 +14,8 @@ class AsyncEngineConfig:
     Attributes:
         max_num_waiting: Requests that wait at most, preempted ones included. More are refused by QueueFull.
         max_buffered_tokens: Tokens of one request that its reader has not taken, at most. A request whose reader falls
-            further back is aborted. A token takes about 150 bytes until it is taken.
+            further back is aborted. A token takes about 150 bytes until it is taken. So does each log-probability
+            beside it, which counts as one more.
         drain_timeout: Seconds that `drain` waits for unfinished requests. It aborts them then.
 
     Raises:

@@ -7,6 +7,7 @@ from typing import Protocol
 from kvpage.serving.live.mailbox import Mailbox
 from kvpage.serving.live.waiter import LoopWaiter, ThreadWaiter
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
+from kvpage.serving.text.token_logprobs import TokenLogprobs
 
 
 class Steps(Protocol):
@@ -53,6 +54,15 @@ class LiveRequest:
     def output(self) -> RequestOutput | None:
         """The outcome, once the request has ended; None before. The last outputs may not have been read then."""
         return self._mailbox.output
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Those of RequestOutput, before the end already: from the first token on, where this process computes it."""
+        request, output = self._mailbox.request, self._mailbox.output
+        if output is not None:
+            return output.prompt_logprobs
+        scored = None if request is None else request.scored
+        return None if scored is None else scored.logprobs
 
     def abort(self) -> None:
         """End it soon: between two steps. Any thread may call it, also after the end. Its reader gets what there is."""

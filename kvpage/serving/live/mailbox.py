@@ -21,7 +21,8 @@ class Mailbox:
     output: the outcome, after the end.
     """
 
-    __slots__ = ("_items", "_waiter", "deadline", "keeps_tokens", "output", "request", "request_id")
+    __slots__ = ("_items", "_num_put", "_num_taken", "_waiter", "deadline", "keeps_tokens", "output", "request",
+                 "request_id")  # fmt: skip
 
     def __init__(self, request: Request, keeps_tokens: bool, deadline: float | None) -> None:
         self.request: Request | None = request
@@ -29,22 +30,22 @@ class Mailbox:
         self.output: RequestOutput | None = None
         self._items: deque[StepOutput] = deque()
         self._waiter: Waiter | None = None
+        self._num_put = self._num_taken = 0  # tokens and log-probabilities; each has one thread that counts
 
     # --- the stepping thread -----------------------------------------------------------------------------------------
 
     def put(self, item: StepOutput, wakeups: Wakeups) -> int:
-        """Keep an output, and wake the reader if it waits; return how many are kept."""
-        if item.output is not None:
-            self._items.append(item)
-            self.output, self.request = item.output, None
-        elif self.keeps_tokens:
-            self._items.append(item)
-        else:
+        """Keep an output, and wake the reader if it waits; return how many tokens and log-probabilities are kept."""
+        if item.output is None and not self.keeps_tokens:
             return 0
+        self._num_put += _size_of(item)
+        self._items.append(item)
+        if item.output is not None:
+            self.output, self.request = item.output, None
         waiter = self._waiter
         if waiter is not None and not waiter.is_called:
             wakeups.add(waiter)
-        return len(self._items)
+        return self._num_put - self._num_taken
 
     # --- the reader --------------------------------------------------------------------------------------------------
 
@@ -61,7 +62,9 @@ class Mailbox:
     def take(self) -> list[StepOutput]:
         """Return all that is here, in order."""
         items = self._items
-        return [items.popleft() for _ in range(len(items))]
+        taken = [items.popleft() for _ in range(len(items))]
+        self._num_taken += sum(map(_size_of, taken))
+        return taken
 
     def announce(self, waiter: Waiter) -> None:
         """Have the reader woken. RuntimeError if another one waits."""
@@ -72,3 +75,8 @@ class Mailbox:
     def leave(self) -> None:
         """Have the reader woken no more."""
         self._waiter = None
+
+
+def _size_of(item: StepOutput) -> int:
+    """Return a token with its log-probabilities as a number of tokens that take as much memory."""
+    return 1 if item.logprobs is None else 2 + len(item.logprobs.top)

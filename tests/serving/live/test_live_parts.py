@@ -18,6 +18,7 @@ from kvpage.serving.live.stepping.inbox import Inbox
 from kvpage.serving.live.waiter import Wakeups
 from kvpage.serving.loop.outputs import StepOutput
 from kvpage.serving.loop.request import Request
+from kvpage.serving.text.token_logprobs import TokenLogprobs
 
 
 def mailbox(deadline: float | None = None) -> Mailbox:
@@ -82,6 +83,25 @@ def test_the_rate_of_ends_says_how_long_a_queue_takes():
     assert rate.seconds_until(5, now=20.0) == 5 * 4.0 / 4
     assert rate.seconds_until(0, now=20.0) == LEAST and rate.seconds_until(10**6, now=20.0) == MOST
     assert rate.seconds_until(1, now=36.0) == 5.0, "nothing has ended since"
+
+
+def test_the_rate_of_ends_leaves_idle_time_out():
+    rate = FinishRate()
+    for begin in (0.0, 1000.0, 2000.0):
+        rate.begin(begin)
+        rate.begin(begin + 0.5)
+        rate.note(begin + 1.0)
+        rate.note(begin + 2.0, is_last=True)
+    rate.begin(5000.0)
+    assert rate.seconds_until(6, now=5001.0) == 6.0, "six ends in 6 s with requests"
+
+
+def test_log_probabilities_count_in_a_mailbox():
+    one, wakeups = mailbox(), Wakeups()
+    assert one.put(StepOutput("r", 1), wakeups) == 1
+    top = TokenLogprobs(-1.0, 1, [(1, -1.0), (2, -2.0), (3, -3.0)])
+    assert one.put(StepOutput("r", 1, logprobs=top), wakeups) == 6
+    assert len(one.take()) == 2 and one.put(StepOutput("r", 1), wakeups) == 1
 
 
 def test_a_wait_ends_at_the_first_of_all():

@@ -1,5 +1,6 @@
 """Engine with states: preemption, eviction, tiers, failures, what is refused. Tokens stay those of model.generate."""
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -21,7 +22,7 @@ from support.state_models import make_state_model
 
 from kvpage import CacheConfig
 from kvpage.blocks.explain import Ending
-from kvpage.serving import Engine, EngineConfig, PagedTokenTrie, SamplingParams, StateConfig
+from kvpage.serving import AsyncEngine, Engine, EngineConfig, PagedTokenTrie, SamplingParams, StateConfig
 
 KINDS = ["jamba", "lfm2", "mamba2", "qwen3_next"]
 PROMPT = random_prompt(4 * B + 3)
@@ -250,3 +251,46 @@ def test_samples_of_one_prompt_have_states_of_their_own(model) -> None:
     assert [one.token_ids for one in found.samples] == [one.token_ids for one in again.samples]
     assert len({tuple(one.token_ids) for one in found.samples}) > 1
     check_nothing_held(engine)
+
+
+# --- positions for others, by each way in ----------------------------------------------------------------------------
+
+
+async def _generated(live: AsyncEngine, prompt: list[int], marks: list[int]) -> int:
+    return (await live.generate(prompt, greedy(1), cache_at=marks)).num_cached_tokens
+
+
+def _submitted(live: AsyncEngine, prompt: list[int], marks: list[int]) -> int:
+    request = live.submit(prompt, greedy(1), cache_at=marks)
+    assert list(request)
+    return request.output.num_cached_tokens
+
+
+def _streamed(engine: Engine, prompt: list[int], marks: list[int]) -> int:
+    stream = engine.stream(prompt, greedy(1), cache_at=marks)
+    assert list(stream)
+    return stream.output.num_cached_tokens
+
+
+def test_every_call_takes_positions_for_others() -> None:
+    engine = make_engine(make_state_model("lfm2"))
+    ways = [
+        lambda prompt, marks: engine.generate([prompt], greedy(1), cache_at=marks)[0].num_cached_tokens,
+        lambda prompt, marks: _streamed(engine, prompt, marks),
+        lambda prompt, marks: _submitted(live, prompt, marks),
+        lambda prompt, marks: asyncio.run(_generated(live, prompt, marks)),
+    ]
+
+    def check(way, seed: int) -> None:
+        common = random_prompt(2 * B + 3, seed)
+        for expected, marks in ((0, [B + 1]), (B + 1, [])):
+            prompt = [*common[: B + 1], *random_prompt(9, seed + 50 + expected)]
+            assert way(prompt, marks) == expected
+        with pytest.raises(ValueError, match=r"cache_at must be positions in \[1, 3\], got 4"):
+            way([1, 2, 3], [4])
+
+    for seed, way in enumerate(ways[:2]):
+        check(way, seed)
+    with AsyncEngine(engine) as live:
+        for seed, way in enumerate(ways[2:], 2):
+            check(way, seed)

@@ -424,7 +424,8 @@ function drawPrefixes(prefixes) {
     for (const child of children.get(index) || []) add(child, depth + 1);
   };
   for (const root of children.get(null) || []) add(root, 0);
-  $("prefixes").replaceChildren(...(rows.length ? rows : [element("div", "none", "Nothing is cached yet.")]));
+  const nothing = about?.shows_prefixes === false ? "They are in the replicas, and not shown here." : "Nothing is cached yet.";
+  $("prefixes").replaceChildren(...(rows.length ? rows : [element("div", "none", nothing)]));
 }
 
 showAll();

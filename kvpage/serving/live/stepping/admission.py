@@ -1,6 +1,7 @@
 """Admission: which requests an AsyncEngine takes, and the order in which work comes to the stepping thread."""
 
 import threading
+import time
 
 from kvpage.serving.live.errors import EngineClosed, QueueFull
 from kvpage.serving.live.stepping.finish_rate import FinishRate
@@ -49,6 +50,8 @@ class Admission:
             self.check(num_waiting)
             if request_id in self._ids:
                 raise ValueError(f"request_id must not be in use, {request_id!r} is")
+            if not self._ids:
+                self._rate.begin(time.monotonic())
             self._ids.add(request_id)
             self.num_arriving += 1
             self.num_submitted += 1
@@ -61,9 +64,9 @@ class Admission:
 
     def leave(self, request_id: str, now: float) -> None:
         """Note that a request has ended. now: seconds of time.monotonic()."""
-        self._rate.note(now)
         with self._lock:
             self._ids.discard(request_id)
+            self._rate.note(now, is_last=not self._ids)
 
     def put(self, work: Work) -> None:
         """Leave other work. EngineClosed if nobody does it any more."""
