@@ -8,7 +8,8 @@ from kvpage.checks.values import as_list, check_at_least, check_flag
 
 LIMITS = {
     "max_body_bytes": 1, "max_open_requests": 1, "max_n": 1, "max_prompts": 1, "max_stop_strings": 0,
-    "max_stop_characters": 1, "max_logprobs": 0, "num_tokenizer_threads": 1,
+    "max_stop_characters": 1, "max_logprobs": 0, "max_batch_tokens": 1, "max_scored_tokens": 1,
+    "max_cut_characters": 1, "num_tokenizer_threads": 1,
 }  # fmt: skip
 MAX_LOGPROBS = 20  # of an engine
 
@@ -48,8 +49,17 @@ class ServerConfig:
             web pages that rename their host out of a server on this machine. None at all allows every name.
         chat_template: A Jinja template in place of the tokenizer's own. None takes that.
         max_body_bytes: Bytes of a request's body at most; beyond it 413.
-        max_open_requests: HTTP requests that generate at once, waiting ones included; beyond it 503.
+        max_body_seconds: Seconds in which all of a body must come; beyond it 408.
+        max_open_requests: HTTP requests with a body at once, from the first byte of the body to the end of the answer;
+            beyond it 503.
+        max_open_bytes: Bytes of the bodies of all of them at most; beyond it 503. None means 16 of the longest.
         max_prompt_tokens: Tokens of a prompt at most. None means all that the engine takes.
+        max_batch_tokens: Tokens of all prompts of a request at most, but for one prompt alone. A prompt that is in the
+            answer counts once for each sample.
+        max_scored_tokens: Log-probabilities of prompts in an answer at most: for each token one, and one for each of
+            the likeliest beside it.
+        max_cut_characters: Characters of a text of which `truncate_prompt_tokens` takes the end, at most; texts that
+            may fit as they are may be longer.
         max_pin_seconds: Seconds for which a hint may pin a prompt at most. The engine's `pin_quota` limits the blocks.
         max_n: Samples of a prompt at most.
         max_prompts: Prompts of a batch at most.
@@ -69,8 +79,13 @@ class ServerConfig:
     allowed_hosts: Sequence[str] = ()
     chat_template: str | None = None
     max_body_bytes: int = 16 * 2**20
+    max_body_seconds: float = 120.0
     max_open_requests: int = 2048
+    max_open_bytes: int | None = None
     max_prompt_tokens: int | None = None
+    max_batch_tokens: int = 2**21
+    max_scored_tokens: int = 2**20
+    max_cut_characters: int = 2**20
     max_pin_seconds: float = 3600.0
     max_n: int = 128
     max_prompts: int = 256
@@ -85,12 +100,16 @@ class ServerConfig:
             check_at_least(name, getattr(self, name), least)
         if self.max_prompt_tokens is not None:
             check_at_least("max_prompt_tokens", self.max_prompt_tokens, 1)
+        if self.max_open_bytes is not None:
+            check_at_least("max_open_bytes", self.max_open_bytes, self.max_body_bytes)
         if self.max_logprobs > MAX_LOGPROBS:
             raise ValueError(f"max_logprobs must be at most {MAX_LOGPROBS}, got {self.max_logprobs}")
-        if isinstance(self.max_pin_seconds, bool) or not isinstance(self.max_pin_seconds, numbers.Real):
-            raise TypeError(f"max_pin_seconds must be a number, got {type(self.max_pin_seconds).__name__}")
-        if not self.max_pin_seconds > 0:
-            raise ValueError(f"max_pin_seconds must be positive, got {self.max_pin_seconds!r}")
+        for name in ("max_pin_seconds", "max_body_seconds"):
+            seconds = getattr(self, name)
+            if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
+                raise TypeError(f"{name} must be a number, got {type(seconds).__name__}")
+            if not seconds > 0:
+                raise ValueError(f"{name} must be positive, got {seconds!r}")
         if not isinstance(self.chat_template, str | None):
             raise TypeError(f"chat_template must be a str or None, got {type(self.chat_template).__name__}")
         check_flag("return_tokens_as_ids", self.return_tokens_as_ids)

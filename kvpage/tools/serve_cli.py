@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -48,6 +48,14 @@ def serve(
     events_topic: Annotated[str, typer.Option(help="the first frame of every event")] = "",
     events_replay: Annotated[str | None, typer.Option(help="where past events can be asked for")] = None,
     max_body_bytes: Annotated[str, typer.Option(help="bytes of a request's body at most, as 16MiB")] = "16MiB",
+    max_n: Annotated[int, typer.Option(help="samples of a prompt at most")] = 128,
+    max_prompts: Annotated[int, typer.Option(help="prompts of a batch at most")] = 256,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="tokens of a prompt at most")] = None,
+    max_batch_tokens: Annotated[int, typer.Option(help="tokens of all prompts of a request at most")] = 2**21,
+    max_scored_tokens: Annotated[int, typer.Option(help="log-probabilities of prompts in an answer at most")] = 2**20,
+    max_logprobs: Annotated[int, typer.Option(help="likeliest tokens beside each at most")] = 20,
+    max_open_requests: Annotated[int, typer.Option(help="requests at once; then 503")] = 2048,
+    max_open_bytes: Annotated[str | None, typer.Option(help="bytes of the bodies of all of them; then 503")] = None,
     drain_timeout: Annotated[float, typer.Option(help="seconds to finish requests in after SIGTERM")] = 30.0,
     access_log: Annotated[bool, typer.Option("--access-log", help="log each request")] = False,
 ) -> None:
@@ -55,8 +63,13 @@ def serve(
     given = dict(locals())
     for name in REPEATABLE:
         given[f"{name}s"] = tuple(given.pop(name) or ())
+    run_with(given)
+
+
+def run_with(given: dict[str, Any]) -> None:
+    """Serve with the options. SystemExit with a line that says why it cannot."""
     try:
-        check_model_folder(model)  # the imports below take seconds
+        check_model_folder(given["model"])  # the imports below take seconds
     except ValueError as error:
         raise SystemExit(f"kvpage serve: {error}") from error
     try:
