@@ -105,7 +105,7 @@ class ServerConfig:
         if self.max_logprobs > MAX_LOGPROBS:
             raise ValueError(f"max_logprobs must be at most {MAX_LOGPROBS}, got {self.max_logprobs}")
         for name in ("max_pin_seconds", "max_body_seconds"):
-            seconds = getattr(self, name)
+            seconds: float = getattr(self, name)
             if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
                 raise TypeError(f"{name} must be a number, got {type(seconds).__name__}")
             if not seconds > 0:

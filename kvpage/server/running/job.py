@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kvpage.server.running.guides import CompiledGuide
 from kvpage.serving import SamplingParams
 
 
@@ -18,7 +17,7 @@ class Job:
         priority: Requests with a lower one are scheduled first.
         timeout: Seconds; None for no deadline.
         pin_ttl: Seconds for which the prompts stay pinned afterwards; None for not at all.
-        compiled: The form of the answers, which stays compiled while it is held; None for any form.
+        compiled: The CompiledGuide of the answers, which is held until they are queued; None for any form.
     """
 
     prompts: list[list[int]]
@@ -27,7 +26,7 @@ class Job:
     priority: int = 0
     timeout: float | None = None
     pin_ttl: float | None = None
-    compiled: CompiledGuide | None = None
+    compiled: object = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of AsyncEngine.submit that all prompts share."""
