@@ -60,7 +60,7 @@ class Generation:
             body.priority,
             body.timeout,
             None if ttl is None else min(ttl, service.config.max_pin_seconds),
-            compiled,
+            compiled=compiled,
         )
 
     def transcripts(self, prompts: Sequence[Prompt]) -> list[Transcript]:
