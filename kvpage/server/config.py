@@ -8,7 +8,8 @@ from kvpage.checks.values import as_integer, as_list, check_at_least, check_flag
 
 LIMITS = {
     "max_body_bytes": 1, "max_open_requests": 1, "max_n": 1, "max_prompts": 1, "max_stop_strings": 0,
-    "max_stop_characters": 1, "max_logprobs": 0, "num_tokenizer_threads": 1,
+    "max_stop_characters": 1, "max_logprobs": 0, "max_batch_tokens": 1, "max_scored_tokens": 1,
+    "max_cut_characters": 1, "num_tokenizer_threads": 1,
 }  # fmt: skip
 MAX_LOGPROBS = 20  # of an engine
 MAX_PRIORITY = 100  # of a hint to retain a prompt
@@ -49,8 +50,17 @@ class ServerConfig:
             web pages that rename their host out of a server on this machine. None at all allows every name.
         chat_template: A Jinja template in place of the tokenizer's own. None takes that.
         max_body_bytes: Bytes of a request's body at most; beyond it 413.
-        max_open_requests: HTTP requests that generate at once, waiting ones included; beyond it 503.
+        max_body_seconds: Seconds in which all of a body must come; beyond it 408.
+        max_open_requests: HTTP requests with a body at once, from the first byte of the body to the end of the answer;
+            beyond it 503.
+        max_open_bytes: Bytes of the bodies of all of them at most; beyond it 503. None means 16 of the longest.
         max_prompt_tokens: Tokens of a prompt at most. None means all that the engine takes.
+        max_batch_tokens: Tokens of all prompts of a request at most, but for one prompt alone. A prompt that is in the
+            answer counts once for each sample.
+        max_scored_tokens: Log-probabilities of prompts in an answer at most: for each token one, and one for each of
+            the likeliest beside it.
+        max_cut_characters: Characters of a text of which `truncate_prompt_tokens` takes the end, at most; texts that
+            may fit as they are may be longer.
         max_pin_seconds: Seconds for which a hint may pin a prompt at most. The engine's `pin_quota` limits the blocks.
         tenant_pin_quota: Blocks that the pins of one tenant hold at most. None means all of the engine's `pin_quota`.
         max_retain_priority: Priority of a prompt's blocks, 0 to 100, that a hint may ask for at most; more counts as so
@@ -75,8 +85,13 @@ class ServerConfig:
     allowed_hosts: Sequence[str] = ()
     chat_template: str | None = None
     max_body_bytes: int = 16 * 2**20
+    max_body_seconds: float = 120.0
     max_open_requests: int = 2048
+    max_open_bytes: int | None = None
     max_prompt_tokens: int | None = None
+    max_batch_tokens: int = 2**21
+    max_scored_tokens: int = 2**20
+    max_cut_characters: int = 2**20
     max_pin_seconds: float = 3600.0
     tenant_pin_quota: int | None = None
     max_retain_priority: int = MAX_PRIORITY
@@ -95,9 +110,12 @@ class ServerConfig:
             check_at_least(name, getattr(self, name), least)
         if self.max_prompt_tokens is not None:
             check_at_least("max_prompt_tokens", self.max_prompt_tokens, 1)
+        if self.max_open_bytes is not None:
+            check_at_least("max_open_bytes", self.max_open_bytes, self.max_body_bytes)
         if self.max_logprobs > MAX_LOGPROBS:
             raise ValueError(f"max_logprobs must be at most {MAX_LOGPROBS}, got {self.max_logprobs}")
-        _check_seconds("max_pin_seconds", self.max_pin_seconds)
+        for name in ("max_pin_seconds", "max_body_seconds"):
+            _check_seconds(name, getattr(self, name))
         if self.send_timeout is not None:
             _check_seconds("send_timeout", self.send_timeout)
         self._check_hints()

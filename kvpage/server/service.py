@@ -1,8 +1,11 @@
 """Service: the parts of a server that its routes use."""
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
@@ -13,10 +16,16 @@ from kvpage.server.metrics.latencies import Latencies
 from kvpage.server.page.feed import Feed
 from kvpage.server.protocol.errors import ApiError, bad_request, busy
 from kvpage.server.running.model_limits import ModelLimits
+from kvpage.server.running.open_requests import OpenRequests, Place
 from kvpage.server.running.runner import Runner
 from kvpage.server.text.text_service import TextService
 from kvpage.server.text.vocabulary import Vocabulary
 from kvpage.serving import AsyncEngine
+
+Result = TypeVar("Result")
+NUM_COMPILERS = 2  # threads that compile the forms of answers
+BODIES_AT_ONCE = 16
+"""Bodies of the greatest length that are open at once, unless the configuration tells otherwise."""
 
 
 class Service:
@@ -38,6 +47,7 @@ class Service:
         feed: Pictures for the page.
         limits: Limits and defaults of the model.
         max_prompt_tokens: Tokens of a prompt at most.
+        open_requests: The requests that are open.
         is_draining: Whether no more requests are taken, and those under way are finished.
         created: Seconds of the Unix epoch when it was made.
     """
@@ -47,13 +57,17 @@ class Service:
         core = engine.engine
         longest = min(core.max_model_len, core.manager.num_blocks * core.manager.block_size + 1)
         self.max_prompt_tokens = min(longest - 1, config.max_prompt_tokens or longest)
-        self.limits = ModelLimits(longest, core.defaults.stated_sampling.temperature or 1.0, config.max_retain_priority)
-        self.text = TextService(tokenizer, config.chat_template, self.max_prompt_tokens, config.num_tokenizer_threads)
+        temperature = core.defaults.stated_sampling.temperature or 1.0
+        self.limits = ModelLimits(longest, temperature, config.max_retain_priority)
+        lengths = self.max_prompt_tokens, config.max_cut_characters
+        self.text = TextService(tokenizer, config.chat_template, *lengths, config.num_tokenizer_threads)
         self.vocabulary, self.latencies = Vocabulary(tokenizer), Latencies()
         self.feed = Feed(engine, tokenizer)
         self.runner = Runner(engine, self.latencies, self.feed.ended, config.tenant_pin_quota)
         self.is_draining, self.created = False, int(time.time())
-        self._num_open = 0
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="kvpage-compiler")
+        max_bytes = config.max_open_bytes or BODIES_AT_ONCE * config.max_body_bytes
+        self.open_requests = OpenRequests(config.max_open_requests, max_bytes)
 
     @classmethod
     def of(cls, request: Request) -> "Service":
@@ -67,6 +81,11 @@ class Service:
         """Whether it takes requests."""
         return not self.is_draining and self.engine.takes_requests and self.engine.failure is None
 
+    @property
+    def max_num_waiting(self) -> int:
+        """The prompts that may wait at most."""
+        return self.engine.config.max_num_waiting
+
     def begin_drain(self) -> None:
         """Take no more requests from now on; those under way go on."""
         self.is_draining = True
@@ -74,25 +93,26 @@ class Service:
     def close(self) -> None:
         """End the threads. The engine stays its owner's."""
         self.text.close()
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    async def compile(self, work: Callable[[], Result]) -> Result:
+        """Do work that takes seconds, so that nothing but other such work waits for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, work)
 
     @contextmanager
-    def open_request(self) -> Iterator[None]:
-        """Count a request that generates. ApiError 503 beyond the limit, and while the server drains."""
+    def open_request(self) -> Iterator[Place]:
+        """Count a request, before its body is read. ApiError 503 beyond the limit, and while the server drains."""
         if self.is_draining:
             raise busy("the server is closing", 5)
-        if self._num_open >= self.config.max_open_requests:
-            raise busy(f"{self._num_open} requests are open, which is the most", 1)
-        self._num_open += 1
-        try:
-            yield
-        finally:
-            self._num_open -= 1
+        with self.open_requests.place() as place:
+            yield place
 
     def check_ids(self, token_ids: list[int]) -> None:
         """Raise ApiError 400 for an id outside of the vocabulary."""
         size = self.engine.engine.vocab_size
-        if wrong := [token_id for token_id in token_ids if not 0 <= token_id < size]:
-            raise bad_request(f"tokens must be ids in [0, {size}), got {wrong[0]}", param="tokens")
+        for wrong in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= wrong < size:
+                raise bad_request(f"tokens must be ids in [0, {size}), got {wrong}", param="tokens")
 
     def check_priority(self, priority: int) -> None:
         """Raise ApiError 400 for a priority that comes before those that callers may have."""

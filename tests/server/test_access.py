@@ -154,7 +154,7 @@ def test_too_many_open_requests_are_503():
     with running_server(ServerConfig([NAME], max_open_requests=2)) as server:
         found = asyncio.run(ask(server))
         assert found.count(200) >= 2 and 503 in found
-        assert server.app.state.service._num_open == 0
+        assert server.app.state.service.open_requests.num_open == 0
 
 
 def test_deadlines_end_requests(server):

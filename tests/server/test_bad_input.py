@@ -80,7 +80,7 @@ def state(server) -> tuple:
     service = server.app.state.service
     manager, metrics = server.engine.manager, generate_latest(server.app.state.registry)
     server.live.call(lambda engine: engine.manager.check()).result()
-    return metrics, manager.num_free_blocks, server.live.stats().num_submitted, service._num_open
+    return metrics, manager.num_free_blocks, server.live.stats().num_submitted, service.open_requests.num_open
 
 
 def check_refused(answer, status: int = 400, param: str | None = None) -> dict:

@@ -76,7 +76,7 @@ def test_two_hundred_streams_of_which_a_third_go_away_leave_nothing_behind(caplo
             assert 2 * NUM_STREAMS // 3 <= stayed < NUM_STREAMS - 20
             leave_rudely(url)
             until(lambda: held()["HttpToolsProtocol"] == 0)
-            until(lambda: server.app.state.service._num_open == 0)
+            until(lambda: server.app.state.service.open_requests.num_open == 0)
             check_nothing_left(server.live)
             counts.append(held())
             threads.append(threading.active_count())

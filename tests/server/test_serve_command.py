@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from support.models import make_model  # noqa: E402
 from support.server_app import events_of, make_tokenizer, running_server  # noqa: E402
 from support.state_models import make_state_model  # noqa: E402
 
+from kvpage.server import ServerConfig  # noqa: E402
 from kvpage.server.command import draining_server  # noqa: E402
 from kvpage.server.command import serve as serve_module  # noqa: E402
 from kvpage.server.command.bounded_http import MAX_HEAD_BYTES, BoundedHttp  # noqa: E402
@@ -33,6 +35,7 @@ from kvpage.server.command.open_files import allow_open_files  # noqa: E402
 from kvpage.server.command.options import ServeOptions  # noqa: E402
 from kvpage.server.command.serve import bound_socket, first_command, server_config, url_of  # noqa: E402
 from kvpage.serving import Engine, SamplingParams, StateConfig  # noqa: E402
+from kvpage.tools import serve_cli  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,7 @@ def folder(tmp_path_factory) -> Path:
         ({"state_memory": "-1"}, "a size must be like 8GiB, .* got '-1'"),
         ({"checkpoint_every": 0}, "--checkpoint-every must be an integer of at least 1, got 0"),
         ({"max_body_bytes": "none"}, "none"),
+        ({"max_open_bytes": "many"}, "a size must be like 8GiB, .* got 'many'"),
         ({"stores": ("nowhere",)}, "nowhere"),
         ({"stores": ("memory://",), "tensor_parallel_size": 2}, "--tensor-parallel-size must be 1 with it"),
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size must be an integer of at least 1, got 0"),
@@ -104,6 +108,18 @@ def test_keys_come_from_options_the_environment_and_a_file(folder, tmp_path, mon
     assert config.served_model_names == (str(folder),)
     assert "localhost" in config.allowed_hosts
     assert server_config(ServeOptions(folder, host="0.0.0.0")).allowed_hosts == ()
+
+
+def test_limits_of_requests_are_options(folder):
+    limits = {"max_n": 1, "max_prompts": 2, "max_prompt_tokens": 3, "max_batch_tokens": 4, "max_scored_tokens": 5,
+              "max_logprobs": 6, "max_open_requests": 7}  # fmt: skip
+    config = server_config(ServeOptions(folder, max_body_bytes="1KiB", max_open_bytes="2KiB", **limits))
+    assert {name: getattr(config, name) for name in limits} == limits
+    assert (config.max_body_bytes, config.max_open_bytes) == (2**10, 2**11)
+    names, usual = [*limits, "max_body_bytes", "max_open_bytes"], server_config(ServeOptions(folder))
+    assert all(getattr(usual, name) == getattr(ServerConfig(), name) for name in names)
+    asked = inspect.signature(serve_cli.serve).parameters
+    assert all(asked[name].default == getattr(ServeOptions(folder), name) for name in names)
 
 
 def test_blocks_are_as_many_as_asked_for_or_as_requests_can_fill(folder):

@@ -8,6 +8,7 @@ import json
 from json.encoder import encode_basestring_ascii as quoted
 from typing import NamedTuple
 
+from kvpage.server.answers.long_lists import long_list
 from kvpage.server.answers.usage import Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -109,7 +110,7 @@ def _ending(piece: Piece) -> str:
     if piece.finish_reason is not None:
         ending += f',"stop_reason":{json.dumps(piece.stop_reason)}'
     if piece.token_ids is not None:
-        ending += f',"token_ids":{json.dumps(piece.token_ids, separators=(",", ":"))}'
+        ending += f',"token_ids":{long_list(piece.token_ids)}'
     if piece.prompt_token_ids is not None:
-        ending += f',"prompt_token_ids":{json.dumps(piece.prompt_token_ids, separators=(",", ":"))}'
+        ending += f',"prompt_token_ids":{long_list(piece.prompt_token_ids)}'
     return ending

@@ -1,10 +1,10 @@
 """Log-probabilities in OpenAI's two shapes: that of chats, and that of completions."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from kvpage.server.answers.choice import Choice
+from kvpage.server.answers.long_lists import long_list
 from kvpage.server.text.vocabulary import Vocabulary
 from kvpage.serving.text.token_logprobs import TokenLogprobs
 
@@ -39,12 +39,13 @@ class ChatLogprobs:
 
     def json(self, choice: Choice, token_ids: Sequence[int], logprobs: Logprobs) -> str:
         """Return those of the choice's next tokens."""
-        content = []
-        for token_id, one in zip(token_ids, logprobs, strict=True):
-            assert one is not None, "every generated token has them"
-            top = [self._entry(top_id, value) for top_id, value in one.top]
-            content.append({**self._entry(token_id, one.logprob), "top_logprobs": top})
-        return json.dumps({"content": content, "refusal": None}, separators=(",", ":"))
+        content = (self._of_token(token_id, one) for token_id, one in zip(token_ids, logprobs, strict=True))
+        return f'{{"content":{long_list(content)},"refusal":null}}'
+
+    def _of_token(self, token_id: int, one: TokenLogprobs | None) -> dict[str, Any]:
+        assert one is not None, "every generated token has them"
+        top = [self._entry(top_id, value) for top_id, value in one.top]
+        return {**self._entry(token_id, one.logprob), "top_logprobs": top}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         text_bytes = list(self._names.vocabulary[token_id][1])
@@ -63,13 +64,13 @@ class CompletionLogprobs:
         for token_id in token_ids:
             offsets.append(choice.num_characters)
             choice.count_characters(len(self._names.vocabulary[token_id][0]))
-        fields = {
-            "tokens": [self._names[token_id] for token_id in token_ids],
-            "token_logprobs": [None if one is None else max(one.logprob, LEAST) for one in logprobs],
-            "top_logprobs": [self._tops(token_id, one) for token_id, one in zip(token_ids, logprobs, strict=True)],
+        fields: dict[str, Iterable[Any]] = {
+            "tokens": (self._names[token_id] for token_id in token_ids),
+            "token_logprobs": (None if one is None else max(one.logprob, LEAST) for one in logprobs),
+            "top_logprobs": (self._tops(token_id, one) for token_id, one in zip(token_ids, logprobs, strict=True)),
             "text_offset": offsets,
         }
-        return json.dumps(fields, separators=(",", ":"))
+        return "{" + ",".join(f'"{name}":{long_list(values)}' for name, values in fields.items()) + "}"
 
     def _tops(self, token_id: int, one: TokenLogprobs | None) -> dict[str, float] | None:
         if one is None:

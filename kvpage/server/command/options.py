@@ -62,6 +62,14 @@ class ServeOptions:
     events_topic: str = ""
     events_replay: str | None = None
     max_body_bytes: str = "16MiB"
+    max_n: int = 128
+    max_prompts: int = 256
+    max_prompt_tokens: int | None = None
+    max_batch_tokens: int = 2**21
+    max_scored_tokens: int = 2**20
+    max_logprobs: int = 20
+    max_open_requests: int = 2048
+    max_open_bytes: str | None = None
     drain_timeout: float = 30.0
     access_log: bool = False
 
@@ -81,9 +89,8 @@ class ServeOptions:
                 raise ValueError("--num-window-blocks needs --num-gpu-blocks, the blocks of the other layers")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        for size in filter(
-            None, (self.kv_cache_memory, self.state_memory, self.host_state_memory, self.max_body_bytes)
-        ):
+        memories = self.kv_cache_memory, self.state_memory, self.host_state_memory
+        for size in filter(None, (*memories, self.max_body_bytes, self.max_open_bytes)):
             parse_size(size)
         if self.checkpoint_every is not None:
             check_at_least("--checkpoint-every", self.checkpoint_every, 1)

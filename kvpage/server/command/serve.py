@@ -25,6 +25,10 @@ from kvpage.serving import Engine
 from kvpage.store.config import parse_size
 
 logger = logging.getLogger(__name__)
+SAME_NAMES = (
+    "max_n", "max_prompts", "max_prompt_tokens", "max_batch_tokens", "max_scored_tokens", "max_logprobs",
+    "max_open_requests",
+)  # fmt: skip
 CLOSING_SECONDS = 5  # that connections have to send the rest of their answers
 KEEP_ALIVE_SECONDS = 65  # longer than the 60 s for which proxies keep connections
 
@@ -96,6 +100,8 @@ def server_config(options: ServeOptions) -> ServerConfig:
         tenant_pin_quota=options.tenant_pin_quota,
         max_retain_priority=options.max_retain_priority,
         min_priority=options.min_priority,
+        max_open_bytes=None if options.max_open_bytes is None else parse_size(options.max_open_bytes),
+        **{name: getattr(options, name) for name in SAME_NAMES},
     )
 
 

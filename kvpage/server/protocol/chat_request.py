@@ -60,7 +60,7 @@ def _call_for_template(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             raise bad_request("messages: arguments of tool_calls must be JSON", param="messages") from None
     return {**call, "function": {**function, "arguments": arguments}}
 

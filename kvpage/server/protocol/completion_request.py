@@ -51,6 +51,11 @@ class CompletionRequest(SamplingFields):
         """The prompts of the batch."""
         return len(self.prompt)
 
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether each sample of the answer shows its prompt."""
+        return self.return_token_ids or self.echo
+
     def most_tokens(self, num_left: int) -> int:
         """Return how many tokens are generated at most."""
         if self.max_tokens == 0 and self.echo:

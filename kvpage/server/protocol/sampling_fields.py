@@ -5,7 +5,7 @@ Ranges that SamplingParams checks are left to it. Its messages begin with the na
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from kvpage.server.protocol.errors import bad_request
 from kvpage.server.protocol.kv_hints import KvHints
@@ -27,6 +27,13 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 MaxTokens = Annotated[int, Field(ge=0, le=MAX_INT)]
+
+
+def _few_biases(value: object) -> object:
+    """Refuse too many before each is looked at."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"logit_bias must have at most {MAX_BIASES} tokens, got {len(value)}")
+    return value
 
 
 class StreamOptions(RequestModel):
@@ -81,7 +88,7 @@ class SamplingFields(RequestModel):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] | None = None
     max_tokens: MaxTokens | None = None
     min_tokens: Count | None = None
     ignore_eos: bool = False
@@ -132,6 +139,11 @@ class SamplingFields(RequestModel):
     def num_prompts(self) -> int:
         """The prompts of the batch."""
         return 1
+
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether each sample of the answer shows its prompt."""
+        return self.return_token_ids
 
     def most_tokens(self, num_left: int) -> int:
         """Return how many tokens are generated at most. num_left: those that the model takes after the prompt."""

@@ -1,6 +1,9 @@
-"""Bodies: JSON in, JSON out."""
+"""Bodies: JSON in, JSON out. A large one is read and written beside the event loop."""
 
+import asyncio
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -8,17 +11,51 @@ from starlette.responses import Response
 
 from kvpage.server.protocol.errors import ApiError
 from kvpage.server.protocol.request_model import RequestModel, parse_json, read_model
+from kvpage.server.running.open_requests import Place
+from kvpage.server.service import Service
 
 Model = TypeVar("Model", bound=RequestModel)
+Result = TypeVar("Result")
+LARGE_BYTES = 2**16
 
 
-async def body_of(request: Request, kind: type[Model]) -> Model:
-    """Return the body of a request, checked. ApiError: 415 for another type than JSON, 400 for a wrong field."""
+async def body_of(request: Request, kind: type[Model], place: Place) -> Model:
+    """Return the body of a request, checked; see `read_body`."""
+    return await read_body(request, partial(read_model, kind), place)
+
+
+async def read_body(request: Request, read: Callable[[dict[str, Any]], Result], place: Place) -> Result:
+    """Return what `read` makes of the object that is a request's body.
+
+    ApiError: 415 for another type than JSON, 400 for a wrong field, 408 for a body that does not come, 503 for one too
+    many.
+    """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         message = f"the header Content-Type must be application/json, got {content_type[:80]!r}"
         raise ApiError(415, message, code="unsupported_media_type")
-    return read_model(kind, parse_json(await request.body()))
+    seconds = Service.of(request).config.max_body_seconds
+    try:
+        body = await asyncio.wait_for(_bytes_of(request, place), seconds)
+    except asyncio.TimeoutError:
+        headers = {"connection": "close"}
+        raise ApiError(408, f"body must be here within {seconds:g} s", code="body_too_slow", headers=headers) from None
+    if len(body) < LARGE_BYTES:
+        return read(parse_json(body))
+    return await asyncio.to_thread(lambda: read(parse_json(body)))
+
+
+async def _bytes_of(request: Request, place: Place) -> bytes:
+    pieces = []
+    async for piece in request.stream():
+        place.take(len(piece))
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+async def large_answer(content: Any) -> Response:
+    """Return JSON of any length."""
+    return await asyncio.to_thread(answer, content)
 
 
 def answer(content: Any, status: int = 200) -> Response:

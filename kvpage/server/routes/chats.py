@@ -1,11 +1,13 @@
 """/v1/chat/completions and /v1/chat/completions/render."""
 
+from contextlib import ExitStack
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpage.server.protocol.chat_request import ChatRequest
-from kvpage.server.routes.bodies import answer, body_of
+from kvpage.server.routes.bodies import body_of, large_answer
 from kvpage.server.routes.prompts import prompt_of
 from kvpage.server.routes.responding import respond
 from kvpage.server.running.sampling import check_limits
@@ -17,17 +19,23 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     """Answer a chat."""
-    service, body = Service.of(request), await body_of(request, ChatRequest)
-    model = service.check_model(body.model)
-    check_limits(body, service.config)
-    return await respond(request, body, [await prompt_of(service, body)], model)
+    service = Service.of(request)
+    with ExitStack() as stack:
+        place = stack.enter_context(service.open_request())
+        body = await body_of(request, ChatRequest, place)
+        model = service.check_model(body.model)
+        check_limits(body, service.config, service.max_num_waiting)
+        service.runner.check_room(1)
+        return await respond(request, body, [await prompt_of(service, body)], model, stack)
 
 
 @router.post("/v1/chat/completions/render")
 async def render(request: Request) -> Response:
     """Return the prompt that the chat template makes, as text and as token ids."""
-    service, body = Service.of(request), await body_of(request, ChatRequest)
-    model = service.check_model(body.model)
-    check_limits(body, service.config)
-    prompt = await prompt_of(service, body)
-    return answer({"model": model, "prompt": prompt.text, "token_ids": prompt.token_ids})
+    service = Service.of(request)
+    with service.open_request() as place:
+        body = await body_of(request, ChatRequest, place)
+        model = service.check_model(body.model)
+        check_limits(body, service.config, service.max_num_waiting)
+        prompt = await prompt_of(service, body)
+        return await large_answer({"model": model, "prompt": prompt.text, "token_ids": prompt.token_ids})

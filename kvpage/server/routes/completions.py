@@ -1,11 +1,13 @@
 """/v1/completions and /v1/completions/render."""
 
+from contextlib import ExitStack
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpage.server.protocol.completion_request import CompletionRequest
-from kvpage.server.routes.bodies import answer, body_of
+from kvpage.server.routes.bodies import body_of, large_answer
 from kvpage.server.routes.prompts import prompts_of
 from kvpage.server.routes.responding import respond
 from kvpage.server.running.sampling import check_limits
@@ -17,19 +19,25 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     """Complete prompts."""
-    service, body = Service.of(request), await body_of(request, CompletionRequest)
-    model = service.check_model(body.model)
-    check_limits(body, service.config)
-    return await respond(request, body, await prompts_of(service, body), model)
+    service = Service.of(request)
+    with ExitStack() as stack:
+        place = stack.enter_context(service.open_request())
+        body = await body_of(request, CompletionRequest, place)
+        model = service.check_model(body.model)
+        check_limits(body, service.config, service.max_num_waiting)
+        service.runner.check_room(body.num_prompts)
+        return await respond(request, body, await prompts_of(service, body), model, stack)
 
 
 @router.post("/v1/completions/render")
 async def render(request: Request) -> Response:
     """Return the token ids of prompts, as a completion would compute them."""
-    service, body = Service.of(request), await body_of(request, CompletionRequest)
-    model = service.check_model(body.model)
-    check_limits(body, service.config)
-    prompts = await prompts_of(service, body)
-    return answer(
-        [{"model": model, "prompt": prompt.text or None, "token_ids": prompt.token_ids} for prompt in prompts]
-    )
+    service = Service.of(request)
+    with service.open_request() as place:
+        body = await body_of(request, CompletionRequest, place)
+        model = service.check_model(body.model)
+        check_limits(body, service.config, service.max_num_waiting)
+        prompts = await prompts_of(service, body)
+        return await large_answer(
+            [{"model": model, "prompt": prompt.text or None, "token_ids": prompt.token_ids} for prompt in prompts]
+        )

@@ -25,10 +25,11 @@ from kvpage.server.running.refusals import checked
 from kvpage.server.running.sampling import sampling_params
 from kvpage.server.service import Service
 from kvpage.server.text.prompt import Prompt
-from kvpage.serving import Detokenizer, LiveRequest
+from kvpage.serving import Detokenizer, LiveRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
 AnyRequest = CompletionRequest | ChatRequest
+FEW_TOKENS = 1024  # whose answer is written at once
 
 
 class Generation:
@@ -53,8 +54,9 @@ class Generation:
         shortest = min(len(prompt.token_ids) for prompt in prompts)
         cache_at = checked(lambda: as_cache_at(body.cache_at or (), shortest))
         has_form = body.form_field is not None
-        guide = await asyncio.to_thread(compiled_guide, service.engine, body) if has_form else None
-        params = [sampling_params(body, len(prompt.token_ids), guide, service.limits) for prompt in prompts]
+        compiled = await service.compile(lambda: compiled_guide(service.engine, body)) if has_form else None
+        guide = None if compiled is None else compiled.guide
+        params = sampling_params(body, [len(prompt.token_ids) for prompt in prompts], guide, service.limits)
         ttl = None if body.kv_hints is None else body.kv_hints.pin_ttl()
         return Job(
             [prompt.token_ids for prompt in prompts],
@@ -65,6 +67,7 @@ class Generation:
             None if ttl is None else min(ttl, service.config.max_pin_seconds),
             caller.tenant,
             cache_at,
+            compiled=compiled,
         )
 
     def transcripts(self, prompts: Sequence[Prompt]) -> list[Transcript]:
@@ -73,11 +76,10 @@ class Generation:
         ends = {*service.engine.engine.eos_token_ids, *(body.stop_token_ids or ())}
         rules = TextRules(body.stop_strings, ends, body.include_stop_str_in_output, body.skip_special_tokens)
         shown, found = self._shown(), []
+        detokenizer = Detokenizer(service.tokenizer, body.skip_special_tokens)
         for number, prompt in enumerate(prompts):
-            choices = [
-                Choice(number * body.n + sample, Detokenizer(service.tokenizer, body.skip_special_tokens), rules)
-                for sample in range(body.n)
-            ]
+            each = range(number * body.n, (number + 1) * body.n)
+            choices = [Choice(index, detokenizer.another(), rules) for index in each]
             found.append(Transcript(choices, prompt.token_ids, prompt.text, shown))
         return found
 
@@ -92,10 +94,17 @@ class Generation:
 
     # --- one answer --------------------------------------------------------------------------------------------------
 
-    async def whole(self, job: Job, transcripts: Sequence[Transcript]) -> bytes:
-        """Return the whole answer."""
+    async def whole(self, job: Job, prompts: Sequence[Prompt]) -> bytes:
+        """Return the whole answer. A large one is written beside the event loop."""
         outputs = await self._service.runner.whole(job)
-        pieces: list[Piece] = []
+        num_prompt = sum(map(len, job.prompts)) * self._body.n if self._body.shows_prompt else 0
+        num_generated = sum(len(sample.token_ids) for output in outputs for sample in output.samples)
+        if num_prompt + num_generated <= FEW_TOKENS:
+            return self._answer(job, prompts, outputs)
+        return await asyncio.to_thread(self._answer, job, prompts, outputs)
+
+    def _answer(self, job: Job, prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]) -> bytes:
+        transcripts, pieces = self.transcripts(prompts), list[Piece]()
         for transcript, output in zip(transcripts, outputs, strict=True):
             pieces += transcript.whole(output)
         num_cached = sum(output.num_cached_tokens for output in outputs)

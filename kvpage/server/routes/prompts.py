@@ -2,15 +2,18 @@
 
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import CompletionRequest
+from kvpage.server.protocol.errors import bad_request
 from kvpage.server.service import Service
 from kvpage.server.text.chat_template import Chat
 from kvpage.server.text.prompt import Prompt
 from kvpage.server.text.text_service import too_long
 
+AnyRequest = CompletionRequest | ChatRequest
+
 
 async def prompts_of(service: Service, body: CompletionRequest) -> list[Prompt]:
     """Return the prompts as tokens, and as text where they are echoed."""
-    prompts = []
+    prompts, num_tokens = list[Prompt](), 0
     for prompt in body.prompt:
         if isinstance(prompt, str):
             is_cut = body.truncate_prompt_tokens is not None
@@ -19,6 +22,8 @@ async def prompts_of(service: Service, body: CompletionRequest) -> list[Prompt]:
         else:
             token_ids, text = prompt, ""
         shown = _checked(service, body, token_ids)
+        num_tokens += len(shown)
+        _check_sum(service, body, num_tokens, len(body.prompt))
         if body.echo and (not text or len(shown) < len(token_ids)):
             service.check_ids(shown)
             text = await service.text.decode(shown)
@@ -28,23 +33,44 @@ async def prompts_of(service: Service, body: CompletionRequest) -> list[Prompt]:
 
 async def prompt_of(service: Service, body: ChatRequest) -> Prompt:
     """Return the prompt that the chat template makes."""
+    is_cut = body.truncate_prompt_tokens is not None
+    text, token_ids = await service.text.render(lambda: _chat(body), body.add_special_tokens, is_cut)
+    prompt = Prompt(_checked(service, body, token_ids), text)
+    _check_sum(service, body, len(prompt.token_ids), 1)
+    return prompt
+
+
+def _chat(body: ChatRequest) -> Chat:
     tools = None if body.tool_choice == "none" or not body.tools else body.tools
-    chat = Chat(
+    return Chat(
         [message.for_template() for message in body.messages],
         None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools],
         body.add_generation_prompt,
         body.continue_final_message,
         body.chat_template_kwargs or {},
     )
-    is_cut = body.truncate_prompt_tokens is not None
-    text, token_ids = await service.text.render(chat, body.add_special_tokens, is_cut)
-    return Prompt(_checked(service, body, token_ids), text)
 
 
-def _checked(service: Service, body: CompletionRequest | ChatRequest, token_ids: list[int]) -> list[int]:
+def _checked(service: Service, body: AnyRequest, token_ids: list[int]) -> list[int]:
     """Return the prompt's tokens, cut if the request says so. ApiError 400 for too many."""
     most = body.truncate_prompt_tokens
     cut = token_ids if most is None else token_ids[-most:]
     if len(cut) > service.max_prompt_tokens:
         raise too_long(f"{len(cut)} tokens", service.max_prompt_tokens)
     return cut
+
+
+def _check_sum(service: Service, body: AnyRequest, num_tokens: int, num_prompts: int) -> None:
+    """Raise ApiError 400 for prompts that are too long all together. num_tokens: of those so far."""
+    num_counted = num_tokens * (body.n if body.shows_prompt else 1)
+    most = service.config.max_batch_tokens
+    if num_counted > most and (num_prompts > 1 or num_counted > num_tokens):
+        times = f" in each of n={body.n} samples" if body.shows_prompt and body.n > 1 else ""
+        message = f"prompt must have at most {most} tokens in all{times}, got {num_counted}"
+        raise bad_request(message, param="prompt", code="too_many_tokens")
+    if body.num_prompt_logprobs is not None:
+        num_scored = num_tokens * body.n * (1 + body.num_prompt_logprobs)
+        most = service.config.max_scored_tokens
+        if num_scored > most:
+            message = f"logprobs must be at most {most} in all for the tokens of an echo, got {num_scored}"
+            raise bad_request(message, param="logprobs", code="too_many_tokens")

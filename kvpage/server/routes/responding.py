@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpage.server.answers.event_stream import EventStream, end_tasks, until_gone
-from kvpage.server.answers.transcript import Transcript
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.routes.generation import AnyRequest, Generation
 from kvpage.server.running.job import Job
@@ -20,30 +19,33 @@ from kvpage.server.text.prompt import Prompt
 CLIENT_GONE = 499  # nobody reads it
 
 
-async def respond(request: Request, body: AnyRequest, prompts: Sequence[Prompt], model: str) -> Response:
-    """Run a request of which the prompts are known, and return its answer."""
+async def respond(
+    request: Request, body: AnyRequest, prompts: Sequence[Prompt], model: str, stack: ExitStack
+) -> Response:
+    """Run a request of which the prompts are known, and return its answer.
+
+    stack: what ends with the request, such as its place; a stream takes it along.
+    """
     service = Service.of(request)
     generation = Generation(service, body, model, _answer_id(request, body))
     job = await generation.job(prompts, caller_of(request))
-    transcripts = generation.transcripts(prompts)
     if body.stream:
-        return _stream(service, generation, job, transcripts)
-    with service.open_request():
-        return await _whole(request, generation, job, transcripts)
+        return _stream(service, generation, job, prompts, stack)
+    return await _whole(request, generation, job, prompts)
 
 
-def _stream(service: Service, generation: Generation, job: Job, transcripts: Sequence[Transcript]) -> Response:
+def _stream(
+    service: Service, generation: Generation, job: Job, prompts: Sequence[Prompt], stack: ExitStack
+) -> Response:
     """Queue the job, so that a refusal has its own status, and return the stream of its events."""
-    with ExitStack() as stack:
-        stack.enter_context(service.open_request())
-        requests = service.runner.submit(job)
-        stack.callback(abort_all, requests)
-        events = generation.events(job, transcripts, requests)
-        return EventStream(events, stack.pop_all().close, service.config.send_timeout)
+    requests = service.runner.submit(job)
+    stack.callback(abort_all, requests)
+    events = generation.events(job, generation.transcripts(prompts), requests)
+    return EventStream(events, stack.pop_all().close, service.config.send_timeout)
 
 
-async def _whole(request: Request, generation: Generation, job: Job, transcripts: Sequence[Transcript]) -> Response:
-    working = asyncio.ensure_future(generation.whole(job, transcripts))
+async def _whole(request: Request, generation: Generation, job: Job, prompts: Sequence[Prompt]) -> Response:
+    working = asyncio.ensure_future(generation.whole(job, prompts))
     leaving = asyncio.ensure_future(until_gone(request.receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)

@@ -1,5 +1,6 @@
 """/tokenize and /detokenize, as vLLM has them."""
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -11,11 +12,12 @@ from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.errors import ApiError
 from kvpage.server.protocol.request_model import RequestModel, read_model
 from kvpage.server.protocol.sampling_fields import Count
-from kvpage.server.routes.bodies import answer, body_of
+from kvpage.server.routes.bodies import answer, body_of, read_body
 from kvpage.server.routes.prompts import prompt_of
 from kvpage.server.service import Service
 
 router = APIRouter()
+FEW_TOKENS = 1024  # whose answer is made at once
 
 
 class TokenizeText(RequestModel):
@@ -33,10 +35,6 @@ class TokenizeChat(ChatRequest):
     return_token_strs: bool = False
 
 
-class TokenizeAny(RequestModel, extra="allow"):
-    """Either of them."""
-
-
 class DetokenizeRequest(RequestModel):
     """Tokens to text."""
 
@@ -47,15 +45,21 @@ class DetokenizeRequest(RequestModel):
 @router.post("/tokenize")
 async def tokenize(request: Request) -> Response:
     """Return the tokens of a text, or of a chat."""
-    service, found = Service.of(request), await body_of(request, TokenizeAny)
-    fields: dict[str, Any] = found.model_extra or {}
-    if "messages" in fields:
-        chat = read_model(TokenizeChat, fields)
-        service.check_model(chat.model)
-        return _tokens(service, (await prompt_of(service, chat)).token_ids, chat.return_token_strs)
-    body = read_model(TokenizeText, fields)
-    service.check_model(body.model)
-    return _tokens(service, await service.text.encode(body.prompt, body.add_special_tokens), body.return_token_strs)
+    service = Service.of(request)
+    with service.open_request() as place:
+        body = await read_body(request, _text_or_chat, place)
+        service.check_model(body.model)
+        if isinstance(body, TokenizeChat):
+            token_ids = (await prompt_of(service, body)).token_ids
+        else:
+            token_ids = await service.text.encode(body.prompt, body.add_special_tokens)
+        if len(token_ids) <= FEW_TOKENS:
+            return _tokens(service, token_ids, body.return_token_strs)
+        return await asyncio.to_thread(_tokens, service, token_ids, body.return_token_strs)
+
+
+def _text_or_chat(fields: dict[str, Any]) -> TokenizeText | TokenizeChat:
+    return read_model(TokenizeChat if fields.get("messages") is not None else TokenizeText, fields)
 
 
 def _tokens(service: Service, token_ids: list[int], shows_texts: bool) -> Response:
@@ -72,10 +76,12 @@ def _tokens(service: Service, token_ids: list[int], shows_texts: bool) -> Respon
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
-    service, body = Service.of(request), await body_of(request, DetokenizeRequest)
-    service.check_model(body.model)
-    service.check_ids(body.tokens)
-    return answer({"prompt": await service.text.decode(body.tokens)})
+    service = Service.of(request)
+    with service.open_request() as place:
+        body = await body_of(request, DetokenizeRequest, place)
+        service.check_model(body.model)
+        service.check_ids(body.tokens)
+        return answer({"prompt": await service.text.decode(body.tokens)})
 
 
 @router.api_route("/v1/embeddings", methods=["POST"])

@@ -1,14 +1,30 @@
-"""guide_of: the form that an answer must have."""
+"""compiled_guide: the form that an answer must have."""
+
+from dataclasses import dataclass
 
 from kvpage.server.protocol.errors import ApiError, bad_request
 from kvpage.server.protocol.sampling_fields import ResponseFormat, SamplingFields, StructuredOutputs
 from kvpage.serving import AsyncEngine, Guide, SamplingParams
 from kvpage.serving.loop.intake import Prompt
+from kvpage.serving.loop.request import Request
 
 ANY_JSON = "json_object"
 
 
-def compiled_guide(engine: AsyncEngine, request: SamplingFields) -> Guide | None:
+@dataclass(frozen=True, slots=True)
+class CompiledGuide:
+    """A form that the engine has compiled.
+
+    Attributes:
+        guide: The form.
+        holder: A request with it that is never queued. The engine does not forget the form of a request that lives.
+    """
+
+    guide: Guide
+    holder: Request
+
+
+def compiled_guide(engine: AsyncEngine, request: SamplingFields) -> CompiledGuide | None:
     """Return the form of a request's answer, which the engine has compiled; None for any form. It may take seconds.
 
     ApiError: 400 for a form that cannot be compiled, 501 where the library for forms is missing.
@@ -18,13 +34,14 @@ def compiled_guide(engine: AsyncEngine, request: SamplingFields) -> Guide | None
         return None
     try:
         guide = _guide(request)
-        if guide is not None:  # the engine keeps what it has compiled for this request
-            engine.engine.prepare(Prompt([0], SamplingParams(max_tokens=1, guide=guide)), "guide")
+        if guide is None:
+            return None
+        params = SamplingParams(max_tokens=1, guide=guide)
+        return CompiledGuide(guide, engine.engine.prepare(Prompt([0], params), "guide"))
     except (ValueError, TypeError) as error:
         raise bad_request(f"{field} cannot be followed: {error}", param=field) from error
     except ModuleNotFoundError as error:
         raise ApiError(501, f"{field} is not served here: {error}", param=field, code="not_served") from error
-    return guide
 
 
 def _guide(request: SamplingFields) -> Guide | None:

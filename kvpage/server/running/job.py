@@ -20,6 +20,7 @@ class Job:
         pin_ttl: Seconds for which the prompts stay pinned afterwards; None for not at all.
         tenant: Who asks, to whom the pins are counted.
         cache_at: Positions of each prompt at which other prompts may go on.
+        compiled: The CompiledGuide of the answers, which is held until they are queued; None for any form.
     """
 
     prompts: list[list[int]]
@@ -30,6 +31,7 @@ class Job:
     pin_ttl: float | None = None
     tenant: str = ""
     cache_at: Sequence[int] = ()
+    compiled: object = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of AsyncEngine.submit that all prompts share."""

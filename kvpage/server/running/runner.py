@@ -47,6 +47,13 @@ class Runner:
         self._pins = TenantPins(tenant_pin_quota)
         self.has_blocks = isinstance(engine.engine.cache, CacheEngine)
 
+    def check_room(self, num_prompts: int) -> None:
+        """Raise ApiError 503 unless the engine takes so many prompts now: a full queue costs no more than this."""
+        try:
+            self._engine.check_room(num_prompts)
+        except REFUSED as error:
+            raise as_api_error(error) from error
+
     async def whole(self, job: Job) -> list[RequestOutput]:
         """Run a job to its end. ApiError if the engine takes it not."""
         arguments = job.arguments()

@@ -1,5 +1,6 @@
 """sampling_params: the fields of a request as SamplingParams of the engine."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvpage.server.config import MAX_PRIORITY, ServerConfig
@@ -16,14 +17,24 @@ SAME_NAMES = (
 
 
 def sampling_params(
-    request: SamplingFields, num_prompt_tokens: int, guide: Guide | None, model: ModelLimits
+    request: SamplingFields, lengths: Sequence[int], guide: Guide | None, model: ModelLimits
+) -> list[SamplingParams]:
+    """Return the parameters of each prompt, by its length. ApiError 400 for a value that a field does not take.
+
+    They are made once for all prompts that generate equally many tokens.
+    """
+    most = [request.most_tokens(max(model.max_model_len - length, 1)) for length in lengths]
+    made = {max_tokens: _sampling_params(request, max_tokens, guide, model) for max_tokens in set(most)}
+    return [made[max_tokens] for max_tokens in most]
+
+
+def _sampling_params(
+    request: SamplingFields, max_tokens: int, guide: Guide | None, model: ModelLimits
 ) -> SamplingParams:
-    """Return the parameters of a prompt. ApiError 400 for a value that a field does not take."""
     fields: dict[str, Any] = {name: getattr(request, name) for name in SAME_NAMES}
     fields["temperature"] = model.temperature if request.temperature is None else request.temperature
     fields["top_k"] = 0 if request.top_k == -1 else request.top_k
     fields["seed"] = None if request.seed is None else request.seed % 2**63
-    max_tokens = request.most_tokens(max(model.max_model_len - num_prompt_tokens, 1))
     if request.min_tokens is not None and request.min_tokens > max_tokens:
         message = f"min_tokens must be at most max_tokens={max_tokens}, got {request.min_tokens}"
         raise bad_request(message, param="min_tokens")
@@ -50,13 +61,14 @@ def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
     return {int(name): value for name, value in given.items()}
 
 
-def check_limits(request: SamplingFields, config: ServerConfig) -> None:
-    """Raise ApiError 400 for a request beyond the server's limits."""
+def check_limits(request: SamplingFields, config: ServerConfig, max_num_waiting: int) -> None:
+    """Raise ApiError 400 for a request beyond the server's limits. max_num_waiting: of the engine's queue."""
     stops = request.stop_strings
     longest = max(map(len, stops), default=1)
     for name, value, most, what in (
         ("n", request.n, config.max_n, "at most"),
         ("prompt", request.num_prompts, config.max_prompts, "a batch of at most"),
+        ("prompt", request.num_prompts, max_num_waiting, "a batch of at most max_num_waiting ="),
         ("stop", len(stops), config.max_stop_strings, "a list of at most"),
         ("stop", longest, config.max_stop_characters, "strings of at most"),
         (request.logprobs_field, request.num_logprobs or 0, config.max_logprobs, "at most"),

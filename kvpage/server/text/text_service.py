@@ -24,12 +24,17 @@ class TextService:
         tokenizer: A tokenizer of transformers. It is copied.
         chat_template: In place of the tokenizer's own; None takes that.
         max_tokens: Tokens of a prompt at most.
+        max_cut_characters: Characters at most of a text of which only the end is taken, if it could not be a prompt.
         num_threads: How many texts are tokenized at once.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None, max_tokens: int, num_threads: int) -> None:
+    def __init__(
+        self, tokenizer: Any, chat_template: str | None, max_tokens: int, max_cut_characters: int, num_threads: int
+    ) -> None:
         self._tokenizer, self._template, self._max_tokens = tokenizer, ChatTemplate(chat_template), max_tokens
-        self._longest = max((len(name) for name in tokenizer.get_vocab()), default=1)
+        longest = max((len(name) for name in tokenizer.get_vocab()), default=1)
+        self._max_characters = max_tokens * longest
+        self._max_cut_characters = max(max_cut_characters, self._max_characters)
         self._lock = threading.Lock()
         self._copies: dict[int, Any] = {}  # by thread
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvpage-tokenizer")
@@ -39,14 +44,16 @@ class TextService:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, text: str, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
-        """Return the tokens of a text. ApiError 400 for one that is far too long, unless it is cut afterwards."""
+        """Return the tokens of a text. ApiError 400 for one that is far too long. is_cut: only its end is taken."""
         return await self._run(lambda tokenizer: self._encoded(tokenizer, text, add_special_tokens, is_cut))
 
-    async def render(self, chat: Chat, add_special_tokens: bool, is_cut: bool = False) -> tuple[str, list[int]]:
-        """Return the prompt of a chat, as text and as tokens."""
+    async def render(
+        self, make_chat: Callable[[], Chat], add_special_tokens: bool, is_cut: bool = False
+    ) -> tuple[str, list[int]]:
+        """Return the prompt of a chat, as text and as tokens. make_chat: called in the thread."""
 
         def work(tokenizer: Any) -> tuple[str, list[int]]:
-            text = self._template.render(tokenizer, chat)
+            text = self._template.render(tokenizer, make_chat())
             return text, self._encoded(tokenizer, text, add_special_tokens, is_cut)
 
         return await self._run(work)
@@ -71,8 +78,12 @@ class TextService:
         return self._copies[thread_id]
 
     def _encoded(self, tokenizer: Any, text: str, add_special_tokens: bool, is_cut: bool) -> list[int]:
-        if not is_cut and len(text) > self._max_tokens * self._longest:  # then it is too long without a look at it
+        if not is_cut and len(text) > self._max_characters:  # then it is too long without a look at it
             raise too_long(f"{len(text)} characters", self._max_tokens)
+        if len(text) > self._max_cut_characters:
+            most = self._max_cut_characters
+            message = f"prompt must have at most {most} characters with truncate_prompt_tokens, got {len(text)}"
+            raise bad_request(message, param="prompt", code="context_length_exceeded")
         token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         return token_ids
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from kvpage.checks.interrupts import HeldInterrupts
 from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import check_at_least
 from kvpage.serving.live.config import AsyncEngineConfig, check_seconds
 from kvpage.serving.live.live_request import LiveRequest
 from kvpage.serving.live.mailbox import Mailbox
@@ -159,6 +160,20 @@ class AsyncEngine:
         with HeldInterrupts():  # what is queued has a reader, which aborts it when Ctrl-C comes
             stepper.queue(mailbox)
             return LiveRequest(mailbox, stepper, self)
+
+    def check_room(self, num_requests: int = 1) -> None:
+        """Raise as `submit` would now if so many requests do not fit into the queue. Any thread may ask.
+
+        Args:
+            num_requests: Requests that are to be submitted.
+
+        Raises:
+            QueueFull: Too many requests wait, with these.
+            EngineClosed: The engine drains, is closed, or has failed.
+            ValueError: `num_requests` is no positive integer.
+        """
+        check_at_least("num_requests", num_requests, 1)
+        self._stepper.admission.check(self.engine.loop.num_waiting, num_requests)
 
     # --- the engine as a whole ---------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ A token is decoded together with those of the piece before it, because a decoder
 is handed out as far as no later token can change it.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -28,6 +29,9 @@ class Detokenizer:
     Args:
         tokenizer: A tokenizer of transformers. It is not changed.
         skip_special_tokens: Leave out special tokens, such as the end of the sequence.
+
+    Attributes:
+        skipped_ids: The tokens that are left out.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
@@ -35,7 +39,7 @@ class Detokenizer:
             raise TypeError(f"tokenizer must be a tokenizer of transformers, got {type(tokenizer).__name__}")
         check_flag("skip_special_tokens", skip_special_tokens)
         self._tokenizer, self._decoded = tokenizer, decoder_of(tokenizer, skip_special_tokens)
-        self._skipped = special_ids(tokenizer) if skip_special_tokens else frozenset[int]()
+        self.skipped_ids = special_ids(tokenizer) if skip_special_tokens else frozenset[int]()
         self._limit = id_limit(tokenizer)
         self._cleanup = SpaceCleanup() if cleans_spaces(tokenizer) else None
         self._begin()
@@ -45,6 +49,17 @@ class Detokenizer:
         self._num_settled = 0  # of these, the tokens whose text was handed out at the last whole character
         self._num_given = 0  # characters of the window's text that were handed out
         self._is_in_bytes = False  # whether the last token is a single byte
+
+    def another(self) -> "Detokenizer":
+        """Return one for another answer, without asking the tokenizer for its special tokens again.
+
+        Returns:
+            A detokenizer with the same rules, at the beginning of its text.
+        """
+        other = copy.copy(self)
+        other._cleanup = None if self._cleanup is None else SpaceCleanup()
+        other._begin()
+        return other
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens.
@@ -82,7 +97,7 @@ class Detokenizer:
         return rest if self._cleanup is None else self._cleanup.push(rest) + self._cleanup.flush()
 
     def _take(self, token: int) -> None:
-        if token in self._skipped or token >= self._limit:
+        if token in self.skipped_ids or token >= self._limit:
             return
         name = self._tokenizer.convert_ids_to_tokens(int(token))
         if name is not None:

@@ -1,13 +1,16 @@
 """GuideCompiler: guides made ready for one tokenizer, and kept for later requests.
 
 Guide ─► a grammar of llguidance ─► a matcher, kept ─► a copy of it for each sequence
+
+The last used ones are kept, and those whose sequences live: samples of one prompt never have it compiled again.
 """
 
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -35,7 +38,8 @@ class GuideCompiler:
         self._lock = threading.Lock()  # held for a moment only: a step must not wait for a compilation
         self._num_bits = max(vocab_size, len(tokenizer), *(token + 1 for token in self._end_ids))
         self._known: Any = None  # the tokenizer as llguidance has it, made for the first guide
-        self._kept: OrderedDict[Guide, Any] = OrderedDict()
+        self._kept: OrderedDict[Guide, CompiledMatcher] = OrderedDict()
+        self._alive: WeakValueDictionary[Guide, CompiledMatcher] = WeakValueDictionary()
 
     def sequence(self, guide: Guide, ignores_eos: bool) -> GuidedSequence:
         """Return a sequence at the begin of the guide.
@@ -44,20 +48,23 @@ class GuideCompiler:
         library `tokenizers`. Raises ModuleNotFoundError without the extra `guided`.
         """
         with self._lock:
-            matcher = self._kept.get(guide)
-        if matcher is None:
-            matcher = self._compiled(guide)
-        self._keep(guide, matcher)
-        return GuidedSequence(matcher.deep_copy(), self._num_bits, self._end_ids, ignores_eos)
+            compiled = self._alive.get(guide)
+        if compiled is None:
+            compiled = CompiledMatcher(self._compiled(guide))
+        return self._keep(guide, compiled).sequence(self._num_bits, self._end_ids, ignores_eos)
 
-    def _keep(self, guide: Guide, matcher: Any) -> None:
-        """Keep it as the newest one, and forget the oldest ones beyond the bounds."""
+    def _keep(self, guide: Guide, compiled: "CompiledMatcher") -> "CompiledMatcher":
+        """Keep it as the newest one, and forget the oldest ones beyond the bounds, unless their sequences live.
+
+        Return it, or the equal one that another thread has compiled before.
+        """
         with self._lock:
-            self._kept[guide] = matcher
+            self._kept[guide] = compiled = self._alive.setdefault(guide, compiled)
             self._kept.move_to_end(guide)
             num_characters = sum(len(kept.source) for kept in self._kept)
             while len(self._kept) > MAX_KEPT or (len(self._kept) > 1 and num_characters > MAX_KEPT_CHARACTERS):
                 num_characters -= len(self._kept.popitem(last=False)[0].source)
+        return compiled
 
     def _compiled(self, guide: Guide) -> Any:
         library = _library()
@@ -86,6 +93,17 @@ class GuideCompiler:
             return from_tokenizer(tokenizer, self._num_bits, next(iter(self._end_ids), None))
         except (ValueError, TypeError) as error:
             raise ValueError(f"guide needs a tokenizer that llguidance reads: {error}") from error
+
+
+class CompiledMatcher:
+    """A compiled guide, of which each sequence has a copy. A sequence holds it. matcher: of llguidance."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def sequence(self, num_bits: int, end_ids: Sequence[int], ignores_eos: bool) -> GuidedSequence:
+        """Return a sequence at the begin of the guide; see GuidedSequence."""
+        return GuidedSequence(self._matcher.deep_copy(), num_bits, end_ids, ignores_eos, self)
 
 
 def _library() -> Any:

@@ -19,10 +19,18 @@ class GuidedSequence:
 
     matcher: of llguidance, at the begin of the guide; its own. num_bits: tokens that it knows.
     end_ids: the tokens that end a sequence, of which the matcher knows the first. ignores_ends: whether none may come.
+    origin: what is to live as long as the sequence.
     """
 
-    def __init__(self, matcher: Any, num_bits: int, end_ids: Sequence[int] = (), ignores_ends: bool = False) -> None:
-        self._matcher, self._num_taken = matcher, 0
+    def __init__(
+        self,
+        matcher: Any,
+        num_bits: int,
+        end_ids: Sequence[int] = (),
+        ignores_ends: bool = False,
+        origin: object = None,
+    ) -> None:
+        self._matcher, self._num_taken, self._origin = matcher, 0, origin
         self._mask, self._num_masked = np.zeros(-(-num_bits // 32), np.uint32), -1  # -1: the mask is of no position
         self._ends, self._first_end = np.zeros_like(self._mask), -1
         for token in end_ids:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from kvpage.serving.text.detokenizer import Detokenizer, special_ids
+from kvpage.serving.text.detokenizer import Detokenizer
 
 TokenArray = npt.NDArray[np.int32]
 
@@ -47,19 +47,25 @@ class StopSearch:
     The text has no special tokens. It is searched with their own text (`<|im_end|>`), and without.
 
     stops: at least one. min_tokens: a stop string that ends with one of so many first tokens does not count.
-    keeps_stop: whether the text ends after the stop string.
+    keeps_stop: whether the text ends after the stop string. detokenizer: of the tokenizer, which skips special tokens;
+    others of it are used. None makes one.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], min_tokens: int = 0, keeps_stop: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        keeps_stop: bool = False,
+        detokenizer: Detokenizer | None = None,
     ) -> None:
         self._tokenizer, self._stops, self._min_tokens = tokenizer, stops, min_tokens
         self._keeps_stop = keeps_stop
-        self._special = special_ids(tokenizer)
+        self._detokenizer = detokenizer or Detokenizer(tokenizer)
         self._begin()
 
     def _begin(self) -> None:
-        self._detokenizer = Detokenizer(self._tokenizer)
+        self._detokenizer = self._detokenizer.another()
         self._num_tokens = self._num_chars = 0
         self._pieces: list[str] = []
         self._text_tail, self._whole_tail = _Tail(self._stops), _Tail(self._stops)  # with special tokens, the latter
@@ -90,7 +96,7 @@ class StopSearch:
 
     def _take(self, token: int) -> str | None:
         self._num_tokens += 1
-        if token in self._special:
+        if token in self._detokenizer.skipped_ids:
             return self._search(str(self._tokenizer.convert_ids_to_tokens(token)), is_text=False)
         return self._search(self._detokenizer.push([token]), is_text=True)
 

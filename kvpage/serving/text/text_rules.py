@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.text.answer import Answer
-from kvpage.serving.text.detokenizer import id_limit
+from kvpage.serving.text.detokenizer import Detokenizer, id_limit
 from kvpage.serving.text.guide_compiler import GuideCompiler
 from kvpage.serving.text.guided_sequence import GuidedSequence
 from kvpage.serving.text.stop_search import StopSearch
@@ -20,6 +20,7 @@ class TextRules:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, end_ids: Iterable[int]) -> None:
         self.tokenizer, self._limit = tokenizer, 0 if tokenizer is None else id_limit(tokenizer)
+        self._detokenizer: Detokenizer | None = None
         self._guides = None if tokenizer is None else GuideCompiler(tokenizer, vocab_size, end_ids)
 
     def check(self, params: SamplingParams) -> None:
@@ -41,7 +42,10 @@ class TextRules:
         if not params.stop or self.tokenizer is None:
             return None
         min_tokens = max(params.min_tokens or 0, (params.min_length or 0) - num_prompt_tokens)
-        return StopSearch(self.tokenizer, params.stop, min_tokens, params.include_stop_str_in_output)
+        if self._detokenizer is None:  # one for all requests and samples: special tokens take a while to be found
+            self._detokenizer = Detokenizer(self.tokenizer)
+        keeps_stop = params.include_stop_str_in_output
+        return StopSearch(self.tokenizer, params.stop, min_tokens, keeps_stop, self._detokenizer)
 
     def _guided(self, params: SamplingParams) -> GuidedSequence | None:
         if params.guide is None or self._guides is None:

@@ -118,11 +118,17 @@ def test_a_full_queue_refuses_and_nothing_is_lost():
     gate = threading.Event()
     with make_live(AsyncEngineConfig(max_num_waiting=3)) as live:
         held = live.call(lambda engine: gate.wait())
+        live.check_room(3)
+        for number, error in ((4, QueueFull), (0, ValueError), (True, ValueError)):
+            with pytest.raises(error):
+                live.check_room(number)
         requests = [live.submit([1, n], SamplingParams(max_tokens=2)) for n in range(3)]
         with pytest.raises(QueueFull) as refused:
             live.submit([1], SamplingParams(max_tokens=2))
         assert refused.value.retry_after > 0
-        assert (live.stats().num_waiting, live.stats().num_refused) == (3, 1)
+        with pytest.raises(QueueFull):
+            live.check_room()
+        assert (live.stats().num_waiting, live.stats().num_refused) == (3, 3)
         gate.set()
         held.result()
         for request in requests:

@@ -88,6 +88,14 @@ def test_a_character_of_several_tokens_comes_whole(make) -> None:
     assert sum(map(bool, found)) > 5, "the text comes piece by piece"
 
 
+def test_another_one_begins_its_own_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokens = tokenizer.encode(EMOJI, add_special_tokens=False)
+    one = Detokenizer(tokenizer, skip_special_tokens=False)
+    begin, other = one.push(tokens[:2]), one.another()
+    text = tokenizer.decode(tokens)
+    assert other.push(tokens) + other.flush() == text == begin + one.push(tokens[2:]) + one.flush()
+
+
 def test_text_comes_as_soon_as_it_is_settled() -> None:
     tokenizer, found = byte_level(), []
     detokenizer = Detokenizer(tokenizer)

@@ -1,5 +1,6 @@
 """A guided request generates texts of its guide and nothing else, though its model knows nothing."""
 
+import gc
 import json
 import random
 import re
@@ -199,6 +200,19 @@ def test_compiled_guides_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch)
     for source in ("a", "b", "a", "c", "a", "b", "a"):
         compiler.sequence(Guide.regex(source), False)
     assert found == ["a", "b", "c", "b"] and len(compiler._kept) == 2
+
+
+def test_guides_of_living_sequences_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guide_compiler, "MAX_KEPT", 0)
+    compiler, found = guide_compiler.GuideCompiler(byte_level(), VOCAB, [1]), []
+    compiled = compiler._compiled
+    monkeypatch.setattr(compiler, "_compiled", lambda guide: found.append(guide.source) or compiled(guide))
+    first = compiler.sequence(Guide.regex("ab"), False)
+    second = compiler.sequence(Guide.regex("ab"), True)
+    assert found == ["ab"] and not compiler._kept and len(compiler._alive) == 1
+    del first, second
+    gc.collect()
+    assert len(compiler._alive) == 0
 
 
 def test_long_guides_are_kept_up_to_a_number_of_characters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,12 +35,15 @@ class Admission:
         """Whether it is open."""
         return self._reason is None
 
-    def check(self, num_waiting: int) -> None:
-        """Raise EngineClosed or QueueFull as `enter` would now. num_waiting: requests in the engine's own queue."""
+    def check(self, num_waiting: int, num_more: int = 1) -> None:
+        """Raise EngineClosed or QueueFull as `enter` would now.
+
+        num_waiting: requests in the engine's own queue. num_more: how many would enter.
+        """
         if self._reason is not None:
             raise EngineClosed(self._reason)
         num_waiting += self.num_arriving
-        if num_waiting >= self._max_num_waiting:
+        if num_waiting + num_more > self._max_num_waiting:
             self.num_refused += 1
             raise QueueFull(num_waiting, self._rate.seconds_until((num_waiting + 1) // 2))
 
