@@ -92,7 +92,7 @@ def test_an_error_of_the_servers_own_ends_a_stream_as_an_event(server, monkeypat
     }  # fmt: skip
     assert any(record.exc_info and record.exc_info[0] is ZeroDivisionError for record in caplog.records)
     until(lambda: server.live.stats().num_unfinished == 0)
-    assert server.app.state.service._num_open == 0
+    assert server.app.state.service.open_requests.num_open == 0
 
 
 def found(server, prompt: list[int]) -> int:

@@ -66,7 +66,7 @@ def test_a_request_whose_client_reads_nothing_gives_its_place_back():
 
     with running_server(ServerConfig([NAME], send_timeout=0.01)) as server:
         asyncio.run(ask(server))
-        assert server.app.state.service._num_open == 0
+        assert server.app.state.service.open_requests.num_open == 0
 
 
 class Transport:

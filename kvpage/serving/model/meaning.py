@@ -5,6 +5,7 @@
 A wrapped function is made anew with each of its wrappers, each of which holds the next one.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from types import CellType, FunctionType
@@ -31,7 +32,7 @@ def with_meaning(own: object, name: str, meaning: Callable[..., Any]) -> Functio
     if other is None or not any(_holds(cell, inner) for cell in cells):
         return None
     copy = _copy(own, own.__globals__, tuple(CellType(other) if _holds(cell, inner) else cell for cell in cells))
-    copy.__wrapped__ = other  # type: ignore[attr-defined]
+    functools.update_wrapper(copy, other, assigned=(), updated=())  # sets __wrapped__ alone
     return copy
 
 
