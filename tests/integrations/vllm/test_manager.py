@@ -89,7 +89,14 @@ def test_chunks_outlive_the_manager_and_no_shared_memory_does(tmp_path):
     spec = second.manager.prepare_load(KEYS, second.request)
     assert [set(second.rows()[row].tolist()) for row in spec.chunk_ids] == [{key[0]} for key in KEYS]
     second.manager.complete_load(KEYS, second.request)
-    metrics = second.manager.get_stats().reduce()
+    metrics = {}
+
+    def are_told() -> bool:
+        stats = second.manager.get_stats()
+        metrics.update(stats.reduce() if stats is not None else {})
+        return "vllm:kvpage_place_hits:('0 disk',)" in metrics
+
+    second.until(are_told)
     assert metrics["vllm:kvpage_place_hits:('0 disk',)"] == len(KEYS)
     second.close()
 
@@ -112,4 +119,16 @@ def test_the_manager_passes_uses_on_and_takes_events(tmp_path):
     managed.manager.touch(KEYS[:2], managed.request)
     managed.until(lambda: tier._touches._sent is not None and tier._touches._sent.done())
     assert tier._touches._sent.result() == [True, True]
+    managed.close()
+
+
+def test_a_reset_of_vllm_s_caches_reaches_the_tier(tmp_path):
+    managed, miss = Managed(tmp_path, "only"), LookupResult.MISS
+    managed.manager.prepare_store(KEYS, managed.request)
+    managed.manager.complete_store(KEYS, managed.request)
+    managed.until(lambda: not managed.manager.has_pending_work())
+    managed.manager.reset_cache()
+    getattr(managed.manager, "on_reset_flushed", lambda: None)()
+    managed.until(lambda: {managed.manager.lookup(key, managed.request) for key in KEYS} == {miss})
+    assert managed.manager.secondary_tiers[0]._store.stats().tiers[0].num_records == len(KEYS)
     managed.close()
