@@ -59,7 +59,9 @@ async def tokenize(request: Request) -> Response:
 
 
 def _text_or_chat(fields: dict[str, Any]) -> TokenizeText | TokenizeChat:
-    return read_model(TokenizeChat if fields.get("messages") is not None else TokenizeText, fields)
+    if fields.get("messages") is not None:
+        return read_model(TokenizeChat, fields)
+    return read_model(TokenizeText, fields)
 
 
 def _tokens(service: Service, token_ids: list[int], shows_texts: bool) -> Response:
