@@ -134,7 +134,7 @@ class Beginnings:
         """
         if self._states.can_take(checkpoint):
             return False
-        if checkpoint is None or checkpoint.is_on_host or checkpoint.num_holds:
+        if checkpoint is None or checkpoint.is_on_host or self._states.is_held(checkpoint):
             raise OutOfSlots(1, 0)
         return True
 

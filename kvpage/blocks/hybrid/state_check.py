@@ -29,13 +29,16 @@ def check_slots(states: StateSpace, running: Mapping[SeqId, RunningState], seque
 
 def _check_tier(name: str, tier: SlotTier, held: list[int]) -> None:
     kept = [slot for slot, checkpoint in enumerate(tier.checkpoints) if checkpoint is not None]
-    if sorted([*tier.free_slots, *held, *kept]) != list(range(tier.num_slots)):
-        raise RuntimeError(
-            f"{tier.num_free} free + {len(held)} held + {len(kept)} kept {name} slots is not each of {tier.num_slots}"
-        )
+    try:
+        tier.pool.check([*held, *kept])
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} slots: {error}") from error
+    if tier.num_checkpoints != len(kept):
+        raise RuntimeError(f"{tier.num_checkpoints} {name} slots have a rank, {len(kept)} are checkpoints")
 
 
 def _check_checkpoints(states: StateSpace) -> None:
+    states.anchors.table.check()
     found = {id(one) for anchor in states.anchors for one in anchor.tails.values()}
     for tier in (states.device, states.host):
         for slot, checkpoint in enumerate(tier.checkpoints):
