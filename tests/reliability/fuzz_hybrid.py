@@ -55,6 +55,7 @@ class HybridWorld(ManagerWorld):
             self.rng.random() < 0.9,
             num_slots=self.rng.choice((1, 3, 8)),
             num_host_slots=self.rng.choice((0, 2)),
+            num_checkpoints=self.rng.choice((None, None, 0, 2)),
             checkpoint_every=self.rng.choice((None, 1, 3)),
             num_host_blocks=self.rng.choice((0, NUM_HOST_BLOCKS)),
             pin_quota=4,

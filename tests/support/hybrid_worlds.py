@@ -27,6 +27,7 @@ class World:
     after_hits: int | None = None
     is_caching: bool = True
     rule: Callable[[int, int], LoadOrCompute] | None = None  # of a seed and the block size
+    num_checkpoints: int | None = None
 
     def life(self, seed: int) -> HybridLife:
         manager = HybridManager(
@@ -35,6 +36,7 @@ class World:
             self.is_caching,
             num_slots=self.num_slots,
             num_host_slots=self.num_host_slots,
+            num_checkpoints=self.num_checkpoints,
             checkpoint_every=self.checkpoint_every,
             num_host_blocks=self.num_host_blocks,
             host_policy=HostPolicy(self.after_hits),
@@ -46,11 +48,11 @@ class World:
 
 WORLDS = [
     World(24, 4, 8),
-    World(16, 4, 12, 40, 6),
+    World(16, 4, 12, 40, 6, num_checkpoints=5),
     World(24, 4, 7, 40, 8, 3, 0),
     World(10, 2, 8, 12, 4, None, 2),
     World(20, 1, 16, 20, 6),
-    World(24, 4, 40, checkpoint_every=4),
+    World(24, 4, 40, checkpoint_every=4, num_checkpoints=20),
     World(12, 4, 14, 60, 30),
     World(24, 4, 4, 8, 4, is_caching=False),
     World(20, 4, 2, 20, 1, 5),

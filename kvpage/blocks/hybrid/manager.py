@@ -18,6 +18,7 @@ from kvpage.blocks.hybrid.beginning import Beginnings, Found, Prompt
 from kvpage.blocks.hybrid.checkpoint import MarkKind
 from kvpage.blocks.hybrid.looks.explaining import explain_hybrid
 from kvpage.blocks.hybrid.looks.held import HeldCheckpoints
+from kvpage.blocks.hybrid.looks.slot_stats import slot_stats
 from kvpage.blocks.hybrid.marks import Mark, as_cache_at, marks_of_prompt
 from kvpage.blocks.hybrid.sequence_states import SequenceStates
 from kvpage.blocks.hybrid.state_check import check_slots
@@ -39,9 +40,9 @@ from kvpage.checks.values import as_integer, check_at_least, check_namespace
 class HybridManager(BlockManager):
     """Block tables and state slots of sequences, over the pools and the prefix tree of one rank.
 
-    Its rules are those of BlockManager. The slot of a sequence and each checkpoint's are of one budget. Slot i has a
-    tail block for the K and V after its last whole block: block num_blocks + i. So the cache needs num_blocks +
-    num_slots blocks on the device, and num_host_blocks + num_host_slots on the host.
+    Its rules are those of BlockManager. Sequences and checkpoints have their slots of one pool. Slot i has a tail block
+    for the K and V after its last whole block: block num_blocks + i. So the cache needs num_blocks + num_slots blocks
+    on the device, and num_host_blocks + num_host_slots on the host.
 
     Args:
         num_blocks: Blocks of the device tier, without the tail blocks.
@@ -49,6 +50,7 @@ class HybridManager(BlockManager):
         enable_prefix_caching: Whether sequences share blocks and states.
         num_slots: State slots of the device tier.
         num_host_slots: State slots of the host tier.
+        num_checkpoints: How many slots of the device are checkpoints at most; None for all that sequences leave.
         checkpoint_every: A checkpoint is taken every so many tokens of a prompt, as far as slots are free; None: not.
         num_host_blocks: Blocks of the host tier, without the tail blocks.
         host_policy: When cached blocks are copied to the host.
@@ -68,6 +70,7 @@ class HybridManager(BlockManager):
         *,
         num_slots: int,
         num_host_slots: int = 0,
+        num_checkpoints: int | None = None,
         checkpoint_every: int | None = None,
         num_host_blocks: int = 0,
         host_policy: HostPolicy | None = None,
@@ -87,7 +90,7 @@ class HybridManager(BlockManager):
             pin_quota=pin_quota,
         )
         self.checkpoint_every = checkpoint_every
-        self.states = StateSpace(self.space, num_slots, num_host_slots)
+        self.states = StateSpace(self.space, num_slots, num_host_slots, num_checkpoints)
         self._states_of = SequenceStates(self.states, self._sequences, enable_prefix_caching)
         self._beginnings = Beginnings(self.space, self._sequences, self.states)
         self._swaps_in = SwapsIn(
@@ -315,6 +318,11 @@ class HybridManager(BlockManager):
             raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
         return self._swaps_in.swap_in(seq_id, tokens)
 
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether there is a slot for a checkpoint, in either tier."""
+        return self.enable_prefix_caching and self.states.most_kept + self.states.host.num_slots > 0
+
     # --- beside a store ----------------------------------------------------------------------------------------------
 
     @uninterrupted
@@ -364,7 +372,7 @@ class HybridManager(BlockManager):
 
     def stats(self) -> BlockStats:
         """Return the counters, and the state of the blocks and slots now."""
-        return replace(super().stats(), slots=self.states.stats())
+        return replace(super().stats(), slots=slot_stats(self.states))
 
     def check(self) -> None:
         """Raise RuntimeError if an invariant is broken: of BlockManager, or of slots and checkpoints. For tests."""

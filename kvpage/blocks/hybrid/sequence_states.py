@@ -84,9 +84,10 @@ class SequenceStates:
         marks = [mark for mark in marks if not self._is_kept_by_another(seq_id, mark.num_tokens)]
         for mark in sorted(marks, key=lambda mark: (mark.kind, -mark.num_tokens)):
             # A regular mark takes only a slot that is free, or of no more help.
-            is_regular = mark.kind is MarkKind.REGULAR
-            if mark.num_tokens not in running.reserved and self._states.can_take(only_passed=is_regular):
-                running.reserved[mark.num_tokens] = self._states.take()
+            is_reserved = mark.num_tokens in running.reserved
+            slot = None if is_reserved else self._states.take_for_mark(only_passed=mark.kind is MarkKind.REGULAR)
+            if slot is not None:
+                running.reserved[mark.num_tokens] = slot
                 running.marks[mark.num_tokens] = mark._replace(tail=None)
         return sorted(one for one in running.reserved.items() if start < one[0] <= end)
 
@@ -112,9 +113,9 @@ class SequenceStates:
             del running.reserved[position]
             is_known = running.marks[position].tail is not None  # committed by rows alone, it is not
             if is_known and position <= num_written and self._can_keep(seq_id, position):
-                self._keep(seq_id, slot, running.marks.pop(position))
+                self._keep(seq_id, slot, running.marks.pop(position), is_mark=True)
             else:
-                self._states.device.release(slot)
+                self._states.give_up_mark(slot)
 
     def keep_end(self, seq_id: SeqId) -> bool:
         """Make the working slot a checkpoint at the committed tokens; return whether that could be done."""
@@ -123,8 +124,8 @@ class SequenceStates:
         if running.slot is None or running.is_spoiled or not self._can_keep(seq_id, seq.num_written):
             return False
         slot, running.slot = running.slot, None
-        self._keep(seq_id, slot, Mark(seq.num_written, MarkKind.ANSWER, seq.pending.tobytes()))
-        return True
+        kept = self._keep(seq_id, slot, Mark(seq.num_written, MarkKind.ANSWER, seq.pending.tobytes()), is_mark=False)
+        return not kept.is_dropped
 
     def give_up(self, seq_id: SeqId) -> None:
         """Free the reserved slots, and note that the state may be spoiled."""
@@ -161,7 +162,7 @@ class SequenceStates:
     def free_reserved(self, running: RunningState) -> None:
         """Free the slots of a sequence's marks."""
         for slot in running.reserved.values():
-            self._states.device.release(slot)
+            self._states.give_up_mark(slot)
         running.reserved.clear()
 
     # --- inside ---
@@ -186,9 +187,10 @@ class SequenceStates:
         is_shared = self._is_caching and not seq.is_private
         return is_shared and position > 0 and position // self._sequences.block_size <= seq.num_cached_blocks
 
-    def _keep(self, seq_id: SeqId, slot: int, mark: Mark) -> None:
+    def _keep(self, seq_id: SeqId, slot: int, mark: Mark, is_mark: bool) -> Checkpoint:
         running = self.running[seq_id]
-        running.last = self._states.keep(slot, self._prefix(seq_id, mark), running.last)
+        running.last = self._states.keep(slot, self._prefix(seq_id, mark), running.last, is_mark)
+        return running.last
 
     def _prefix(self, seq_id: SeqId, mark: Mark) -> Prefix:
         assert mark.tail is not None, "its tokens are committed"

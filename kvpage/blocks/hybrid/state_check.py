@@ -18,12 +18,15 @@ def check_slots(states: StateSpace, running: Mapping[SeqId, RunningState], seque
         if one.slot is not None and one.is_on_host != (seq_id in sequences.swapped):
             raise RuntimeError(f"the state of {seq_id!r} is in another tier than its sequence")
     held = [slot for one in running.values() for slot in one.reserved.values()]
-    held_on_host: list[int] = []
+    num_marks, held_on_host = len(held), list[int]()
     for one in running.values():
         if one.slot is not None:
             (held_on_host if one.is_on_host else held).append(one.slot)
-    _check_tier("device", states.device, [*held, *states.held_slots])
+    _check_tier("device", states.device, [*held, *states.read_slots])
     _check_tier("host", states.host, held_on_host)
+    num_kept = states.device.num_checkpoints + len(states.held_slots) + num_marks
+    if num_kept != states.num_kept or num_kept > states.most_kept:
+        raise RuntimeError(f"{num_kept} slots are kept, of {states.num_kept} that count and {states.most_kept} at most")
     _check_checkpoints(states)
 
 

@@ -19,7 +19,6 @@ from kvpage.blocks.lives.sequences import Sequences
 from kvpage.blocks.moves import BlockMoves, Kind, Pairs
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId
-from kvpage.blocks.stats import SlotStats
 from kvpage.checks.errors import OutOfSlots
 from kvpage.checks.values import check_at_least
 
@@ -33,11 +32,15 @@ class StateSpace:
         space: The blocks that the checkpoints stand on. It tells of their moves from now on.
         num_slots: State slots of the device tier.
         num_host_slots: State slots of the host tier.
+        num_checkpoints: How many device slots are checkpoints, or reserved for some, at most; None for all.
     """
 
-    def __init__(self, space: BlockSpace, num_slots: int, num_host_slots: int = 0) -> None:
+    def __init__(
+        self, space: BlockSpace, num_slots: int, num_host_slots: int = 0, num_checkpoints: int | None = None
+    ) -> None:
         check_at_least("num_slots", num_slots, 1)
         check_at_least("num_host_slots", num_host_slots, 0)
+        check_at_least("num_checkpoints", num_slots if num_checkpoints is None else num_checkpoints, 0)
         _check_most("num_blocks + num_slots", space.pool.num_blocks + num_slots)
         _check_most("num_host_blocks + num_host_slots", space.host_pool.num_blocks + num_host_slots)
         self.device, self.host = SlotTier(num_slots), SlotTier(num_host_slots)
@@ -49,22 +52,15 @@ class StateSpace:
         self.evicted = EvictedCheckpoints(self.anchors)
         self._held: list[Checkpoint] = []  # by readers, once for each
         self._floor = 0  # what the last evicted checkpoint was worth
+        self.most_kept = num_slots if num_checkpoints is None else num_checkpoints
+        self.num_kept = 0  # device slots of checkpoints, also dropped ones that are read still, and of marks
         space.watch(self)
 
     # --- slots ---
 
-    def can_take(self, besides: Checkpoint | None = None, only_passed: bool = False) -> bool:
-        """Return whether a device slot is free or can be had.
-
-        besides: A checkpoint that is not to be evicted for it.
-        only_passed: Whether none is to be evicted for it that still helps.
-        """
-        if self.device.num_free:
-            return True
-        if only_passed:
-            self.drop_stale()
-        victim = self._victim(self.device, besides)
-        return self.device.num_free > 0 or (victim is not None and (victim.is_passed_by or not only_passed))
+    def can_take(self, besides: Checkpoint | None = None) -> bool:
+        """Return whether a device slot is free or can be had. besides: A checkpoint that is not to be evicted for it."""
+        return self.device.num_free > 0 or self._victim(self.device, besides) is not None
 
     def take(self, besides: Checkpoint | None = None) -> int:
         """Take a device slot. Where none is free, a checkpoint other than `besides` is evicted.
@@ -75,11 +71,28 @@ class StateSpace:
         if not self.device.num_free:
             self.drop_stale()
         if not self.device.num_free:
-            victim = self._victim(self.device, besides)
-            if victim is None:
-                raise OutOfSlots(1, 0)
-            self._evict(victim, besides)
+            self._evict_one(besides)
         return self.device.take()
+
+    def take_for_mark(self, only_passed: bool) -> int | None:
+        """Take a device slot that is to be a checkpoint; None where there is none within their budget.
+
+        only_passed: Whether none is to be evicted for it that still helps.
+        """
+        if not self._has_room:
+            self.drop_stale()
+        if not self._has_room:
+            victim = self._victim(self.device)
+            if victim is None or (only_passed and not victim.is_passed_by):
+                return None
+            self._evict(victim)
+        self.num_kept += 1
+        return self.device.take()
+
+    def give_up_mark(self, slot: int) -> None:
+        """Free a slot of `take_for_mark` that was not filled."""
+        self.num_kept -= 1
+        self.device.release(slot)
 
     def can_take_host(self) -> bool:
         """Return whether a host slot is free or can be had."""
@@ -125,16 +138,19 @@ class StateSpace:
         if anchor is not None and (found := anchor.longest(tokens, size, most)) is not None:
             yield found
 
-    def keep(self, slot: int, prefix: Prefix, parent: Checkpoint | None) -> Checkpoint:
+    def keep(self, slot: int, prefix: Prefix, parent: Checkpoint | None, is_mark: bool = False) -> Checkpoint:
         """Make a device slot with the state after a prefix a checkpoint.
 
-        Where there is one of this prefix already, the slot is freed, or takes the place of one on the host.
+        Where there is one of this prefix already, the slot is freed, or takes the place of one on the host. Beyond the
+        budget the checkpoint that is worth least is evicted, maybe the new one.
 
         Args:
             slot: The slot, which passes to the checkpoint.
             prefix: What it stands for. Its blocks are in the tree.
             parent: The checkpoint that the sequence had gone on from.
+            is_mark: Whether the slot is of `take_for_mark`.
         """
+        self.num_kept -= is_mark
         anchor = self._anchor_of(prefix)
         found = anchor.tails.get(prefix.tail)
         if found is not None and not found.is_on_host:
@@ -144,6 +160,8 @@ class StateSpace:
             if prefix.tail:
                 self._space.add_move("copy", [(prefix.tail_block, self.tail_block(slot))])
         self._refresh(found)
+        while self.num_kept > self.most_kept:
+            self._evict_one()
         return found
 
     def touch(self, checkpoint: Checkpoint) -> None:
@@ -186,21 +204,26 @@ class StateSpace:
     def let_go(self, checkpoint: Checkpoint) -> None:
         """End a `hold`. The slot of a checkpoint that was dropped meanwhile is free after the last."""
         self._held.remove(checkpoint)
-        self._tier(checkpoint).release(checkpoint.slot)
+        self._free(checkpoint)
 
     def is_held(self, checkpoint: Checkpoint) -> bool:
         """Return whether somebody reads the checkpoint's slot."""
         return self._tier(checkpoint).pool.ref_count(checkpoint.slot) > 1
 
     @property
-    def held_slots(self) -> list[int]:
+    def read_slots(self) -> list[int]:
         """The device slots of checkpoints that are held, once for each reader."""
         return [checkpoint.slot for checkpoint in self._held]
+
+    @property
+    def held_slots(self) -> list[int]:
+        """The device slots of checkpoints that are dropped, and held."""
+        return sorted({checkpoint.slot for checkpoint in self._held if checkpoint.is_dropped})
 
     def drop(self, checkpoint: Checkpoint) -> None:
         """Forget a checkpoint. Its slot is free, unless it is held."""
         self._tier(checkpoint).forget(checkpoint)
-        self._tier(checkpoint).release(checkpoint.slot)
+        self._free(checkpoint)
         del checkpoint.anchor.tails[checkpoint.tail]
         if not checkpoint.anchor.tails:
             self.anchors.remove(checkpoint.anchor)
@@ -245,21 +268,6 @@ class StateSpace:
                 if checkpoint is not None:
                     self.drop(checkpoint)
 
-    def stats(self) -> SlotStats:
-        """Return the counters, and the slots of both tiers now. Nothing is changed: any thread may ask."""
-        stale = [one for anchor in self.anchors.stale() for one in list(anchor.tails.values())]
-        num_host = sum(one.is_on_host for one in stale)
-        num_device = len(stale) - num_host
-        return SlotStats(
-            num_slots=self.device.num_slots,
-            num_free_slots=self.device.num_free + num_device,
-            num_checkpoints=self.device.num_checkpoints - num_device,
-            num_host_slots=self.host.num_slots,
-            num_free_host_slots=self.host.num_free + num_host,
-            num_host_checkpoints=self.host.num_checkpoints - num_host,
-            **{**self.counts, "lost": self.counts["lost"] + len(stale)},
-        )
-
     def host_id(self, sequences: Sequences, seq_id: SeqId, block: int) -> int:
         """Return the host id of a cached block of a sequence; -1 where the host has none."""
         if not self._space.tree.has_host_tier:
@@ -290,6 +298,7 @@ class StateSpace:
         made.num_uses = self._use_rates[made.kind, False].count_one()
         anchor.tails[prefix.tail] = made
         self.device.keep(made)
+        self.num_kept += 1
         self.counts["kept"] += 1
         if parent is not None and not parent.is_dropped:
             made.go_on_from(parent)
@@ -304,7 +313,20 @@ class StateSpace:
         self.host.release(checkpoint.slot)
         checkpoint.slot, checkpoint.is_on_host = slot, False
         self.device.keep(checkpoint)
+        self.num_kept += 1
         return checkpoint
+
+    def _free(self, checkpoint: Checkpoint) -> None:
+        """End a reference to a checkpoint's slot: its tier's, which has forgotten it, or a reader's."""
+        pool = self._tier(checkpoint).pool
+        pool.release(checkpoint.slot)
+        if not checkpoint.is_on_host and not pool.ref_count(checkpoint.slot):
+            self.num_kept -= 1
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether a slot is free, and one more may be kept."""
+        return self.num_kept < self.most_kept and self.device.num_free > 0
 
     def _restore_tail(self, checkpoint: Checkpoint, block_id: int) -> None:
         if not checkpoint.tail:
@@ -329,6 +351,12 @@ class StateSpace:
             if self._tier(checkpoint) is tier
         ]
 
+    def _evict_one(self, besides: Checkpoint | None = None) -> None:
+        victim = self._victim(self.device, besides)
+        if victim is None:
+            raise OutOfSlots(1, 0)
+        self._evict(victim, besides)
+
     def _evict(self, checkpoint: Checkpoint, besides: Checkpoint | None = None) -> None:
         """Free the slot of a device checkpoint. It goes to the host where that has a slot for it."""
         self._floor = max(self._floor, checkpoint.worth)
@@ -341,7 +369,7 @@ class StateSpace:
         if checkpoint.tail:
             self._space.add_move("swap_out", [(self.tail_block(slot), self.host_tail_block(host_slot))])
         self.device.forget(checkpoint)
-        self.device.release(slot)
+        self._free(checkpoint)
         checkpoint.slot, checkpoint.is_on_host = host_slot, True
         self.host.keep(checkpoint)
         self.counts["demoted"] += 1

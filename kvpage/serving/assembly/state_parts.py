@@ -11,28 +11,36 @@ from kvpage.cache.state_cache import StateCache
 from kvpage.layout.config import CacheConfig
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.model.states.model_states import ModelStates
+from kvpage.serving.model.states.slot_budget import slots_within
 
 
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
     """How many state slots each tier has. Each slot has a tail block, which comes after the blocks of its tier.
 
-    device: of running sequences and of checkpoints. host: of checkpoints and of sequences that are swapped out.
+    device: of running sequences and of checkpoints. checkpoints: of the latter, at most. host: of checkpoints and of
+    sequences that are swapped out.
     """
 
     device: int
+    checkpoints: int
     host: int
 
     @classmethod
     def of(cls, config: EngineConfig, states: ModelStates) -> "SlotCounts":
-        """Return the counts that the budget allows, a tail block of each slot included."""
+        """Return the counts that the budget allows, a tail block of each slot included.
+
+        ValueError for a budget that is less than one slot, and not 0.
+        """
         cache, budget = config.cache_config, config.states
         slot_bytes = states.layout.slot_bytes
         if not states.model_config.is_attention_free:
             slot_bytes += CacheEngine.get_cache_block_size(cache, states.model_config)
-        num_kept = min(budget.checkpoint_bytes // slot_bytes, cache.num_gpu_blocks)
-        num_host = min(budget.host_checkpoint_bytes // slot_bytes, cache.num_gpu_blocks + cache.num_cpu_blocks)
-        return cls(config.max_num_seqs + num_kept, num_host)
+        num_kept = slots_within("checkpoint_bytes", budget.checkpoint_bytes, slot_bytes)
+        num_kept = min(num_kept, cache.num_gpu_blocks)
+        num_host = slots_within("host_checkpoint_bytes", budget.host_checkpoint_bytes, slot_bytes)
+        num_host = min(num_host, cache.num_gpu_blocks + cache.num_cpu_blocks)
+        return cls(config.max_num_seqs + num_kept, num_kept, num_host)
 
     def with_tails(self, cache: CacheConfig) -> CacheConfig:
         """Return the config of a cache that has the tail blocks, too."""
@@ -53,6 +61,7 @@ class SlotCounts:
             config.enable_prefix_caching,
             num_slots=self.device,
             num_host_slots=self.host,
+            num_checkpoints=self.checkpoints,
             checkpoint_every=config.states.checkpoint_every,
             num_host_blocks=cache.num_cpu_blocks,
             host_policy=config.host_policy,

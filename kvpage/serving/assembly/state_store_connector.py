@@ -81,7 +81,7 @@ class StateStoreConnector(StoreConnector):
         return self._hybrid.num_cached(tokens, namespace)
 
     def _num_wanted(self, tokens: TokenIds, num_found: int) -> int:
-        return min(num_found, len(tokens) - 1)
+        return min(num_found, len(tokens) - 1) if self._hybrid.keeps_checkpoints else 0
 
     def _into_blocks(self, load: StoreLoad, num_tokens: int, given: Allocation) -> "Future[int]":
         self._make_moves()

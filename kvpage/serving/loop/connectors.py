@@ -103,8 +103,8 @@ class Connectors:
                 self.store.save_portion(_first_tokens(request, end), start, request.namespace)
 
     def save_generated(self, request: Request) -> None:
-        """Store the tokens of a request that has finished, and still has its blocks. Its state is a checkpoint."""
-        if self.store and self.store.save_generated:
+        """Store the tokens of a request that has finished, if it has its blocks still. Its state is a checkpoint."""
+        if self.store and self.store.save_generated and request.num_computed:
             self.store.save(_first_tokens(request, request.num_computed), request.namespace)
 
     def saw_prefill(self, num_tokens: int, seconds: float) -> None:

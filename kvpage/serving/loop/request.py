@@ -159,10 +159,11 @@ class Request:
         fork.seed = (self.seed + index) % MAX_SEED
         return fork
 
-    def join(self, first: "Request") -> None:
-        """Make a fork a sample of its group: its blocks are those of the first, whose tokens are all committed."""
-        self.num_computed = self.num_committed = first.num_computed
-        self.num_room = first.num_room
+    def join(self, first: "Request | None" = None) -> None:
+        """Make a fork a sample of its group. first: whose blocks it has, all of them committed; None if it waits."""
+        if first is not None:
+            self.num_computed = self.num_committed = first.num_computed
+            self.num_room = first.num_room
         self.group.samples.append(self)
 
     # --- its blocks --------------------------------------------------------------------------------------------------

@@ -96,8 +96,7 @@ class Scheduler:
 
     def remove_reclaimer(self, reclaimer: Reclaimer) -> None:
         """Ask it no more. Removing one that is not there does nothing."""
-        if reclaimer in self.reclaimers:
-            self.reclaimers.remove(reclaimer)
+        self.reclaimers[:] = [one for one in self.reclaimers if one != reclaimer]
 
     def schedule(self, tried: Sequence[Request] = ()) -> Batch:
         """Return the next step. The blocks of its portions are allocated.
@@ -155,13 +154,17 @@ class Scheduler:
                 self._windows.leave([request])
 
     def fork(self, request: Request, forks: list[Request]) -> None:
-        """Run `forks` beside `request`, whose tokens have all been computed; nothing is copied yet."""
+        """Run `forks` beside `request`, whose tokens have all been computed. One without room for its state waits."""
         self._commit(request)
         for fork in forks:
-            self.manager.fork(request.seq_id, fork.seq_id)
-        self.running += forks
-        for fork in forks:
-            fork.join(request)
+            try:
+                self.manager.fork(request.seq_id, fork.seq_id)
+            except OutOfBlocks:
+                fork.join()
+                self._queue(fork)
+            else:
+                fork.join(request)
+                self.running.append(fork)
 
     def requeue(self, requests: Iterable[Request]) -> None:
         """Put the requests of a failed batch that run back into the queue, to compute again all that is not cached."""
@@ -183,7 +186,7 @@ class Scheduler:
 
     def keep_state(self, request: Request) -> None:
         """Leave its state, after all that is committed, to others. A second call does nothing."""
-        if self._states.are_kept:
+        if self._states.are_kept and request.num_room:
             self._commit(request)
             self._states.keep_end(request)
 
@@ -341,7 +344,7 @@ class Scheduler:
         if self.running:
             return False
         while not self._allocate(request, 0):  # all blocks are free but for those that others hold
-            if not self._reclaim():
+            if not any(reclaim() for reclaim in self.reclaimers):
                 raise OutOfBlocks(self._blocks_for(request.num_tokens), self.manager.num_free_blocks)
         return True
 
@@ -350,9 +353,6 @@ class Scheduler:
         if len(self.running) > 1:
             self.preempt_last()
             return True
-        return self._reclaim()
-
-    def _reclaim(self) -> bool:
         return any(reclaim() for reclaim in self.reclaimers)
 
     def _allocate(self, request: Request, num_spare: int) -> bool:

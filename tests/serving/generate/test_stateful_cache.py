@@ -262,7 +262,7 @@ def test_marks_that_are_not_of_the_prompt(cache_at: list[int]) -> None:
 
 
 def test_budgets() -> None:
-    with pytest.raises(ValueError, match="checkpoint_bytes must be .* Lfm2ForCausalLM and its tail, got 10"):
+    with pytest.raises(ValueError, match="checkpoint_bytes must be .* or more, a state and its tail, got 10"):
         make_pool("lfm2", states=StateConfig(checkpoint_bytes=10))
     with pytest.raises(TypeError, match="states must be a StateConfig, got int"):
         make_pool("lfm2", states=7)

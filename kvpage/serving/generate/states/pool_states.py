@@ -17,6 +17,7 @@ from kvpage.serving.generate.states.row_states import RowStates
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.states.mixer import PieceForward
 from kvpage.serving.model.states.model_states import ModelStates
+from kvpage.serving.model.states.slot_budget import slots_within
 from kvpage.serving.params.states import StateConfig
 
 NUM_PROBE_SLOTS = 4
@@ -62,11 +63,9 @@ class PoolStates:
             raise ValueError(f"states must be in the cache, beside K and V, those of {name} are not")
         each = found.layout.slot_bytes + CacheEngine.get_cache_block_size(cache, found.kv_shape.model_config())
         num_most = 2 * cache.num_gpu_blocks
-        given = budget.checkpoint_bytes
-        num_slots = min(given // each, num_most)
-        if not num_slots:
-            raise ValueError(f"checkpoint_bytes must be {each} or more, a state of {name} and its tail, got {given}")
-        num_host = min(budget.host_checkpoint_bytes // each, num_most + cache.num_cpu_blocks)
+        num_slots = min(slots_within("checkpoint_bytes", budget.checkpoint_bytes, each, least=1), num_most)
+        num_host = slots_within("host_checkpoint_bytes", budget.host_checkpoint_bytes, each)
+        num_host = min(num_host, num_most + cache.num_cpu_blocks)
         return cls(found, forwards, num_slots, num_host, budget.checkpoint_every)
 
     def small(self) -> "PoolStates":
