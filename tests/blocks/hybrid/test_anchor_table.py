@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from kvpage._C import AnchorTable
 from kvpage import BlockPool
+from kvpage._C import AnchorTable
 
 NUM = 6  # blocks of a tier
 MOST = 5
