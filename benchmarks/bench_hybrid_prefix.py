@@ -3,10 +3,13 @@
 Prompts go through HybridManager one after the other, without a model. Found are the tokens before the exact position at
 which a request begins. All traces are made from a seed.
 
-- aligned: 64 prompts, each with one of 12 system prompts that end after a border of 528 tokens.
-- shifted: the same by 100 tokens less, so that they end before that border.
-- short: system prompts shorter than a block of 2,096 tokens.
-- chats, agents: prompts that go on from answers, interleaved; agents try each step twice.
+- aligned: 64 prompts of 2,200 tokens. Each begins with one of 12 system prompts of 1,600 tokens, which end 16 tokens
+  after a border of the block grid of 528 tokens.
+- shifted: the same 64 prompts, each shifted by 100 tokens against that grid. System prompts of 1,500 tokens end within
+  a block. States at borders, as vLLM keeps them by default, give 0 hits of 64.
+- short: 96 prompts with one of 12 system prompts, each shorter than a block of 2,096 tokens.
+- chats: 240 turns of 12 chats at a time; each turn goes on from the answer before it.
+- agents: 240 calls of 6 agents at a time behind 3,000 tokens of tools; each step is tried twice.
 
 Beside them, on the same trace: an oracle that keeps the state of every token (the ideal), and states at block borders
 only. `ends`, as vLLM does by default: at the last border, and where a portion of 2,048 tokens at most ends. `all`: at
@@ -14,7 +17,8 @@ each border. Both evict what was used least recently.
 
 Two budgets: ample, and a tenth of the checkpoints that the ample one has kept. Its bound is one that no policy exceeds,
 even if it knows the future (kvpage.benchmarks.hybrid_bounds). `marked`: the prompts' authors mark the ends of system
-prompts. Otherwise a shared prefix is noticed by the second prompt that has it, and found from the third on.
+prompts. Otherwise a shared prefix is noticed by the second prompt that has it, and found from the third on: the first
+prompt goes through its end without a reason to keep the state there, and a state cannot go back.
 
 Targets: the ideal with an ample budget and marks; with a tenth of it, 0.9 of the bound, for each of three seeds.
 Without marks, the bound is at most what the ample budget finds.

@@ -41,7 +41,7 @@ def short(rng: np.random.Generator) -> list[Request]:
 
 def chats(rng: np.random.Generator) -> list[Request]:
     """240 turns of chats, 12 at a time: a system prompt of 800 tokens, and each turn goes on from the one before."""
-    systems = [_tokens(rng, 800) for _ in range(3)]
+    systems = _systems(rng, [800] * 3)
     return _interleaved(rng, lambda: _chat(rng, systems[rng.integers(3)]), num_requests=240, num_at_once=12)
 
 
@@ -64,8 +64,16 @@ def _tokens(rng: np.random.Generator, count: int) -> Tokens:
     return rng.integers(0, VOCAB, count).astype(np.int32)
 
 
-def _shared(rng: np.random.Generator, num_requests: int, sizes: list[int], num_own: int) -> list[Request]:
+def _systems(rng: np.random.Generator, sizes: list[int]) -> list[Tokens]:
+    """Return system prompts with distinct first tokens: two that share one by chance are no workload of anybody's."""
     systems = [_tokens(rng, size) for size in sizes]
+    for number, system in enumerate(systems):
+        system[0] = number
+    return systems
+
+
+def _shared(rng: np.random.Generator, num_requests: int, sizes: list[int], num_own: int) -> list[Request]:
+    systems = _systems(rng, sizes)
     chosen = [systems[i] for i in rng.integers(0, len(systems), num_requests)]
     return [Request(np.concatenate([one, _tokens(rng, num_own)]), _tokens(rng, 16), len(one)) for one in chosen]
 

@@ -25,9 +25,11 @@ class Ending(str, Enum):
     DIFFERENT = "the prompt differs from what is cached"
     NOT_CACHED = "nothing more is cached: it was never computed, or evicted"
     KV_EVICTED = "more was cached, and evicted"
-    NO_CHECKPOINT = "no checkpoint has been taken further on"
+    NO_CHECKPOINT = "no usable checkpoint is kept further on"
+    GONE = "K and V further on were evicted, and any checkpoint on them"
     EVICTED = "a checkpoint further on was evicted"
     NO_KV = "a checkpoint further on lacks K and V before it"
+    GAP = "a chunk is missing before others that are there: it was evicted, removed, or never written"
     NOT_WORTH_LOADING = "the host has more, which is expected to be computed faster than loaded"
     OFF = "prefix caching is off"
 
@@ -40,14 +42,15 @@ class GroupReach:
     """How far one group reaches.
 
     Attributes:
-        group: "attention" or "state".
+        group: "attention", "state", or the name of a window.
         num_tokens: Tokens that it has.
         ending: Why not more.
         differs_at: The first token of the prompt that differs from what is cached; None where none is known to.
         token: That token.
         cached_token: The cached one.
         below: State: the last checkpoint's position, at which the prompt can begin; None without one.
-        above: State: the next position that has or had a checkpoint and cannot be used; None where none is known.
+        above: State: the next position that has or had a checkpoint and cannot be used; None where none is known. Of a
+            GAP, where it ends.
     """
 
     group: str
@@ -63,6 +66,8 @@ class GroupReach:
         text = f"{self.group}: {self.num_tokens} tokens, then {self.ending}"
         if self.ending is Ending.DIFFERENT:
             text += f" (token {self.differs_at} is {self.token}, cached is {self.cached_token})"
+        if self.ending is Ending.GAP:
+            text += f" (at token {self.above} on)"
         if self.group == "state":
             text += f" (nearest checkpoint below: {_or_none(self.below)}, above: {_or_none(self.above)})"
         return text

@@ -81,6 +81,16 @@ class SlotStats:
     demoted: int
     lost: int
 
+    @property
+    def num_used_slots(self) -> int:
+        """Slots of the device that sequences hold, for their states and for checkpoints to come."""
+        return self.num_slots - self.num_free_slots - self.num_checkpoints
+
+    @property
+    def num_used_host_slots(self) -> int:
+        """Slots of the host with the states of sequences that are swapped out."""
+        return self.num_host_slots - self.num_free_host_slots - self.num_host_checkpoints
+
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:

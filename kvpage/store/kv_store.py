@@ -368,8 +368,8 @@ class KVStore(TieredStore):
         array = self._checked(tokens, namespace)
         if not len(array):
             raise ValueError("tokens must be at least one, got none")
-        num_found = self._chunks.count(array, namespace)
-        return Explanation(len(array), min(num_found, len(array) - 1), (explain_chunks(num_found, len(array)),))
+        reach = explain_chunks(self._chunks.there(array, namespace), self.config.chunk_size, len(array))
+        return Explanation(len(array), min(reach.num_tokens, len(array) - 1), (reach,))
 
     def stats(self) -> KVStoreStats:
         """Return counters and the state of each tier, also of a closed store."""

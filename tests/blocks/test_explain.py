@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from support.hybrid_requests import B, manager_of, serve
 
@@ -143,6 +144,31 @@ def test_an_evicted_checkpoint_is_remembered_while_its_block_is_cached():
     assert (state.num_tokens, state.ending, state.above) == (0, Ending.EVICTED, len(TOKENS) - 1)
     manager.space.drop(TOKENS)
     assert reach(manager, TOKENS).groups[1].ending is Ending.NO_CHECKPOINT
+
+
+def test_a_checkpoint_that_went_with_its_blocks_is_told_of():
+    manager = manager_of(num_slots=8, num_blocks=4)
+    serve(manager, TOKENS)
+    serve(manager, range(100, 100 + 3 * B))
+    attention, state = reach(manager, TOKENS).groups
+    assert attention.ending is Ending.KV_EVICTED and (state.ending, state.num_tokens) == (Ending.GONE, 0)
+    assert "any checkpoint on them" in str(state)
+
+
+def test_statistics_while_an_anchor_leaves():
+    """Any thread may ask: what is read twice may have changed."""
+    manager = manager_of()
+    serve(manager, TOKENS)
+    anchors = manager.states.anchors
+
+    class Leaving(type(anchors._ids)):
+        def __getitem__(self, tier):
+            row = np.array(super().__getitem__(tier))
+            self.fill(-1)
+            return row
+
+    anchors._ids = anchors._ids.view(Leaving)
+    assert manager.stats().slots.num_checkpoints in (0, 1)
 
 
 def test_wrong_arguments():

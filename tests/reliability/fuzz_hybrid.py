@@ -19,7 +19,7 @@ class HybridWorld(ManagerWorld):
     """
 
     covers = ("kvpage.HybridManager",)
-    calls = ManagerWorld.calls + " marks marks marks keep keep keep_end end fail slot state_moves state_moves reset"
+    calls = ManagerWorld.calls + " marks marks mark keep keep keep_end end fail slot state_moves state_moves reset"
     manager: HybridManager
 
     def __exit__(self, kind: object, *error: object) -> None:
@@ -92,6 +92,9 @@ class HybridWorld(ManagerWorld):
 
         case.judge = judge
         return case
+
+    def _mark(self) -> Case:
+        return self._call("mark", seq_id=self._running(), num_tokens=self.rng.randint(0, 12))
 
     def _keep(self) -> Case:
         return self._call("keep", seq_id=self._running())

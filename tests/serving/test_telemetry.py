@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.latent_models import make_latent_model
 from support.mirror_router import MirrorRouter, expected_hashes
 from support.models import make_model, make_prompts
+from support.state_models import make_state_model
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig
@@ -303,6 +304,43 @@ def test_metrics_are_the_stats() -> None:
         sum(value for (name, labels), value in expected.items() if (name, labels[:11]) == ("blocks", "tier=device"))
         == 14
     )
+
+
+def test_metrics_of_states_are_the_stats() -> None:
+    config = EngineConfig(CacheConfig(B, 32), max_num_seqs=4)
+    engine = Engine.from_model(make_state_model("lfm2"), config)
+    assert not any("window" in key[0] for key in samples(engine))
+    for _ in range(2):
+        engine.generate([STEM], SamplingParams(max_tokens=2))
+    engine.add_request(PROMPTS[0], PARAMS)
+    engine.step()
+    stats, found = engine.stats(), samples(engine)
+    slots, num_blocks = stats.blocks.slots, engine.cache.num_gpu_blocks
+    block_bytes = sum(layer.nbytes for layer in engine.cache.gpu_cache) // num_blocks
+    assert stats.slot_bytes == engine.states.layout.slot_bytes + block_bytes
+    numbers = {"used": 1, "checkpoint": slots.num_checkpoints, "free": slots.num_slots - slots.num_checkpoints - 1}
+    for state, number in numbers.items():
+        labels = (("state", state), ("tier", "device"))
+        assert found[("kvpage_state_slots", *labels)] == number
+        assert found[("kvpage_state_bytes", *labels)] == number * stats.slot_bytes
+        assert found["kvpage_state_slots", ("state", state), ("tier", "host")] == 0
+    for name in ("kept", "restored", "evicted", "demoted", "lost"):
+        assert found["kvpage_checkpoints_total", ("event", name)] == getattr(slots, name)
+    assert slots.kept >= 2 and slots.restored == 2
+
+
+def test_metrics_of_windows_are_the_stats() -> None:
+    config = EngineConfig(CacheConfig(B, 32), num_window_blocks=16, max_num_seqs=4)
+    engine = Engine.from_model(make_model("gemma3"), config)
+    assert not any("state_" in key[0] for key in samples(engine))
+    engine.add_request(PROMPTS[0], PARAMS)
+    engine.step()
+    found, (window, *_) = samples(engine), engine.stats().windows
+    size = ("window", str(window.num_tokens))
+    assert window.num_used_blocks > 0
+    for state in ("used", "evictable", "free"):
+        assert found["kvpage_window_blocks", ("state", state), size] == getattr(window, f"num_{state}_blocks")
+    assert found["kvpage_evicted_window_blocks_total", size] == window.evicted_blocks
 
 
 def test_metrics_of_an_engine_with_events_count_losses() -> None:

@@ -109,7 +109,7 @@ def make_pool(model: tf.PreTrainedModel) -> KVPageCachePool:
     try:
         return KVPageCachePool.from_model(model, CACHE)
     except ValueError as error:
-        if "hands latents" not in str(error):
+        if "hands latents" not in str(error) and "backend must be 'mla'" not in str(error):
             raise
     return KVPageCachePool.from_model(model, dataclasses.replace(CACHE, backend="mla"))
 

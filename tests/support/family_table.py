@@ -20,6 +20,7 @@ raises.{untried}
 - "layers of ...": the layers keep more than K and V of each token, or attend over chunks or an index.
 - "sliding window in transformers' cache alone": its mask shows all tokens. Blocks keep what that cache forgets.
 
+`KVPageCache` takes models that hand latents to their cache with `CacheConfig(backend="mla")`, as they are tried here.
 Encoders that can be decoders, such as BERT, are tried with `is_decoder=True`. A type's released models may differ from
 its tiny one, so both classes look at the model that they are given. These commands make and check the table:
 

@@ -51,6 +51,7 @@ class WindowStats:
     """The blocks of a window's group now, and counters since it was made.
 
     Attributes:
+        num_tokens: Tokens of the window.
         num_blocks: Blocks of the group.
         num_free_blocks: Blocks without contents.
         num_evictable_blocks: Cached blocks that no sequence uses.
@@ -58,11 +59,17 @@ class WindowStats:
         lost_blocks: Cached blocks that were dropped, since the tree's blocks beside them are gone.
     """
 
+    num_tokens: int
     num_blocks: int
     num_free_blocks: int
     num_evictable_blocks: int
     evicted_blocks: int
     lost_blocks: int
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that sequences hold."""
+        return self.num_blocks - self.num_free_blocks - self.num_evictable_blocks
 
 
 class WindowBlocks:
@@ -201,6 +208,7 @@ class WindowBlocks:
     def stats(self) -> WindowStats:
         """Return the counters, and the state of the blocks now."""
         return WindowStats(
+            num_tokens=self.window.num_tokens,
             num_blocks=self.pool.num_blocks,
             num_free_blocks=self.pool.num_free,
             num_evictable_blocks=len(self._unused),

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvpage.blocks.explain import Ending, Explanation, GroupReach
+from kvpage.blocks.explain import Explanation
 from kvpage.blocks.groups.window_blocks import Window, WindowBlocks
+from kvpage.blocks.groups.window_reach import reach_of_window
 from kvpage.blocks.groups.window_table import WindowTable
 from kvpage.blocks.lives.growth import tokens_left_over
 from kvpage.blocks.manager import BlockManager, some_tokens
@@ -328,7 +329,8 @@ class WindowedManager(BlockManager):
         if not self.enable_prefix_caching:
             return found
         ids = self.tree.look(tokens, namespace)[0][0]
-        windows = tuple(self._reach(blocks, ids, found.groups[0].ending) for blocks in self.windows)
+        full = found.groups[0]
+        windows = [reach_of_window(one, ids, full, self._to_follow(group)) for group, one in enumerate(self.windows)]
         most = found.num_cached_tokens // self.block_size
         num_cached = self._num_usable(ids[:most]) * self.block_size
         return Explanation(len(tokens), num_cached, (*found.groups, *windows), found.elsewhere)
@@ -366,11 +368,10 @@ class WindowedManager(BlockManager):
                 raise ValueError(f"ends must be in [{state.num_written}, {state.num_tokens}], got {end} for {seq_id!r}")
         return wanted
 
-    def _reach(self, blocks: WindowBlocks, full_ids: Ids, ending: Ending) -> GroupReach:
-        num_blocks = int(np.flatnonzero(blocks.usable(full_ids))[-1])
-        is_all = num_blocks == len(full_ids)
-        name = f"window of {blocks.window.num_tokens}"
-        return GroupReach(name, num_blocks * self.block_size, ending if is_all else Ending.NOT_CACHED)
+    def _to_follow(self, group: int) -> set[int]:
+        """Return the tree's blocks beside which a sequence is yet to cache some, as after commits by rows."""
+        tables = {seq_id: each[group] for seq_id, each in self._tables.items()}
+        return {full_id for one in tables for full_id in self.block_ids(one)[tables[one].num_cached :].tolist()}
 
     def _move_on(self, seq_id: SeqId) -> None:
         """Let windows follow what is committed: cache the blocks that the tree has, give back what lies behind."""

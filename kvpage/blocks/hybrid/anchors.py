@@ -53,7 +53,8 @@ class Anchors:
         """
         place, index = self.table.find_last(ids, ids.shape[1], learns)
         while place >= 0:
-            yield self._anchor(index)
+            if (anchor := self._at[index]) is not None:
+                yield anchor
             place, index = self.table.find_last(ids, place, learns)
 
     def find(self, device_id: int, host_id: int) -> Anchor | None:
@@ -96,8 +97,8 @@ class Anchors:
         self.table.move(pairs, to_host)
 
     def stale(self) -> list[Anchor]:
-        """Return the anchors whose block is in no tier any more."""
-        return [self._anchor(index) for index in self.table.stale()]
+        """Return the anchors whose block is in no tier any more. Any thread may ask."""
+        return [anchor for index in self.table.stale() if (anchor := self._at[index]) is not None]
 
     def remove(self, anchor: Anchor) -> None:
         """Forget an anchor without checkpoints."""
@@ -111,11 +112,6 @@ class Anchors:
         return self.table.is_valid(anchor.index)
 
     # --- inside ---
-
-    def _anchor(self, index: int) -> Anchor:
-        anchor = self._at[index]
-        assert anchor is not None, "it is in use"
-        return anchor
 
     def _new(self, namespace: bytes, num_blocks: int) -> Anchor:
         anchor = Anchor(self.table.add(num_blocks > 0), namespace, num_blocks)

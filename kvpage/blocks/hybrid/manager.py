@@ -16,7 +16,7 @@ from dataclasses import replace
 from kvpage.blocks.explain import Explanation
 from kvpage.blocks.hybrid.beginning import Beginnings, Found, Prompt
 from kvpage.blocks.hybrid.checkpoint import MarkKind
-from kvpage.blocks.hybrid.looks.explaining import explain_hybrid
+from kvpage.blocks.hybrid.looks.explaining import explain_hybrid, num_begun
 from kvpage.blocks.hybrid.looks.held import HeldCheckpoints
 from kvpage.blocks.hybrid.looks.slot_stats import slot_stats
 from kvpage.blocks.hybrid.marks import Mark, as_cache_at, marks_of_prompt
@@ -183,6 +183,23 @@ class HybridManager(BlockManager):
         return self._states_of.reserve(seq_id, start, end)
 
     @uninterrupted
+    def mark(self, seq_id: SeqId, num_tokens: int) -> None:
+        """Have a running prompt keep its state at one more position, where another that waits parts from it.
+
+        Args:
+            seq_id: A sequence on the device.
+            num_tokens: The position. One that is committed, or marked already, changes nothing.
+
+        Raises:
+            ValueError: It is out of range.
+        """
+        seq, num_tokens = self._sequences.state(seq_id), as_integer("num_tokens", num_tokens)
+        if not 1 <= num_tokens <= seq.num_tokens:
+            raise ValueError(f"num_tokens must be in [1, {seq.num_tokens}], got {num_tokens}")
+        if self.enable_prefix_caching and num_tokens > seq.num_written:
+            self._states_of.running[seq_id].marks.setdefault(num_tokens, Mark(num_tokens, MarkKind.SPLIT))
+
+    @uninterrupted
     def commit(self, seq_id: SeqId, tokens: Tokens) -> None:
         """Record that K and V of `tokens` have been written, as BlockManager does, and the state after them.
 
@@ -256,7 +273,7 @@ class HybridManager(BlockManager):
             OutOfBlocks: No slot can be had (OutOfSlots).
             ValueError: A token with room is not committed, num_tokens is another, or the state is gone.
         """
-        num_all = self._sequences.state(seq_id).num_tokens
+        num_all = self.first_forkable(seq_id)
         if num_tokens is not None and as_integer("num_tokens", num_tokens) != num_all:
             raise ValueError(f"num_tokens must be all {num_all} of a hybrid model's sequence, got {num_tokens}")
         slot = self._states_of.slot("fork", seq_id)
@@ -318,11 +335,6 @@ class HybridManager(BlockManager):
             raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
         return self._swaps_in.swap_in(seq_id, tokens)
 
-    @property
-    def keeps_checkpoints(self) -> bool:
-        """Whether there is a slot for a checkpoint, in either tier."""
-        return self.enable_prefix_caching and self.states.most_kept + self.states.host.num_slots > 0
-
     # --- beside a store ----------------------------------------------------------------------------------------------
 
     @uninterrupted
@@ -342,18 +354,14 @@ class HybridManager(BlockManager):
         return HeldCheckpoints(self.space, self.states, some_tokens(tokens), namespace)
 
     def num_cached(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """Return the position at which a sequence with these tokens would begin. Nothing counts as used.
+        """Return the position at which a sequence with these tokens would begin. Nothing is changed.
 
         Args:
             tokens: The prompt.
             namespace: Where to look.
         """
         check_namespace(namespace)
-        tokens = some_tokens(tokens)
-        left = tokens_left_over(len(tokens), None, 1, self.enable_prefix_caching)
-        found = self._beginnings.find(Prompt(tokens, namespace, 0, left))
-        self.space.tree.release(found.match)
-        return found.num_tokens
+        return num_begun(self.space, self.states, some_tokens(tokens), namespace)
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
@@ -379,16 +387,14 @@ class HybridManager(BlockManager):
         super().check()
         check_slots(self.states, self._states_of.running, self._sequences)
 
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether there is a slot for a checkpoint, in either tier."""
+        return self.enable_prefix_caching and self.states.most_kept + self.states.host.num_slots > 0
+
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _marks(self, prompt: Prompt, found: Found, named: list[int], num_left_over: int) -> dict[int, Mark]:
-        every, num_tokens = self.checkpoint_every, len(prompt.tokens)
-        wanted = [(position, MarkKind.CALLER) for position in named]
-        wanted.append((found.diverged_at, MarkKind.SPLIT))
-        wanted.append((num_tokens - num_left_over, MarkKind.END))
-        if every is not None:
-            wanted += [
-                (position, MarkKind.REGULAR)
-                for position in range((found.num_tokens // every + 1) * every, num_tokens + 1, every)
-            ]
-        return marks_of_prompt(len(prompt.tokens), wanted, found.num_tokens)
+        ends = (found.diverged_at, MarkKind.SPLIT), (len(prompt.tokens) - num_left_over, MarkKind.END)
+        wanted = [*((position, MarkKind.CALLER) for position in named), *ends]
+        return marks_of_prompt(len(prompt.tokens), wanted, found.num_tokens, self.checkpoint_every)

@@ -47,16 +47,20 @@ def as_cache_at(cache_at: Sequence[int], num_tokens: int) -> list[int]:
     return sorted(positions)
 
 
-def marks_of_prompt(num_tokens: int, wanted: Iterable[tuple[int, MarkKind]], num_cached: int) -> dict[int, Mark]:
+def marks_of_prompt(
+    num_tokens: int, wanted: Iterable[tuple[int, MarkKind]], num_cached: int, every: int | None
+) -> dict[int, Mark]:
     """Return the marks of a prompt by position. Of several kinds at one position, the first counts.
 
     Args:
         num_tokens: Tokens of the prompt.
         wanted: Positions and kinds. Those up to `num_cached` are left out: their state is not passed any more.
         num_cached: Tokens that are not computed again.
+        every: Every so many tokens are marked, too; None: not.
     """
     marks: dict[int, Mark] = {}
-    for position, kind in wanted:
+    positions = range((num_cached // every + 1) * every, num_tokens + 1, every) if every else ()
+    for position, kind in [*wanted, *((position, MarkKind.REGULAR) for position in positions)]:
         if num_cached < position <= num_tokens and position not in marks:
             marks[position] = Mark(position, kind)
     return marks

@@ -59,7 +59,7 @@ class StateSpace:
     # --- slots ---
 
     def can_take(self, besides: Checkpoint | None = None) -> bool:
-        """Return whether a device slot is free or can be had. besides: A checkpoint that is not to be evicted for it."""
+        """Return whether a device slot is free or can be had. besides: A checkpoint that is not to be evicted."""
         return self.device.num_free > 0 or self._victim(self.device, besides) is not None
 
     def take(self, besides: Checkpoint | None = None) -> int:

@@ -266,7 +266,16 @@ class EngineCore(EnginePrompts):
             blend=replace(connectors.blend.stats) if connectors.blend else None,
             graphs=self._batch_runner.graphs.stats() if self._batch_runner.graphs else None,
             windows=tuple(blocks.stats() for blocks in self._windows),
+            slot_bytes=self._slot_bytes,
         )
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Bytes of a state slot and its tail block; 0 without states."""
+        if self.states is None:
+            return 0
+        layers = self.cache.gpu_cache
+        return self.states.layout.slot_bytes + sum(layer.nbytes // self.cache.num_gpu_blocks for layer in layers)
 
     @property
     def _windows(self) -> tuple[WindowBlocks, ...]:

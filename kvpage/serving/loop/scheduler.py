@@ -129,7 +129,7 @@ class Scheduler:
             if request not in later:
                 budget -= add_portion(portions, request, budget, self._windows)
         batch = Batch(decodes, portions)
-        if admits and self.waiting and budget and len(self.running) < self.max_num_seqs:
+        if admits and self.waiting and (budget or self._states.are_kept) and len(self.running) < self.max_num_seqs:
             self._admit(batch, prefilling, tried)
         for request in later:
             add_portion(portions, request, self.max_num_batched_tokens - batch.num_tokens, self._windows)
@@ -311,20 +311,20 @@ class Scheduler:
 
     def _admit(self, batch: Batch, prefilling: Sequence[Request], tried: Sequence[Request]) -> None:
         """Let waiting requests run, as far as tokens, sequences and blocks go. prefilling: those that run already."""
-        prefills = Prefills(self.manager, [*prefilling, *batch.decodes.that_filled(self.manager.block_size)])
+        prefills = Prefills(self._states, [*prefilling, *batch.decodes.that_filled(self.manager.block_size)])
         budget = self.max_num_batched_tokens - batch.num_tokens
         num_seqs = len(self.running) + sum([request.num_forks_due for request in prefilling])
         num_passed_over = 0
         for request in self._first_waiting(tried):
             num_more = 1 + request.num_forks_due
             num_most = max(num_seqs + num_more, num_passed_over)
-            if not budget or self._windows.is_short or num_most > self.max_num_seqs:
+            if self._windows.is_short or num_most > self.max_num_seqs or not (budget or self._states.are_kept):
                 break
             if self._is_held(request) or (prefills.will_share(request) and not request.scores_prompt):
                 num_passed_over += 1
                 continue
             num_spare = num_seqs + num_more - 1 if self.running else 0
-            if batch.is_too_full_for(request, budget) or not self._allocated(request, num_spare):
+            if not budget or batch.is_too_full_for(request, budget) or not self._allocated(request, num_spare):
                 break
             num_seqs += num_more
             budget -= min(add_portion(batch.prefills, request, budget, self._windows), budget)

@@ -42,7 +42,8 @@ class EngineStats:
         num_waiting: Requests that wait now.
         num_used_blocks: Blocks that running requests hold; cached blocks that none uses do not count.
         num_blocks: All blocks of the device.
-        blocks: Both tiers: use, hits and misses in tokens, evictions, demotions, promotions.
+        blocks: Both tiers: use, hits and misses in tokens, evictions, demotions, promotions. `blocks.slots` has the
+            states of a model that keeps some, and their checkpoints.
         transfers: Blocks, bytes and seconds of moves, by kind.
         residency: How long blocks stay, by tier; None unless sampled.
         num_lost_events: Batches of events that were dropped; None without events.
@@ -50,6 +51,7 @@ class EngineStats:
         blend: Segments that were looked up, reused and kept; None without blending.
         graphs: Captured decode steps; None on a CPU, and with enforce_eager.
         windows: The blocks of each window's layers, where they have some of their own.
+        slot_bytes: Bytes of a state slot, and of the K and V beside it; 0 without states.
     """
 
     num_steps: int
@@ -72,6 +74,7 @@ class EngineStats:
     blend: BlendStats | None
     graphs: GraphStats | None = None
     windows: tuple[WindowStats, ...] = ()
+    slot_bytes: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -3,7 +3,7 @@
 It reads `Engine.stats()` whenever the registry is asked, in any thread.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 try:
@@ -13,6 +13,8 @@ except ModuleNotFoundError as error:
     message = "metrics need the extra 'metrics': pip install 'kvpage[metrics]'"
     raise ModuleNotFoundError(message, name=error.name) from error
 
+from kvpage.blocks.groups.window_blocks import WindowStats
+from kvpage.blocks.stats import SlotStats
 from kvpage.observe.histogram import HistogramStats
 from kvpage.serving.blending.connector import BlendStats
 from kvpage.serving.loop.store_connector import StoreConnectorStats
@@ -58,6 +60,10 @@ class EngineCollector(Collector):
         yield from self._tokens(stats)
         yield from self._requests(stats)
         yield from self._blocks(stats)
+        if stats.blocks.slots is not None:
+            yield from self._states(stats.blocks.slots, stats.slot_bytes)
+        if stats.windows:
+            yield from self._windows(stats.windows)
         yield from self._transfers(stats)
         yield from self._residency(stats)
         if stats.store is not None:
@@ -107,6 +113,32 @@ class EngineCollector(Collector):
         yield self._counter("demoted_blocks", "Copied to the host when evicted.", {(): space.demoted_blocks})
         yield self._counter("written_blocks", "Copied to the host before.", {(): space.written_blocks})
         yield self._counter("promoted_blocks", "Brought back from the host.", {(): space.promoted_blocks})
+
+    def _states(self, slots: SlotStats, slot_bytes: int) -> Iterator[Metric]:
+        numbers = {
+            ("device", "used"): slots.num_used_slots,
+            ("device", "checkpoint"): slots.num_checkpoints,
+            ("device", "free"): slots.num_free_slots,
+            ("host", "used"): slots.num_used_host_slots,
+            ("host", "checkpoint"): slots.num_host_checkpoints,
+            ("host", "free"): slots.num_free_host_slots,
+        }
+        yield self._gauge("state_slots", "Slots of states by tier and use.", numbers, "tier", "state")
+        sizes = {key: number * slot_bytes for key, number in numbers.items()}
+        yield self._gauge("state_bytes", "Their bytes, with the K and V beside them.", sizes, "tier", "state")
+        counts = {(name,): getattr(slots, name) for name in ("kept", "restored", "evicted", "demoted", "lost")}
+        text = "Checkpoints by what became of them; demoted: those evicted to the host."
+        yield self._counter("checkpoints", text, counts, "event")
+
+    def _windows(self, windows: Sequence[WindowStats]) -> Iterator[Metric]:
+        numbers = {}
+        for one in windows:
+            numbers[str(one.num_tokens), "used"] = one.num_used_blocks
+            numbers[str(one.num_tokens), "evictable"] = one.num_evictable_blocks
+            numbers[str(one.num_tokens), "free"] = one.num_free_blocks
+        yield self._gauge("window_blocks", "Blocks of windows by their tokens and state.", numbers, "window", "state")
+        evicted = {(str(one.num_tokens),): one.evicted_blocks for one in windows}
+        yield self._counter("evicted_window_blocks", "Cached blocks of windows that made room.", evicted, "window")
 
     def _transfers(self, stats: EngineStats) -> Iterator[Metric]:
         moves = stats.transfers.items()

@@ -61,8 +61,11 @@ class ChunkAccess:
 
     def count(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> int:
         """Return the number of leading tokens whose chunks are in a tier."""
-        num_chunks = num_leading(tier is not None for tier in self._tiers.locate(self._keys(tokens, namespace)))
-        return min(num_chunks * self._chunk_size, len(tokens))
+        return min(num_leading(self.there(tokens, namespace)) * self._chunk_size, len(tokens))
+
+    def there(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> list[bool]:
+        """Return for each chunk whether it is in a tier."""
+        return [tier is not None for tier in self._tiers.locate(self._keys(tokens, namespace))]
 
     def pin(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> Pin:
         """Keep the leading chunks that are in a tier."""

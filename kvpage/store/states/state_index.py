@@ -3,7 +3,8 @@
     prefix of 2 chunks    [ 5, key of the state ] [ 9, key of the state ] ..     one record, replaced by longer ones
 
 A reader takes the entries of all tiers together. A fast tier that lacks what another process has added hides nothing.
-An entry only says where to look: one that is stale leads to no record, and one that is lost is a miss.
+An entry only says where to look: one that is stale leads to no record, and one that is lost is a miss. A full index
+drops entries that were neither added lately nor on the way of one that was: the end of a shared system prompt stays.
 """
 
 import threading
@@ -24,11 +25,12 @@ from kvpage.store.states.state_keys import StateKeys
 from kvpage.store.tiers.tier import Key, Reader
 
 MAX_ENTRIES = 512
-NUM_DROPPED = MAX_ENTRIES // 4  # of the oldest, where all entries lead to a state
+NUM_DROPPED = MAX_ENTRIES // 4  # the first ones, where all entries lead to a state
+NUM_FRESH = MAX_ENTRIES // 2  # the last ones, which are not moved to the end again
 ENTRY = np.dtype([("rest", "<u4"), ("key", "V32")])
 
 Entries = dict[Key, int]
-"""The tokens after the prefix of each state, by its key; the oldest first."""
+"""The tokens after the prefix of each state, by its key; those first that were not used for longest."""
 
 
 class StateIndex:
@@ -61,9 +63,14 @@ class StateIndex:
         return entries
 
     def add(
-        self, prefix: bytes, num_tokens: int, namespace: bytes, state: tuple[Key, int], limit: TimeLimit = NO_LIMIT
+        self,
+        prefix: bytes,
+        num_tokens: int,
+        namespace: bytes,
+        rest: npt.NDArray[np.int32],
+        limit: TimeLimit = NO_LIMIT,
     ) -> None:
-        """Add an entry, unless it is there. A full index drops those that lead to no state, or the oldest.
+        """Add an entry, or note its use. A full index drops those that lead to no state, or were not used for longest.
 
         Two processes that add to one index at once may lose an entry, which is a miss.
 
@@ -71,17 +78,25 @@ class StateIndex:
             prefix: As of `read`. So are num_tokens and namespace.
             num_tokens: The prefix's tokens.
             namespace: Of the tokens.
-            state: The key of the state, and its tokens after the prefix.
+            rest: The state's tokens after the prefix.
             limit: Of the call.
         """
-        key, rest = state
+        key = self._keys.state(prefix, rest)
         with self._lock:
             entries = self.read(prefix, num_tokens, namespace)
-            if key in entries:
+            if key in list(entries)[-NUM_FRESH:]:
                 return
+            for passed in self._on_the_way(prefix, rest, entries):
+                entries[passed] = entries.pop(passed)
+            entries.pop(key, None)
             if len(entries) >= MAX_ENTRIES:
                 entries = self._pruned(entries)
-            self._write(prefix, num_tokens, namespace, {**entries, key: rest}, limit)
+            self._write(prefix, num_tokens, namespace, {**entries, key: len(rest)}, limit)
+
+    def _on_the_way(self, prefix: bytes, rest: npt.NDArray[np.int32], entries: Entries) -> list[Key]:
+        """Return the keys of the entries that begin as a state's tokens do."""
+        sizes = sorted({size for size in entries.values() if size < len(rest)})
+        return [key for key in (self._keys.state(prefix, rest[:size]) for size in sizes) if key in entries]
 
     def _pruned(self, entries: Entries) -> Entries:
         there = self._tiers.locate(list(entries))

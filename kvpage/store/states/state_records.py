@@ -123,7 +123,7 @@ class StateRecords:
 
         is_there = self._tiers.put([key], record, skip_existing, limit).is_there[0]
         if is_there:
-            self._index.add(prefix, start, namespace, (key, len(array) - start), limit)
+            self._index.add(prefix, start, namespace, array[start:], limit)
         return is_there
 
     @gated
@@ -208,8 +208,7 @@ class StateRecords:
         """
         array, search = self._checked(tokens, namespace), self._search
         usable, positions = search.longest(array, namespace, len(array) - 1), search.all_of(array, namespace)
-        num_found = search.num_chunk_tokens(array, namespace) if search.has_chunks else None
-        return explain_states(len(array), usable, positions, num_found)
+        return explain_states(len(array), usable, positions, search.reach_of_chunks(array, namespace))
 
     def _payload(self, state: Memory, writable: bool) -> RunPayload:
         payload = RunPayload(*pieces_of(state, writable))

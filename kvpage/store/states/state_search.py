@@ -12,9 +12,11 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from kvpage.blocks.explain import GroupReach
 from kvpage.store.records.kinds import RecordKinds
 from kvpage.store.stack.chunk_threads import num_leading
 from kvpage.store.stack.tier_stack import TierStack
+from kvpage.store.states.explaining import explain_chunks
 from kvpage.store.states.state_index import StateIndex
 from kvpage.store.states.state_keys import StateKeys
 from kvpage.store.tiers.tier import Key
@@ -34,11 +36,6 @@ class StateSearch:
 
     def __init__(self, tiers: TierStack, keys: StateKeys, index: StateIndex, kinds: RecordKinds | None) -> None:
         self._tiers, self._keys, self._index, self._kinds = tiers, keys, index, kinds
-
-    @property
-    def has_chunks(self) -> bool:
-        """Whether states stand on K and V."""
-        return self._kinds is not None
 
     def key_of(self, tokens: Array, namespace: bytes) -> tuple[bytes, Key, int]:
         """Return the prefix before the last tokens, the key of the state after all of them, and the prefix's tokens."""
@@ -68,8 +65,16 @@ class StateSearch:
         """Return how many leading tokens are in chunks that are there. All, for a model without K and V."""
         if self._kinds is None:
             return len(tokens)
-        located = self._tiers.locate(self._kinds.keys.of(tokens, namespace))
-        return min(num_leading(at is not None for at in located) * self._keys.chunk_size, len(tokens))
+        return min(num_leading(self._there(self._kinds, tokens, namespace)) * self._keys.chunk_size, len(tokens))
+
+    def reach_of_chunks(self, tokens: Array, namespace: bytes) -> GroupReach | None:
+        """Return how far chunks reach, and why not further; None for a model without K and V."""
+        if self._kinds is None:
+            return None
+        return explain_chunks(self._there(self._kinds, tokens, namespace), self._keys.chunk_size, len(tokens))
+
+    def _there(self, kinds: RecordKinds, tokens: Array, namespace: bytes) -> list[bool]:
+        return [at is not None for at in self._tiers.locate(kinds.keys.of(tokens, namespace))]
 
     def _is_there(self, tokens: Array, key: Key, namespace: bytes) -> bool:
         """Return whether the state is there, and the chunk after the last whole one, if there is any."""

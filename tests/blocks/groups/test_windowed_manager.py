@@ -72,8 +72,24 @@ def test_what_lies_behind_the_window_is_found_until_it_is_evicted():
     assert [(reach.group, reach.num_tokens) for reach in reaches] == [("attention", 6 * B), ("window of 8", 6 * B)]
     cut = life.manager.explain([*prompt[: 2 * B], 99])
     assert cut.groups[0].num_tokens == 2 * B and cut.groups[1].num_tokens == 0 == cut.num_cached_tokens
-    assert cut.groups[1].ending is Ending.NOT_CACHED
+    assert cut.groups[1].ending is Ending.KV_EVICTED
     assert computed(life, [*prompt, 99], B) == 6 * B
+
+
+def test_what_a_sequence_is_yet_to_cache_is_not_told_as_evicted():
+    """Commits by rows are for the full layers; windows follow with the next step."""
+    life = life_of(2 * B)
+    manager, prompt = life.manager, tokens_of(2 * B)
+    life.begin(prompt)
+    manager.open_windows([life.next_id], [2 * B])
+    manager.rows.commit(manager.rows.of([life.next_id]), np.array([prompt[0]], np.int32))
+    for token in prompt[1:]:
+        manager.rows.commit(manager.rows.of([life.next_id]), np.array([token], np.int32))
+    assert [group.ending for group in manager.explain([*prompt, 9]).groups][1] is Ending.NOT_CACHED
+    manager.open_windows([life.next_id], [2 * B])
+    assert manager.explain([*prompt, 9]).groups[1].num_tokens == 2 * B
+    differs = manager.explain([*prompt[:B], 77, 78]).groups
+    assert [group.differs_at for group in differs] == [B, B]
 
 
 def test_groups_have_to_agree():

@@ -406,3 +406,16 @@ def test_without_prefix_caching_an_explanation_is_that_of_blocks():
     manager = manager_of(enable_prefix_caching=False)
     explained = manager.explain(prompt(5), b"tenant")
     assert explained.num_cached_tokens == 0 and len(explained.groups) == 1
+
+
+def test_asking_where_a_prompt_begins_is_no_use():
+    """Of two prompts the one that was asked for is still the first to lose its blocks."""
+    for question in ("num_cached", "explain"):
+        manager = manager_of(num_blocks=6)
+        serve(manager, prompt(2 * B + 1))
+        serve(manager, prompt(2 * B + 1, 100))
+        before = manager.stats()
+        getattr(manager, question)(prompt(2 * B + 1))
+        assert manager.stats() == before
+        fill(manager, 3)
+        assert [manager.num_cached(prompt(2 * B + 1, first)) for first in (0, 100)] == [0, 2 * B]

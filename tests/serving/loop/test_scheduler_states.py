@@ -1,9 +1,12 @@
-"""The scheduler with states: samples for whose states there is no room wait, and begin again."""
+"""The scheduler with states: samples without room for theirs begin again; prompts that wait find what they share."""
 
 import pytest
 from support.scheduler_steps import B, request_of, step
+from support.state_engines import check_nothing_held, finished, greedy, make_engine, own_tokens, random_prompt
+from support.state_models import make_state_model
 
 from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.serving import StateConfig
 from kvpage.serving.loop.scheduler import Scheduler
 
 
@@ -50,3 +53,25 @@ def test_a_waiting_fork_ends_like_the_others() -> None:
         scheduler.finish(one)
     assert not scheduler.running and not scheduler.waiting and scheduler.manager.stats().num_sequences == 0
     scheduler.manager.check()
+
+
+@pytest.mark.parametrize("budget", [64, 2 * B])
+def test_prompts_that_wait_for_each_other_find_what_they_share(budget: int) -> None:
+    """Nobody has marked the end of what is common. It is no whole block, and the second prompt finds it."""
+    model, common = make_state_model("lfm2"), random_prompt(3 * B + 2)
+    prompts = [[*common, 5, 6, 7], [*common, 8, 9], [*common[: 2 * B + 1], 1, 2, 3]]
+    engine = make_engine(model, max_num_batched_tokens=budget)
+    for prompt in prompts:
+        engine.add_request(prompt, greedy(3))
+    outputs = sorted(finished(engine), key=lambda one: int(one.request_id.rpartition("-")[2]))
+    assert [one.num_cached_tokens for one in outputs] == [0, len(common), 2 * B + 1]
+    assert [one.samples[0].token_ids for one in outputs] == [own_tokens(model, prompt, 3) for prompt in prompts]
+    check_nothing_held(engine)
+
+
+def test_without_checkpoints_nobody_waits() -> None:
+    engine = make_engine(make_state_model("lfm2"), states=StateConfig(checkpoint_bytes=0))
+    for last in range(3):
+        engine.add_request([*random_prompt(2 * B), last, 9], greedy(2))
+    engine.step()
+    assert len(engine.scheduler.running) == 3

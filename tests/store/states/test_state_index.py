@@ -39,6 +39,23 @@ def test_a_full_index_drops_the_oldest(monkeypatch: pytest.MonkeyPatch, most: in
         assert all(found(states, tokens) for tokens in PROMPTS)
 
 
+@pytest.mark.parametrize("is_put_again", [False, True])
+def test_a_full_index_keeps_what_others_go_on_from(monkeypatch: pytest.MonkeyPatch, is_put_again: bool) -> None:
+    """A system prompt's entry is the oldest. Others are added after it, or it is put again with them."""
+    for name, value in (("MAX_ENTRIES", 4), ("NUM_DROPPED", 1), ("NUM_FRESH", 2)):
+        monkeypatch.setattr(state_index, name, value)
+    store, states = store_and_states()
+    with store:
+        system = [1] if is_put_again else [7]
+        states.put(system, state_of(system))
+        for tokens in PROMPTS:
+            states.put(tokens, state_of(tokens))
+            if is_put_again:
+                states.put(system, state_of(system))
+        assert states.positions(system) == [1]
+        assert sum(2 in states.positions(tokens) for tokens in PROMPTS) == 3
+
+
 def test_a_full_index_drops_those_without_a_state_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_index, "MAX_ENTRIES", 4)
     store, states = store_and_states()

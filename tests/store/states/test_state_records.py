@@ -14,6 +14,7 @@ from support.store_states import (
     store_and_states,
 )
 
+from kvpage.blocks.explain import Ending
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 from kvpage.store.tiers.memory_tier import MemoryTier
 
@@ -59,6 +60,20 @@ def test_others_never_meet() -> None:
     assert found(states, prefix, b"mine")
 
 
+def test_a_chunk_that_is_missing_before_others() -> None:
+    tier = memory_tier()
+    store, states = store_and_states(tiers=[tier])
+    with store:
+        store.store(TOKENS, kv_of(TOKENS))
+        states.put(TOKENS[: C + 1], state_of(TOKENS[: C + 1]))
+        for missing in (1, 0):
+            tier.remove([store._dtype.keys(np.array(TOKENS, np.int32), b"")[missing]])
+            for asked in (store, states):
+                reach = asked.explain(TOKENS).groups[0]
+                assert (reach.num_tokens, reach.ending, reach.above) == (missing * C, Ending.GAP, 2 * C)
+        assert f"(at token {2 * C} on)" in str(reach)
+
+
 def test_a_run_of_chunks_without_a_state() -> None:
     store, states = store_and_states()
     with store:
@@ -67,7 +82,7 @@ def test_a_run_of_chunks_without_a_state() -> None:
         assert states.longest(TOKENS) == 0
         text = str(states.explain(TOKENS))
         assert "0 of 14 tokens are cached" in text and "attention: 14 tokens, then the prompt ends" in text
-        assert "state: 0 tokens, then no checkpoint has been taken further on" in text
+        assert "state: 0 tokens, then no usable checkpoint is kept further on" in text
         assert str(store.explain([*TOKENS, 5])) == (
             "12 of 15 tokens are cached\n  attention: 12 tokens, then nothing more is cached: it was never computed, "
             "or evicted"

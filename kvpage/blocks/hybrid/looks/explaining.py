@@ -21,6 +21,8 @@ def explain_hybrid(space: BlockSpace, states: StateSpace, tokens: Ids, namespace
     """
     attention = reach_of_attention(space.tree, tokens, namespace, True, space.rule)
     state = _reach_of_state(space, states, tokens, namespace)
+    if state.ending is Ending.NO_CHECKPOINT and attention.ending is Ending.KV_EVICTED:
+        state = replace(state, ending=Ending.GONE)
     if state.num_tokens > attention.num_tokens:  # the checkpoint has the K and V of its tail
         attention = _reach_of_tail(state.num_tokens, len(tokens), attention.ending)
     return Explanation(
@@ -29,6 +31,21 @@ def explain_hybrid(space: BlockSpace, states: StateSpace, tokens: Ids, namespace
         groups=(attention, state),
         elsewhere=longest_elsewhere(space.tree, tokens, namespace, attention.num_tokens),
     )
+
+
+def num_begun(space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes) -> int:
+    """Return the position at which a sequence with these tokens would begin. Nothing is changed.
+
+    Args:
+        space: The blocks.
+        states: The checkpoints.
+        tokens: The prompt.
+        namespace: Where to look.
+    """
+    ids = space.tree.look(tokens, namespace)[0]
+    positions = _positions(states.anchors, ids, tokens, namespace, space.block_size)
+    below = [one for one in positions if one < len(tokens)]
+    return _begins_at(below, _num_on_device(ids), space.block_size, space.rule)
 
 
 def _reach_of_tail(num_tokens: int, num_all: int, ending: Ending) -> GroupReach:
@@ -43,7 +60,7 @@ def _reach_of_state(space: BlockSpace, states: StateSpace, tokens: Ids, namespac
     most, size = max(len(tokens) - 1, 0), space.block_size
     ids = space.tree.look(tokens, namespace)[0]
     positions = _positions(states.anchors, ids, tokens, namespace, size)
-    below = _begins_at([one for one in positions if one <= most], int((ids[0] >= 0).sum()), size, space.rule)
+    below = _begins_at([one for one in positions if one <= most], _num_on_device(ids), size, space.rule)
     above = min((one for one in positions if one > below), default=None)
     reach = GroupReach("state", below, Ending.NO_CHECKPOINT, below=below or None, above=above)
     if below >= most:
@@ -54,6 +71,10 @@ def _reach_of_state(space: BlockSpace, states: StateSpace, tokens: Ids, namespac
     if evicted:
         return replace(reach, ending=Ending.EVICTED, above=min(evicted))
     return reach
+
+
+def _num_on_device(ids: Ids) -> int:
+    return int((ids[0] >= 0).sum())
 
 
 def _begins_at(positions: list[int], num_on_device: int, block_size: int, rule: LoadOrCompute | None) -> int:

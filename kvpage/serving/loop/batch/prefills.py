@@ -1,6 +1,6 @@
 """Prefills: the prompts that are being computed, for those that wait and begin with the same tokens."""
 
-from kvpage.blocks.manager import BlockManager
+from kvpage.serving.loop.batch.request_states import RequestStates
 from kvpage.serving.loop.request import Request
 
 
@@ -8,12 +8,12 @@ class Prefills:
     """Running requests whose prompts are not computed yet, found by their first block.
 
     A waiting request that shares blocks with one of them does better to wait until these are committed. Of many
-    requests with a common prefix that arrive together, the first computes it and the others find it.
+    requests with a common prefix that arrive together, the first computes it and the others find it. Where layers keep
+    states, the first keeps its own where they part.
     """
 
-    def __init__(self, manager: BlockManager, running: list[Request]) -> None:
-        self._block_size = manager.block_size
-        self._enabled = manager.enable_prefix_caching
+    def __init__(self, states: RequestStates, running: list[Request]) -> None:
+        self._states, self._block_size, self._enabled = states, states.block_size, states.can_be_shared
         self._by_first_block: dict[tuple[bytes, bytes], list[Request]] = {}
         self._new = running if self._enabled else []  # not in the dictionary: often nobody asks for them
 
@@ -23,13 +23,20 @@ class Prefills:
             self._new.append(request)
 
     def will_share(self, request: Request) -> bool:
-        """Whether one of them has yet to compute a whole block with which `request` begins, too."""
+        """Whether one of them has yet to compute a whole block with which `request` begins, too. It keeps its state."""
         if self._new:
             self._note_new()
         if not self._by_first_block or request.num_tokens <= self._block_size:
             return False
         others = self._by_first_block.get(self._key(request), ())
-        return any(self._num_shared(request, other) > other.num_computed for other in others)
+        if not self._states.are_kept:
+            return any(self._is_ahead(other, self._num_shared(request, other)) for other in others)
+        shared = [(self._num_shared(request, other), other) for other in others]
+        num_shared, other = max(shared, key=lambda one: one[0] * self._is_ahead(one[1], one[0]), default=(0, request))
+        if not self._is_ahead(other, num_shared):
+            return False
+        self._states.mark(other, num_shared)
+        return True
 
     def _note_new(self) -> None:
         for request in self._new:
@@ -40,8 +47,11 @@ class Prefills:
     def _num_shared(self, request: Request, other: Request) -> int:
         length = min(request.num_tokens - 1, other.num_room)
         differ = request.tokens[:length] != other.tokens[:length]
-        num_equal = int(differ.argmax()) if differ.any() else length
-        return self._whole_blocks(num_equal)
+        return int(differ.argmax()) if differ.any() else length
+
+    def _is_ahead(self, other: Request, num_tokens: int) -> bool:
+        """Whether a block of so many leading tokens is yet to be computed."""
+        return self._whole_blocks(num_tokens) > other.num_computed
 
     def _whole_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._block_size * self._block_size

@@ -21,6 +21,21 @@ class RequestStates:
         """Whether the model's layers keep states."""
         return self._states is not None
 
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether a prompt can begin amid: where blocks are cached, and a state if there are some."""
+        return self._manager.enable_prefix_caching and (self._states is None or self._states.keeps_checkpoints)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._manager.block_size
+
+    def mark(self, request: Request, num_tokens: int) -> None:
+        """Have a prefill that runs keep its state after so many tokens. One that has passed them does nothing."""
+        if self._states is not None:
+            self._states.mark(request.seq_id, num_tokens)
+
     def allocate(self, request: Request, tokens: npt.NDArray[np.int32], max_cached: int | None) -> Allocation:
         """Give a waiting request blocks, and a state where there are some. Raises: OutOfBlocks: nothing has changed."""
         about = request.seq_id, tokens, request.namespace, request.params.priority, max_cached

@@ -1,0 +1,29 @@
+"""How far the blocks of a window reach into a prompt, and why not further."""
+
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+import numpy as np
+
+from kvpage.blocks.explain import Ending, GroupReach
+from kvpage.blocks.groups.window_blocks import WindowBlocks
+from kvpage.blocks.states import Ids
+
+
+def reach_of_window(blocks: WindowBlocks, full_ids: Ids, full: GroupReach, to_follow: AbstractSet[int]) -> GroupReach:
+    """Return how far a window's blocks reach.
+
+    Each block of the tree had one beside it, of the same tokens. So what lacks was evicted, unless it is yet to come.
+
+    Args:
+        blocks: Of the window.
+        full_ids: The tree's ids of the prompt, int32 [num_blocks].
+        full: How far these reach, and why not further.
+        to_follow: The tree's blocks beside which one is yet to be cached.
+    """
+    name, num_blocks = f"window of {blocks.window.num_tokens}", int(np.flatnonzero(blocks.usable(full_ids))[-1])
+    num_tokens = num_blocks * blocks.block_size
+    if num_blocks == len(full_ids):
+        return replace(full, group=name, num_tokens=num_tokens)
+    is_late = not to_follow.isdisjoint(full_ids[~blocks.has(full_ids)].tolist())
+    return GroupReach(name, num_tokens, Ending.NOT_CACHED if is_late else Ending.KV_EVICTED)
