@@ -62,7 +62,8 @@ class Anchor:
         """Return the checkpoint with the longest tail that `tokens` go on with, of at most `most` tokens in all."""
         start = self.num_blocks * block_size
         rest = tokens[start : min(most, start + block_size)].tobytes()
-        longest, found = -1, None
+        longest = -1
+        found: Checkpoint | None = None
         for tail, checkpoint in self.tails.items():
             if len(tail) > longest and rest.startswith(tail):
                 longest, found = len(tail), checkpoint
