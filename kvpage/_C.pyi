@@ -1642,6 +1642,230 @@ def ids_below(tokens: object, limit: int, /) -> npt.NDArray[np.int32] | None:
         limit: More than any id.
     """
 
+# State slots of models with recurrent states, and the cached blocks that checkpoints stand on.
+
+@final
+class SlotPool:
+    """The state slots of one tier: a reference count for each, a stack of the free ones, and the order of eviction.
+
+    A fresh pool hands out ascending slots. A slot with a rank is one that can be evicted, while it has one reference.
+    Safe to use from several threads.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """Make a pool whose slots are all free.
+
+        Args:
+            num_slots: Slots of the tier.
+
+        Raises:
+            ValueError: Unless 0 <= num_slots < 2**30.
+        """
+    def allocate(self) -> int:
+        """Take a free slot, with one reference and without a rank.
+
+        Returns:
+            The slot that was released last.
+
+        Raises:
+            OutOfSlots: No slot is free.
+        """
+    def occupy(self, slot: int) -> None:
+        """Take one free slot out of all, as `allocate` does.
+
+        Args:
+            slot: The slot.
+
+        Raises:
+            ValueError: The slot is out of range or not free.
+        """
+    def share(self, slot: int) -> None:
+        """Add one reference to a slot.
+
+        Args:
+            slot: The slot.
+
+        Raises:
+            ValueError: The slot is out of range or free.
+        """
+    def release(self, slot: int) -> None:
+        """Take one reference from a slot. A slot without references becomes free.
+
+        Args:
+            slot: The slot.
+
+        Raises:
+            ValueError: The slot is out of range or free, or it has a rank and this is its last reference.
+        """
+    def ref_count(self, slot: int) -> int:
+        """Return the slot's number of references: 0 if it is free.
+
+        Args:
+            slot: The slot.
+
+        Raises:
+            ValueError: The slot is out of range.
+        """
+    def rank(self, slot: int, rank: int) -> None:
+        """Give a slot its place in the order of eviction, or another one.
+
+        Args:
+            slot: The slot.
+            rank: 64 bits. The smallest one goes first.
+
+        Raises:
+            ValueError: The slot is out of range or free.
+        """
+    def unrank(self, slot: int) -> None:
+        """Take a slot out of the order of eviction.
+
+        Args:
+            slot: The slot.
+
+        Raises:
+            ValueError: The slot is out of range, or has no rank.
+        """
+    def victim(self, besides: int = -1, kept: Sequence[int] = ()) -> int:
+        """Return the slot to evict first: the lowest one with the smallest rank, among those with one reference.
+
+        Args:
+            besides: A slot that is not meant; -1 for none.
+            kept: Slots that are meant only where there is no other.
+
+        Returns:
+            The slot; -1 if there is none.
+
+        Raises:
+            ValueError: A slot is out of range.
+        """
+    @property
+    def num_slots(self) -> int:
+        """Number of slots of the tier: 0 to num_slots - 1."""
+    @property
+    def num_free(self) -> int:
+        """Number of slots without a reference."""
+    @property
+    def num_ranked(self) -> int:
+        """Number of slots with a rank."""
+    @property
+    def free_slots(self) -> list[int]:
+        """The slots without a reference. The next one to hand out stands last."""
+    def check(self, owned: _Integers | None = None) -> None:
+        """Check the pool's invariants, for tests. It takes time in proportion to the slots.
+
+        Args:
+            owned: All references, a slot once for each; None: unknown.
+
+        Raises:
+            RuntimeError: An invariant is broken; the message names it.
+        """
+
+@final
+class AnchorTable:
+    """The cached blocks that checkpoints stand on, by their ids in both tiers. Such a block is an anchor: a number.
+
+    An anchor is valid as long as one of its ids has the generation in which it was learnt. The start of a namespace is
+    an anchor of no block, which is always valid. Every method raises ValueError for an anchor that is not in use, and
+    for an id that is out of range. Safe to use from several threads.
+    """
+
+    def __init__(self, pool: BlockPool, host_pool: BlockPool, most: int) -> None:
+        """Make a table without anchors.
+
+        Args:
+            pool: The blocks of the device tier.
+            host_pool: The blocks of the host tier.
+            most: How many anchors there are at most.
+
+        Raises:
+            ValueError: Unless 0 <= most < 2**31.
+        """
+    def add(self, has_block: bool) -> int:
+        """Make an anchor without ids.
+
+        Args:
+            has_block: Whether it is a block, and not the start of a namespace.
+
+        Returns:
+            The anchor: a number less than `most`.
+
+        Raises:
+            ValueError: All anchors are in use.
+        """
+    def remove(self, anchor: int) -> None:
+        """Forget an anchor. Its number is given to others.
+
+        Args:
+            anchor: The anchor.
+        """
+    def find(self, device_id: int, host_id: int) -> int:
+        """Return the valid anchor of a block. Nothing is changed.
+
+        Args:
+            device_id: The block's id on the device; -1 where it is not there.
+            host_id: The same of the host.
+
+        Returns:
+            The anchor; -1 without one.
+        """
+    def find_last(self, ids: npt.NDArray[np.int32], end: int, learns: bool = True) -> tuple[int, int]:
+        """Find the last block of a path that has a valid anchor.
+
+        Args:
+            ids: int32 [2, num_blocks]: the ids of the path's blocks on the device, and on the host; -1 for none.
+            end: How many blocks of the path to look at.
+            learns: Whether the anchor learns the block's ids.
+
+        Returns:
+            The block's place in the path, and the anchor; (-1, -1) without one.
+        """
+    def learn(self, anchor: int, device_id: int, host_id: int) -> None:
+        """Learn the ids that an anchor's block has now. The id of a block that is free is left out.
+
+        Args:
+            anchor: The anchor of a block.
+            device_id: The block's id on the device; -1 where it is not there.
+            host_id: The same of the host.
+        """
+    def move(self, pairs: npt.NDArray[np.int64], to_host: bool) -> None:
+        """Learn the ids of blocks that have just got a copy in the other tier.
+
+        Args:
+            pairs: int64 [num_pairs, 2], (from, to). The last one counts of those that go to one block.
+            to_host: Whether they went to the host.
+        """
+    def is_valid(self, anchor: int) -> bool:
+        """Return whether the anchor's block is in a tier.
+
+        Args:
+            anchor: The anchor.
+        """
+    def stale(self) -> list[int]:
+        """Return the anchors whose block is in no tier any more, in order."""
+    def uses_of(self, anchor: int) -> list[tuple[int, int, int]]:
+        """Return (tier, id, generation) of the anchor's block. Tier 0 is the device.
+
+        Args:
+            anchor: The anchor.
+        """
+    def is_current(self, tier: int, block_id: int, generation: int) -> bool:
+        """Return whether an id still names the block that had it in that generation.
+
+        Args:
+            tier: 0: the device, 1: the host.
+            block_id: The id.
+            generation: The generation.
+
+        Raises:
+            ValueError: The tier is another number.
+        """
+    def check(self) -> None:
+        """Check the table's invariants, for tests. It takes time in proportion to the blocks.
+
+        Raises:
+            RuntimeError: An invariant is broken; the message names it.
+        """
+
 # Whole-sequence slots.
 
 @final

@@ -21,6 +21,11 @@ struct OutOfBlocks : std::runtime_error {
   size_t needed, free;
 };
 
+// The same of state slots. Reaches Python as kvpage.OutOfSlots.
+struct OutOfSlots : OutOfBlocks {
+  using OutOfBlocks::OutOfBlocks;
+};
+
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream message;

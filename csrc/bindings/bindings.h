@@ -31,6 +31,7 @@ void bind_linear(py::module_& m);
 void bind_block_copies(py::module_& m);
 void bind_chunks(py::module_& m);
 void bind_pool(py::module_& m);
+void bind_states(py::module_& m);
 void bind_match(py::module_& m);
 void bind_tree(py::module_& m);
 void bind_sequences(py::module_& m);

@@ -57,7 +57,8 @@ void seal_classes(const py::module_& m) {
 }  // namespace
 
 void kvpage::set_out_of_blocks(const OutOfBlocks& error) {
-  py::object type = py::module_::import("kvpage.checks.errors").attr("OutOfBlocks");
+  const char* name = dynamic_cast<const OutOfSlots*>(&error) ? "OutOfSlots" : "OutOfBlocks";
+  py::object type = py::module_::import("kvpage.checks.errors").attr(name);
   PyErr_SetObject(type.ptr(), type(error.needed, error.free).ptr());
 }
 
@@ -74,6 +75,7 @@ PYBIND11_MODULE(_C, m) {
   bind_chunks(m);
   bind_block_copies(m);
   bind_pool(m);
+  bind_states(m);
   bind_match(m);
   bind_tree(m);
   bind_sequences(m);

@@ -1,4 +1,4 @@
-// Blocks allocated and released.
+// Blocks and state slots allocated and released; the anchors of states.
 #include "bindings/bindings.h"
 
 #include "bindings/integers.h"
@@ -6,6 +6,8 @@
 #include "bindings/new_arrays.h"
 #include "docs.h"
 #include "pool/block_pool.h"
+#include "states/anchor_table.h"
+#include "states/slot_pool.h"
 
 namespace kvpage {
 
@@ -94,6 +96,40 @@ void add_fast_methods(py::handle type) {
   for (PyMethodDef& method : methods) add_method(type, method);
 }
 
+// int32 [2, num_blocks], each tier's ids in a row.
+using PathIds = py::array_t<int32_t>;
+
+std::span<const int32_t> row_of(const PathIds& ids, py::ssize_t tier, int64_t end) {
+  check(ids.ndim() == 2 && ids.shape(0) == 2, "ids must be [2, num_blocks], got ", ids.ndim(), " dimensions");
+  check(end >= 0 && end <= ids.shape(1), "end must be between 0 and num_blocks = ", ids.shape(1), ", got ", end);
+  check(ids.shape(1) < 2 || ids.strides(1) == sizeof(int32_t), "ids of a tier must be contiguous");
+  return {static_cast<const int32_t*>(ids.data()) + tier * ids.strides(0) / static_cast<py::ssize_t>(sizeof(int32_t)),
+          static_cast<size_t>(end)};
+}
+
+void move(AnchorTable& table, const py::object& pairs, bool to_host) {
+  const auto flat = py::array_t<int64_t, py::array::c_style | py::array::forcecast>::ensure(pairs);
+  if (!flat) throw py::error_already_set();
+  table.move({flat.data(), static_cast<size_t>(flat.size())}, to_host);
+}
+
+py::list uses_of(const AnchorTable& table, int64_t anchor) {
+  py::list uses;
+  for (const AnchorTable::Use& use : table.uses_of(anchor))
+    uses.append(py::make_tuple(use.tier, use.block_id, use.generation));
+  return uses;
+}
+
+void check_slots(const SlotPool& pool, const py::object& owned) {
+  if (owned.is_none()) return pool.check_invariants(std::nullopt);
+  Integers integers(owned, "owned");
+  pool.check_invariants(integers.wide());
+}
+
+int64_t victim(const SlotPool& pool, int64_t besides, const std::vector<int64_t>& kept) {
+  return pool.victim(besides, kept);
+}
+
 }  // namespace
 
 void bind_pool(py::module_& m) {
@@ -105,6 +141,49 @@ void bind_pool(py::module_& m) {
       .def_property_readonly("num_free", &BlockPool::num_free, doc("BlockPool.num_free"))
       .def_property_readonly("num_blocks", &BlockPool::num_blocks, doc("BlockPool.num_blocks"))
       .def("check", &BlockPool::check_invariants, py::call_guard<py::gil_scoped_release>(), doc("BlockPool.check"));
+}
+
+static void bind_slot_pool(py::module_& m) {
+  py::class_<SlotPool>(m, "SlotPool", doc("SlotPool"))
+      .def(py::init<int64_t>(), py::arg("num_slots"), doc("SlotPool.__init__"))
+      .def("allocate", &SlotPool::allocate, doc("SlotPool.allocate"))
+      .def("occupy", &SlotPool::occupy, py::arg("slot"), doc("SlotPool.occupy"))
+      .def("share", &SlotPool::share, py::arg("slot"), doc("SlotPool.share"))
+      .def("release", &SlotPool::release, py::arg("slot"), doc("SlotPool.release"))
+      .def("ref_count", &SlotPool::ref_count, py::arg("slot"), doc("SlotPool.ref_count"))
+      .def("rank", &SlotPool::rank, py::arg("slot"), py::arg("rank"), doc("SlotPool.rank"))
+      .def("unrank", &SlotPool::unrank, py::arg("slot"), doc("SlotPool.unrank"))
+      .def("victim", &victim, py::arg("besides") = SlotPool::kNone, py::arg("kept") = py::tuple(),
+           doc("SlotPool.victim"))
+      .def_property_readonly("num_slots", &SlotPool::num_slots, doc("SlotPool.num_slots"))
+      .def_property_readonly("num_free", &SlotPool::num_free, doc("SlotPool.num_free"))
+      .def_property_readonly("num_ranked", &SlotPool::num_ranked, doc("SlotPool.num_ranked"))
+      .def_property_readonly("free_slots", &SlotPool::free_slots, doc("SlotPool.free_slots"))
+      .def("check", &check_slots, py::arg("owned") = py::none(), doc("SlotPool.check"));
+}
+
+void bind_states(py::module_& m) {
+  bind_slot_pool(m);
+  const auto find_last = [](AnchorTable& table, const PathIds& ids, int64_t end, bool learns) {
+    return table.find_last(row_of(ids, 0, end), row_of(ids, 1, end), learns);
+  };
+  py::class_<AnchorTable>(m, "AnchorTable", doc("AnchorTable"))
+      .def(py::init<std::shared_ptr<BlockPool>, std::shared_ptr<BlockPool>, int64_t>(), py::arg("pool").none(false),
+           py::arg("host_pool").none(false), py::arg("most"), doc("AnchorTable.__init__"))
+      .def("add", &AnchorTable::add, py::arg("has_block"), doc("AnchorTable.add"))
+      .def("remove", &AnchorTable::remove, py::arg("anchor"), doc("AnchorTable.remove"))
+      .def("find", &AnchorTable::find, py::arg("device_id"), py::arg("host_id"), doc("AnchorTable.find"))
+      .def("find_last", find_last, py::arg("ids"), py::arg("end"), py::arg("learns") = true,
+           doc("AnchorTable.find_last"))
+      .def("learn", &AnchorTable::learn, py::arg("anchor"), py::arg("device_id"), py::arg("host_id"),
+           doc("AnchorTable.learn"))
+      .def("move", &move, py::arg("pairs"), py::arg("to_host"), doc("AnchorTable.move"))
+      .def("is_valid", &AnchorTable::is_valid, py::arg("anchor"), doc("AnchorTable.is_valid"))
+      .def("stale", &AnchorTable::stale, doc("AnchorTable.stale"))
+      .def("uses_of", &uses_of, py::arg("anchor"), doc("AnchorTable.uses_of"))
+      .def("is_current", py::overload_cast<int64_t, int64_t, uint32_t>(&AnchorTable::is_current, py::const_),
+           py::arg("tier"), py::arg("block_id"), py::arg("generation"), doc("AnchorTable.is_current"))
+      .def("check", &AnchorTable::check_invariants, doc("AnchorTable.check"));
 }
 
 }  // namespace kvpage

@@ -18,6 +18,7 @@ ROOMS = {
     "tree": "the prefix tree and its eviction, which know nothing of memory",
     "sequences": "block tables and lengths of sequences, over the pool and the tree",
     "slots": "whole-sequence slots, a tree of their own",
+    "states": "state slots, and the cached blocks that checkpoints stand on",
     "copy/plan": "the bytes that a swap or a copy of blocks moves",
     "copy/host": "executor 1 of a plan: threads of the host",
     "copy/copy_engine": "executor 2 of a plan: the copy engines of a device",

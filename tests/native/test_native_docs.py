@@ -10,7 +10,18 @@ import kvpage
 import kvpage._C as _C
 
 STUB = ast.parse(Path(kvpage.__file__).with_name("_C.pyi").read_text(encoding="utf-8"))
-CLASSES = ["BlockPool", "HotPrefix", "Match", "PartMatch", "PrefixTree", "SlotAllocator", "TokenRules", "TreeEntry"]
+CLASSES = [
+    "AnchorTable",
+    "BlockPool",
+    "HotPrefix",
+    "Match",
+    "PartMatch",
+    "PrefixTree",
+    "SlotAllocator",
+    "SlotPool",
+    "TokenRules",
+    "TreeEntry",
+]
 
 
 def members(name: str) -> dict[str, str | None]:

@@ -20,6 +20,7 @@ LIVES = [
     "pool_life",
     "sequence_life",
     "slot_life",
+    "slot_pool_life",
     "tree_life",
 ]
 # Millions of small allocations: their call stacks cost more than all else.

@@ -37,6 +37,7 @@ CORE = [
     "slots/slot_tree",
     "slots/slot_tree_check",
     "pool/block_pool",
+    "states/slot_pool",
     "tree/child_table",
     "tree/prefix_tree",
     "tree/prefix_tree_check",

@@ -7,7 +7,7 @@
 The match is shortened to the blocks before t. The tokens of its last, not whole block come from the checkpoint's tail.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvpage._C import Match
 from kvpage.blocks.hybrid.checkpoint import Checkpoint
@@ -16,11 +16,9 @@ from kvpage.blocks.lives.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.checks.errors import OutOfSlots
-from kvpage.checks.interrupts import uninterrupted
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """What a sequence begins with.
 
     Attributes:
@@ -43,8 +41,7 @@ class Prompt:
         return max(len(self.tokens) - self.num_left_over, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """What is cached of a prompt.
 
     Attributes:
@@ -71,9 +68,8 @@ class Beginnings:
         self._sequences = sequences
         self._states = states
 
-    @uninterrupted
     def begin(self, seq_id: SeqId, prompt: Prompt) -> tuple[Allocation, Found, int]:
-        """Give blocks and a slot to a sequence.
+        """Give blocks and a slot to a sequence. No Ctrl-C may come meanwhile: its callers are uninterrupted.
 
         Returns:
             The blocks, what was found, and the slot. The moves that fill both are added.
@@ -134,7 +130,7 @@ class Beginnings:
         """
         if self._states.can_take(checkpoint):
             return False
-        if checkpoint is None or checkpoint.is_on_host or checkpoint.num_holds:
+        if checkpoint is None or checkpoint.is_on_host or self._states.is_held(checkpoint):
             raise OutOfSlots(1, 0)
         return True
 

@@ -62,10 +62,12 @@ class Anchor:
         """Return the checkpoint with the longest tail that `tokens` go on with, of at most `most` tokens in all."""
         start = self.num_blocks * block_size
         rest = tokens[start : min(most, start + block_size)].tobytes()
-        for size in sorted({len(tail) for tail in self.tails}, reverse=True):
-            if size <= len(rest) and (found := self.tails.get(rest[:size])) is not None:
-                return found
-        return None
+        longest = -1
+        found: Checkpoint | None = None
+        for tail, checkpoint in self.tails.items():
+            if len(tail) > longest and rest.startswith(tail):
+                longest, found = len(tail), checkpoint
+        return found
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +87,6 @@ class Checkpoint:
         floor: What the last evicted one was worth when this one was last used.
         num_uses: How often it was used, and how often its kind is, times PER_USE.
         is_dropped: Whether it is gone.
-        num_holds: How many readers keep its slot as it is; the slot of one that is gone is free after the last.
     """
 
     anchor: Anchor
@@ -100,7 +101,6 @@ class Checkpoint:
     floor: int = 0
     num_uses: int = 0
     is_dropped: bool = False
-    num_holds: int = 0
 
     @property
     def is_passed_by(self) -> bool:

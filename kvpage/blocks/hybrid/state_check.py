@@ -22,7 +22,7 @@ def check_slots(states: StateSpace, running: Mapping[SeqId, RunningState], seque
     for one in running.values():
         if one.slot is not None:
             (held_on_host if one.is_on_host else held).append(one.slot)
-    _check_tier("device", states.device, [*held, *states.held_slots])
+    _check_tier("device", states.device, [*held, *states.read_slots])
     _check_tier("host", states.host, held_on_host)
     num_kept = states.device.num_checkpoints + len(states.held_slots) + num_marks
     if num_kept != states.num_kept or num_kept > states.most_kept:
@@ -32,13 +32,16 @@ def check_slots(states: StateSpace, running: Mapping[SeqId, RunningState], seque
 
 def _check_tier(name: str, tier: SlotTier, held: list[int]) -> None:
     kept = [slot for slot, checkpoint in enumerate(tier.checkpoints) if checkpoint is not None]
-    if sorted([*tier.free_slots, *held, *kept]) != list(range(tier.num_slots)):
-        raise RuntimeError(
-            f"{tier.num_free} free + {len(held)} held + {len(kept)} kept {name} slots is not each of {tier.num_slots}"
-        )
+    try:
+        tier.pool.check([*held, *kept])
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} slots: {error}") from error
+    if tier.num_checkpoints != len(kept):
+        raise RuntimeError(f"{tier.num_checkpoints} {name} slots have a rank, {len(kept)} are checkpoints")
 
 
 def _check_checkpoints(states: StateSpace) -> None:
+    states.anchors.table.check()
     found = {id(one) for anchor in states.anchors for one in anchor.tails.values()}
     for tier in (states.device, states.host):
         for slot, checkpoint in enumerate(tier.checkpoints):

@@ -50,7 +50,7 @@ class StateSpace:
         self.anchors = Anchors(space.pool, space.host_pool, num_slots + num_host_slots)
         self._use_rates = {(kind, is_passed): UseRate() for kind in MarkKind for is_passed in (False, True)}
         self.evicted = EvictedCheckpoints(self.anchors)
-        self._held: list[Checkpoint] = []  # dropped ones, whose slots are read still
+        self._held: list[Checkpoint] = []  # by readers, once for each
         self._floor = 0  # what the last evicted checkpoint was worth
         self.most_kept = num_slots if num_checkpoints is None else num_checkpoints
         self.num_kept = 0  # device slots of checkpoints, also dropped ones that are read still, and of marks
@@ -131,9 +131,8 @@ class StateSpace:
         """Yield the longest checkpoint on each block of a prompt's cached prefix, the longest first."""
         ids = match.tier_block_ids()[:, :num_blocks]
         size = self._space.block_size
-        for place in self.anchors.places(ids):
-            anchor = self.anchors.find(*ids[:, place].tolist())
-            if anchor is not None and (found := anchor.longest(tokens, size, most)) is not None:
+        for one in self.anchors.on_path(ids):
+            if (found := one.longest(tokens, size, most)) is not None:
                 yield found
         anchor = self.anchors.root(namespace)
         if anchor is not None and (found := anchor.longest(tokens, size, most)) is not None:
@@ -199,30 +198,32 @@ class StateSpace:
 
     def hold(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint's slot and tail block as they are, until `let_go` as often."""
-        checkpoint.num_holds += 1
-        self._tier(checkpoint).rank(checkpoint)
+        self._tier(checkpoint).pool.share(checkpoint.slot)
+        self._held.append(checkpoint)
 
     def let_go(self, checkpoint: Checkpoint) -> None:
         """End a `hold`. The slot of a checkpoint that was dropped meanwhile is free after the last."""
-        checkpoint.num_holds -= 1
-        if not checkpoint.is_dropped:
-            self._tier(checkpoint).rank(checkpoint)
-        elif not checkpoint.num_holds:
-            self._held.remove(checkpoint)
-            self._free(checkpoint)
+        self._held.remove(checkpoint)
+        self._free(checkpoint)
+
+    def is_held(self, checkpoint: Checkpoint) -> bool:
+        """Return whether somebody reads the checkpoint's slot."""
+        return self._tier(checkpoint).pool.ref_count(checkpoint.slot) > 1
+
+    @property
+    def read_slots(self) -> list[int]:
+        """The device slots of checkpoints that are held, once for each reader."""
+        return [checkpoint.slot for checkpoint in self._held]
 
     @property
     def held_slots(self) -> list[int]:
         """The device slots of checkpoints that are dropped, and held."""
-        return [checkpoint.slot for checkpoint in self._held]
+        return sorted({checkpoint.slot for checkpoint in self._held if checkpoint.is_dropped})
 
     def drop(self, checkpoint: Checkpoint) -> None:
         """Forget a checkpoint. Its slot is free, unless it is held."""
         self._tier(checkpoint).forget(checkpoint)
-        if checkpoint.num_holds:
-            self._held.append(checkpoint)
-        else:
-            self._free(checkpoint)
+        self._free(checkpoint)
         del checkpoint.anchor.tails[checkpoint.tail]
         if not checkpoint.anchor.tails:
             self.anchors.remove(checkpoint.anchor)
@@ -316,9 +317,11 @@ class StateSpace:
         return checkpoint
 
     def _free(self, checkpoint: Checkpoint) -> None:
-        """Free the slot of a checkpoint that its tier has forgotten."""
-        self._tier(checkpoint).release(checkpoint.slot)
-        self.num_kept -= not checkpoint.is_on_host
+        """End a reference to a checkpoint's slot: its tier's, which has forgotten it, or a reader's."""
+        pool = self._tier(checkpoint).pool
+        pool.release(checkpoint.slot)
+        if not checkpoint.is_on_host and not pool.ref_count(checkpoint.slot):
+            self.num_kept -= 1
 
     @property
     def _has_room(self) -> bool:
@@ -340,11 +343,10 @@ class StateSpace:
 
     def _kept_slots(self, tier: SlotTier) -> list[int]:
         matches = self._space.pins.matches
-        anchors = {self.anchors.find(*ids) for match in matches for ids in match.tier_block_ids().T.tolist()}
+        anchors = {anchor for match in matches for anchor in self.anchors.on_path(match.tier_block_ids())}
         return [
             checkpoint.slot
             for anchor in anchors
-            if anchor is not None
             for checkpoint in anchor.tails.values()
             if self._tier(checkpoint) is tier
         ]
@@ -370,7 +372,6 @@ class StateSpace:
         self._free(checkpoint)
         checkpoint.slot, checkpoint.is_on_host = host_slot, True
         self.host.keep(checkpoint)
-        self.host.rank(checkpoint)
         self.counts["demoted"] += 1
 
     def _drop_for_room(self, checkpoint: Checkpoint) -> None:

@@ -109,5 +109,5 @@ def test_worth_is_what_is_saved_as_often_as_it_is_used(floor: int, num_uses: int
 def test_checkpoints_are_equal_to_themselves_alone() -> None:
     one, other = checkpoint_at(3), checkpoint_at(3)
     assert one != other and len({one, other}) == 2
-    assert (one.is_dropped, one.num_holds, one.is_on_host, one.floor, one.num_uses) == (False, 0, False, 0, 0)
+    assert (one.is_dropped, one.is_on_host, one.floor, one.num_uses) == (False, False, 0, 0)
     assert one.children is not other.children and one.anchor.tails is not other.anchor.tails

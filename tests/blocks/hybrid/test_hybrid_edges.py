@@ -391,7 +391,7 @@ def test_the_check_sees_a_slot_with_two_owners():
     manager = manager_of()
     begin(manager, 0, prompt(B))
     manager.states.device.release(manager.slot_of(0))
-    with pytest.raises(RuntimeError, match="device slots is not each of 8"):
+    with pytest.raises(RuntimeError, match="device slots: slot 0 has 0 references and 1 owners"):
         manager.check()
 
 

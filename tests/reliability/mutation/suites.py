@@ -93,6 +93,8 @@ SUITES = {
     "kvpage/store/states/state_index.py": STATES,
     "kvpage/store/states/state_keys.py": STATES,
     "kvpage/store/states/state_search.py": STATES,
+    "csrc/states/anchor_table.cpp": ["tests/blocks/hybrid/test_anchor_table.py"],
+    "csrc/states/slot_pool.cpp": ["tests/blocks/hybrid/test_slot_pool.py"],
     "csrc/tree/prefix_tree.cpp": TREE,
     "csrc/tree/prefix_tree_insert.cpp": TREE,
     "csrc/tree/prefix_tree_tiers.cpp": TREE,

@@ -6,6 +6,7 @@
 #include "pool_life.h"
 #include "sequence_life.h"
 #include "slot_life.h"
+#include "slot_pool_life.h"
 #include "tree_life.h"
 
 namespace {
@@ -34,15 +35,24 @@ std::unique_ptr<Life> pool_life(uint64_t seed, Figures* figures) {
   return std::make_unique<PoolLife>(kNumBlocks[seed % std::size(kNumBlocks)], seed, figures);
 }
 
+std::unique_ptr<Life> slot_pool_life(uint64_t seed, Figures* figures) {
+  constexpr int64_t kNumSlots[] = {8, 3, 0, 1, 17, 64};
+  return std::make_unique<SlotPoolLife>(kNumSlots[seed % std::size(kNumSlots)], seed, figures);
+}
+
 std::unique_ptr<Life> sequence_life(uint64_t seed, Figures* figures) {
   constexpr int64_t kNumBlocks[] = {20, 40, 8};
   return std::make_unique<SequenceLife>(kNumBlocks[seed % std::size(kNumBlocks)], seed % 4 != 3, seed, figures);
 }
 
 constexpr Kind kKinds[] = {
-    {"pool", 435, 50'000, 128, &pool_life},      {"tree", 480, 20'000, 256, &tree_life},
-    {"wide_tree", 10, 20'000, 1024, &wide_life}, {"sequences", 15, 5'000, 32, &sequence_life},
-    {"slots", 50, 20'000, 32, &slot_life},       {"copy", 10, 20, 1, &copy_life},
+    {"pool", 425, 50'000, 128, &pool_life},
+    {"tree", 480, 20'000, 256, &tree_life},
+    {"wide_tree", 10, 20'000, 1024, &wide_life},
+    {"sequences", 15, 5'000, 32, &sequence_life},
+    {"slots", 50, 20'000, 32, &slot_life},
+    {"slot_pool", 10, 5'000, 32, &slot_pool_life},
+    {"copy", 10, 20, 1, &copy_life},
 };
 
 }  // namespace

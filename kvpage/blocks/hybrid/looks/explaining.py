@@ -88,8 +88,7 @@ def _begins_at(positions: list[int], num_on_device: int, block_size: int, rule: 
 
 def _positions(anchors: Anchors, ids: Ids, tokens: Ids, namespace: bytes, block_size: int) -> list[int]:
     """Return the positions of all checkpoints of a prompt."""
-    found = [anchors.seek(*ids[:, place].tolist()) for place in anchors.places(ids)]
-    found.append(anchors.root(namespace))
+    found = [anchors.root(namespace), *anchors.on_path(ids, learns=False)]
     return [
         one.num_tokens
         for anchor in found

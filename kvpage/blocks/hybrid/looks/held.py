@@ -67,7 +67,7 @@ def _all_of(states: StateSpace, match: Match, tokens: Ids, namespace: bytes) -> 
     """Yield all checkpoints of a prompt."""
     ids = match.tier_block_ids()
     anchors: list[Anchor | None] = [states.anchors.root(namespace)]
-    anchors += [states.anchors.find(*ids[:, place].tolist()) for place in states.anchors.places(ids)]
+    anchors += states.anchors.on_path(ids)
     for anchor in anchors:
         for checkpoint in anchor.tails.values() if anchor is not None else ():
             begin = checkpoint.num_tokens - len(checkpoint.tail) // tokens.itemsize
