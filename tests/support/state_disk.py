@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from support.state_engines import B, ask, check_nothing_held, make_engine, own_tokens, random_prompt
+from support.state_engines import B, ask, check_nothing_held, make_engine, random_prompt
 from support.state_models import make_state_model
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
@@ -50,12 +50,6 @@ def serve_elsewhere(folder: Path, seed: int, kinds: list[str]) -> Served:
     printed = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True).stdout
     served = json.loads(printed.splitlines()[-1])
     return {kind: [(tokens, num_cached) for tokens, num_cached in each] for kind, each in served.items()}
-
-
-def generated(seed: int, kind: str) -> list[list[int]]:
-    """What model.generate gives for each prompt."""
-    model = make_state_model(kind)
-    return [own_tokens(model, prompt, NUM_TOKENS) for prompt in prompts_of(seed)]
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ NAMED = (
 """Types that are served, of any version of transformers."""
 SERVED = tuple(kind for kind in NAMED if kind in CONFIG_MAPPING)
 """Those of this version."""
-STEPWISE = {"mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma"}
+STEPWISE = {"mamba", "falcon_mamba", "jamba", "zamba"}
 """Those whose mixers read a state only where they compute one token."""
-SCANNED = STEPWISE - {"recurrent_gemma"}
+SCANNED = STEPWISE
 """Those of them whose scans kvpage begins with a state, so that several tokens are one call."""
 REFUSED = tuple(kind for kind in ("inkling_text", "inkling2_text", "inkling2_loop_text") if kind in CONFIG_MAPPING)
 """Types with states in their cache, that are refused because of their attention."""

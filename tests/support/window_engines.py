@@ -13,6 +13,7 @@ from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.serving import Engine, EngineConfig
 
 B = 4
+KINDS = "cohere2", "gemma2", "gemma3", "gpt_oss", "mistral"  # the last one without full layers
 
 
 def make_window_model(kind: str) -> tf.PreTrainedModel:
@@ -67,4 +68,14 @@ def check_nothing_held(engine: Engine) -> None:
         assert stats.num_free_blocks + stats.num_evictable_blocks == stats.num_blocks
 
 
-__all__ = ["B", "ask", "check_nothing_held", "finished", "greedy", "make_engine", "make_window_model", "poison"]
+__all__ = [
+    "KINDS",
+    "B",
+    "ask",
+    "check_nothing_held",
+    "finished",
+    "greedy",
+    "make_engine",
+    "make_window_model",
+    "poison",
+]

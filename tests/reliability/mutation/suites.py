@@ -76,7 +76,7 @@ SUITES = {
     "kvpage/serving/loop/batch/step_states.py": ENGINE_STATES,
     "kvpage/serving/assembly/state_parts.py": ENGINE_STATES,
     "kvpage/serving/model/states/continuation.py": MODEL_STATES,
-    "kvpage/serving/model/states/held_states.py": MODEL_STATES,
+    "kvpage/serving/model/states/held_states.py": ["tests/serving/states/test_held_states.py", *MODEL_STATES],
     "kvpage/serving/model/states/mixer.py": MODEL_STATES,
     "kvpage/serving/model/states/mixer_forward.py": MODEL_STATES,
     "kvpage/serving/model/states/model_states.py": MODEL_STATES,

@@ -3,9 +3,18 @@
 import pytest
 from support.models import WINDOW
 from support.state_engines import own_tokens, random_prompt
-from support.window_engines import B, ask, check_nothing_held, finished, greedy, make_engine, make_window_model, poison
+from support.window_engines import (
+    KINDS,
+    B,
+    ask,
+    check_nothing_held,
+    finished,
+    greedy,
+    make_engine,
+    make_window_model,
+    poison,
+)
 
-KINDS = ["cohere2", "gemma2", "gemma3", "gpt_oss", "mistral"]  # the last one without full layers
 NUM_TOKENS = 32
 
 

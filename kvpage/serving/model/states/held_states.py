@@ -4,12 +4,15 @@
     block.rg_lru.recurrent_states        [n, width], fp32
 
 In a view, the block and its rg_lru are copies. Each call sets their attributes to the states of a piece, and then takes
-what the forward has made of them. Several tokens after a state would begin the convolution anew, so such a mixer is
-stepwise.
+what the forward has made of them. The recurrence goes on from its state. The convolution does so for one token alone:
+for several tokens a stand-in gives it the columns before them, too.
+
+A block with which this does not work is found when the model is loaded. It is stepwise.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +22,14 @@ from transformers import PreTrainedModel
 
 from kvpage.layout.groups import StatePart
 from kvpage.serving.model.attribute_patch import AttributePatch
+from kvpage.serving.model.native.trial import random_rows, relative_error
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.states.piece_cache import PieceCache
 
 CACHE_NAME = "past_key_values"
-UNIT, CONV, RECURRENT = "rg_lru", "conv1d_state", "recurrent_states"
+UNIT, CONV, RECURRENT, CONVOLUTION = "rg_lru", "conv1d_state", "recurrent_states", "conv_1d"
 NO_PLACE = 1_000  # the cache is given by name
+NUM_FIRST, NUM_LATER = 3, 2
 
 
 def held_states(model: PreTrainedModel) -> dict[StateMixer, tuple[StatePart, StatePart]]:
@@ -36,7 +41,8 @@ def held_states(model: PreTrainedModel) -> dict[StateMixer, tuple[StatePart, Sta
             if _holds_states(module):
                 parts = _parts(module, layer_id)
                 keys = frozenset(part.key for part in parts)
-                found[StateMixer(module, CACHE_NAME, NO_PLACE, keys, is_stepwise=True, holds=(UNIT,))] = parts
+                mixer = StateMixer(module, CACHE_NAME, NO_PLACE, keys, holds=(UNIT,))
+                found[replace(mixer, is_stepwise=not _goes_on(mixer, parts))] = parts
     return found
 
 
@@ -75,9 +81,70 @@ def _compute(mixer: StateMixer, block: Any, own: Callable[..., Any], *args: Any,
     cache: PieceCache = kwargs.pop(CACHE_NAME)
     conv, recurrent = sorted(mixer.keys)
     unit = getattr(block, UNIT)
-    before = {block: cache.get_conv_state(conv[0])}, {unit: cache.get_recurrent_state(recurrent[0])}
-    with AttributePatch(CONV, before[0]), AttributePatch(RECURRENT, before[1]):
+    columns = cache.get_conv_state(conv[0])
+    continued = None if mixer.is_stepwise or columns is None else _Continued(getattr(block, CONVOLUTION), columns)
+    hiding = nullcontext() if continued is None else AttributePatch(CONVOLUTION, {block: continued})
+    before = {block: columns}, {unit: cache.get_recurrent_state(recurrent[0])}
+    with AttributePatch(CONV, before[0]), AttributePatch(RECURRENT, before[1]), hiding:
         output = own(*args, **{**kwargs, "use_cache": True})
-        cache.put(conv, block.conv1d_state)
+        cache.put(conv, block.conv1d_state if continued is None else continued.after(block, output[0].shape[1]))
         cache.put(recurrent, unit.recurrent_states)
     return output
+
+
+class _Continued:
+    """A causal convolution that goes on from columns before, [n, channels, kernel - 1], in one call of a block."""
+
+    def __init__(self, convolution: nn.Module, before: torch.Tensor) -> None:
+        self._convolution, self._before = convolution, before
+        self._after: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a block reads of the convolution when it has one token."""
+        return getattr(self._convolution, name)
+
+    def __call__(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of `columns` [n, channels, tokens], and after them those of the padding."""
+        joined = torch.cat([self._before, columns], dim=-1)
+        self._after = joined[..., columns.shape[-1] :]
+        output: torch.Tensor = self._convolution(joined)
+        return output[..., self._before.shape[-1] :]
+
+    def after(self, block: Any, num_tokens: int) -> torch.Tensor:
+        """Return the columns after the block's call. It makes those of one token without the convolution."""
+        if self._after is None and num_tokens > 1:
+            raise ValueError(f"{type(block).__name__} must call {CONVOLUTION} for several tokens, it did not")
+        columns: torch.Tensor = block.conv1d_state if self._after is None else self._after
+        return columns
+
+
+def _goes_on(mixer: StateMixer, parts: Sequence[StatePart]) -> bool:
+    """Try a block out: tokens in two parts must give what they give together. Nobody may have replaced its forward."""
+    block: Any = mixer.module
+    if "forward" in vars(block):
+        return False
+    weight = block.linear_x.weight
+    rows = random_rows(1, NUM_FIRST + NUM_LATER, block.linear_x.in_features).to(weight)
+    try:
+        whole = _tried(mixer, parts, rows, [slice(0, None)])
+        found = _tried(mixer, parts, rows, [slice(0, NUM_FIRST), slice(NUM_FIRST, None)])
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):  # it takes other arguments
+        return False
+    most = torch.finfo(weight.dtype).eps ** 0.5
+    return all(
+        relative_error(one.float().cpu(), other.float().cpu()) <= most for one, other in zip(found, whole, strict=True)
+    )
+
+
+def _tried(mixer: StateMixer, parts: Sequence[StatePart], rows: torch.Tensor, cuts: list[slice]) -> list[torch.Tensor]:
+    """Return the outputs of the parts, and the states after them."""
+    views = {part.key: torch.zeros(1, *part.shape, dtype=part.dtype, device=rows.device) for part in parts}
+    own = partial(type(mixer.module).forward, mixer.module)
+    positions = torch.arange(rows.shape[1], device=rows.device)[None]
+    outputs = []
+    with torch.no_grad():
+        for cut in cuts:
+            cache = PieceCache(views, slice(0, 1), has_previous=bool(outputs))
+            given = {"position_ids": positions[:, cut], "attention_mask": None, CACHE_NAME: cache}
+            outputs.append(_compute(mixer, mixer.module, own, rows[:, cut], **given)[0])
+    return [torch.cat(outputs, dim=1), *views.values()]

@@ -1,0 +1,73 @@
+"""Conditions under which models are served whose windows have blocks of their own. They share whole blocks."""
+
+from support.condition_trial import Condition, ConditionTrial
+from support.models import WINDOW
+from support.window_engines import B
+
+PORTION = 7
+LEAST = WINDOW // B + 2  # blocks of a window that one sequence needs
+
+
+def shared(trial: ConditionTrial, block: int) -> None:
+    """A prefix that ends at each offset of one block, at once and in portions."""
+    common = trial.prompt(3 * B + 1)
+    for num_tokens in (512, PORTION):
+        engine = trial.make_engine(max_num_batched_tokens=num_tokens)
+        for position in range(block * B + 1, (block + 1) * B + 1):
+            engine.reset_prefix_cache()
+            trial.warm(engine, common)
+            trial.ask(engine, trial.diverging(common, position), position // B * B)
+        trial.check(engine)
+
+
+def in_portions(trial: ConditionTrial) -> None:
+    """Portions of 7, longer than a window."""
+    engine, first = trial.make_engine(max_num_batched_tokens=PORTION), trial.prompt(7 * B + 3)
+    trial.ask(engine, first, 0)
+    trial.ask(engine, trial.diverging(first, 3 * PORTION), 3 * PORTION // B * B)
+    trial.ask_many(trial.make_engine(max_num_batched_tokens=PORTION))
+
+
+def preempted(trial: ConditionTrial) -> None:
+    """Requests give way to others where windows have the least of blocks, and are computed again."""
+    engine = trial.make_engine(num_blocks=40, num_window_blocks=LEAST, max_num_batched_tokens=13)
+    trial.ask_many(engine)
+    assert engine.stats().num_preemptions > 0
+
+
+def forked(trial: ConditionTrial) -> None:
+    """Samples of one request, and branches."""
+    trial.ask_forks(trial.make_engine(), trial.prompt(3 * B + 2))
+
+
+def wholly_cached(trial: ConditionTrial) -> None:
+    """A prompt comes again, and then its answer before a further question."""
+    for length in (3 * B, 7 * B + 3):
+        engine, prompt = trial.make_engine(), trial.prompt(length)
+        answer = trial.ask(engine, prompt, 0)
+        trial.ask(engine, prompt, (length - 1) // B * B)
+        longer = [*prompt, *answer]
+        trial.ask(engine, [*longer, 3, 5], (len(longer) - 1) // B * B)
+        trial.check(engine)
+
+
+def evicted(trial: ConditionTrial) -> None:
+    """The blocks behind the window are others' by then: nothing is found, though the full layers have all."""
+    engine = trial.make_engine(num_window_blocks=LEAST, max_num_batched_tokens=PORTION)
+    prompt = trial.prompt(7 * B + 1)
+    for _ in range(2):
+        trial.ask(engine, prompt, 0)
+    trial.check(engine)
+
+
+CONDITIONS: dict[str, Condition] = {
+    "preempted": preempted,
+    "evicted": evicted,
+    "shared in the first block": lambda trial: shared(trial, 0),
+    "shared in the second block": lambda trial: shared(trial, 1),
+    "shared in the third block": lambda trial: shared(trial, 2),
+    "in portions": in_portions,
+    "forked": forked,
+    "wholly cached": wholly_cached,
+}
+"""By name. The first ones are those of the short form."""
