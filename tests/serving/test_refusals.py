@@ -199,7 +199,7 @@ def test_a_family_that_the_pool_serves(kind: str) -> None:
 
 def test_a_family_that_nobody_serves() -> None:
     config = tf.RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2)
-    with pytest.raises(ValueError, match="layers must be of") as error:
+    with pytest.raises(ValueError, match="states must be in layers .* those of RwkvForCausalLM are elsewhere") as error:
         Engine.from_model(tf.AutoModelForCausalLM.from_config(config).eval(), EngineConfig(CONFIG))
     assert "KVPageCache" not in str(error.value)
 
