@@ -6,7 +6,7 @@ SOURCES = ("kvpage", "kernels", "csrc", "setup.py", "CMakeLists.txt")
 BLENDING = ("kvpage/blend", "kvpage/ops/blend.py", "kvpage/ops/reference", "benchmarks/blend_quality.py",
             "benchmarks/blend_methods.py", "benchmarks/blend_model.py", "benchmarks/blend_task.py")  # fmt: skip
 
-HYBRID = ("kvpage/blocks", "csrc/tree", "benchmarks/hybrid_bounds.py", "benchmarks/hybrid_runs.py",
+HYBRID = ("kvpage/blocks", "csrc/tree", "csrc/states", "benchmarks/hybrid_bounds.py", "benchmarks/hybrid_runs.py",
           "benchmarks/hybrid_traces.py")  # fmt: skip
 
 SERVED = {
