@@ -143,7 +143,7 @@ def _tried(mixer: StateMixer, parts: Sequence[StatePart], rows: torch.Tensor, cu
     views = {part.key: torch.zeros(1, *part.shape, dtype=part.dtype, device=rows.device) for part in parts}
     own = partial(type(mixer.module).forward, mixer.module)
     positions = torch.arange(rows.shape[1], device=rows.device)[None]
-    outputs = []
+    outputs: list[torch.Tensor] = []
     with torch.no_grad():
         for cut in cuts:
             cache = PieceCache(views, slice(0, 1), has_previous=bool(outputs))
