@@ -83,7 +83,9 @@ def _compute(mixer: StateMixer, block: Any, own: Callable[..., Any], *args: Any,
     unit = getattr(block, UNIT)
     columns = cache.get_conv_state(conv[0])
     continued = None if mixer.is_stepwise or columns is None else _Continued(getattr(block, CONVOLUTION), columns)
-    hiding = nullcontext() if continued is None else AttributePatch(CONVOLUTION, {block: continued})
+    hiding: nullcontext[None] | AttributePatch = nullcontext()
+    if continued is not None:
+        hiding = AttributePatch(CONVOLUTION, {block: continued})
     before = {block: columns}, {unit: cache.get_recurrent_state(recurrent[0])}
     with AttributePatch(CONV, before[0]), AttributePatch(RECURRENT, before[1]), hiding:
         output = own(*args, **{**kwargs, "use_cache": True})
@@ -141,7 +143,7 @@ def _tried(mixer: StateMixer, parts: Sequence[StatePart], rows: torch.Tensor, cu
     views = {part.key: torch.zeros(1, *part.shape, dtype=part.dtype, device=rows.device) for part in parts}
     own = partial(type(mixer.module).forward, mixer.module)
     positions = torch.arange(rows.shape[1], device=rows.device)[None]
-    outputs = []
+    outputs: list[torch.Tensor] = []
     with torch.no_grad():
         for cut in cuts:
             cache = PieceCache(views, slice(0, 1), has_previous=bool(outputs))
