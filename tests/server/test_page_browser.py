@@ -60,7 +60,9 @@ def test_a_second_turn_finds_the_first_and_the_picture_moves(browser, served):
     assert facts[0]["cached"] == 0 < facts[1]["cached"] < facts[1]["prompt"] and facts[1]["generated"] == 8
     assert f"{facts[1]['cached']} of {facts[1]['prompt']} cached" in texts(browser, ".facts")[1]
     browser.wait_for("document.querySelectorAll('.lane').length === 2 && pictures.at(-1).running === 0")
-    assert browser.value("document.querySelector('#device-chart').toDataURL()") != before
+    browser.wait_for(
+        f"document.querySelector('#device-chart').toDataURL() !== {json.dumps(before)}"
+    )  # at the next frame
     last = json.loads(browser.value("JSON.stringify(pictures.at(-1))"))
     assert last["tokens"]["cached"] == facts[1]["cached"] == dict(last["hits"])["device"]
     assert last["tokens"]["prompt"] == facts[0]["prompt"] + facts[1]["prompt"]
