@@ -49,8 +49,19 @@ def disk(tmp_path: Path, name: str = "kv") -> str:
     return f"disk://{tmp_path / name}?size=4MiB&segment=1MiB"
 
 
+class VllmConfig(SimpleNamespace):
+    """vLLM's whole configuration, of which a tier is told a part."""
+
+
+def whole(**fields: Any) -> VllmConfig:
+    """Return a whole configuration with these values, in whatever part the tier looks for them."""
+    values = {"dtype": "torch.float16", "load_format": "auto", "prefix_caching_hash_algo": "sha256", **fields}
+    parts = ("model_config", "attention_config", "cache_config", "load_config")
+    return VllmConfig(**dict.fromkeys(parts, SimpleNamespace(**values)))
+
+
 class Tiering:
-    """Host memory and a tier."""
+    """Host memory and a tier, made by a call that has the whole configuration, as vLLM's does."""
 
     def __init__(
         self,
@@ -59,8 +70,10 @@ class Tiering:
         num_bytes: int = NUM_BYTES,
         config: Any = None,
         publishes: bool = False,
+        vllm_config: Any = None,
         **settings: Any,
     ):
+        vllm_config = whole() if vllm_config is None else vllm_config  # the tier finds it in this frame
         from kvpage.integrations.vllm import KVPageTier
 
         self.memory = np.full((num_chunks, num_bytes), POISON, np.uint8)

@@ -22,7 +22,7 @@ PLACES = (
     "model_path", "revision", "download_dir", "quantization_param_path", "speculative_draft_model_path",
     "speculative_draft_model_revision", "checkpoint_engine_wait_weights_before_ready",
 )  # fmt: skip
-ELSEWHERE = ("remote", "remote_instance", "private")
+ELSEWHERE = ("dummy", "remote", "remote_instance", "private")
 """Formats of weights that are not those of the path."""
 WHOLE_BYTES = 1 << 20
 """Of files that are read whole. Larger ones are read at NUM_SAMPLES places, and have their time in the name."""

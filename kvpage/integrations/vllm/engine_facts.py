@@ -24,6 +24,8 @@ FACTS: dict[str, tuple[str, str]] = {
     "quantization": ("model_config", "quantization"),
     "quantization_config": ("model_config", "quantization_config"),
     "hf_overrides": ("model_config", "hf_overrides"),
+    "hf_config_path": ("model_config", "hf_config_path"),
+    "max_model_len": ("model_config", "max_model_len"),  # some rotary embeddings choose their frequencies by it
     "attention_backend": ("attention_config", "backend"),
     "attention_backends": ("attention_config", "backend_per_kind"),
     "skipped_layers": ("cache_config", "kv_cache_dtype_skip_layers"),
@@ -56,7 +58,7 @@ def facts_of(config: Any) -> dict[str, Value]:
     """Return what K and V depend on besides the weights, as far as the configuration tells.
 
     Args:
-        config: vLLM's; None if it was not found. Then a warning is logged: the user's `weights` must tell.
+        config: vLLM's; None if it was not found. Then a warning is logged, and the user's `weights` must tell.
 
     Returns:
         Facts by the names of FACTS. A fact that vLLM leaves open is None, or has vLLM's name for that.
@@ -64,7 +66,7 @@ def facts_of(config: Any) -> dict[str, Value]:
     if config is None:
         logger.warning(
             "vLLM's configuration was not found: compute dtype, quantization, overrides and attention backend are not "
-            "compared. Give another `weights` for each"
+            "compared. Without `weights`, nothing that is stored outlives vLLM. Give another `weights` for each"
         )
         return dict.fromkeys(FACTS, UNKNOWN)
     return {name: _text(getattr(getattr(config, part, None), field, None)) for name, (part, field) in FACTS.items()}

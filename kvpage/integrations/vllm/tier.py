@@ -208,12 +208,11 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
     @staticmethod
     def _is_persistent(config: StoreTierConfig, whole: Any) -> bool:
         """Return whether other processes may find what this one stores."""
-        is_named = config.weights is not None or not is_dummy(whole)
-        if config.persistent and not is_named:
-            logger.warning(
-                "load_format dummy: weights are not the model folder's. Nothing that is stored outlives vLLM"
-            )
-        return config.persistent and is_named
+        if config.weights is not None or not config.persistent:
+            return config.persistent
+        if whole is not None and is_dummy(whole):
+            logger.warning("load_format dummy: weights are not the folder's. Nothing that is stored outlives vLLM")
+        return whole is not None and not is_dummy(whole)
 
     # --- events ---
 

@@ -47,7 +47,7 @@ def test_the_same_server_finds_its_pages_and_one_of_other_settings_does_not(foun
     assert not found() and found()
     for change in [
         {"quantization": "fp8"}, {"dtype": "float16"}, {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e5m2"},
-        {"json_model_override_args": '{"rope_theta": 5}'}, {"load_format": "dummy"},
+        {"json_model_override_args": '{"rope_theta": 5}'}, {"load_format": "pt"},
         {"speculative_draft_model_path": __file__}, {"quantization_param_path": __file__},
     ]:  # fmt: skip
         assert not found(**change) and found(**change), change

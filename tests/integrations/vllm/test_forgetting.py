@@ -1,31 +1,19 @@
 """What must not be found: K and V of other weights, of another configuration, of another replica's directory."""
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support import fake_vllm
-from support.fake_tiering import Tiering, config_of, disk, make_model
+from support.fake_tiering import Tiering, config_of, disk, make_model, whole
 
 from kvpage.integrations.vllm.engine_facts import FACTS, engine_config, facts_of
 
 KEYS = [bytes([number]) * 36 for number in range(1, 9)]
 
 
-class VllmConfig(SimpleNamespace):
-    """vLLM's whole configuration, of which a tier is told a part."""
-
-
-def whole(**fields: Any) -> VllmConfig:
-    values = {"dtype": "torch.float16", "load_format": "auto", "prefix_caching_hash_algo": "sha256", **fields}
-    parts = ("model_config", "attention_config", "cache_config", "load_config")
-    return VllmConfig(**dict.fromkeys(parts, SimpleNamespace(**values)))
-
-
-def tiering_of(vllm_config: VllmConfig, *args: Any, **settings: Any) -> Tiering:
-    """A tier that is made as vLLM does it: by a call that has the whole configuration."""
-    return Tiering(*args, **settings)
+def tiering_of(vllm_config: Any, *args: Any, **settings: Any) -> Tiering:
+    return Tiering(*args, vllm_config=vllm_config, **settings)
 
 
 @pytest.fixture
@@ -135,6 +123,14 @@ def test_dummy_weights_are_not_those_of_the_folder(tmp_path, model, caplog):
         tiering = tiering_of(whole(load_format="dummy"), model, tiers=[disk(tmp_path)], weights=named)
         assert is_warm(tiering) is expected and ("load_format dummy" in caplog.text) == (named is None)
         caplog.clear()
+        tiering.compute("r", KEYS)
+        tiering.close()
+
+
+def test_without_a_configuration_nothing_outlives_the_process_unless_weights_are_named(tmp_path, model, caplog):
+    for named, expected in ((None, False), (None, False), ("run 1", False), ("run 1", True)):
+        tiering = tiering_of("not found", model, tiers=[disk(tmp_path)], weights=named)
+        assert is_warm(tiering) is expected and "vLLM's configuration was not found" in caplog.text
         tiering.compute("r", KEYS)
         tiering.close()
 
