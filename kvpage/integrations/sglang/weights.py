@@ -77,7 +77,7 @@ class ServedModel:
         if values is None or not values.get("model_path"):
             raise _unnamed("SGLang does not tell where the weights are")
         if values.get("load_format") in ELSEWHERE or values.get("checkpoint_engine_wait_weights_before_ready"):
-            raise _unnamed("the weights come from another process")
+            raise _unnamed("the weights come from elsewhere than the path")
         name = self._at("model_path", "revision")
         if values.get("speculative_draft_model_path"):
             name += f" draft {self._at('speculative_draft_model_path', 'speculative_draft_model_revision')}"

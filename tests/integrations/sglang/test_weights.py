@@ -104,7 +104,8 @@ def test_a_snapshot_of_the_hub_is_named_by_its_commit_and_its_files_by_theirs(tm
         ({"model_path": "/nowhere"}, "model_path /nowhere is no folder here, nor in the hub's cache"),
         ({"model_path": "s3://bucket/model"}, "nor in the hub's cache"),
         ({"model_path": __file__, "speculative_draft_model_path": "/draft"}, "speculative_draft_model_path /draft is"),
-        ({"model_path": __file__, "load_format": "remote_instance"}, "the weights come from another process"),
+        ({"model_path": __file__, "load_format": "remote_instance"}, "the weights come from elsewhere than the path"),
+        ({"model_path": __file__, "load_format": "dummy"}, "the weights come from elsewhere than the path"),
     ],
 )
 def test_weights_that_cannot_be_told_must_be_named(values: dict | None, message: str):
