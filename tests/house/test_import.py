@@ -113,6 +113,8 @@ NATIVE = pytest.mark.parametrize(
         _C.BlockCopier,
         _C.SequenceRows,
         _C.SlotAllocator,
+        _C.SlotPool,
+        _C.AnchorTable,
         _C.SlotTree,
         _C.TokenRules,
         _C.TreeEntry,
