@@ -14,7 +14,8 @@ class StateConfig:
 
     Attributes:
         checkpoint_bytes: Memory of the device for checkpoints, at most: 0, or that of one checkpoint or more. There is
-            no more than one for each block. With 0 on both tiers no prefix is found. `KVPageCachePool` has the states
+            no more than one for each block. With 0, no state is kept amid a prompt or at its end. With
+            0 on both tiers no prefix is found. `KVPageCachePool` has the states
             of its rows in this memory, too.
         host_checkpoint_bytes: Memory of the host for checkpoints that the device has evicted, and for requests that
             are preempted.
