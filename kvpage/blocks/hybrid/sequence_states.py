@@ -197,9 +197,7 @@ class SequenceStates:
         is_shared = self._is_caching and not seq.is_private
         return is_shared and position > 0 and position // self._sequences.block_size <= seq.num_cached_blocks
 
-    def _keep(
-        self, seq_id: SeqId, slot: int, mark: Mark, is_mark: bool = False, goes_on: bool = False
-    ) -> Checkpoint:
+    def _keep(self, seq_id: SeqId, slot: int, mark: Mark, is_mark: bool = False, goes_on: bool = False) -> Checkpoint:
         running = self.running[seq_id]
         kept = self._states.keep(slot, self._prefix(seq_id, mark), running.last, is_mark, goes_on)
         if not kept.is_dropped:

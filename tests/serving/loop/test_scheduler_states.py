@@ -10,6 +10,7 @@ from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.serving import SamplingParams, StateConfig
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
+from kvpage.serving.text.scored_prompt import ScoredPrompt
 
 
 def scheduler_of(num_slots: int, max_num_seqs: int = 4) -> Scheduler:
@@ -90,9 +91,9 @@ def test_without_checkpoints_nobody_waits(num_host_bytes: int) -> None:
     assert len(engine.scheduler.running) == 3
 
 
-def alike(number: int, num_tokens: int, other: Request, num_shared: int, **fields) -> Request:
+def alike(number: int, num_tokens: int, other: Request, num_shared: int) -> Request:
     """Return a request that begins like another."""
-    request = request_of(number, num_tokens, **fields)
+    request = request_of(number, num_tokens)
     request.tokens[:num_shared] = other.tokens[:num_shared]
     return request
 
@@ -112,7 +113,9 @@ def test_one_that_computes_its_whole_prompt_marks_nothing(scores: bool) -> None:
     scheduler = scheduler_of(4)
     first = request_of(0, 3 * B)
     scheduler.add(first)
-    scheduler.add(alike(1, 3 * B, first, B + 1, **({"prompt_logprobs": 0} if scores else {})))
+    second = alike(1, 3 * B, first, B + 1)
+    second.scored = ScoredPrompt(3 * B, 0, 64) if scores else None
+    scheduler.add(second)
     scheduler.schedule()
     assert (B + 1 in scheduler.manager._states_of.running[first.seq_id].marks) != scores
     assert len(scheduler.running) == 1 + scores
@@ -142,9 +145,13 @@ def test_a_waiting_fork_takes_back_a_token_that_nobody_has_seen(monkeypatch: pyt
     for number in range(3):
         engine.manager.allocate(("held", number), [number + 1] * 5)
     monkeypatch.setattr(Request, "append", fail_once)
-    engine.add_request(random_prompt(B + 1), SamplingParams(max_tokens=3, temperature=1.0, seed=1, n=2, ignore_eos=True))
+    engine.add_request(
+        random_prompt(B + 1), SamplingParams(max_tokens=3, temperature=1.0, seed=1, n=2, ignore_eos=True)
+    )
     told: dict[int, list[int]] = {0: [], 1: []}
     samples = ()
+    with pytest.raises(RuntimeError, match="once"):
+        engine.step()
     while engine.has_unfinished:
         for one in engine.step():
             told[one.sample_index].append(one.token_id)
