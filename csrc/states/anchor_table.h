@@ -8,7 +8,8 @@
 // A cached block stands for an exact prefix, and its id does so as long as its generation is the same. So no token of
 // the prefix is read again. The start of a namespace is an anchor of no block, which is always valid.
 //
-// Every call holds the table's mutex; those of the pools come after it. One that throws has changed nothing.
+// Every call holds the table's mutex, and those of the pools come after it; is_current of a use reads a pool alone. One
+// that throws has changed nothing.
 #pragma once
 
 #include <array>

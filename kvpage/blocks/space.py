@@ -39,16 +39,16 @@ class HostPolicy:
 
 
 class SpaceWatcher(Protocol):
-    """What is told of cached blocks that move, right after the tree has changed."""
+    """What is told of cached blocks that move."""
 
     def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Cached blocks have got a copy in the other tier. pairs: (from, to)."""
+        """Cached blocks have just got a copy in the other tier. pairs: (from, to)."""
 
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
-        """The blocks of tokens were dropped, where nothing else shares them."""
+        """The blocks of tokens have just been dropped, where nothing else shares them."""
 
     def blocks_cleared(self) -> None:
-        """All cached blocks were dropped."""
+        """All cached blocks are dropped next."""
 
 
 class BlockSpace:
@@ -294,9 +294,9 @@ class BlockSpace:
         if num_held:
             raise RuntimeError(f"clear needs all matches to be released, {num_held} are not")
         self.pins.clear()
-        self.tree.clear()
         if self._watcher is not None:
             self._watcher.blocks_cleared()
+        self.tree.clear()
 
     # --- questions ---
 

@@ -188,7 +188,7 @@ class HybridManager(BlockManager):
 
         Args:
             seq_id: A sequence on the device.
-            num_tokens: The position. One that is committed, or marked already, changes nothing.
+            num_tokens: The position. One that is committed changes nothing.
 
         Raises:
             ValueError: It is out of range.
@@ -197,7 +197,7 @@ class HybridManager(BlockManager):
         if not 1 <= num_tokens <= seq.num_tokens:
             raise ValueError(f"num_tokens must be in [1, {seq.num_tokens}], got {num_tokens}")
         if self.enable_prefix_caching and num_tokens > seq.num_written:
-            self._states_of.running[seq_id].marks.setdefault(num_tokens, Mark(num_tokens, MarkKind.SPLIT))
+            self._states_of.mark(seq_id, num_tokens)
 
     @uninterrupted
     def commit(self, seq_id: SeqId, tokens: Tokens) -> None:
@@ -229,7 +229,6 @@ class HybridManager(BlockManager):
         Raises:
             KeyError: There is no such sequence.
         """
-        self._sequences.on_device[seq_id]  # KeyError
         self._states_of.keep(seq_id)
 
     @uninterrupted
@@ -247,18 +246,19 @@ class HybridManager(BlockManager):
         self._states_of.give_up(seq_id)
 
     @uninterrupted
-    def keep_end(self, seq_id: SeqId) -> bool:
+    def keep_end(self, seq_id: SeqId, goes_on: bool = False) -> bool:
         """Make the working slot a checkpoint at the committed tokens. The sequence is to be released next.
 
         It is for a request's end, and for one that will be begun again. Nothing is copied but the tail.
 
         Args:
             seq_id: The sequence. Its state has seen its committed tokens, and no more.
+            goes_on: Whether a sequence is about to begin there. Beyond the budget, other checkpoints are evicted first.
 
         Returns:
             Whether it was kept. A private sequence's state is not, nor one that a failed step may have spoiled.
         """
-        return self._states_of.keep_end(seq_id)
+        return self._states_of.keep_end(seq_id, goes_on)
 
     @uninterrupted
     def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int | None = None) -> None:
@@ -276,11 +276,11 @@ class HybridManager(BlockManager):
         num_all = self.first_forkable(seq_id)
         if num_tokens is not None and as_integer("num_tokens", num_tokens) != num_all:
             raise ValueError(f"num_tokens must be all {num_all} of a hybrid model's sequence, got {num_tokens}")
-        slot = self._states_of.slot("fork", seq_id)
+        slot, running = self._states_of.slot("fork", seq_id), self._states_of.running[seq_id]
         if not self.states.can_take():
             raise OutOfSlots(1, 0)
         super().fork(seq_id, new_seq_id)
-        copy, running = self.states.take(), self._states_of.running[seq_id]
+        copy = self.states.take()
         self.states.add_move("copy", slot, copy)
         self._states_of.add(new_seq_id, copy, running.priority, running.last, {}, running.prompt)
 

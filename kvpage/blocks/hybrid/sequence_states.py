@@ -91,6 +91,12 @@ class SequenceStates:
                 running.marks[mark.num_tokens] = mark._replace(tail=None)
         return sorted(one for one in running.reserved.items() if start < one[0] <= end)
 
+    def mark(self, seq_id: SeqId, position: int) -> None:
+        """Mark one more position, where a prompt parts from this one."""
+        marks = self.running[seq_id].marks
+        mark = marks.get(position, Mark(position, MarkKind.SPLIT))
+        marks[position] = mark._replace(kind=min(mark.kind, MarkKind.SPLIT))
+
     def tails(self, seq_id: SeqId, tokens: Ids) -> dict[int, bytes]:
         """Return the tails, by position, of the reserved marks that a commit of these tokens passes."""
         seq, size = self._sequences.state(seq_id), self._sequences.block_size
@@ -107,6 +113,7 @@ class SequenceStates:
 
     def keep(self, seq_id: SeqId) -> None:
         """Make the reserved slots checkpoints, as far as their positions are committed. The others are free."""
+        self._sequences.on_device[seq_id]  # KeyError
         running = self.running[seq_id]
         num_written = self._sequences.state(seq_id).num_written if running.reserved else 0
         for position, slot in sorted(running.reserved.items()):
@@ -117,15 +124,18 @@ class SequenceStates:
             else:
                 self._states.give_up_mark(slot)
 
-    def keep_end(self, seq_id: SeqId) -> bool:
-        """Make the working slot a checkpoint at the committed tokens; return whether that could be done."""
+    def keep_end(self, seq_id: SeqId, goes_on: bool = False) -> bool:
+        """Make the working slot a checkpoint at the committed tokens; return whether that could be done.
+
+        goes_on: Whether a sequence is about to go on from there.
+        """
         seq, running = self._sequences.state(seq_id), self.running[seq_id]
         self.free_reserved(running)
         if running.slot is None or running.is_spoiled or not self._can_keep(seq_id, seq.num_written):
             return False
         slot, running.slot = running.slot, None
-        kept = self._keep(seq_id, slot, Mark(seq.num_written, MarkKind.ANSWER, seq.pending.tobytes()), is_mark=False)
-        return not kept.is_dropped
+        mark = Mark(seq.num_written, MarkKind.ANSWER, seq.pending.tobytes())
+        return not self._keep(seq_id, slot, mark, goes_on=goes_on).is_dropped
 
     def give_up(self, seq_id: SeqId) -> None:
         """Free the reserved slots, and note that the state may be spoiled."""
@@ -187,10 +197,12 @@ class SequenceStates:
         is_shared = self._is_caching and not seq.is_private
         return is_shared and position > 0 and position // self._sequences.block_size <= seq.num_cached_blocks
 
-    def _keep(self, seq_id: SeqId, slot: int, mark: Mark, is_mark: bool) -> Checkpoint:
+    def _keep(self, seq_id: SeqId, slot: int, mark: Mark, is_mark: bool = False, goes_on: bool = False) -> Checkpoint:
         running = self.running[seq_id]
-        running.last = self._states.keep(slot, self._prefix(seq_id, mark), running.last, is_mark)
-        return running.last
+        kept = self._states.keep(slot, self._prefix(seq_id, mark), running.last, is_mark, goes_on)
+        if not kept.is_dropped:
+            running.last = kept
+        return kept
 
     def _prefix(self, seq_id: SeqId, mark: Mark) -> Prefix:
         assert mark.tail is not None, "its tokens are committed"

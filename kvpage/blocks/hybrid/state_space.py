@@ -138,7 +138,9 @@ class StateSpace:
         if anchor is not None and (found := anchor.longest(tokens, size, most)) is not None:
             yield found
 
-    def keep(self, slot: int, prefix: Prefix, parent: Checkpoint | None, is_mark: bool = False) -> Checkpoint:
+    def keep(
+        self, slot: int, prefix: Prefix, parent: Checkpoint | None, is_mark: bool = False, goes_on: bool = False
+    ) -> Checkpoint:
         """Make a device slot with the state after a prefix a checkpoint.
 
         Where there is one of this prefix already, the slot is freed, or takes the place of one on the host. Beyond the
@@ -149,6 +151,7 @@ class StateSpace:
             prefix: What it stands for. Its blocks are in the tree.
             parent: The checkpoint that the sequence had gone on from.
             is_mark: Whether the slot is of `take_for_mark`.
+            goes_on: Whether a sequence is about to go on from it: the others are evicted before it.
         """
         self.num_kept -= is_mark
         anchor = self._anchor_of(prefix)
@@ -160,8 +163,10 @@ class StateSpace:
             if prefix.tail:
                 self._space.add_move("copy", [(prefix.tail_block, self.tail_block(slot))])
         self._refresh(found)
+        if self.num_kept > self.most_kept:
+            self.drop_stale()
         while self.num_kept > self.most_kept:
-            self._evict_one()
+            self._evict_one(found if goes_on and self._victim(self.device, found) else None)
         return found
 
     def touch(self, checkpoint: Checkpoint) -> None:
@@ -261,7 +266,8 @@ class StateSpace:
                 self.drop(checkpoint)
 
     def blocks_cleared(self) -> None:
-        """Forget all checkpoints, also those that were evicted."""
+        """Forget all checkpoints, also those that were evicted. Those whose K and V are gone already are lost."""
+        self.drop_stale()
         self.evicted.clear()
         for tier in (self.device, self.host):
             for checkpoint in list(tier.checkpoints):

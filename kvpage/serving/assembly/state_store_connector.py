@@ -102,6 +102,6 @@ class StateStoreConnector(StoreConnector):
         try:
             if load.num_cached < num_loaded <= load.num_wanted:
                 self._commit(load, num_loaded)
-                self._hybrid.keep_end(load)
+                self._hybrid.keep_end(load, goes_on=True)
         finally:
             self._manager.release(load)

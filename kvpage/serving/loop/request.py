@@ -289,12 +289,13 @@ class Request:
         rules = self.group.answer_rules
         return None if rules is None else rules.text(self.generated_token_ids)
 
-    def take_back(self, num_ahead: int = 0) -> None:
+    def take_back(self, num_ahead: int = 0, waits: bool = False) -> None:
         """Forget a new token that no caller has seen, when the step of a running request fails.
 
         num_ahead: the positions that have room for steps after it.
+        waits: whether it is a fork without room, which has its first token.
         """
-        num_room = self.num_room - num_ahead
+        num_room = self.num_prompt_tokens if waits else self.num_room - num_ahead
         if self.num_tokens > num_room > 0:
             self.num_tokens, self.finish_reason, self._text = num_room, None, None
 

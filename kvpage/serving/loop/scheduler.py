@@ -184,11 +184,11 @@ class Scheduler:
             if self.manager.is_swapped(request.seq_id):
                 self.manager.release(request.seq_id)
 
-    def keep_state(self, request: Request) -> None:
-        """Leave its state, after all that is committed, to others. A second call does nothing."""
+    def keep_state(self, request: Request, goes_on: bool = False) -> None:
+        """Leave its state, after all that is committed, to others, or to itself. A second call does nothing."""
         if self._states.are_kept and request.num_room:
             self._commit(request)
-            self._states.keep_end(request)
+            self._states.keep_end(request, goes_on)
 
     def spoil(self, request: Request) -> None:
         """Note that a step has failed for a request that runs: its state is to be kept by nobody."""
@@ -257,7 +257,7 @@ class Scheduler:
         """Free its device blocks: computed K and V go to the host if there is room, else they are computed again."""
         self._commit(request)
         if request.scores_prompt or not self._swapped_out(request):
-            self.keep_state(request)
+            self.keep_state(request, goes_on=True)
             self.manager.release(request.seq_id)
         request.leave_blocks()
 
@@ -311,7 +311,8 @@ class Scheduler:
 
     def _admit(self, batch: Batch, prefilling: Sequence[Request], tried: Sequence[Request]) -> None:
         """Let waiting requests run, as far as tokens, sequences and blocks go. prefilling: those that run already."""
-        prefills = Prefills(self._states, [*prefilling, *batch.decodes.that_filled(self.manager.block_size)])
+        decoding = [] if self._states.are_kept else batch.decodes.that_filled(self.manager.block_size)
+        prefills = Prefills(self._states, [*prefilling, *decoding])
         budget = self.max_num_batched_tokens - batch.num_tokens
         num_seqs = len(self.running) + sum([request.num_forks_due for request in prefilling])
         num_passed_over = 0
@@ -320,7 +321,7 @@ class Scheduler:
             num_most = max(num_seqs + num_more, num_passed_over)
             if self._windows.is_short or num_most > self.max_num_seqs or not (budget or self._states.are_kept):
                 break
-            if self._is_held(request) or (prefills.will_share(request) and not request.scores_prompt):
+            if self._is_held(request) or (not request.scores_prompt and prefills.will_share(request)):
                 num_passed_over += 1
                 continue
             num_spare = num_seqs + num_more - 1 if self.running else 0
@@ -368,8 +369,7 @@ class Scheduler:
             if was_swapped:
                 given = self.manager.swap_in(request.seq_id, tokens)
             else:
-                most = 0 if request.scores_prompt else None
-                given = self._states.allocate(request, tokens, most)
+                given = self._states.allocate(request, tokens, 0 if request.scores_prompt else None)
         except OutOfBlocks:
             return False
         if self.manager.num_free_blocks < num_spare:

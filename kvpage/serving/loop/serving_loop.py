@@ -248,7 +248,7 @@ class ServingLoop:
         except BaseException as error:  # an interrupt too must leave no request without its blocks, or its next token
             ahead = () if self._decoder is None else self._decoder.drop()
             for request in untaken:
-                request.take_back(request in ahead)
+                request.take_back(request in ahead, request in self._scheduler.waiting)
             self._scheduler.requeue(untaken)
             if isinstance(error, RankLost) or not isinstance(error, Exception):
                 raise

@@ -14,8 +14,9 @@ class StateConfig:
 
     Attributes:
         checkpoint_bytes: Memory of the device for checkpoints, at most: 0, or that of one checkpoint or more. There is
-            no more than one for each block. With 0 on both tiers no prefix is found. `KVPageCachePool` has the states
-            of its rows in this memory, too.
+            no more than one for each block. With 0 no state is kept on the way through a prompt: the host gets ends of
+            answers alone. With 0 on both tiers no prefix is found. `KVPageCachePool` has the states of its rows in this
+            memory, too.
         host_checkpoint_bytes: Memory of the host for checkpoints that the device has evicted, and for requests that
             are preempted.
         checkpoint_every: A checkpoint is also taken every so many tokens of a prompt; None for the ends of prompts and

@@ -1,13 +1,16 @@
 """The scheduler with states: samples without room for theirs begin again; prompts that wait find what they share."""
 
 import pytest
+from support.hybrid_requests import serve
 from support.scheduler_steps import B, request_of, step
 from support.state_engines import check_nothing_held, finished, greedy, make_engine, own_tokens, random_prompt
 from support.state_models import make_state_model
 
 from kvpage.blocks.hybrid.manager import HybridManager
-from kvpage.serving import StateConfig
+from kvpage.serving import SamplingParams, StateConfig
+from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
+from kvpage.serving.text.scored_prompt import ScoredPrompt
 
 
 def scheduler_of(num_slots: int, max_num_seqs: int = 4) -> Scheduler:
@@ -69,9 +72,89 @@ def test_prompts_that_wait_for_each_other_find_what_they_share(budget: int) -> N
     check_nothing_held(engine)
 
 
-def test_without_checkpoints_nobody_waits() -> None:
-    engine = make_engine(make_state_model("lfm2"), states=StateConfig(checkpoint_bytes=0))
+def test_one_waits_until_the_state_where_it_parts_is_kept() -> None:
+    """A portion ends after the last whole block that both have, and before that position."""
+    common = random_prompt(2 * B + 2)
+    engine = make_engine(make_state_model("lfm2"), max_num_batched_tokens=2 * B + 1)
+    for rest in ([5, 6], [8, 9, 1]):
+        engine.add_request([*common, *rest], greedy(2))
+    outputs = sorted(finished(engine), key=lambda one: len(one.prompt_token_ids))
+    assert [one.num_cached_tokens for one in outputs] == [0, len(common)]
+
+
+@pytest.mark.parametrize("num_host_bytes", [0, 2**20])
+def test_without_checkpoints_nobody_waits(num_host_bytes: int) -> None:
+    engine = make_engine(make_state_model("lfm2"), states=StateConfig(0, num_host_bytes))
     for last in range(3):
         engine.add_request([*random_prompt(2 * B), last, 9], greedy(2))
     engine.step()
     assert len(engine.scheduler.running) == 3
+
+
+def alike(number: int, num_tokens: int, other: Request, num_shared: int) -> Request:
+    """Return a request that begins like another."""
+    request = request_of(number, num_tokens)
+    request.tokens[:num_shared] = other.tokens[:num_shared]
+    return request
+
+
+def test_nobody_waits_for_a_decode() -> None:
+    """It fills a block, and leaves no state there."""
+    scheduler = scheduler_of(4)
+    first = request_of(0, 2 * B - 1)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.add(alike(1, 2 * B + 2, first, 2 * B))
+    assert [one for one, _, _ in step(scheduler)] == ["r0", "r1"]
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_one_that_computes_its_whole_prompt_marks_nothing(scores: bool) -> None:
+    scheduler = scheduler_of(4)
+    first = request_of(0, 3 * B)
+    scheduler.add(first)
+    second = alike(1, 3 * B, first, B + 1)
+    second.scored = ScoredPrompt(3 * B, 0, 64) if scores else None
+    scheduler.add(second)
+    scheduler.schedule()
+    assert (B + 1 in scheduler.manager._states_of.running[first.seq_id].marks) != scores
+    assert len(scheduler.running) == 1 + scores
+
+
+def test_a_preempted_request_finds_its_state_in_a_full_budget() -> None:
+    scheduler = Scheduler(HybridManager(64, B, num_slots=4, num_checkpoints=1), 4, 64)
+    for _ in range(3):
+        serve(scheduler.manager, range(5 * B))
+    request = request_of(0, B + 1)
+    scheduler.add(request)
+    step(scheduler)
+    scheduler.preempt_last()
+    assert step(scheduler) == [("r0", B + 1, B + 2)]
+
+
+def test_a_waiting_fork_takes_back_a_token_that_nobody_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, append, failures = make_engine(make_state_model("lfm2"), states=StateConfig(0)), Request.append, []
+
+    def fail_once(request: Request, *arguments) -> str | None:
+        reason = append(request, *arguments)
+        if request.sample_index == 1 and not failures:
+            failures.append(request)
+            raise RuntimeError("once")
+        return reason
+
+    for number in range(3):
+        engine.manager.allocate(("held", number), [number + 1] * 5)
+    monkeypatch.setattr(Request, "append", fail_once)
+    engine.add_request(
+        random_prompt(B + 1), SamplingParams(max_tokens=3, temperature=1.0, seed=1, n=2, ignore_eos=True)
+    )
+    told: dict[int, list[int]] = {0: [], 1: []}
+    samples = ()
+    with pytest.raises(RuntimeError, match="once"):
+        engine.step()
+    while engine.has_unfinished:
+        for one in engine.step():
+            told[one.sample_index].append(one.token_id)
+            samples = one.output.samples if one.output else samples
+    assert len(failures) == 1 and [one.error for one in samples] == [None, None]
+    assert [one.token_ids for one in samples] == [told[0], told[1]]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import generate_each
+from support.state_engines import states_for
 from support.state_loop import random_tokens
 from support.state_models import make_state_model
 from support.store_kv import Troubled, corrupt
@@ -233,6 +234,17 @@ def test_budgets_and_portions(lfm2: torch.nn.Module, expected: list[list[int]], 
         assert serve(make_engine(lfm2, **fields), store)[0] == expected
         if "max_num_seqs" not in fields:
             assert serve(make_engine(lfm2), store) == (expected, ENDS)
+
+
+def test_a_state_that_has_come_stays_in_a_full_budget(lfm2: torch.nn.Module, expected: list[list[int]]) -> None:
+    warm = random_tokens(40)[0]
+    with make_store() as store:
+        serve(make_engine(lfm2), store, PROMPTS[:1])
+        engine = make_engine(lfm2)
+        engine = make_engine(lfm2, states=states_for(engine, 1))
+        for _ in range(3):
+            engine.generate([warm], PARAMS)
+        assert serve(engine, store, PROMPTS[:1]) == (expected[:1], ENDS[:1])
 
 
 def test_all_prompts_at_once(lfm2: torch.nn.Module, expected: list[list[int]]) -> None:

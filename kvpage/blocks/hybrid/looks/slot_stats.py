@@ -7,6 +7,8 @@ from kvpage.blocks.stats import SlotStats
 def slot_stats(states: StateSpace) -> SlotStats:
     """Return the counters, and the slots of both tiers now. Nothing is changed: any thread may ask.
 
+    Numbers are read one after another. Each is within its range, also where slots change meanwhile.
+
     Args:
         states: The slots.
     """
@@ -16,10 +18,10 @@ def slot_stats(states: StateSpace) -> SlotStats:
     num_device = len(stale) - num_host
     return SlotStats(
         num_slots=device.num_slots,
-        num_free_slots=device.num_free + num_device,
-        num_checkpoints=device.num_checkpoints - num_device,
+        num_free_slots=min(device.num_free + num_device, device.num_slots),
+        num_checkpoints=max(device.num_checkpoints - num_device, 0),
         num_host_slots=host.num_slots,
-        num_free_host_slots=host.num_free + num_host,
-        num_host_checkpoints=host.num_checkpoints - num_host,
+        num_free_host_slots=min(host.num_free + num_host, host.num_slots),
+        num_host_checkpoints=max(host.num_checkpoints - num_host, 0),
         **{**states.counts, "lost": states.counts["lost"] + len(stale)},
     )

@@ -23,7 +23,7 @@ class Prefills:
             self._new.append(request)
 
     def will_share(self, request: Request) -> bool:
-        """Whether one of them has yet to compute a whole block with which `request` begins, too. It keeps its state."""
+        """Whether one of them has yet to compute what `request` begins with, too: a block at least. It keeps its state."""
         if self._new:
             self._note_new()
         if not self._by_first_block or request.num_tokens <= self._block_size:
@@ -40,7 +40,7 @@ class Prefills:
 
     def _note_new(self) -> None:
         for request in self._new:
-            if self._whole_blocks(request.num_room) > request.num_computed:
+            if self._is_ahead(request, request.num_room):
                 self._by_first_block.setdefault(self._key(request), []).append(request)
         self._new = []
 
@@ -50,11 +50,11 @@ class Prefills:
         return int(differ.argmax()) if differ.any() else length
 
     def _is_ahead(self, other: Request, num_tokens: int) -> bool:
-        """Whether a block of so many leading tokens is yet to be computed."""
-        return self._whole_blocks(num_tokens) > other.num_computed
-
-    def _whole_blocks(self, num_tokens: int) -> int:
-        return num_tokens // self._block_size * self._block_size
+        """Whether a block of so many leading tokens is yet to be computed, or the state after them."""
+        if num_tokens < self._block_size:
+            return False
+        num_usable = num_tokens if self._states.are_kept else num_tokens // self._block_size * self._block_size
+        return num_usable > other.num_computed
 
     def _key(self, request: Request) -> tuple[bytes, bytes]:
         return request.namespace, request.tokens[: self._block_size].tobytes()

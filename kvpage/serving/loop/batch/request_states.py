@@ -23,8 +23,8 @@ class RequestStates:
 
     @property
     def can_be_shared(self) -> bool:
-        """Whether a prompt can begin amid: where blocks are cached, and a state if there are some."""
-        return self._manager.enable_prefix_caching and (self._states is None or self._states.keeps_checkpoints)
+        """Whether a prompt that runs leaves others a place to begin: its blocks, and a state if there are some."""
+        return self._manager.enable_prefix_caching and (self._states is None or self._states.states.most_kept > 0)
 
     @property
     def block_size(self) -> int:
@@ -48,10 +48,10 @@ class RequestStates:
         if self._states is not None:
             self._states.keep(request.seq_id)
 
-    def keep_end(self, request: Request) -> None:
-        """Make a checkpoint of its own state, after all committed tokens. It computes nothing more."""
+    def keep_end(self, request: Request, goes_on: bool) -> None:
+        """Make a checkpoint of its own state, after all committed tokens. It computes nothing more, or later again."""
         if self._states is not None:
-            self._states.keep_end(request.seq_id)
+            self._states.keep_end(request.seq_id, goes_on)
 
     def spoil(self, request: Request) -> None:
         """Note that a step has failed for it: its state is to be kept by nobody."""
