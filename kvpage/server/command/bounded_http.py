@@ -97,7 +97,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _on_silence(self, seconds: float) -> None:
         is_head = self._num_head_bytes is not None
-        if self.flow.read_paused or (is_head and self._answers):  # the server is the one that waits
+        if self.flow.read_paused or self.pipeline or (is_head and self._answers):  # the server is the one that waits
             self._read_within(seconds)
         else:
             self.transport.abort()
