@@ -65,7 +65,8 @@ class ServerConfig:
         tenant_pin_quota: Blocks that the pins of one tenant hold at most. None means all of the engine's `pin_quota`.
         max_retain_priority: Priority of a prompt's blocks, 0 to 100, that a hint may ask for at most; more counts as so
             much.
-        min_priority: The least `priority` that a request may name: lower ones run first. None allows all.
+        min_priority: The least `priority` that a request may name: lower ones run first. At most 0, which is that of
+            requests that name none. None allows all.
         send_timeout: Seconds after which a client that reads nothing of its stream has gone. None means never.
         max_n: Samples of a prompt at most.
         max_prompts: Prompts of a batch at most.
@@ -133,6 +134,8 @@ class ServerConfig:
             check_at_least("tenant_pin_quota", self.tenant_pin_quota, 0)
         if self.min_priority is not None:
             as_integer("min_priority", self.min_priority)
+            if self.min_priority > 0:
+                raise ValueError(f"min_priority must be at most 0, got {self.min_priority}")
         check_at_least("max_retain_priority", self.max_retain_priority, 0)
         if self.max_retain_priority > MAX_PRIORITY:
             raise ValueError(f"max_retain_priority must be at most {MAX_PRIORITY}, got {self.max_retain_priority}")

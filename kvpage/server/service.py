@@ -96,8 +96,12 @@ class Service:
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     async def compile(self, work: Callable[[], Result]) -> Result:
-        """Do work that takes seconds, so that nothing but other such work waits for it."""
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, work)
+        """Do work that takes seconds, so that nothing but other such work waits for it. ApiError 503 after the end."""
+        try:
+            result = asyncio.get_running_loop().run_in_executor(self._compilers, work)
+        except RuntimeError as error:  # the threads have ended
+            raise ApiError(503, f"the server is closing: {error}") from error
+        return await result
 
     @contextmanager
     def open_request(self) -> Iterator[Place]:

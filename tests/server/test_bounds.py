@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from server.test_bad_input import CHATS, COMPLETIONS, GOOD, check_refused, state
-from support.server_app import NAME, Server, running_server
+from support.server_app import NAME, Server, events_of, running_server
 from support.waiting import until
 
 from kvpage.server import ServerConfig
-from kvpage.server.answers import long_lists
+from kvpage.server.answers import event_stream, long_lists
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.protocol.errors import ApiError
@@ -182,11 +182,12 @@ def test_a_body_that_does_not_come_is_408():
         assert state(server) == before
 
 
-def test_a_stream_has_its_place_to_its_end(server):
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_has_its_place_to_its_end(server, stream):
     requests, during = server.app.state.service.open_requests, []
 
     async def ask() -> None:
-        body = json.dumps({**GOOD[COMPLETIONS], "stream": True}).encode()
+        body = json.dumps({**GOOD[COMPLETIONS], "stream": stream}).encode()
         messages = [{"type": "http.request", "body": body}]
 
         async def receive():
@@ -200,7 +201,7 @@ def test_a_stream_has_its_place_to_its_end(server):
         await server.app(scope, receive, send)
 
     asyncio.run(ask())
-    assert len(during) > 3 and set(during) == {(1, True)}
+    assert len(during) >= 3 and set(during) == {(1, True)}
     until(lambda: (requests.num_open, requests.num_bytes) == (0, 0))
 
 
@@ -320,8 +321,35 @@ def test_long_answers_are_written_aside(server, monkeypatch):
     assert threads == {True}
     monkeypatch.setattr(generation, "FEW_TOKENS", 0)
     monkeypatch.setattr(long_lists, "PART", 2)
+    monkeypatch.setattr(event_stream, "PART_BYTES", 100)
     assert asyncio.run(server.post(COMPLETIONS, body)).json()["choices"] == plain
     assert threads == {True, False}
+
+
+def test_long_prompts_of_streams_are_written_aside(server, monkeypatch):
+    threads, written = set(), generation.Generation._begin
+
+    def noted(self: Any, *arguments: Any) -> bytes:
+        threads.add(threading.current_thread() is threading.main_thread())
+        return written(self, *arguments)
+
+    body = {"prompt": "the fox", "max_tokens": 2, "return_token_ids": True, "stream": True, "request_id": "a"}
+    monkeypatch.setattr(generation.Generation, "_begin", noted)
+    plain = asyncio.run(server.post(COMPLETIONS, body)).text
+    assert threads == {True}
+    monkeypatch.setattr(generation, "FEW_TOKENS", 0)
+    monkeypatch.setattr(event_stream, "PART_BYTES", 100)
+    parted = asyncio.run(server.post(COMPLETIONS, body)).text
+    assert threads == {True, False}
+    ids = [[event["choices"][0].get("prompt_token_ids") for event in events_of(text)][0] for text in (plain, parted)]
+    assert ids == [server.tokens("the fox")] * 2
+
+
+def test_long_answers_of_other_paths_are_json(monkeypatch):
+    monkeypatch.setattr(long_lists, "PART", 2)
+    each = {"model": "a", "prompt": None, "token_ids": [1, 2, 3], "text": "\u00e4", "none": []}
+    for content in (each, [each, each], []):
+        assert json.loads(bodies.long_answer(content).body) == content
 
 
 def test_lists_in_parts_are_json():

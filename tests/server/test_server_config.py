@@ -29,6 +29,7 @@ from kvpage.server import ApiKey, ServerConfig  # noqa: E402
         ({"send_timeout": True}, TypeError, "send_timeout must be a number, got bool"),
         ({"tenant_pin_quota": -1}, ValueError, "tenant_pin_quota must be an integer of at least 0, got -1"),
         ({"max_retain_priority": 101}, ValueError, "max_retain_priority must be at most 100, got 101"),
+        ({"min_priority": 1}, ValueError, "min_priority must be at most 0, got 1"),
         ({"min_priority": 0.5}, TypeError, "min_priority must be an integer, got 0.5"),
         ({"api_keys": ["secret"]}, TypeError, "api_keys must be ApiKey objects"),
         ({"api_keys": [ApiKey("a"), ApiKey("a", "b")]}, ValueError, "api_keys must differ, one is there twice"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,8 @@ from kvpage.server import ServerConfig
 from kvpage.server.answers.event_stream import EventStream
 from kvpage.server.command import bounded_http
 from kvpage.server.command.bounded_http import BoundedHttp
+from kvpage.server.protocol.errors import ApiError
+from kvpage.server.routes.responding import CLIENT_GONE
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
 
@@ -69,11 +72,71 @@ def test_a_request_whose_client_reads_nothing_gives_its_place_back():
         assert server.app.state.service.open_requests.num_open == 0
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_before_its_prompt_is_read_is_noticed(stream):
+    body = json.dumps({"prompt": "the fox", "max_tokens": 2, "stream": stream}).encode()
+    is_over = threading.Event()
+
+    async def ask(server) -> list[int]:
+        messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": body, "more_body": False}]
+        sent = []
+
+        async def receive() -> dict:
+            return messages.pop() if len(messages) > 1 else messages[0]
+
+        async def send(message: dict) -> None:
+            sent.append(message.get("status"))
+
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": "",
+            "headers": [(b"content-type", b"application/json")], "app": server.app,
+        }  # fmt: skip
+        await asyncio.wait_for(server.app(scope, receive, send), 20)
+        return sent
+
+    with running_server(ServerConfig([NAME], num_tokenizer_threads=1)) as server:
+        service = server.app.state.service
+        held = service.text._pool.submit(is_over.wait)
+        try:
+            assert asyncio.run(ask(server))[0] == CLIENT_GONE
+            assert service.open_requests.num_open == 0 and not held.done()
+        finally:
+            is_over.set()
+        service.close()
+        with pytest.raises(ApiError, match="the server is closing") as caught:
+            asyncio.run(service.compile(lambda: None))
+        assert caught.value.status == 503
+
+
+def test_events_that_fail_to_close_keep_no_place():
+    async def events():
+        try:
+            yield b"1"
+            await asyncio.get_running_loop().create_future()
+        finally:
+            raise OSError("boom")
+
+    async def main() -> None:
+        client, ends, made = Client(1e4), [], events()
+        stream = EventStream(made, lambda: ends.append(1), 0.01)
+        with pytest.raises(OSError, match="boom"):
+            await stream({"type": "http"}, client.receive, client.send)
+        assert ends == [1]
+
+    asyncio.run(main())
+
+
 class Transport:
-    """A transport that notes whether it was aborted."""
+    """A transport that notes whether it was aborted.
+
+    sizes: of what waits to be read, one a look; the last one stays.
+    """
 
     def __init__(self) -> None:
-        self.aborted = asyncio.Event()
+        self.aborted, self.sizes = asyncio.Event(), [1]
+
+    def get_write_buffer_size(self) -> int:
+        return self.sizes.pop(0) if len(self.sizes) > 1 else self.sizes[0]
 
     def abort(self) -> None:
         self.aborted.set()
@@ -92,7 +155,7 @@ def connected(**fields) -> tuple[BoundedHttp, Transport]:
     async def app(scope, receive, send) -> None:
         await asyncio.get_running_loop().create_future()
 
-    config = uvicorn.Config(app, log_config=None, lifespan="off")
+    config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_keep_alive=bounded_http.HEAD_TIMEOUT)
     made, transport = BoundedHttp(config=config, server_state=ServerState(), app_state={}, **fields), Transport()
     made.connection_made(transport)
     return made, transport
@@ -118,6 +181,48 @@ def test_a_client_that_reads_nothing_is_cut_off():
         made.pause_writing()
         assert made._writing is None, "any time is allowed"
         close(made)
+
+    asyncio.run(main())
+
+
+def test_a_client_that_reads_slowly_is_not_cut_off():
+    async def main() -> None:
+        made, transport = connected(send_timeout=0.001)
+        transport.sizes = [100, 90, 90, 80, 80, 80]
+        made.pause_writing()
+        await transport.aborted.wait()
+        assert transport.sizes == [80], "it was looked at until nothing was read"
+        close(made)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("more", [b"\r\n", b"GET /next"])
+def test_bytes_after_a_request_do_not_end_its_answer(more):
+    async def main() -> None:
+        made, transport = connected()
+        made.data_received(REQUEST + b"123456789")
+        made.data_received(more)
+        made._on_silence(30.0)
+        assert not transport.aborted.is_set(), "the answer is under way"
+        made.cycle.response_complete = True
+        made._on_silence(30.0)
+        assert transport.aborted.is_set()
+        close(made)
+
+    asyncio.run(main())
+
+
+def test_a_connection_may_be_kept_before_its_first_request(monkeypatch):
+    async def main() -> None:
+        waits: list[float] = []
+        monkeypatch.setattr(BoundedHttp, "_read_within", lambda made, seconds: waits.append(seconds))
+        made, _ = connected()
+        made.timeout_keep_alive = 65
+        made.connection_made(Transport())
+        made.data_received(b"GET / HT")
+        assert waits[1:] == [65, bounded_http.HEAD_TIMEOUT]
+        made.connection_lost(None)
 
     asyncio.run(main())
 

@@ -1,12 +1,13 @@
 """EventStream: an answer that is sent as it comes, and ends when its reader goes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+PART_BYTES = 2**16
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -42,17 +43,22 @@ class EventStream(Response):
             if sending.done():
                 sending.result()
         finally:
-            await end_tasks(sending, *others)
-            await self._events.aclose()
-            self._end()
+            try:
+                await end_tasks(sending, *others)
+            finally:
+                try:
+                    await self._events.aclose()
+                finally:
+                    self._end()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         clock = asyncio.get_running_loop().time
         async for event in self._events:
-            self._sends_since = clock()
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-            self._sends_since = None
+            for part in parts_of(event):
+                self._sends_since = clock()
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                self._sends_since = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _until_stuck(self, timeout: float) -> None:
@@ -63,6 +69,12 @@ class EventStream(Response):
             await asyncio.sleep(timeout if since is None else since + timeout - clock())
             if since is not None and self._sends_since == since:
                 return
+
+
+def parts_of(content: bytes) -> Iterator[bytes]:
+    """Yield the parts of bytes that are sent one by one: a client that reads them slowly is seen to read."""
+    for begin in range(0, len(content), PART_BYTES):
+        yield content[begin : begin + PART_BYTES]
 
 
 async def until_gone(receive: Receive) -> None:

@@ -68,7 +68,9 @@ class Transcript:
 
     def hold(self, outputs: Sequence[StepOutput]) -> list[StepOutput]:
         """Keep outputs for later; return all that are kept."""
-        self._held = [*(self._held or ()), *outputs]
+        if self._held is None:
+            self._held = []
+        self._held.extend(outputs)
         return self._held
 
     def echo(self, prompt_logprobs: Logprobs | None) -> Iterator[Piece]:

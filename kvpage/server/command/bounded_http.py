@@ -1,6 +1,6 @@
 """BoundedHttp: uvicorn's HTTP, which waits for slow clients no longer than some time, and bounds the head of a request.
 
-a head    64 KiB, and HEAD_TIMEOUT from its first byte on, or from the connection's beginning
+a head    64 KiB, and HEAD_TIMEOUT from its first byte on; before it, the time that connections are kept
 a body    BODY_TIMEOUT from one part to the next; its size is the Gate's
 answers   `send_timeout` in which a client reads nothing of what waits for it
 """
@@ -32,7 +32,7 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Wait for the first request."""
         super().connection_made(transport)
-        self._read_within(HEAD_TIMEOUT)
+        self._read_within(self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nothing any more."""
@@ -46,9 +46,9 @@ class BoundedHttp(HttpToolsProtocol):
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self.send_400_response(f"the head of a request must be at most {MAX_HEAD_BYTES} bytes")
                 return
-            self._num_head_bytes += len(data)
-            if self._reading is None:
+            if not self._num_head_bytes or self._reading is None:
                 self._read_within(HEAD_TIMEOUT)
+            self._num_head_bytes += len(data)
         else:
             self._read_within(BODY_TIMEOUT)
         super().data_received(data)
@@ -69,7 +69,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Begin to wait for a client that does not read."""
         super().pause_writing()
         if self._send_timeout is not None and self._writing is None:
-            self._writing = self.loop.call_later(self._send_timeout, self.transport.abort)
+            self._expect_reads(self._send_timeout)
 
     def resume_writing(self) -> None:
         """Go on: it has read."""
@@ -78,6 +78,17 @@ class BoundedHttp(HttpToolsProtocol):
             self._writing = None
         super().resume_writing()
 
+    def _expect_reads(self, seconds: float) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._writing = self.loop.call_later(seconds, self._on_unread, seconds, size)
+
+    def _on_unread(self, seconds: float, size: int) -> None:
+        """End the connection, unless some of the bytes that waited have been read since."""
+        if self.transport.get_write_buffer_size() < size:
+            self._expect_reads(seconds)
+        else:
+            self.transport.abort()
+
     def _read_within(self, seconds: float | None) -> None:
         """Have the connection end unless something comes in time. None: nothing is waited for."""
         if self._reading is not None:
@@ -85,7 +96,13 @@ class BoundedHttp(HttpToolsProtocol):
         self._reading = None if seconds is None else self.loop.call_later(seconds, self._on_silence, seconds)
 
     def _on_silence(self, seconds: float) -> None:
-        if self.flow.read_paused:  # the server is the one that waits
+        is_head = self._num_head_bytes is not None
+        if self.flow.read_paused or self.pipeline or (is_head and self._answers):  # the server is the one that waits
             self._read_within(seconds)
         else:
             self.transport.abort()
+
+    @property
+    def _answers(self) -> bool:
+        """Whether an answer is under way: what comes meanwhile is of the next request."""
+        return self.cycle is not None and not self.cycle.response_complete

@@ -12,6 +12,7 @@ from kvpage.server.routes.prompts import prompt_of
 from kvpage.server.routes.responding import respond
 from kvpage.server.running.sampling import check_limits
 from kvpage.server.service import Service
+from kvpage.server.text.prompt import Prompt
 
 router = APIRouter()
 
@@ -26,7 +27,11 @@ async def chat_completions(request: Request) -> Response:
         model = service.check_model(body.model)
         check_limits(body, service.config, service.max_num_waiting)
         service.runner.check_room(1)
-        return await respond(request, body, [await prompt_of(service, body)], model, stack)
+
+        async def prompts() -> list[Prompt]:
+            return [await prompt_of(service, body)]
+
+        return await respond(request, body, prompts, model, stack)
 
 
 @router.post("/v1/chat/completions/render")

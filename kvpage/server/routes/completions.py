@@ -26,7 +26,7 @@ async def completions(request: Request) -> Response:
         model = service.check_model(body.model)
         check_limits(body, service.config, service.max_num_waiting)
         service.runner.check_room(body.num_prompts)
-        return await respond(request, body, await prompts_of(service, body), model, stack)
+        return await respond(request, body, lambda: prompts_of(service, body), model, stack)
 
 
 @router.post("/v1/completions/render")

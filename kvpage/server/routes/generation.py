@@ -97,11 +97,14 @@ class Generation:
     async def whole(self, job: Job, prompts: Sequence[Prompt]) -> bytes:
         """Return the whole answer. A large one is written beside the event loop."""
         outputs = await self._service.runner.whole(job)
-        num_prompt = sum(map(len, job.prompts)) * self._body.n if self._body.shows_prompt else 0
         num_generated = sum(len(sample.token_ids) for output in outputs for sample in output.samples)
-        if num_prompt + num_generated <= FEW_TOKENS:
+        if self._num_shown(job) + num_generated <= FEW_TOKENS:
             return self._answer(job, prompts, outputs)
         return await asyncio.to_thread(self._answer, job, prompts, outputs)
+
+    def _num_shown(self, job: Job) -> int:
+        """Return how many tokens of prompts the answer shows."""
+        return sum(map(len, job.prompts)) * self._body.n if self._body.shows_prompt else 0
 
     def _answer(self, job: Job, prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]) -> bytes:
         transcripts, pieces = self.transcripts(prompts), list[Piece]()
@@ -119,7 +122,10 @@ class Generation:
         """Yield the events of a stream. An error is an event, too: the status was sent before."""
         usage = Usage(sum(map(len, job.prompts)), cached_tokens=0)
         try:
-            begin = self._begin(transcripts, usage)
+            if self._num_shown(job) <= FEW_TOKENS:
+                begin = self._begin(transcripts, usage)
+            else:
+                begin = await asyncio.to_thread(self._begin, transcripts, usage)
             if begin:
                 yield begin
             async with aclosing(self._service.runner.stream(job, requests)) as turns:

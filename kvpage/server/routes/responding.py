@@ -2,14 +2,17 @@
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpage.server.answers.event_stream import EventStream, end_tasks, until_gone
+from kvpage.server.answers.whole_answer import WholeAnswer
 from kvpage.server.protocol.chat_request import ChatRequest
+from kvpage.server.protocol.errors import ApiError
 from kvpage.server.routes.generation import AnyRequest, Generation
 from kvpage.server.running.job import Job
 from kvpage.server.running.runner import abort_all
@@ -17,21 +20,30 @@ from kvpage.server.service import Service, caller_of
 from kvpage.server.text.prompt import Prompt
 
 CLIENT_GONE = 499  # nobody reads it
+Result = TypeVar("Result")
+MakePrompts = Callable[[], Coroutine[Any, Any, Sequence[Prompt]]]
 
 
 async def respond(
-    request: Request, body: AnyRequest, prompts: Sequence[Prompt], model: str, stack: ExitStack
+    request: Request, body: AnyRequest, make_prompts: MakePrompts, model: str, stack: ExitStack
 ) -> Response:
-    """Run a request of which the prompts are known, and return its answer.
+    """Run a request, and return its answer. ApiError 499 once the client has gone.
 
-    stack: what ends with the request, such as its place; a stream takes it along.
+    make_prompts: called once.
+    stack: what ends with the request, such as its place; the answer takes it along.
     """
     service = Service.of(request)
     generation = Generation(service, body, model, _answer_id(request, body))
-    job = await generation.job(prompts, caller_of(request))
+
+    async def prepared() -> tuple[Sequence[Prompt], Job]:
+        found = await make_prompts()
+        return found, await generation.job(found, caller_of(request))
+
+    prompts, job = await _unless_gone(request, prepared())
     if body.stream:
         return _stream(service, generation, job, prompts, stack)
-    return await _whole(request, generation, job, prompts)
+    content = await _unless_gone(request, generation.whole(job, prompts))
+    return WholeAnswer(content, stack.pop_all().close)
 
 
 def _stream(
@@ -44,14 +56,15 @@ def _stream(
     return EventStream(events, stack.pop_all().close, service.config.send_timeout)
 
 
-async def _whole(request: Request, generation: Generation, job: Job, prompts: Sequence[Prompt]) -> Response:
-    working = asyncio.ensure_future(generation.whole(job, prompts))
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of work. If the client goes before it is there, the work is cancelled, wherever it waits."""
+    working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(until_gone(request.receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            return Response(working.result(), media_type="application/json")
-        return Response(status_code=CLIENT_GONE)
+            return working.result()
+        raise ApiError(CLIENT_GONE, "the client has gone", code="client_gone")
     finally:
         await end_tasks(working, leaving)
 

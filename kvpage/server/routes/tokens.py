@@ -12,7 +12,7 @@ from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.errors import ApiError
 from kvpage.server.protocol.request_model import RequestModel, read_model
 from kvpage.server.protocol.sampling_fields import Count
-from kvpage.server.routes.bodies import answer, body_of, read_body
+from kvpage.server.routes.bodies import answer, body_of, long_answer, read_body
 from kvpage.server.routes.prompts import prompt_of
 from kvpage.server.service import Service
 
@@ -72,7 +72,7 @@ def _tokens(service: Service, token_ids: list[int], shows_texts: bool) -> Respon
     }
     if shows_texts:
         found["token_strs"] = [service.vocabulary[token_id][0] for token_id in token_ids]
-    return answer(found)
+    return long_answer(found)
 
 
 @router.post("/detokenize")

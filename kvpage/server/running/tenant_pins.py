@@ -19,8 +19,12 @@ class TenantPins:
         space = engine.manager.space
         handle = space.pin(tokens, namespace, ttl)
         num_blocks = space.pins.num_blocks_of(handle)
-        self._pins = [one for one in self._pins if space.pins.num_blocks_of(one[1])]
-        held = sum(space.pins.num_blocks_of(one) for owner, one in self._pins if owner == tenant)
+        kept, held = list[tuple[str, int]](), 0
+        for owner, one in self._pins:
+            if num_held := space.pins.num_blocks_of(one):
+                kept.append((owner, one))
+                held += num_held if owner == tenant else 0
+        self._pins = kept
         if self._quota is not None and held + num_blocks > self._quota:
             space.unpin(handle)
             raise ValueError(f"pins of a tenant must hold at most {self._quota} blocks, got {held} + {num_blocks}")
