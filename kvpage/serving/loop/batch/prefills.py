@@ -23,7 +23,7 @@ class Prefills:
             self._new.append(request)
 
     def will_share(self, request: Request) -> bool:
-        """Whether one of them has yet to compute what `request` begins with, too: a block at least. It keeps its state."""
+        """Whether one has yet to compute what `request` begins with, too: a block at least. It keeps its state."""
         if self._new:
             self._note_new()
         if not self._by_first_block or request.num_tokens <= self._block_size:
