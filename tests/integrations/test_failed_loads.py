@@ -6,6 +6,7 @@ engine.
 """
 
 import ctypes
+import importlib
 import json
 from pathlib import Path
 
@@ -93,7 +94,8 @@ def test_vllms_tier_stores_what_vllm_has_computed(tmp_path, monkeypatch, error):
     assert tiering.look_up(tiering.request("asks"), keys) == [False] * 8  # nothing was stored by the load
     assert tiering.compute("computes", keys).success
     rows = [np.zeros(len(bytes_of(key)), np.uint8) for key in keys]
-    assert tiering.tier._store.get_into(keys, rows) == [True] * 8
+    prefix = importlib.import_module("kvpage.integrations.vllm.tier").PERSISTENT
+    assert tiering.tier._store.get_into([prefix + key for key in keys], rows) == [True] * 8
     assert [row.tobytes() for row in rows] == [bytes_of(key) for key in keys]
     tiering.close()
 

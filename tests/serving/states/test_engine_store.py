@@ -108,7 +108,9 @@ def test_chunks_without_a_checkpoint_are_reported(lfm2: torch.nn.Module, expecte
             states.remove(prompt)
         explained = states.explain(PROMPTS[0])
         assert explained.num_cached_tokens == 0
-        assert "attention: 24 tokens" in str(explained) and "state: 0 tokens, then no checkpoint" in str(explained)
+        assert "attention: 24 tokens" in str(explained) and "state: 0 tokens, then no usable checkpoint" in str(
+            explained
+        )
         assert serve(make_engine(lfm2), store, PROMPTS[:1]) == (expected[:1], [0])
         assert states.explain(PROMPTS[0]).num_cached_tokens == ENDS[0]
         assert states.explain(PROMPTS[0], b"other").num_cached_tokens == 0
