@@ -109,7 +109,7 @@ std::span<const int32_t> row_of(const PathIds& ids, py::ssize_t tier, int64_t en
 
 void move(AnchorTable& table, const py::object& pairs, bool to_host) {
   const auto flat = py::array_t<int64_t, py::array::c_style | py::array::forcecast>::ensure(pairs);
-  if (!flat) throw py::error_already_set();
+  if (!flat) throw py::type_error("pairs must be integers, [num_pairs, 2]");
   table.move({flat.data(), static_cast<size_t>(flat.size())}, to_host);
 }
 

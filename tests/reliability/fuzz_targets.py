@@ -19,6 +19,7 @@ import fuzz_ops
 import fuzz_products
 import fuzz_sampling
 import fuzz_serving
+import fuzz_slots
 import fuzz_states
 import fuzz_store
 import fuzz_vllm
@@ -48,6 +49,7 @@ TARGETS = [
     Target("hybrid manager", fuzz_hybrid.HybridWorld, 3, 100),
     Target("windowed manager", fuzz_windows.WindowedWorld, 3, 100),
     Target("states", fuzz_states.StateCacheWorld),
+    Target("state slots", fuzz_slots.StateSlotWorld),
     Target("engine's caches", fuzz_manager.EngineWorld),
     Target("vllm", fuzz_vllm.VllmWorld, 2),
     Target("configs", fuzz_configs.ConfigWorld, 2, 100),
