@@ -46,7 +46,7 @@ class ByteStoreStats:
 
     Attributes:
         tiers: each tier, in the order of the configuration.
-        corrupt_records: records that were dropped, since their bytes were not right.
+        corrupt_records: records that were dropped, since their bytes or their size were not right.
         tier_errors: calls of a tier that failed or ran out of time.
         promoted_records: records that were copied into a faster tier after a hit.
         lost_events: events that no listener was told, since too many waited.
