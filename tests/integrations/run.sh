@@ -5,7 +5,8 @@
 #     tests/integrations/run.sh all                            each in turn; one that cannot be installed is skipped
 #
 # An environment has the packages of $PYTHON (default: python), in which kvpage and its extra `test` are installed, and
-# those of NAME/requirements.txt, without what they require in turn. It is made in a temporary folder, or in $ENV_DIR.
+# those of NAME/requirements.txt, without what they require in turn; PIP_CONSTRAINT does not hold for them. It is made in
+# a temporary folder, or in $ENV_DIR.
 # nano_vllm and mini_sglang have no packages: NANO_VLLM and MINI_SGLANG name the folders with theirs.
 #
 # A run of all tests of a folder writes its row of docs/integrations.md anew: versions, results, commit.
@@ -26,7 +27,7 @@ import glob, sys, sysconfig
 (site,) = glob.glob(f"{sys.argv[1]}/lib/python*/site-packages")
 open(f"{site}/zz_parent.pth", "w").write(sysconfig.get_paths()["purelib"] + "\n")
 PY
-    "$env/bin/python" -m pip install -q --disable-pip-version-check --no-deps \
+    PIP_CONSTRAINT='' "$env/bin/python" -m pip install -q --disable-pip-version-check --no-deps \
       -r "tests/integrations/$1/requirements.txt" >&2 && echo "$env/bin/python"
 }
 

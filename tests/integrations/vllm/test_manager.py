@@ -38,7 +38,8 @@ class Managed:
         (folder / "model").mkdir(exist_ok=True)
         (folder / "model" / "config.json").write_text("{}")
         plugin = {"type": "KVPageTier", "module_path": "kvpage.integrations.vllm"}
-        tier = {**plugin, "enable_kv_events": publishes, "tiers": [f"disk://{folder / 'kv'}?size=8MiB&segment=1MiB"]}
+        named = {**plugin, "weights": "test"}  # no engine, whose configuration would tell
+        tier = {**named, "enable_kv_events": publishes, "tiers": [f"disk://{folder / 'kv'}?size=8MiB&segment=1MiB"]}
         parallel = OffloadingParallelConfig(
             rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
             data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=True,
