@@ -45,7 +45,8 @@ PARTS = {
 
 def main(folder: str) -> None:
     """Serve the prompts over each cache, for each page size."""
-    parts = load(Path(folder))
+    root = Path(folder)
+    parts = load(root / "python" if (root / "python" / "minisgl").is_dir() else root)  # its repository, or a package
     register(num_pages=NUM_SLOTS)
     for page_size in PAGE_SIZES:
         for kind in ("radix", "kvpage"):
