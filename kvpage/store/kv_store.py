@@ -28,6 +28,7 @@ from kvpage.store.load.block_load import BlockLoad
 from kvpage.store.load.chunk_access import ChunkAccess
 from kvpage.store.load.early_load import EarlyLoad, OnVerified
 from kvpage.store.load.known_dtype import KnownDtype
+from kvpage.store.load.layer_chunks import LayerChunks
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.load.tensor_calls import TensorCalls
 from kvpage.store.placement import placed_tiers
@@ -236,9 +237,6 @@ class KVStore(TieredStore):
 
         Returns:
             As `load_blocks`, when all bytes are there.
-
-        Raises:
-            ValueError: as in `load_blocks`.
         """
         load = self._chunks.load(self._checked(tokens, namespace), engine, block_table, start, namespace)
         return self._loaded(load, EarlyLoad(load, self._tiers, verified).run())
@@ -260,9 +258,6 @@ class KVStore(TieredStore):
 
         Returns:
             The load, whose `wait` blocks until a layer is there.
-
-        Raises:
-            ValueError: as in `load_blocks`.
         """
         load = tokens, engine, block_table, start, namespace
         return made_or_undone(lambda: self._begin_layers(*load), LayerLoad.close)
@@ -345,14 +340,20 @@ class KVStore(TieredStore):
             layout: the place of each part in a state. States of another layout are never found.
             kv_dtype: of the K and V of the same model; None for a model without any.
 
-        Returns:
-            The records, which are open as long as the store.
-
         Raises:
             TypeError: an argument is of another type.
             ValueError: the store is of another dtype, or the metadata are too long for a record.
         """
         return StateRecords.of(self._state_parts, self._dtype, layout, kv_dtype)
+
+    @gated
+    def layers(self, engine: "CacheEngine") -> LayerChunks:
+        """Return the chunks of a cache's layers apart, for a model whose groups of layers have caches of their own.
+
+        Args:
+            engine: the cache of some of the model's layers. Those of other layers have other records.
+        """
+        return LayerChunks(self._tiers, self.gate, self.metadata, self.config.chunk_size, self.config.codec, engine)
 
     @gated
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
