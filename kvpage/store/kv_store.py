@@ -28,7 +28,6 @@ from kvpage.store.load.block_load import BlockLoad
 from kvpage.store.load.chunk_access import ChunkAccess
 from kvpage.store.load.early_load import EarlyLoad, OnVerified
 from kvpage.store.load.known_dtype import KnownDtype
-from kvpage.store.load.layer_chunks import LayerChunks
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.load.tensor_calls import TensorCalls
 from kvpage.store.placement import placed_tiers
@@ -39,7 +38,9 @@ from kvpage.store.stack.call_gate import gated
 from kvpage.store.stack.pin import Pin
 from kvpage.store.stack.placed import Placed
 from kvpage.store.states.explaining import explain_chunks
-from kvpage.store.states.state_records import StateParts, StateRecords
+from kvpage.store.states.layer_chunks import LayerChunks
+from kvpage.store.states.state_parts import StateParts
+from kvpage.store.states.state_records import StateRecords
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tiered_store import TieredStore
 from kvpage.store.tiers.tier import Key, Tier
@@ -348,12 +349,8 @@ class KVStore(TieredStore):
 
     @gated
     def layers(self, engine: "CacheEngine") -> LayerChunks:
-        """Return the chunks of a cache's layers apart, for a model whose groups of layers have caches of their own.
-
-        Args:
-            engine: the cache of some of the model's layers. Those of other layers have other records.
-        """
-        return LayerChunks(self._tiers, self.gate, self.metadata, self.config.chunk_size, self.config.codec, engine)
+        """Return the chunks of a cache's layers, apart from those of others. engine: the cache of some layers."""
+        return LayerChunks(self._state_parts, self.metadata, self.config.chunk_size, self.config.codec, engine)
 
     @gated
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:

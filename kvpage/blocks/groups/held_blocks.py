@@ -44,26 +44,24 @@ class HeldBlocks:
     windows: Sequence[HeldWindow]
     release: Callable[[], object]
 
-    @classmethod
-    def of(cls, match: Match, groups: Sequence[WindowBlocks], release_match: Callable[[], object]) -> "HeldBlocks":
-        """Return the blocks of a match, and all that windows have cached beside them.
 
-        Args:
-            match: Of the prefix tree. Its blocks are the caller's until `release`.
-            groups: The windows.
-            release_match: Lets go of the match.
-        """
-        full_ids = match.block_ids.copy()
-        masks = [blocks.has(full_ids) for blocks in groups]
-        used = [blocks.use(full_ids[has]) for blocks, has in zip(groups, masks, strict=True)]
+def hold(match: Match, groups: Sequence[WindowBlocks], release_match: Callable[[], object]) -> HeldBlocks:
+    """Return the blocks of a match, and all that windows have cached beside them.
 
-        def release() -> None:
-            release_match()
-            for blocks, ids in zip(groups, used, strict=True):
-                blocks.release(ids)
+    match: of the prefix tree; its blocks are the caller's until `release`. groups: the windows. release_match: lets go
+    of the match.
+    """
+    full_ids = match.block_ids.copy()
+    masks = [blocks.has(full_ids) for blocks in groups]
+    used = [blocks.use(full_ids[has]) for blocks, has in zip(groups, masks, strict=True)]
 
-        windows = [_held(has, ids) for has, ids in zip(masks, used, strict=True)]
-        return cls(match.num_tokens, full_ids, windows, release)
+    def release() -> None:
+        release_match()
+        for blocks, ids in zip(groups, used, strict=True):
+            blocks.release(ids)
+
+    windows = [_held(has, ids) for has, ids in zip(masks, used, strict=True)]
+    return HeldBlocks(match.num_tokens, full_ids, windows, release)
 
 
 def _held(has: npt.NDArray[np.bool_], ids: Sequence[int]) -> HeldWindow:

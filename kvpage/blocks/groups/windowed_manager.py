@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpage._C import Match
 from kvpage.blocks.explain import Explanation
-from kvpage.blocks.groups.held_blocks import HeldBlocks
+from kvpage.blocks.groups.held_blocks import HeldBlocks, hold
 from kvpage.blocks.groups.window_reach import reach_of_window
 from kvpage.blocks.groups.window_table import WindowTable
 from kvpage.blocks.groups.windowed_tables import WindowedTables
@@ -277,6 +277,9 @@ class WindowedManager(WindowedTables):
         Args:
             tokens: The prompt, at least one token, of which one is left over.
             namespace: Where to look.
+
+        Returns:
+            Whole blocks of tokens that all groups have.
         """
         return self._num_usable(self.tree.look(some_tokens(tokens)[:-1], namespace)[0][0]) * self.block_size
 
@@ -286,11 +289,16 @@ class WindowedManager(WindowedTables):
         Args:
             tokens: The prefix, as far as it is cached.
             namespace: Where to look.
+
+        Returns:
+            The blocks. Their `release` is to be called once.
         """
+        tokens = as_tokens(tokens)
+        check_namespace(namespace)
         for seq_id in self._tables:
             self._move_on(seq_id)
-        match = self.tree.match(as_tokens(tokens), namespace, num_left_over=0)
-        held = HeldBlocks.of(match, self.windows, lambda: self._let_go(held, match))
+        match = self.tree.match(tokens, namespace, num_left_over=0)
+        held = hold(match, self.windows, lambda: self._let_go(held, match))
         self._held.append(held)
         return held
 

@@ -18,8 +18,8 @@ from kvpage.store.load.block_chunks import metadata_of
 from kvpage.store.load.chunk_access import ChunkAccess
 from kvpage.store.load.known_dtype import KnownDtype
 from kvpage.store.records.keys import KVStoreMetadata
-from kvpage.store.stack.call_gate import CallGate, gated
-from kvpage.store.stack.tier_stack import TierStack
+from kvpage.store.stack.call_gate import gated
+from kvpage.store.states.state_parts import StateParts
 
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
@@ -31,8 +31,7 @@ class LayerChunks:
     Records name the layers, and the scales and the layout of the cache's rows. A cache of other layers finds none.
 
     Args:
-        tiers: Of the store.
-        gate: Of the store.
+        parts: Of the store.
         metadata: Of the store.
         chunk_size: Tokens of a chunk.
         codec: Of the store.
@@ -45,8 +44,7 @@ class LayerChunks:
 
     def __init__(
         self,
-        tiers: TierStack,
-        gate: CallGate,
+        parts: StateParts,
         metadata: KVStoreMetadata,
         chunk_size: int,
         codec: str,
@@ -59,10 +57,10 @@ class LayerChunks:
             raise ValueError(f"kv_dtype of the store must be the engine's, {own.kv_dtype}, got {metadata.kv_dtype}")
         layers = "layers", ",".join(map(str, engine.layer_ids))
         own = replace(own, extra=(*metadata.extra, layers))
-        self.gate, self.chunk_size = gate, chunk_size
-        self._engine, self._tiers = engine, tiers
+        self.gate, self.chunk_size = parts.gate, chunk_size
+        self._engine, self._tiers = engine, parts.tiers
         self._dtype = KnownDtype(own, chunk_size, codec)
-        self._chunks = ChunkAccess(chunk_size, self._dtype, tiers)
+        self._chunks = ChunkAccess(chunk_size, self._dtype, parts.tiers)
 
     @gated
     def there(self, tokens: Tokens, namespace: bytes = b"") -> list[bool]:
@@ -71,6 +69,9 @@ class LayerChunks:
         Args:
             tokens: int [num_tokens]. Those after the last whole chunk are a shorter one.
             namespace: tokens of different namespaces never meet.
+
+        Returns:
+            A flag for each chunk.
 
         Raises:
             ValueError, TypeError: arguments are wrong.
