@@ -18,6 +18,7 @@ from kvpage.checks.errors import OutOfBlocks  # isort: skip  (the extension look
 import kvpage._C as _C
 from kvpage._C import BlockPool, HotPrefix, Match, PartMatch, PrefixTree, TreeEntry
 from kvpage.blocks.explain import Ending, Explanation, GroupReach, StoreReach, StoreVerdict
+from kvpage.blocks.groups.held_blocks import HeldBlocks, HeldWindow
 from kvpage.blocks.groups.window_blocks import Window, WindowStats
 from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.blocks.hybrid.manager import HybridManager
@@ -65,6 +66,8 @@ __all__ = [
     "GroupReach",
     "HostPolicy",
     "HotPrefix",
+    "HeldBlocks",
+    "HeldWindow",
     "HybridManager",
     "KVScales",
     "KVView",

@@ -18,6 +18,7 @@ from kvpage.store.records.keys import KVStoreMetadata
 from kvpage.store.records.summary import RecordSummary
 from kvpage.store.stack.pin import Pin
 from kvpage.store.stack.placed import Placed
+from kvpage.store.states.layer_chunks import LayerChunks
 from kvpage.store.states.state_records import StateRecords
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tiers.tier import Tier, TierError, TierRests, TierStats
@@ -37,6 +38,7 @@ __all__ = [
     "KVStoreMetadata",
     "KVStoreStats",
     "Later",
+    "LayerChunks",
     "LayerLoad",
     "PageView",
     "Pieces",

@@ -38,7 +38,9 @@ from kvpage.store.stack.call_gate import gated
 from kvpage.store.stack.pin import Pin
 from kvpage.store.stack.placed import Placed
 from kvpage.store.states.explaining import explain_chunks
-from kvpage.store.states.state_records import StateParts, StateRecords
+from kvpage.store.states.layer_chunks import LayerChunks
+from kvpage.store.states.state_parts import StateParts
+from kvpage.store.states.state_records import StateRecords
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tiered_store import TieredStore
 from kvpage.store.tiers.tier import Key, Tier
@@ -236,9 +238,6 @@ class KVStore(TieredStore):
 
         Returns:
             As `load_blocks`, when all bytes are there.
-
-        Raises:
-            ValueError: as in `load_blocks`.
         """
         load = self._chunks.load(self._checked(tokens, namespace), engine, block_table, start, namespace)
         return self._loaded(load, EarlyLoad(load, self._tiers, verified).run())
@@ -260,9 +259,6 @@ class KVStore(TieredStore):
 
         Returns:
             The load, whose `wait` blocks until a layer is there.
-
-        Raises:
-            ValueError: as in `load_blocks`.
         """
         load = tokens, engine, block_table, start, namespace
         return made_or_undone(lambda: self._begin_layers(*load), LayerLoad.close)
@@ -345,14 +341,16 @@ class KVStore(TieredStore):
             layout: the place of each part in a state. States of another layout are never found.
             kv_dtype: of the K and V of the same model; None for a model without any.
 
-        Returns:
-            The records, which are open as long as the store.
-
         Raises:
             TypeError: an argument is of another type.
             ValueError: the store is of another dtype, or the metadata are too long for a record.
         """
         return StateRecords.of(self._state_parts, self._dtype, layout, kv_dtype)
+
+    @gated
+    def layers(self, engine: "CacheEngine") -> LayerChunks:
+        """Return the chunks of a cache's layers, apart from those of others. engine: the cache of some layers."""
+        return LayerChunks(self._state_parts, self.metadata, self.config.chunk_size, self.config.codec, engine)
 
     @gated
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:

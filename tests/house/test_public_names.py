@@ -46,7 +46,7 @@ PRIVATE = {
     "kvpage.blocks.hybrid.looks.held.HeldCheckpoints": "of an engine's manager, for its store",
     "kvpage.store.records.kinds.RecordKinds": "of a KVStore, which makes its StateRecords",
     "kvpage.store.states.state_keys.StateKeys": "of a KVStore, which makes its StateRecords",
-    "kvpage.store.states.state_records.StateParts": "of a KVStore, which makes its StateRecords",
+    "kvpage.store.states.state_parts.StateParts": "of a KVStore, which makes the records of its groups",
     "kvpage.integrations.sglang.host_pages.HostPages": "of a PageStorage, which makes it of a pool",
     "kvpage.observe.tree_watch.TreeChanges": "told by an engine's telemetry to its listeners",
     "kvpage.ops.args.bound_cache.AttentionOfOthers": "a library, which Engine.from_model chooses",

@@ -14,12 +14,13 @@ CHUNK, LAYERS, HEADS, SIZE = 4, 2, 1, 4
 CALLS = ("store", "retrieve", "lookup", "keys_of", "pin", "remove", "flush")
 CALLS += ("store_blocks", "load_blocks", "load_layers", "layer")
 CALLS += ("states_put", "states_get", "states_longest", "states_explain")
+CALLS += ("layers_there", "layers_put", "layers_load", "layers")
 LAYOUT = StateLayout.of_parts([StatePart(0, "conv", 0, (3,), torch.float32)])
 
 
 class StoreWorld:
     covers = ("kvpage.store.KVStore", "kvpage.store.KVStoreStats", "kvpage.store.Pin", "kvpage.store.metadata_of")
-    covers += ("kvpage.store.LayerLoad", "kvpage.store.StateRecords")
+    covers += ("kvpage.store.LayerLoad", "kvpage.store.StateRecords", "kvpage.store.LayerChunks")
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.pins, self.loads = rng, [], []
@@ -30,6 +31,7 @@ class StoreWorld:
         self.store = KVStore(config, self.metadata)
         self.block_store = KVStore(config, metadata_of(self.engine, "m"))
         self.states = self.store.states(LAYOUT, torch.float32)
+        self.layers = self.store.layers(self.engine)
 
     def __enter__(self) -> "StoreWorld":
         return self
@@ -143,6 +145,21 @@ class StoreWorld:
     def _load_blocks(self, tokens: list[int]) -> Case:
         args = self._blocks(tokens) | {"start": 0, "namespace": b""}
         return Case("store.load_blocks", self.block_store.load_blocks, args)
+
+    def _layers(self, tokens: list[int]) -> Case:
+        return Case("store.layers", self.store.layers, {"engine": self.engine})
+
+    def _layers_there(self, tokens: list[int]) -> Case:
+        return Case("layers.there", self.layers.there, {"tokens": tokens, "namespace": b""})
+
+    def _layers_put(self, tokens: list[int]) -> Case:
+        first = self.rng.randint(0, len(tokens) // CHUNK)
+        args = {"tokens": tokens, "block_table": self._blocks(tokens)["block_table"], "first_chunk": first}
+        return Case("layers.put", self.layers.put, args | {"namespace": b""})
+
+    def _layers_load(self, tokens: list[int]) -> Case:
+        args = {"tokens": tokens, "block_table": self._blocks(tokens)["block_table"], "start": 0, "namespace": b""}
+        return Case("layers.load", self.layers.load, args)
 
     def _load_layers(self, tokens: list[int]) -> Case:
         args = self._blocks(tokens) | {"start": 0, "namespace": b""}

@@ -8,7 +8,7 @@ from fuzz_blocks import as_integers
 from fuzz_case import Case
 from fuzz_manager import BLOCK_SIZE, NUM_BLOCKS, ManagerWorld, make_manager
 
-from kvpage import Window, WindowedManager, WindowStats
+from kvpage import HeldBlocks, Window, WindowedManager, WindowStats
 from kvpage.blocks.groups.window_blocks import WindowBlocks
 from kvpage.blocks.moves import BlockMove
 
@@ -16,12 +16,16 @@ from kvpage.blocks.moves import BlockMove
 class WindowedWorld(ManagerWorld):
     """Sequences of one manager with one to three windows, whose groups have few blocks."""
 
-    covers = ("kvpage.WindowedManager",)
+    covers = ("kvpage.WindowedManager", "kvpage.HeldBlocks", "kvpage.HeldWindow")
     calls = ManagerWorld.calls + " open open open open far far write write write whole_fork whole_fork"
     calls += " window_tables window_slots all_window_slots window_moves window_moves window_stats reset"
+    calls += " load load hold hold let_go num_cached"
     manager: WindowedManager
+    held: HeldBlocks | None = None
 
     def __exit__(self, kind: object, *error: object) -> None:
+        if self.held is not None:
+            self.held.release()
         super().__exit__(kind, *error)
         if kind is None:
             self.manager.reset_prefix_cache()
@@ -90,6 +94,49 @@ class WindowedWorld(ManagerWorld):
         case = self._call("commit", seq_id=seq_id, tokens=tokens)
         case.name, case.function, case.fixed = "manager.open_windows, commit", write, ("seq_id", "tokens")
         return case
+
+    def _load(self) -> Case:
+        """As a load does: room for the last windows alone, and the commit."""
+        seq_id = self._running()
+        num_written, num_tokens = self._bounds(seq_id)
+        end = self.rng.randint(num_written // BLOCK_SIZE, num_tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+        def load(seq_id: Any, num_tokens: Any) -> None:
+            starts, before = self.manager.skip_to(seq_id, num_tokens), self._bounds(seq_id)[0]
+            assert all(before <= start <= num_tokens for start in starts)
+            self.manager.commit(seq_id, [self._token() for _ in range(num_tokens - before)])
+
+        case = self._call("skip_to", seq_id=seq_id, num_tokens=end)
+        case.name, case.function = "manager.skip_to, commit", load
+        return case
+
+    def _hold(self) -> Case:
+        """Blocks of a prefix; what was held before is let go."""
+
+        def keep(held: HeldBlocks) -> None:
+            self._end_held()
+            self.held = held
+
+        case = self._call("hold_cached", tokens=as_integers(self._tokens(), self.rng), namespace=b"")
+        case.done = keep
+        return case
+
+    def _let_go(self) -> Case:
+        return Case("held.release", self._end_held)
+
+    def _end_held(self) -> None:
+        if self.held is not None:
+            self.held.release()
+        self.held = None
+
+    def _num_cached(self) -> Case:
+        tokens = self._tokens()
+        case = self._call("num_cached", tokens=as_integers(tokens, self.rng), namespace=b"")
+        case.judge = lambda count: self._is_whole(count, len(tokens))
+        return case
+
+    def _is_whole(self, count: int, num_tokens: int) -> None:
+        assert count % BLOCK_SIZE == 0 <= count < num_tokens
 
     def _whole_fork(self) -> Case:
         self.num_made += 1

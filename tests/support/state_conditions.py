@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from support.condition_trial import Condition, ConditionTrial
-from support.state_disk import NUM_COMMON, prompts_of, serve, serve_elsewhere
+from support.disk_engines import NUM_COMMON, prompts_of, serve, serve_elsewhere
 from support.state_engines import B, states_for
 
 PORTION = 7

@@ -1,6 +1,10 @@
 """Conditions under which models are served whose windows have blocks of their own. They share whole blocks."""
 
+import tempfile
+from pathlib import Path
+
 from support.condition_trial import Condition, ConditionTrial
+from support.disk_engines import NUM_COMMON, prompts_of, serve, serve_elsewhere
 from support.models import WINDOW
 from support.window_engines import B
 
@@ -60,8 +64,22 @@ def evicted(trial: ConditionTrial) -> None:
     trial.check(engine)
 
 
+def from_disk(trial: ConditionTrial) -> None:
+    """One process stores, and another one goes on."""
+    prompts = prompts_of(trial.seed)
+    shared = NUM_COMMON // B * B
+    with tempfile.TemporaryDirectory() as folder:
+        first = serve(Path(folder), trial.seed, [trial.kind])[trial.kind]
+        second = serve_elsewhere(Path(folder), trial.seed, [trial.kind])[trial.kind]
+    ends = [(len(prompt) - 1) // B * B for prompt in prompts]
+    for served, hits in ((first, [0, shared, shared, ends[-1]]), (second, ends)):
+        trial.compare_all(prompts, [tokens for tokens, _ in served])
+        assert [num_cached for _, num_cached in served] == hits, f"{trial.kind}, seed {trial.seed}: {served}"
+
+
 CONDITIONS: dict[str, Condition] = {
     "preempted": preempted,
+    "from disk": from_disk,
     "evicted": evicted,
     "shared in the first block": lambda trial: shared(trial, 0),
     "shared in the second block": lambda trial: shared(trial, 1),

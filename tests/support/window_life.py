@@ -8,6 +8,7 @@ import random
 import numpy as np
 
 from kvpage import OutOfBlocks
+from kvpage.blocks.groups.held_blocks import HeldBlocks
 from kvpage.blocks.groups.windowed_manager import WindowedManager
 
 POISON = "poison"
@@ -24,6 +25,8 @@ class WindowLife:
         self.names: dict[int, bytes] = {}
         self.written: dict[int, int] = {}
         self.secret: dict[int, int] = {}
+        self.held: list[HeldBlocks] = []
+        self.num_loaded = self.num_kept = 0
         self.next_id = self.num_shared = self.num_refused = self.num_copied = 0
         self.most_held = [0] * len(manager.windows)
 
@@ -138,8 +141,8 @@ class WindowLife:
 
     def live(self, count: int) -> None:
         operations = [self.begin_any, self.write_any, self.decode, self.fork_any, self.release_any, self.give_back]
-        operations += [self.hide, self.drop, self.reset]
-        for operation in self.rng.choices(operations, [5, 9, 6, 1, 4, 1, 0.3, 0.5, 0.1], k=count):
+        operations += [self.hide, self.drop, self.reset, self.load, self.keep, self.let_go]
+        for operation in self.rng.choices(operations, [5, 9, 6, 1, 4, 1, 0.3, 0.5, 0.1, 2, 2, 2], k=count):
             try:
                 operation()
             except OutOfBlocks as error:
@@ -192,6 +195,47 @@ class WindowLife:
             self.manager.give_back_room(seq_id)
             self.tokens[seq_id] = self.tokens[seq_id][: self.written[seq_id]]
 
+    def load(self) -> None:
+        """K and V of a new sequence come from elsewhere: full layers' after what is cached, windows' as asked for."""
+        prompt, name = self.some_tokens(self.rng.randrange(1, 8 * self.size)), self.rng.choice([b"", b"tenant"])
+        before = self.begin(prompt, name)
+        seq_id, end = self.next_id, self.rng.randint(before // self.size, len(prompt) // self.size) * self.size
+        assert self.manager.num_cached(prompt, name) == before
+        starts = [before, *self.manager.skip_to(seq_id, end)]
+        self.do_moves()
+        self.manager.check()
+        slots = [self.manager.slot_mapping(seq_id, before, end)]
+        slots += [self.manager.window_slots(g, seq_id, start, end) for g, start in enumerate(starts[1:])]
+        for cells, pool, start, places in zip(self.cells, self.pools, starts, slots, strict=True):
+            for position, place in zip(range(start, end), places.tolist(), strict=True):
+                assert pool.ref_count(place // self.size) == 1  # nobody else reads it
+                cells[place // self.size, place % self.size] = self.key(seq_id, position)
+        self.num_loaded += end - before
+        self.manager.commit(seq_id, prompt[before:end])
+        self.written[seq_id] = end
+
+    def keep(self) -> None:
+        """All that is held stands for the prefix, until it is let go."""
+        tokens, name = self.some_tokens(5 * self.size), self.rng.choice([b"", b"tenant"])
+        held = self.manager.hold_cached(tokens, name)
+        for cells, ids in self.tables_of(held):
+            for place, block_id in ids:
+                expected = [(name, tuple(tokens[: place * self.size + i + 1]), None) for i in range(self.size)]
+                assert list(cells[block_id]) == expected
+        self.num_kept += sum(len(ids) for _, ids in self.tables_of(held))
+        self.held.append(held)
+
+    def tables_of(self, held: HeldBlocks) -> list[tuple[np.ndarray, list[tuple[int, int]]]]:
+        tables = [list(enumerate(held.block_ids.tolist()))]
+        for one in held.windows:
+            places = np.flatnonzero(one.has)
+            tables.append(list(zip(places.tolist(), one.block_ids[places].tolist(), strict=True)))
+        return list(zip(self.cells, tables, strict=True))
+
+    def let_go(self) -> None:
+        if self.held:
+            self.held.pop(self.rng.randrange(len(self.held))).release()
+
     def hide(self) -> None:
         if (seq_id := self.any([i for i in self.tokens if i not in self.secret])) is not None:
             self.manager.make_private(seq_id)
@@ -201,7 +245,8 @@ class WindowLife:
         self.manager.space.drop(self.some_tokens(5 * self.size))
 
     def reset(self) -> None:
-        while self.tokens:
+        while self.tokens or self.held:
             self.release_any()
+            self.let_go()
         self.manager.reset_prefix_cache()
         assert [pool.num_free for pool in self.pools] == [pool.num_blocks for pool in self.pools]

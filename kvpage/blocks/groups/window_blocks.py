@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvpage._C import BlockPool
 from kvpage.blocks.moves import BlockMove, BlockMoves
 from kvpage.blocks.states import Ids
-from kvpage.checks.values import check_at_least
+from kvpage.checks.values import as_list, check_at_least
 
 NO_BLOCK = -1
 
@@ -44,6 +44,25 @@ class Window:
     def __post_init__(self) -> None:
         check_at_least("num_tokens", self.num_tokens, 1)
         check_at_least("num_blocks", self.num_blocks, 1)
+
+
+def checked_windows(windows: Iterable[Window]) -> list[Window]:
+    """Return the windows of a manager.
+
+    Args:
+        windows: At least one.
+
+    Raises:
+        ValueError: There is none.
+        TypeError: One is no Window.
+    """
+    found = as_list("windows", windows)
+    if not found:
+        raise ValueError("windows must be one or more, got 0")
+    for window in found:
+        if not isinstance(window, Window):
+            raise TypeError(f"windows must be Windows, got {type(window).__name__}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpage._C import Match
 from kvpage.blocks.groups.window_blocks import WindowBlocks
-from kvpage.blocks.states import Ids, Slots
+from kvpage.blocks.states import Ids, SeqId, Slots
 
 
 class WindowTable:
@@ -26,6 +26,7 @@ class WindowTable:
         self.first = first
         self.ids = ids
         self.num_cached = first + len(ids)  # places whose blocks have been looked at by `cache`
+        self._num_arriving = 0  # tokens before which the last window comes from elsewhere
 
     @classmethod
     def after(cls, blocks: WindowBlocks, match: Match) -> "WindowTable":
@@ -81,6 +82,20 @@ class WindowTable:
             self.ids[place] = own
         self.ids += self._blocks.take(max(end - self.end, 0))
 
+    def num_to_skip(self, num_tokens: int) -> int:
+        """Return how many blocks `skip_to` takes."""
+        return max(num_tokens // self._blocks.block_size - max(self.end, self._first_before(num_tokens)), 0)
+
+    def skip_to(self, num_tokens: int) -> None:
+        """Hold the last window before so many tokens alone: whole blocks, written from elsewhere where some lack."""
+        end, first = num_tokens // self._blocks.block_size, self._first_before(num_tokens)
+        kept = min(max(first - self.first, 0), len(self.ids))
+        self._blocks.release(self.ids[:kept])
+        self.ids = self.ids[kept:]
+        self.first = first if not self.ids else self.first + kept
+        self.ids += self._blocks.take(max(end - self.end, 0))
+        self.num_cached, self._num_arriving = max(self.num_cached, self.first), num_tokens
+
     def fork(self) -> "WindowTable":
         """Return a table of the same blocks."""
         self._blocks.pool.share(self.ids)
@@ -107,11 +122,22 @@ class WindowTable:
         slots: Slots = np.array(self.ids, np.int64)[places - self.first] * size + offsets
         return slots
 
+    def check_has(self, seq_id: SeqId, start: int, end: int) -> None:
+        """Raise ValueError unless there are blocks for the positions [start, end) of the sequence."""
+        least, most = self.first * self._blocks.block_size, self.end * self._blocks.block_size
+        if not least <= start <= end <= most:
+            raise ValueError(f"positions of {seq_id!r} must be in [{least}, {most}], got [{start}, {end}]")
+
     def check(self, num_written: int) -> None:
         """Raise RuntimeError unless there are blocks for all that the next token attends to. For tests."""
-        first, end = self._blocks.first_block(num_written), -(-num_written // self._blocks.block_size)
+        first = self._blocks.first_block(max(num_written, self._num_arriving))
+        end = -(-num_written // self._blocks.block_size)
         if self.first > first or self.end < end:
             raise RuntimeError(f"a sequence needs blocks [{first}, {end}), has [{self.first}, {self.end})")
+
+    def _first_before(self, num_tokens: int) -> int:
+        """Return the place of the first block of the last window before so many tokens, whole blocks."""
+        return min(self._blocks.first_block(num_tokens), num_tokens // self._blocks.block_size)
 
     def _is_shared(self, num_written: int) -> bool:
         """Whether the next token goes into a block that another sequence has, too."""

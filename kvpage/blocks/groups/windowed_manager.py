@@ -13,20 +13,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvpage._C import Match
 from kvpage.blocks.explain import Explanation
-from kvpage.blocks.groups.window_blocks import Window, WindowBlocks
+from kvpage.blocks.groups.held_blocks import HeldBlocks, hold
 from kvpage.blocks.groups.window_reach import reach_of_window
 from kvpage.blocks.groups.window_table import WindowTable
+from kvpage.blocks.groups.windowed_tables import WindowedTables
 from kvpage.blocks.lives.growth import tokens_left_over
-from kvpage.blocks.manager import BlockManager, some_tokens
-from kvpage.blocks.states import Allocation, Ids, SeqId, Slots
+from kvpage.blocks.manager import some_tokens
+from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_integer, as_list, as_positions, check_namespace
 
 
-class WindowedManager(BlockManager):
+class WindowedManager(WindowedTables):
     """Block tables of sequences in the full layers' group, and in a group for each window.
 
     Its rules are those of BlockManager, whose methods are for the full layers. A model without full layers has this
@@ -42,19 +44,6 @@ class WindowedManager(BlockManager):
         ValueError: A number is out of range, or there is no window.
         TypeError: An argument is of another type.
     """
-
-    def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, *, windows: Sequence[Window]
-    ) -> None:
-        windows = as_list("windows", windows)
-        if not windows:
-            raise ValueError("windows must be one or more, got 0")
-        for window in windows:
-            if not isinstance(window, Window):
-                raise TypeError(f"windows must be Windows, got {type(window).__name__}")
-        super().__init__(num_blocks, block_size, enable_prefix_caching, share_parts=False)
-        self.windows = tuple(WindowBlocks(window, block_size, self.pool) for window in windows)
-        self._tables: dict[SeqId, tuple[WindowTable, ...]] = {}  # one for each window
 
     # --- a sequence's life -------------------------------------------------------------------------------------------
 
@@ -170,6 +159,36 @@ class WindowedManager(BlockManager):
         return end
 
     @uninterrupted
+    def skip_to(self, seq_id: SeqId, num_tokens: int) -> list[int]:
+        """Make room in all windows for the last window before so many tokens alone, whose K and V come from elsewhere.
+
+        Then write them, and commit the tokens. No step may compute the sequence before.
+
+        Args:
+            seq_id: The sequence.
+            num_tokens: Whole blocks, at least those of the committed tokens.
+
+        Returns:
+            For each window the first token to write. Those before it are there, or behind the window.
+
+        Raises:
+            OutOfBlocks: The tokens do not fit into a window's group. No room is made.
+            ValueError: `num_tokens` or what is committed is out of range, or amid a block.
+        """
+        self._check_ends([seq_id], [num_tokens])
+        tables, num_written = self._tables[seq_id], self.state(seq_id).num_written
+        if num_tokens % self.block_size or num_written % self.block_size:
+            both = f"got {num_tokens} after {num_written} committed ones"
+            raise ValueError(f"num_tokens must be whole blocks of {self.block_size}, {both}")
+        self._move_on(seq_id)
+        for table, blocks in zip(tables, self.windows, strict=True):
+            if table.num_to_skip(num_tokens) > blocks.num_free:
+                raise OutOfBlocks(table.num_to_skip(num_tokens), blocks.num_free)
+        for table in tables:
+            table.skip_to(num_tokens)
+        return [max(table.first * self.block_size, num_written) for table in tables]
+
+    @uninterrupted
     def commit(self, seq_id: SeqId, tokens: Tokens) -> None:
         """Record that K and V of `tokens` have been written in all groups, and give back what lies behind the windows.
 
@@ -250,73 +269,38 @@ class WindowedManager(BlockManager):
         """
         raise OutOfBlocks(len(self.block_ids(seq_id)), 0)
 
-    # --- arguments of a step -----------------------------------------------------------------------------------------
-
-    def window_tables(self, group: int, seq_ids: Sequence[SeqId]) -> Ids:
-        """Return the tables of several sequences in one window's group, int32 [num_seqs, max_blocks].
-
-        They are as wide as block_tables. Entries behind the window, and after the room for the step, are 0: the layers
-        of the group do not read them.
-
-        Args:
-            group: The window's place in `windows`.
-            seq_ids: Sequences.
-
-        Raises:
-            RuntimeError: There are moves to make in this group.
-            ValueError: There is no such group.
-        """
-        group = self._moved_group(group)
-        tables = [self._tables[seq_id][group] for seq_id in as_list("seq_ids", seq_ids)]
-        most = max((self._sequences.blocks_for(self.state(seq_id).num_tokens) for seq_id in seq_ids), default=0)
-        return np.array([table.row(most) for table in tables], np.int32).reshape(len(tables), most)
-
-    def window_slots(self, group: int, seq_id: SeqId, start: int, end: int) -> Slots:
-        """Return the slots of the sequence's positions [start, end) in one window's group, int64.
-
-        Args:
-            group: The window's place in `windows`.
-            seq_id: The sequence.
-            start: The first position.
-            end: The position after the last one.
-
-        Raises:
-            RuntimeError: There are moves to make in this group.
-            ValueError: A position has no block: it is behind the window, or windows are not opened for it. Or there is
-                no such group.
-        """
-        return self.window_slot_mappings(group, [seq_id], [start], [end])
-
-    def window_slot_mappings(
-        self, group: int, seq_ids: Sequence[SeqId], starts: Sequence[int], ends: Sequence[int]
-    ) -> Slots:
-        """Return the slots of the positions [starts[i], ends[i]) of each sequence in one window's group, int64.
-
-        Args:
-            group: The window's place in `windows`.
-            seq_ids: Sequences.
-            starts: The first position of each.
-            ends: The position after the last one of each.
-
-        Raises:
-            RuntimeError: There are moves to make in this group.
-            ValueError: As `window_slots`.
-        """
-        group = self._moved_group(group)
-        seq_ids = as_list("seq_ids", seq_ids)
-        first, last = (
-            as_positions(name, column, len(seq_ids)).tolist() for name, column in (("starts", starts), ("ends", ends))
-        )
-        tables = [self._tables[seq_id][group] for seq_id in seq_ids]
-        for seq_id, table, start, end in zip(seq_ids, tables, first, last, strict=True):
-            least, most = table.first * self.block_size, table.end * self.block_size
-            if not least <= start <= end <= most:
-                raise ValueError(f"positions of {seq_id!r} must be in [{least}, {most}], got [{start}, {end}]")
-        return np.concatenate(
-            [np.empty(0, np.int64), *(table.slots(*one) for table, *one in zip(tables, first, last, strict=True))]
-        )
-
     # --- questions ---------------------------------------------------------------------------------------------------
+
+    def num_cached(self, tokens: Tokens, namespace: bytes = b"") -> int:
+        """Return how many tokens of a prompt a sequence need not compute. Nothing counts as used.
+
+        Args:
+            tokens: The prompt, at least one token, of which one is left over.
+            namespace: Where to look.
+
+        Returns:
+            Whole blocks of tokens that all groups have.
+        """
+        return self._num_usable(self.tree.look(some_tokens(tokens)[:-1], namespace)[0][0]) * self.block_size
+
+    def hold_cached(self, tokens: Tokens, namespace: bytes = b"") -> HeldBlocks:
+        """Hold all cached blocks of a prefix, in all groups, until `release` of the result.
+
+        Args:
+            tokens: The prefix, as far as it is cached.
+            namespace: Where to look.
+
+        Returns:
+            The blocks. Their `release` is to be called once.
+        """
+        tokens = as_tokens(tokens)
+        check_namespace(namespace)
+        for seq_id in self._tables:
+            self._move_on(seq_id)
+        match = self.tree.match(tokens, namespace, num_left_over=0)
+        held = hold(match, self.windows, lambda: self._let_go(held, match))
+        self._held.append(held)
+        return held
 
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
         """Return how far full layers and each window reach into a prompt, and why not further. Nothing is changed.
@@ -345,12 +329,18 @@ class WindowedManager(BlockManager):
         if set(self._tables) != set(self._sequences.on_device):
             raise RuntimeError(f"windows know sequences {list(self._tables)}, not {list(self._sequences.on_device)}")
         for group, blocks in enumerate(self.windows):
-            blocks.check([block_id for tables in self._tables.values() for block_id in tables[group].ids])
+            ids = [block_id for tables in self._tables.values() for block_id in tables[group].ids]
+            kept = [one.windows[group] for one in self._held]
+            blocks.check(ids + [block_id for one in kept for block_id in one.block_ids[one.has].tolist()])
         for seq_id, tables in self._tables.items():
             for table in tables:
                 table.check(self.state(seq_id).num_written)
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _let_go(self, held: HeldBlocks, match: Match) -> None:
+        self._held.remove(held)
+        self.tree.release(match)
 
     def _num_usable(self, full_ids: Ids) -> int:
         """Return the largest number of blocks of a prefix after which a sequence can go on in all windows."""
@@ -389,12 +379,3 @@ class WindowedManager(BlockManager):
         if any(table.end < end for table in self._tables[seq_id]):
             most = min(table.end for table in self._tables[seq_id]) * self.block_size
             raise ValueError(f"windows of {seq_id!r} must be opened for its tokens, got {num_tokens} beyond {most}")
-
-    def _moved_group(self, group: int) -> int:
-        """Return the place of a group whose moves are made."""
-        group = as_integer("group", group)
-        if not 0 <= group < len(self.windows):
-            raise ValueError(f"group must be in [0, {len(self.windows)}), got {group}")
-        if self.windows[group].moves:
-            raise RuntimeError("do_moves of the window's group must be called before a step")
-        return group

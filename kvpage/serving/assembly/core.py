@@ -26,7 +26,7 @@ from kvpage.ops.args.tokens import COMPUTE_DTYPES
 from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.serving.assembly.parts import EngineParts
 from kvpage.serving.assembly.prompts import EnginePrompts
-from kvpage.serving.assembly.store_parts import check_keeps_states, make_store_connector
+from kvpage.serving.assembly.store_parts import check_keeps_layers, check_keeps_states, make_store_connector
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.config import EngineConfig
@@ -131,12 +131,12 @@ class EngineCore(EnginePrompts):
         if self.states is not None:
             check_keeps_states(store)
         if isinstance(self.manager, WindowedManager):
-            raise ValueError("store must be None with num_window_blocks: its chunks are of all layers")
+            check_keeps_layers(store)
         if not self.manager.enable_prefix_caching:
             raise ValueError("store needs enable_prefix_caching, by which requests find what comes out of it")
         if self._connectors.store:
             raise ValueError("store must be given once, the engine has one")
-        about = store, self.cache, self.manager, self._transfers, rule, self.states
+        about = store, self.cache, self.manager, self._transfers, rule, self.states, self.window_caches
         self._connectors.connect_store(make_store_connector(self.config, *about))
 
     def use_segments(self, blender: Blender, segments: SegmentCache) -> None:

@@ -25,7 +25,7 @@ from kvpage.cache.state_cache import StateCache
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.state_saves import StateSaves
 from kvpage.serving.loop.moves.store_load import StoreLoad
-from kvpage.serving.loop.moves.store_saves import StoreSaves
+from kvpage.serving.loop.moves.store_saves import Saves
 from kvpage.serving.loop.moves.stored_states import StoredStates
 from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
 
@@ -61,7 +61,7 @@ class StateStoreConnector(StoreConnector):
         self._stored = StoredStates(store, cache, slots, self._make_moves)
         super().__init__(store, cache, manager, transfers, rule, **settings)
 
-    def _make_saves(self) -> StoreSaves:
+    def _make_saves(self) -> Saves:
         return StateSaves(self._stored, self._hybrid)
 
     def _make_moves(self) -> None:

@@ -1,13 +1,16 @@
 """The connector between an engine and its store, with the engine's settings."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
 from kvpage.serving.assembly.state_store_connector import StateStoreConnector
+from kvpage.serving.assembly.window_store_connector import WindowStoreConnector
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
@@ -22,6 +25,15 @@ def check_keeps_states(store: BlockStore) -> None:
         )
 
 
+def check_keeps_layers(store: BlockStore) -> None:
+    """Raise ValueError for a store whose chunks are of all layers: with windows apart, none would be whole."""
+    if not hasattr(store, "layers"):
+        raise ValueError(
+            "store must keep groups of layers apart with num_window_blocks, as a KVStore does, got "
+            f"{type(store).__name__}: its chunks are of all layers"
+        )
+
+
 def make_store_connector(
     config: EngineConfig,
     store: BlockStore,
@@ -30,8 +42,13 @@ def make_store_connector(
     transfers: BlockTransfers,
     rule: LoadOrCompute | None,
     states: StateCache | None,
+    windows: Sequence[CacheEngine],
 ) -> StoreConnector:
-    """Return the connector. states: the slots of a model with states, whose manager is a HybridManager."""
+    """Return the connector.
+
+    states: the slots of a model with states, whose manager is a HybridManager. windows: the caches of windows whose
+        manager is a WindowedManager.
+    """
     save_generated = config.save_generated
     if save_generated is None:
         save_generated = bool(getattr(getattr(store, "config", None), "save_decode_cache", False))
@@ -42,4 +59,6 @@ def make_store_connector(
     }
     if states is not None and isinstance(manager, HybridManager):
         return StateStoreConnector(store, cache, states, manager, transfers, rule, **settings)
+    if isinstance(manager, WindowedManager):
+        return WindowStoreConnector(store, cache, windows, manager, transfers, rule, **settings)
     return StoreConnector(store, cache, manager, transfers, rule, **settings)

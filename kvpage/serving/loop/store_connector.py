@@ -34,7 +34,7 @@ from kvpage.serving.loop.moves.block_store import BlockStore, LayeredStore, Toke
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_cached, num_seen
 from kvpage.serving.loop.moves.store_look import StoreLook
-from kvpage.serving.loop.moves.store_saves import StoreSaves
+from kvpage.serving.loop.moves.store_saves import Saves, StoreSaves
 from kvpage.serving.loop.request import Request
 
 __all__ = ["BlockStore", "LayeredStore", "StoreConnectorStats"]
@@ -169,7 +169,7 @@ class StoreConnector:
         if num_tokens > start // size * size and 2 * len(self._saves) < self._max_saves:
             self.save(tokens[:num_tokens], namespace)
 
-    def _make_saves(self) -> StoreSaves:
+    def _make_saves(self) -> Saves:
         return StoreSaves(self._store, self._manager, self._cache.device)
 
     def _store(self, tokens: TokenIds, block_ids: npt.NDArray[np.int32], namespace: bytes) -> int:
@@ -297,12 +297,15 @@ class StoreConnector:
             return False
         try:
             load.begin_in(given, num_tokens, self._into_blocks(load, num_tokens, given))
-        except BaseException:
+        except BaseException as error:
             self._manager.release(load)
+            if isinstance(error, OutOfBlocks):
+                return False
             raise
         return True
 
     def _into_blocks(self, load: StoreLoad, num_tokens: int, given: Allocation) -> "Future[int]":
+        """Begin to load. Raise OutOfBlocks, with nothing begun, where there is no room beside these blocks."""
         self._transfers.run()
         size = self._manager.block_size
         start, stream = given.num_cached_tokens // size * size, side_stream(self._cache.device)

@@ -1,1 +1,1 @@
-"""States of recurrent layers as records beside chunks: their keys, an index of positions, and the search for both."""
+"""Records of groups: states beside chunks, with their keys, index and search, and chunks of some layers alone."""

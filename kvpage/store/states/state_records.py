@@ -8,8 +8,6 @@ Every read gives nothing, or exactly the bytes that were put after these tokens.
 `KVStore.store_blocks` stores them; those after the last whole chunk are a shorter one.
 """
 
-import threading
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,25 +25,16 @@ from kvpage.store.load.known_dtype import KnownDtype
 from kvpage.store.records.kinds import RecordKind, RecordKinds
 from kvpage.store.records.payload import Source
 from kvpage.store.records.record_io import read_record
-from kvpage.store.stack.call_gate import CallGate, gated
-from kvpage.store.stack.tier_stack import TierStack
+from kvpage.store.stack.call_gate import gated
 from kvpage.store.states.explaining import explain_states
 from kvpage.store.states.state_index import StateIndex
 from kvpage.store.states.state_keys import StateKeys
+from kvpage.store.states.state_parts import StateParts
 from kvpage.store.states.state_search import StateSearch
 from kvpage.store.tiers.tier import Reader
 
 Memory = Any
 """bytes, bytearray, memoryview, numpy array, or a tensor in host memory; contiguous, of the bytes of one slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateParts:
-    """What the states of a store need of it. lock: one for all indexes of the store."""
-
-    tiers: TierStack
-    gate: CallGate
-    lock: threading.Lock
 
 
 class StateRecords:

@@ -1,6 +1,7 @@
 """StoreSaves: committed tokens on their way into a store, in a thread, while their blocks are kept where they are."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from kvpage.blocks.states import Ids
 from kvpage.cache.side_stream import side_stream
 from kvpage.checks.started_pool import started_pool
 
-__all__ = ["StoreSaves"]
+__all__ = ["Saves", "StoreSaves"]
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -25,18 +26,15 @@ class _Save:
     future: "Future[int]"
 
 
-class StoreSaves:
+class Saves(ABC):
     """Saves under way. All methods are for the engine's thread.
 
-    store_blocks: called in the thread with tokens, block ids and a namespace; returns how many tokens the store holds.
-    manager: of the blocks. device: theirs. seconds: spent by the thread so far.
+    device: of the blocks. seconds: spent by the thread so far.
     """
 
-    def __init__(
-        self, store_blocks: Callable[[TokenIds, Ids, bytes], int], manager: BlockManager, device: torch.device
-    ) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.seconds = 0.0
-        self._store_blocks, self._manager, self._device = store_blocks, manager, device
+        self._device = device
         self._saves: list[_Save] = []
         self._thread = started_pool(1, "kvpage-save")
 
@@ -48,21 +46,9 @@ class StoreSaves:
         """What is under way, the oldest first."""
         return [save.future for save in self._saves]
 
+    @abstractmethod
     def begin(self, tokens: TokenIds, namespace: bytes) -> None:
         """Store tokens that are committed, as far as they are cached in whole blocks on the device."""
-        tree = self._manager.tree
-        match = tree.match(tokens, namespace, num_left_over=0)
-        if match.num_device_blocks < match.num_blocks:
-            tree.trim(match)
-        if match.num_blocks == 0:
-            tree.release(match)
-            return
-        try:
-            block_ids, stored = match.block_ids.copy(), tokens[: match.num_tokens].copy()
-            self._submit(lambda: tree.release(match), lambda: self._store_blocks(stored, block_ids, namespace))
-        except BaseException:
-            tree.release(match)
-            raise
 
     def take_done(self) -> "list[Future[int]]":
         """Let go of the blocks of those that are done; return these."""
@@ -88,3 +74,33 @@ class StoreSaves:
             return num_stored
 
         self._saves.append(_Save(release, self._thread.submit(timed)))
+
+
+class StoreSaves(Saves):
+    """Saves of blocks that all layers share.
+
+    store_blocks: called in the thread with tokens, block ids and a namespace; returns how many tokens the store holds.
+    manager: of the blocks. device: theirs.
+    """
+
+    def __init__(
+        self, store_blocks: Callable[[TokenIds, Ids, bytes], int], manager: BlockManager, device: torch.device
+    ) -> None:
+        super().__init__(device)
+        self._store_blocks, self._manager = store_blocks, manager
+
+    def begin(self, tokens: TokenIds, namespace: bytes) -> None:
+        """Store tokens that are committed, as far as they are cached in whole blocks on the device."""
+        tree = self._manager.tree
+        match = tree.match(tokens, namespace, num_left_over=0)
+        if match.num_device_blocks < match.num_blocks:
+            tree.trim(match)
+        if match.num_blocks == 0:
+            tree.release(match)
+            return
+        try:
+            block_ids, stored = match.block_ids.copy(), tokens[: match.num_tokens].copy()
+            self._submit(lambda: tree.release(match), lambda: self._store_blocks(stored, block_ids, namespace))
+        except BaseException:
+            tree.release(match)
+            raise

@@ -1,16 +1,20 @@
-"""Engines over models with states that go on from a disk tier, in this process or in another one.
+"""Engines over models with states, or with windows of their own, that go on from disk, here or in another process.
 
-python -m support.state_disk FOLDER SEED KIND ...        prints, as JSON, the tokens and hits of each kind
+python -m support.disk_engines FOLDER SEED KIND ...        prints, as JSON, the tokens and hits of each kind
 """
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import torch
-from support.state_engines import B, ask, check_nothing_held, make_engine, random_prompt
+from support import state_engines, window_engines
+from support.state_engines import B, random_prompt
 from support.state_models import make_state_model
+from support.window_engines import KINDS, make_window_model
+from transformers import PreTrainedModel
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 
@@ -32,21 +36,25 @@ def serve(folder: Path, seed: int, kinds: list[str]) -> Served:
     """Serve the prompts of each kind, one after the other, with a store of its own in the folder."""
     served: Served = {}
     for kind in kinds:
-        model = make_state_model(kind)
-        engine = make_engine(model, load_or_compute=False)
+        model, engines = _model_of(kind)
+        engine = engines.make_engine(model, load_or_compute=False)
         tier = f"disk://{folder / kind}?size=16MiB&segment=8MiB"
         with KVStore(KVStoreConfig(CHUNK, (tier,)), KVStoreMetadata(kind, kv_dtype=torch.float32)) as store:
             engine.use_store(store)
-            served[kind] = [ask(engine, prompt, NUM_TOKENS) for prompt in prompts_of(seed)]
+            served[kind] = [engines.ask(engine, prompt, NUM_TOKENS) for prompt in prompts_of(seed)]
             engine.close()
             assert store.stats().corrupt_records == 0
-        check_nothing_held(engine)
+        engines.check_nothing_held(engine)
     return served
+
+
+def _model_of(kind: str) -> tuple[PreTrainedModel, ModuleType]:
+    return (make_window_model(kind), window_engines) if kind in KINDS else (make_state_model(kind), state_engines)
 
 
 def serve_elsewhere(folder: Path, seed: int, kinds: list[str]) -> Served:
     """Do as `serve`, in a process of its own."""
-    command = [sys.executable, "-m", "support.state_disk", str(folder), str(seed), *kinds]
+    command = [sys.executable, "-m", "support.disk_engines", str(folder), str(seed), *kinds]
     printed = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True).stdout
     served = json.loads(printed.splitlines()[-1])
     return {kind: [(tokens, num_cached) for tokens, num_cached in each] for kind, each in served.items()}

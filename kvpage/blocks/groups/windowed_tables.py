@@ -1,0 +1,104 @@
+"""WindowedTables: BlockManager with a table for each window of each sequence, as a step's kernels take them.
+
+table of all layers that see everything    7   2   9   4   1
+table of a window                          .   .   5   3   8      behind the window there are no blocks
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvpage.blocks.groups.held_blocks import HeldBlocks
+from kvpage.blocks.groups.window_blocks import Window, WindowBlocks, checked_windows
+from kvpage.blocks.groups.window_table import WindowTable
+from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.states import Ids, SeqId, Slots
+from kvpage.checks.values import as_integer, as_list, as_positions
+
+
+class WindowedTables(BlockManager):
+    """The groups of windows, and what they give to a step. See WindowedManager, which is all of it.
+
+    Args:
+        num_blocks: As of WindowedManager. So are block_size, enable_prefix_caching and windows.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, *, windows: Sequence[Window]
+    ) -> None:
+        windows = checked_windows(windows)
+        super().__init__(num_blocks, block_size, enable_prefix_caching, share_parts=False)
+        self.windows = tuple(WindowBlocks(window, block_size, self.pool) for window in windows)
+        self._tables: dict[SeqId, tuple[WindowTable, ...]] = {}  # one for each window
+        self._held: list[HeldBlocks] = []
+
+    def window_tables(self, group: int, seq_ids: Sequence[SeqId]) -> Ids:
+        """Return the tables of several sequences in one window's group, int32 [num_seqs, max_blocks].
+
+        They are as wide as block_tables. Entries behind the window, and after the room for the step, are 0: the layers
+        of the group do not read them.
+
+        Args:
+            group: The window's place in `windows`.
+            seq_ids: Sequences.
+
+        Raises:
+            RuntimeError: There are moves to make in this group.
+            ValueError: There is no such group.
+        """
+        group = self._moved_group(group)
+        tables = [self._tables[seq_id][group] for seq_id in as_list("seq_ids", seq_ids)]
+        most = max((self._sequences.blocks_for(self.state(seq_id).num_tokens) for seq_id in seq_ids), default=0)
+        return np.array([table.row(most) for table in tables], np.int32).reshape(len(tables), most)
+
+    def window_slots(self, group: int, seq_id: SeqId, start: int, end: int) -> Slots:
+        """Return the slots of the sequence's positions [start, end) in one window's group, int64.
+
+        Args:
+            group: The window's place in `windows`.
+            seq_id: The sequence.
+            start: The first position.
+            end: The position after the last one.
+
+        Raises:
+            RuntimeError: There are moves to make in this group.
+            ValueError: A position has no block: it is behind the window, or windows are not opened for it. Or there is
+                no such group.
+        """
+        return self.window_slot_mappings(group, [seq_id], [start], [end])
+
+    def window_slot_mappings(
+        self, group: int, seq_ids: Sequence[SeqId], starts: Sequence[int], ends: Sequence[int]
+    ) -> Slots:
+        """Return the slots of the positions [starts[i], ends[i]) of each sequence in one window's group, int64.
+
+        Args:
+            group: The window's place in `windows`.
+            seq_ids: Sequences.
+            starts: The first position of each.
+            ends: The position after the last one of each.
+
+        Raises:
+            RuntimeError: There are moves to make in this group.
+            ValueError: As `window_slots`.
+        """
+        group = self._moved_group(group)
+        seq_ids = as_list("seq_ids", seq_ids)
+        first, last = (
+            as_positions(name, column, len(seq_ids)).tolist() for name, column in (("starts", starts), ("ends", ends))
+        )
+        tables = [self._tables[seq_id][group] for seq_id in seq_ids]
+        for seq_id, table, start, end in zip(seq_ids, tables, first, last, strict=True):
+            table.check_has(seq_id, start, end)
+        return np.concatenate(
+            [np.empty(0, np.int64), *(table.slots(*one) for table, *one in zip(tables, first, last, strict=True))]
+        )
+
+    def _moved_group(self, group: int) -> int:
+        """Return the place of a group whose moves are made."""
+        group = as_integer("group", group)
+        if not 0 <= group < len(self.windows):
+            raise ValueError(f"group must be in [0, {len(self.windows)}), got {group}")
+        if self.windows[group].moves:
+            raise RuntimeError("do_moves of the window's group must be called before a step")
+        return group
