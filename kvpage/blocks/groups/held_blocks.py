@@ -21,7 +21,7 @@ class HeldWindow:
 
     Attributes:
         block_ids: By place, int32 [num_blocks], with 0 where there is none.
-        has: Whether there is one, bool [num_blocks].
+        has: Whether one is held, bool [num_blocks].
     """
 
     block_ids: Ids
@@ -46,13 +46,13 @@ class HeldBlocks:
 
 
 def hold(match: Match, groups: Sequence[WindowBlocks], release_match: Callable[[], object]) -> HeldBlocks:
-    """Return the blocks of a match, and all that windows have cached beside them.
+    """Return the blocks of a match, and those that windows have cached beside them, the last ones where they are short.
 
     match: of the prefix tree; its blocks are the caller's until `release`. groups: the windows. release_match: lets go
     of the match.
     """
     full_ids = match.block_ids.copy()
-    masks = [blocks.has(full_ids) for blocks in groups]
+    masks = [blocks.to_hold(full_ids) for blocks in groups]
     used = [blocks.use(full_ids[has]) for blocks, has in zip(groups, masks, strict=True)]
 
     def release() -> None:

@@ -151,6 +151,21 @@ class WindowBlocks:
         firsts = np.maximum(ends * self.block_size - self.window.num_tokens + 1, 0) // self.block_size
         return np.asarray(num_lacking[ends] == num_lacking[np.minimum(firsts, ends)])
 
+    def to_hold(self, full_ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return which blocks beside these can be held for a while: the last ones, if not all.
+
+        A quarter of the group's blocks stays free for others. Blocks that sequences use anyway take nothing of that.
+
+        Args:
+            full_ids: The tree's ids of a prefix, int32 [num_blocks].
+        """
+        has = self.has(full_ids)
+        is_unused = [
+            there and int(self._beside[full_id]) in self._unused for full_id, there in zip(full_ids, has, strict=True)
+        ]
+        num_from_here = np.cumsum(is_unused[::-1], dtype=np.int64)[::-1]
+        return np.asarray(has & (num_from_here <= self.num_free - self.pool.num_blocks // 4))
+
     def use(self, full_ids: Ids) -> list[int]:
         """Return the blocks beside these, each with a reference of the caller's.
 

@@ -284,7 +284,9 @@ class WindowedManager(WindowedTables):
         return self._num_usable(self.tree.look(some_tokens(tokens)[:-1], namespace)[0][0]) * self.block_size
 
     def hold_cached(self, tokens: Tokens, namespace: bytes = b"") -> HeldBlocks:
-        """Hold all cached blocks of a prefix, in all groups, until `release` of the result.
+        """Hold the cached blocks of a prefix, in all groups, until `release` of the result.
+
+        Of a window's blocks that nobody uses only the last ones are, where less than a quarter would stay free.
 
         Args:
             tokens: The prefix, as far as it is cached.

@@ -118,6 +118,19 @@ def test_a_block_beside_one_that_was_evicted_is_never_found():
     assert life.manager.windows[0].stats().lost_blocks > 0
 
 
+def test_what_is_held_leaves_room_for_others():
+    """Of 16 blocks 1 is free, and 13 are cached and nobody's: 10 of them are held. The two in use count for nothing."""
+    life = life_of(2 * B, num_window_blocks=16)
+    prompt = tokens_of(15 * B)
+    computed(life, prompt, B)
+    places = [life.manager.hold_cached(prompt).windows[0].has.tolist() for _ in range(2)]
+    assert places == [[False] * 3 + [True] * 12] * 2
+    assert life.manager.windows[0].num_free == 4
+    life.release_any()
+    with pytest.raises(RuntimeError):
+        life.manager.reset_prefix_cache()
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_model_without_full_layers(window):
     """The full layers' blocks have no bytes; they only name prefixes."""
