@@ -87,13 +87,13 @@ def test_a_piece_cache_is_like_transformers_own(slots: slice | torch.Tensor, num
         for cache in (own, ours):
             assert cache.has_previous_state(0) == (number > 0)
         new, recurrent = torch.randn(2, 3, num_tokens), torch.randn(2, 2, 2)
-        for name in ("get_conv_state", "get_recurrent_state"):
-            assert_same(getattr(ours, name)(0), getattr(own, name)(0))
+        for name in ("conv_states", "recurrent_states"):
+            assert_same(getattr(ours.layers[0], name)[0], getattr(own.layers[0], name)[0] if number else None)
         assert_same(ours.update_conv_state(new, 0), own.update_conv_state(new, 0, conv_kernel_size=4))
         assert_same(ours.update_recurrent_state(recurrent, 0), own.update_recurrent_state(recurrent, 0))
         ours.write_back()
-        for key, name in (((0, "conv", 0), "get_conv_state"), ((0, "recurrent", 0), "get_recurrent_state")):
-            assert_same(states.views[key][slots], getattr(own, name)(0))
+        for key, name in (((0, "conv", 0), "conv_states"), ((0, "recurrent", 0), "recurrent_states")):
+            assert_same(states.views[key][slots], getattr(own.layers[0], name)[0])
     others = [slot for slot in range(4) if slot not in torch.arange(4)[slots].tolist()]
     assert (states.slots[others] == 0xFF).all()
 

@@ -183,7 +183,5 @@ def test_what_needs_one_table_is_refused() -> None:
     engine = make_engine(make_model("gemma3"))
     with pytest.raises(ValueError, match="num_window_blocks=None: a trie forks amid a sequence"):
         PagedTokenTrie(engine)
-    with pytest.raises(
-        ValueError, match="store must keep groups of layers apart .* got object"
-    ):
+    with pytest.raises(ValueError, match="store must keep groups of layers apart .* got object"):
         engine.use_store(object())

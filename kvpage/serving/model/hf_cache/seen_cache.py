@@ -46,7 +46,8 @@ class SeenCache(DynamicCache):
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         full: torch.Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        state = self.get_conv_state(layer_idx, state_idx)
+        layer: Any = self.layers[layer_idx]
+        state = layer.conv_states[state_idx]
         self._note((layer_idx, "conv", state_idx), state, sys._getframe(1))
         return full
 

@@ -9,7 +9,7 @@ Such mixers read it for one token alone. They compute all tokens but a sequence'
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -73,6 +73,7 @@ class _Trial:
 
 def _state_of(cache: DynamicCache, key: StateKey) -> torch.Tensor:
     layer, _, index = key
-    state = cache.get_recurrent_state(layer, index)
+    of_layer: Any = cache.layers[layer]
+    state = of_layer.recurrent_states[index]
     assert isinstance(state, torch.Tensor), "the state was written"
     return state

@@ -56,6 +56,12 @@ class ModelStates:
         return cls(groups, layout, (*mixers, *held), kv_shape, _model_config(model, kv_shape, len(seen.layers)))
 
 
+def has_several_states() -> bool:
+    """Return whether a layer of transformers' cache can have several states of a kind, as from version 5.14 on."""
+    update = getattr(DynamicCache, "update_conv_state", None)
+    return update is not None and "state_idx" in inspect.signature(update).parameters
+
+
 def keeps_states(config: PretrainedConfig) -> bool:
     """Return whether layers of transformers' cache for this config keep states."""
     layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
@@ -63,11 +69,17 @@ def keeps_states(config: PretrainedConfig) -> bool:
 
 
 def check_states_are_cached(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model with states that are in no layer of transformers' cache, as before version 5."""
-    if getattr(model, "_is_stateful", False) and not keeps_states(model.config):
+    """Raise ValueError for a model with states that are in no layer of transformers' cache, or in one before 5.14."""
+    is_cached = keeps_states(model.config)
+    if is_cached and not has_several_states():
+        raise ValueError(
+            f"transformers must be 5.14 or later for {type(model).__name__}, whose layers keep states, got "
+            f"{transformers.__version__}: its cache has one state of a kind in a layer"
+        )
+    if getattr(model, "_is_stateful", False) and not is_cached:
         raise ValueError(
             f"states must be in layers of transformers' cache, those of {type(model).__name__} are elsewhere in "
-            f"transformers {transformers.__version__}; from version 5 on they are there in most models"
+            f"transformers {transformers.__version__}; from version 5.14 on they are there in most models"
         )
 
 

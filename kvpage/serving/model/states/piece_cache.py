@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvpage.cache.state_cache import StateKey
+from kvpage.serving.model.states.layer_states import StateLayers
 
 Slots = slice | torch.Tensor
 """Neighbouring slots, or int64 [n] on the slots' device."""
@@ -32,6 +33,11 @@ class PieceCache:
     def touched(self) -> set[StateKey]:
         """The parts that the mixer has asked for, or has set."""
         return set(self._states)
+
+    @property
+    def layers(self) -> StateLayers:
+        """The states by layer, as mixers before transformers 5.21 read them."""
+        return StateLayers(self)
 
     def write_back(self) -> None:
         """Put gathered states into their slots."""
