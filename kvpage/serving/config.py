@@ -80,8 +80,8 @@ class EngineConfig:
         states: The budget and the positions of kept states, for models with recurrent layers.
         num_window_blocks: Blocks of each group of layers with the same sliding window, apart from the blocks of the
             other layers. Sequences give back those behind the window. None means one table for all layers, whose blocks
-            stay. It excludes a host tier, a store, blending, pins, several ranks, other attention backends than
-            kvpage's, and latents; decode steps are neither captured nor begun ahead.
+            stay. It excludes a host tier, blending, pins, several ranks, other attention backends than kvpage's, and
+            latents; decode steps are neither captured nor begun ahead.
 
     Raises:
         TypeError: A value is of another type.

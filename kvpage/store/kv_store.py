@@ -348,9 +348,15 @@ class KVStore(TieredStore):
         return StateRecords.of(self._state_parts, self._dtype, layout, kv_dtype)
 
     @gated
-    def layers(self, engine: "CacheEngine") -> LayerChunks:
-        """Return the chunks of a cache's layers, apart from those of others. engine: the cache of some layers."""
-        return LayerChunks(self._state_parts, self.metadata, self.config.chunk_size, self.config.codec, engine)
+    def layers(self, engine: "CacheEngine", chunk_size: int | None = None) -> LayerChunks:
+        """Return the chunks of a cache's layers, apart from those of others: no other call finds or removes them.
+
+        Args:
+            engine: the cache of some layers.
+            chunk_size: tokens of a chunk; None for the store's.
+        """
+        size = self.config.chunk_size if chunk_size is None else chunk_size
+        return LayerChunks(self._state_parts, self.metadata, size, self.config.codec, engine)
 
     @gated
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:

@@ -7,7 +7,7 @@ from support.family_configs import small_fields
 from support.models import spread_sinks
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kvpage.serving.model.states.model_states import has_several_states
+from kvpage.serving.model.states.model_states import are_states_served
 
 NAMED = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lara_mini",
@@ -15,9 +15,9 @@ NAMED = (
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2", "zaya",
 )  # fmt: skip
 """Types that are served, of any version of transformers."""
-ARE_CACHED = has_several_states()
-"""Whether models whose layers keep states are served. With transformers before 5.14 they are refused."""
-LATE = () if hasattr(tf.DynamicCache, "get_conv_state") else ("recurrent_gemma",)  # whose cache comes with 5.21
+ARE_CACHED = are_states_served()
+"""Whether models whose layers keep states are served. With an early transformers they are refused."""
+LATE = () if are_states_served("5.21") else ("recurrent_gemma",)  # whose cache comes with 5.21
 SERVED = tuple(kind for kind in NAMED if kind in CONFIG_MAPPING and ARE_CACHED and kind not in LATE)
 """Those of this version."""
 STEPWISE = {"mamba", "falcon_mamba", "jamba", "zamba"}

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvpage._C import Match
 from kvpage.blocks.groups.window_blocks import WindowBlocks
 from kvpage.blocks.states import Ids
+from kvpage.checks.interrupts import uninterrupted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +47,7 @@ class HeldBlocks:
 
 
 def hold(match: Match, groups: Sequence[WindowBlocks], release_match: Callable[[], object]) -> HeldBlocks:
-    """Return the blocks of a match, and those that windows have cached beside them, the last ones where they are short.
+    """Return the blocks of a match, and those that windows have cached beside them, see WindowBlocks.to_hold.
 
     match: of the prefix tree; its blocks are the caller's until `release`. groups: the windows. release_match: lets go
     of the match.
@@ -55,6 +56,7 @@ def hold(match: Match, groups: Sequence[WindowBlocks], release_match: Callable[[
     masks = [blocks.to_hold(full_ids) for blocks in groups]
     used = [blocks.use(full_ids[has]) for blocks, has in zip(groups, masks, strict=True)]
 
+    @uninterrupted
     def release() -> None:
         release_match()
         for blocks, ids in zip(groups, used, strict=True):

@@ -129,6 +129,10 @@ class WindowBlocks:
         """Return the place of the first block that the token after so many attends to, or those before it."""
         return max(num_tokens - self.window.num_tokens + 1, 0) // self.block_size
 
+    def num_needed(self, num_tokens: int) -> int:
+        """Return how many blocks the last window before so many tokens has, whole blocks."""
+        return num_tokens // self.block_size - min(self.first_block(num_tokens), num_tokens // self.block_size)
+
     # --- what is cached ---
 
     def has(self, full_ids: Ids) -> npt.NDArray[np.bool_]:
@@ -152,19 +156,21 @@ class WindowBlocks:
         return np.asarray(num_lacking[ends] == num_lacking[np.minimum(firsts, ends)])
 
     def to_hold(self, full_ids: Ids) -> npt.NDArray[np.bool_]:
-        """Return which blocks beside these can be held for a while: the last ones, if not all.
+        """Return which blocks beside these are to be held for a while, bool [num_blocks].
 
-        A quarter of the group's blocks stays free for others. Blocks that sequences use anyway take nothing of that.
+        Those of the last window are, and those that sequences use anyway. Of the others the last ones are, as far as a
+        quarter of the group stays free.
 
         Args:
             full_ids: The tree's ids of a prefix, int32 [num_blocks].
         """
-        has = self.has(full_ids)
-        is_unused = [
-            there and int(self._beside[full_id]) in self._unused for full_id, there in zip(full_ids, has, strict=True)
-        ]
-        num_from_here = np.cumsum(is_unused[::-1], dtype=np.int64)[::-1]
-        return np.asarray(has & (num_from_here <= self.num_free - self.pool.num_blocks // 4))
+        has, unused = self.has(full_ids), np.fromiter(self._unused, np.int32, len(self._unused))
+        is_spare = has & np.isin(self._beside[full_ids], unused)
+        is_last = np.arange(len(full_ids)) >= self.first_block(len(full_ids) * self.block_size)
+        most = self.num_free - int((is_spare & is_last).sum()) - self.pool.num_blocks // 4
+        is_other = is_spare & ~is_last
+        num_from_here = np.cumsum(is_other[::-1])[::-1]
+        return np.asarray(has & (~is_other | (num_from_here <= most)))
 
     def use(self, full_ids: Ids) -> list[int]:
         """Return the blocks beside these, each with a reference of the caller's.

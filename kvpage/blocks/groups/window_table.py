@@ -26,7 +26,7 @@ class WindowTable:
         self.first = first
         self.ids = ids
         self.num_cached = first + len(ids)  # places whose blocks have been looked at by `cache`
-        self._num_arriving = 0  # tokens before which the last window comes from elsewhere
+        self.num_arriving = 0  # tokens before which the last window comes from elsewhere
 
     @classmethod
     def after(cls, blocks: WindowBlocks, match: Match) -> "WindowTable":
@@ -50,8 +50,9 @@ class WindowTable:
         self.num_cached = max(self.num_cached, len(full_ids))
 
     def leave(self, num_written: int) -> None:
-        """Give back the blocks that no token after `num_written` attends to."""
-        num_left = min(self._blocks.first_block(num_written) - self.first, len(self.ids))
+        """Give back the blocks that no token attends to any more, nor one after the last whole block: it is cached."""
+        num_whole = num_written // self._blocks.block_size * self._blocks.block_size
+        num_left = min(self._blocks.first_block(num_whole) - self.first, len(self.ids))
         if num_left > 0:
             self._blocks.release(self.ids[:num_left])
             del self.ids[:num_left]
@@ -94,7 +95,7 @@ class WindowTable:
         self.ids = self.ids[kept:]
         self.first = first if not self.ids else self.first + kept
         self.ids += self._blocks.take(max(end - self.end, 0))
-        self.num_cached, self._num_arriving = max(self.num_cached, self.first), num_tokens
+        self.num_cached, self.num_arriving = max(self.num_cached, self.first), num_tokens
 
     def fork(self) -> "WindowTable":
         """Return a table of the same blocks."""
@@ -130,7 +131,7 @@ class WindowTable:
 
     def check(self, num_written: int) -> None:
         """Raise RuntimeError unless there are blocks for all that the next token attends to. For tests."""
-        first = self._blocks.first_block(max(num_written, self._num_arriving))
+        first = self._blocks.first_block(max(num_written, self.num_arriving))
         end = -(-num_written // self._blocks.block_size)
         if self.first > first or self.end < end:
             raise RuntimeError(f"a sequence needs blocks [{first}, {end}), has [{self.first}, {self.end})")

@@ -162,7 +162,7 @@ class WindowedManager(WindowedTables):
     def skip_to(self, seq_id: SeqId, num_tokens: int) -> list[int]:
         """Make room in all windows for the last window before so many tokens alone, whose K and V come from elsewhere.
 
-        Then write them, and commit the tokens. No step may compute the sequence before.
+        Then write them, and commit all of these tokens. Until then the sequence gets no other room.
 
         Args:
             seq_id: The sequence.
@@ -199,7 +199,8 @@ class WindowedManager(WindowedTables):
             tokens: Token ids, as many as there is room for at most.
 
         Raises:
-            ValueError: There is no room for so many tokens, or windows are not opened for them.
+            ValueError: There is no room for so many tokens, or windows are not opened for them. Or they are fewer than
+                `skip_to` has made room for.
         """
         tokens = as_tokens(tokens)
         self._check_opened(seq_id, len(tokens))
@@ -235,7 +236,12 @@ class WindowedManager(WindowedTables):
 
     @uninterrupted
     def give_back_room(self, seq_id: SeqId) -> None:
-        """Free the blocks that the sequence has beyond its committed tokens, in all groups."""
+        """Free the blocks that the sequence has beyond its committed tokens, in all groups.
+
+        Raises:
+            ValueError: `skip_to` has made room, and what comes there is not committed.
+        """
+        self._check_nothing_arrives(seq_id)
         super().give_back_room(seq_id)
         for table in self._tables[seq_id]:
             table.shorten(self._sequences.blocks_for(self.state(seq_id).num_written))
@@ -283,10 +289,12 @@ class WindowedManager(WindowedTables):
         """
         return self._num_usable(self.tree.look(some_tokens(tokens)[:-1], namespace)[0][0]) * self.block_size
 
+    @uninterrupted
     def hold_cached(self, tokens: Tokens, namespace: bytes = b"") -> HeldBlocks:
         """Hold the cached blocks of a prefix, in all groups, until `release` of the result.
 
-        Of a window's blocks that nobody uses only the last ones are, where less than a quarter would stay free.
+        Those of the last window are, and those in use. Of the others that a window has cached, the last ones are: a
+        quarter of its group stays free.
 
         Args:
             tokens: The prefix, as far as it is cached.
@@ -356,6 +364,7 @@ class WindowedManager(WindowedTables):
             raise ValueError(f"seq_ids must be distinct, got {seq_ids}")
         wanted: list[int] = as_positions("ends", ends, len(seq_ids)).tolist()
         for seq_id, state, end in zip(seq_ids, states, wanted, strict=True):
+            self._check_nothing_arrives(seq_id)
             if not state.num_written <= end <= state.num_tokens:
                 raise ValueError(f"ends must be in [{state.num_written}, {state.num_tokens}], got {end} for {seq_id!r}")
         return wanted
@@ -374,10 +383,3 @@ class WindowedManager(WindowedTables):
                 table.cache(full_ids)
         for table in tables:
             table.leave(state.num_written)
-
-    def _check_opened(self, seq_id: SeqId, num_tokens: int) -> None:
-        """Raise ValueError unless there are blocks in all windows for so many more tokens."""
-        end = self._sequences.blocks_for(self.state(seq_id).num_written + num_tokens)
-        if any(table.end < end for table in self._tables[seq_id]):
-            most = min(table.end for table in self._tables[seq_id]) * self.block_size
-            raise ValueError(f"windows of {seq_id!r} must be opened for its tokens, got {num_tokens} beyond {most}")

@@ -102,3 +102,25 @@ class WindowedTables(BlockManager):
         if self.windows[group].moves:
             raise RuntimeError("do_moves of the window's group must be called before a step")
         return group
+
+    def _num_arriving(self, seq_id: SeqId) -> int:
+        """Return how many tokens are to be committed at least, with what comes from elsewhere."""
+        return max(table.num_arriving for table in self._tables[seq_id])
+
+    def _check_nothing_arrives(self, seq_id: SeqId) -> None:
+        """Raise ValueError for a sequence without the blocks between its committed tokens and those of `skip_to`."""
+        num_written, least = self.state(seq_id).num_written, self._num_arriving(seq_id)
+        if num_written < least:
+            raise ValueError(f"{seq_id!r} must have committed the {least} tokens of skip_to first, has {num_written}")
+
+    def _check_opened(self, seq_id: SeqId, num_tokens: int) -> None:
+        """Raise ValueError unless there are blocks in all windows for so many more tokens."""
+        num_written = self.state(seq_id).num_written
+        if num_tokens and num_written + num_tokens < (least := self._num_arriving(seq_id)):
+            raise ValueError(
+                f"tokens of {seq_id!r} must be committed up to {least}, as skip_to was told, got {num_tokens}"
+            )
+        end = self._sequences.blocks_for(num_written + num_tokens)
+        if any(table.end < end for table in self._tables[seq_id]):
+            most = min(table.end for table in self._tables[seq_id]) * self.block_size
+            raise ValueError(f"windows of {seq_id!r} must be opened for its tokens, got {num_tokens} beyond {most}")

@@ -344,13 +344,13 @@ class EngineCore(EnginePrompts):
 
     @uninterrupted
     def make_room(self) -> bool:
-        """Preempt the request that runs and is last in order.
+        """Preempt the request that runs and is last in order. Where none runs, wait for blocks that a store is given.
 
         Returns:
-            False if none runs.
+            False if none runs, and no store holds blocks.
         """
         if not self.scheduler.running:
-            return False
+            return self._connectors.reclaim()
         self.scheduler.preempt_last()
         return True
 

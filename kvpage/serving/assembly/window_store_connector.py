@@ -21,6 +21,7 @@ from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.states import Allocation
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.side_stream import side_stream
+from kvpage.checks.errors import OutOfBlocks
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.store_load import StoreLoad
 from kvpage.serving.loop.moves.store_saves import Saves
@@ -76,7 +77,15 @@ class WindowStoreConnector(StoreConnector):
         return self._stored.look(tokens, namespace)
 
     def _into_blocks(self, load: StoreLoad, num_tokens: int, given: Allocation) -> "Future[int]":
-        """Begin to load. Raise OutOfBlocks where windows have no room for the last tokens."""
+        """Begin to load. Raise OutOfBlocks where windows have no room for the last tokens.
+
+        Where there are other sequences, a quarter of each group is left to them: they would be preempted for this load.
+        """
+        has_others = self._windowed.stats().num_sequences > 1
+        for blocks in self._windowed.windows if has_others else ():
+            num_needed, num_left = blocks.num_needed(num_tokens), blocks.num_free - blocks.pool.num_blocks // 4
+            if num_needed > num_left:
+                raise OutOfBlocks(num_needed, num_left)
         starts = [given.num_cached_tokens, *self._windowed.skip_to(load, num_tokens)]
         self._transfers.run()
         for blocks, cache in zip(self._windowed.windows, self._caches, strict=True):

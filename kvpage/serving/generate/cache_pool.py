@@ -104,6 +104,9 @@ class KVPageCachePool(ModelBlocks):
         self.manager.reset_prefix_cache()
 
 
+FIRST_VERSION = "5.21"  # of transformers, whose mixers ask a cache for its states and do not look into its layers
+
+
 def _found_states(model: PreTrainedModel, cache_config: CacheConfig, budget: StateConfig) -> PoolStates | None:
     if not keeps_states(model.config):
         check_config(model)
@@ -133,7 +136,7 @@ def _verify(
 
 def _check_cacheable(model: PreTrainedModel) -> None:
     checked_cache_argument(model)
-    check_states_are_cached(model)
+    check_states_are_cached(model, FIRST_VERSION)
 
 
 def _check_backend(model: PreTrainedModel, shape: KVShape, cache_config: CacheConfig) -> None:

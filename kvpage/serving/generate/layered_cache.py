@@ -51,9 +51,6 @@ class LayeredCache(Cache):
 
     @layers.setter
     def layers(self, layers: Sequence[object]) -> None:
-        self._refuse_layers(layers)
-
-    def _refuse_layers(self, layers: Sequence[object]) -> None:
         if layers:
             raise ValueError("layers of a KVPageCache are those of its pool's model, and cannot be set")
 

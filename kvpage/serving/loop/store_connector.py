@@ -162,7 +162,8 @@ class StoreConnector:
     def save_portion(self, tokens: TokenIds, start: int, namespace: bytes) -> None:
         """Store the whole chunks of committed tokens, if those from `start` on have completed one.
 
-        It leaves half of the places to prompts that are done. What it skips is stored with the next portion.
+        It leaves half of the places to prompts that are done. What it skips is stored with the next portion, as far as
+        it is still cached then.
         """
         size = getattr(getattr(self.store, "config", None), "chunk_size", self._manager.block_size)
         num_tokens = len(tokens) // size * size

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import as_integer, check_namespace
+from kvpage.checks.values import as_integer, check_at_least, check_namespace
 from kvpage.store.load.block_chunks import metadata_of
 from kvpage.store.load.chunk_access import ChunkAccess
 from kvpage.store.load.known_dtype import KnownDtype
@@ -29,6 +29,7 @@ class LayerChunks:
     """The chunks of one cache's layers. Thread-safe; made by `KVStore.layers`, and open as long as the store.
 
     Records name the layers, and the scales and the layout of the cache's rows. A cache of other layers finds none.
+    Counters of the store count the tokens of each cache.
 
     Args:
         parts: Of the store.
@@ -39,7 +40,7 @@ class LayerChunks:
 
     Raises:
         TypeError: `engine` is no CacheEngine.
-        ValueError: It has no layers, or another dtype than the store.
+        ValueError: It has no layers, or another dtype than the store. Or `chunk_size` is not positive.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class LayerChunks:
         codec: str,
         engine: "CacheEngine",
     ) -> None:
+        chunk_size = as_integer("chunk_size", chunk_size)
+        check_at_least("chunk_size", chunk_size, 1)
         own = metadata_of(engine, metadata.model_name, metadata.world_size, metadata.worker_id, metadata.fmt)
         if own.kv_dtype is None:
             raise ValueError("engine must have layers, got none")
@@ -84,7 +87,7 @@ class LayerChunks:
 
         Args:
             tokens: int [num_tokens].
-            block_table: int [num_blocks], the tokens' blocks in their order. Those before the first chunk are not read.
+            block_table: int [num_blocks], the tokens' blocks in their order. Those before the first chunk may be any.
             first_chunk: the first chunk to store.
             namespace: as in `there`.
 
@@ -120,6 +123,22 @@ class LayerChunks:
         end = load.end_of(self._tiers.read(load.keys, load.read))
         self._tiers.count(hit_tokens=end - load.start)
         return end
+
+    @gated
+    def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
+        """Remove the tokens' chunks of these layers from every tier.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: as in `there`.
+
+        Returns:
+            The number of chunks removed from the tier that had most of them.
+
+        Raises:
+            ValueError, TypeError: arguments are wrong.
+        """
+        return self._tiers.remove(self._dtype.keys(_checked(tokens, namespace), namespace))
 
 
 def _checked(tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:

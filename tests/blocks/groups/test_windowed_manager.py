@@ -118,6 +118,27 @@ def test_a_block_beside_one_that_was_evicted_is_never_found():
     assert life.manager.windows[0].stats().lost_blocks > 0
 
 
+def test_what_comes_from_elsewhere_is_committed_whole():
+    """Between the committed tokens and those of skip_to there are no blocks: nothing else gets room before."""
+    life = life_of(2 * B)
+    manager, prompt = life.manager, tokens_of(10 * B)
+    life.begin(prompt)
+    seq_id = life.next_id
+    assert manager.skip_to(seq_id, 8 * B) == [6 * B]
+    for refused in (
+        lambda: manager.commit(seq_id, prompt[: 7 * B]),
+        lambda: manager.open_windows([seq_id], [9 * B]),
+        lambda: manager.open_as_far(seq_id, 9 * B),
+        lambda: manager.skip_to(seq_id, 2 * B),
+        lambda: manager.give_back_room(seq_id),
+    ):
+        with pytest.raises(ValueError, match="skip_to"):
+            refused()
+        manager.check()
+    manager.commit(seq_id, prompt[: 8 * B])
+    manager.open_windows([seq_id], [9 * B])
+
+
 def test_what_is_held_leaves_room_for_others():
     """Of 16 blocks 1 is free, and 13 are cached and nobody's: 10 of them are held. The two in use count for nothing."""
     life = life_of(2 * B, num_window_blocks=16)

@@ -12,8 +12,10 @@ from support.state_models import SERVED, make_state_model
 from kvpage import CacheConfig
 from kvpage.checks.errors import OutOfSlots
 from kvpage.serving import KVPageCache, KVPageCachePool, StateConfig
+from kvpage.serving.model.states.model_states import are_states_served
 from kvpage.serving.model.states.scan_start import ScannedForward
 
+pytestmark = pytest.mark.skipif(not are_states_served("5.21"), reason="needs transformers 5.21")
 B, NEW = 4, 32
 LATENT = ("bailing_hybrid", "kimi_linear")
 NO_KV = "forward must take past_key_values|states must be in the cache, beside K and V"

@@ -67,16 +67,17 @@ def test_a_second_engine_goes_on_from_the_store(tmp_path: Path, kind: str, chunk
     assert num_cached[0] == ALL[0]
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
-def test_a_shared_prefix_is_found_at_chunks(kind: str) -> None:
-    """A prompt that leaves another one early finds the windows that the other one had there."""
+@pytest.mark.parametrize(("kind", "step"), [("gemma3", C), ("mistral", B)])
+def test_a_shared_prefix_is_found_at_chunks(kind: str, step: int) -> None:
+    """A prompt that leaves another one early finds the windows that the other one had there. step: chunks of full
+    layers; those of windows are blocks."""
     model, first = make_window_model(kind), random_prompt(9 * B + 1, 5)
     with make_store() as store:
         serve(make_engine(model, load_or_compute=False), store, [first])
         for position in (C + 1, 2 * C, 3 * C + B + 1):
             prompt = [*first[:position], first[position] % 90 + 1, 3]
             answer = serve(make_engine(model, load_or_compute=False), store, [prompt])
-            assert answer == ([own_tokens(model, prompt, NUM_TOKENS)], [position // C * C])
+            assert answer == ([own_tokens(model, prompt, NUM_TOKENS)], [position // step * step])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,6 +97,28 @@ def test_windows_that_have_gone_are_not_stored(kind: str) -> None:
             tokens, num_cached = serve(make_engine(model, **few), store, [other])
             assert tokens == [own_tokens(model, other, NUM_TOKENS)]
             assert num_cached == [num_shared]
+
+
+@pytest.mark.parametrize("num_window_blocks", [12, 16, 64])
+def test_a_busy_engine_stores_last_windows(num_window_blocks: int) -> None:
+    """Sequences share few blocks. All last windows are stored nevertheless, though chunks reach behind them.
+
+    A prompt of whole blocks needs the window a block before its end when it comes again, which may have gone.
+    """
+    model = make_window_model("gemma3")
+    prompts = [random_prompt(5 * B + number, 100 + number) for number in range(12)]
+    fields = {"num_window_blocks": num_window_blocks, "load_or_compute": False, "max_num_batched_tokens": 13}
+    with make_store(chunk_size=4 * B) as store:
+        engine = make_engine(model, **fields)
+        engine.use_store(store)
+        for prompt in prompts:
+            engine.add_request(prompt, greedy(NUM_TOKENS))
+        finished(engine)
+        engine.close()
+        tokens, num_cached = serve(make_engine(model, **fields), store, prompts)
+    assert tokens == [own_tokens(model, prompt, NUM_TOKENS) for prompt in prompts]
+    for prompt, found in zip(prompts, num_cached, strict=True):
+        assert found == whole(len(prompt) - 1) or (len(prompt) % B == 0 and num_window_blocks == 12), len(prompt)
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "mistral"])

@@ -1,14 +1,12 @@
 """StatefulCache: the part of a transformers Cache that mixers call, which keep states of one token position."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from kvpage.serving.generate.layered_cache import LayeredCache
 from kvpage.serving.generate.states.row_pass import RowPass
-from kvpage.serving.model.states.layer_states import LayerStates
 from kvpage.serving.model.states.piece_cache import PieceCache
 
 
@@ -19,19 +17,6 @@ class StatefulCache(LayeredCache):
     @abstractmethod
     def row_pass(self) -> RowPass | None:
         """The states of the forward that is under way; None outside of one, and for a model without states."""
-
-    @property
-    def layers(self) -> list[Any]:
-        """The KVPageLayers, made at each call. Within a forward they have states, as mixers before 5.21 read them."""
-        layers = super().layers
-        for layer_idx, layer in enumerate(layers if self.row_pass is not None else ()):
-            states = LayerStates(self, layer_idx)
-            vars(layer).update(conv_states=states.conv_states, recurrent_states=states.recurrent_states)
-        return layers
-
-    @layers.setter
-    def layers(self, layers: Sequence[object]) -> None:
-        self._refuse_layers(layers)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the states of a convolution, [num_rows, *shape], which the mixer may change; None before the first.

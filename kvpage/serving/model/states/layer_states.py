@@ -1,4 +1,4 @@
-"""LayerStates: the states of a cache's layer as mixers of transformers 5.14 to 5.20 read them.
+"""LayerStates: the states of a cache's layer as mixers of transformers 5.19 and 5.20 read them.
 
 cache.layers[layer].conv_states[index]     is     cache.get_conv_state(layer, index)     from 5.21 on
 """

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
@@ -21,6 +22,9 @@ from kvpage.serving.model.states.continuation import with_continuation
 from kvpage.serving.model.states.held_states import held_states
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.window_check import cache_windows
+
+FIRST_VERSION = "5.19"
+"""Of transformers, whose models with states an Engine serves. Earlier ones keep them elsewhere, or in other shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,9 @@ class ModelStates:
         return cls(groups, layout, (*mixers, *held), kv_shape, _model_config(model, kv_shape, len(seen.layers)))
 
 
-def has_several_states() -> bool:
-    """Return whether a layer of transformers' cache can have several states of a kind, as from version 5.14 on."""
-    update = getattr(DynamicCache, "update_conv_state", None)
-    return update is not None and "state_idx" in inspect.signature(update).parameters
+def are_states_served(first_version: str = FIRST_VERSION) -> bool:
+    """Return whether this version of transformers keeps states as kvpage reads them. first_version: that does."""
+    return Version(transformers.__version__) >= Version(first_version)
 
 
 def keeps_states(config: PretrainedConfig) -> bool:
@@ -68,18 +71,21 @@ def keeps_states(config: PretrainedConfig) -> bool:
     return any(hasattr(layer, "conv_states") and hasattr(layer, "recurrent_states") for layer in layers)
 
 
-def check_states_are_cached(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model with states that are in no layer of transformers' cache, or in one before 5.14."""
+def check_states_are_cached(model: PreTrainedModel, first_version: str = FIRST_VERSION) -> None:
+    """Raise ValueError for a model with states that transformers keeps elsewhere, or is too early to keep in its cache.
+
+    first_version: of transformers, that keeps them as they are read here.
+    """
     is_cached = keeps_states(model.config)
-    if is_cached and not has_several_states():
+    if is_cached and not are_states_served(first_version):
         raise ValueError(
-            f"transformers must be 5.14 or later for {type(model).__name__}, whose layers keep states, got "
-            f"{transformers.__version__}: its cache has one state of a kind in a layer"
+            f"transformers must be {first_version} or later for {type(model).__name__}, whose layers keep states, got "
+            f"{transformers.__version__}"
         )
     if getattr(model, "_is_stateful", False) and not is_cached:
         raise ValueError(
             f"states must be in layers of transformers' cache, those of {type(model).__name__} are elsewhere in "
-            f"transformers {transformers.__version__}; from version 5.14 on they are there in most models"
+            f"transformers {transformers.__version__}; from version {first_version} on they are there in most models"
         )
 
 

@@ -35,6 +35,11 @@ class PieceCache:
         return set(self._states)
 
     @property
+    def num_layers(self) -> int:
+        """Layers up to the last one with a state."""
+        return 1 + max(layer for layer, _, _ in self._views)
+
+    @property
     def layers(self) -> StateLayers:
         """The states by layer, as mixers before transformers 5.21 read them."""
         return StateLayers(self)
