@@ -260,8 +260,9 @@ class KVStore(TieredStore):
         Returns:
             The load, whose `wait` blocks until a layer is there.
         """
-        load = tokens, engine, block_table, start, namespace
-        return made_or_undone(lambda: self._begin_layers(*load), LayerLoad.close)
+        return made_or_undone(
+            lambda: self._begin_layers(tokens, engine, block_table, start, namespace), LayerLoad.close
+        )
 
     @gated
     def lookup(self, tokens: Tokens, namespace: bytes = b"") -> int:
@@ -305,8 +306,7 @@ class KVStore(TieredStore):
     def keys(self) -> list[Key]:
         """Return the keys of all records in any tier, of every model and namespace.
 
-        Each key comes once, those of the fastest tier first. A tier that cannot list its records, or is in trouble,
-        adds none and is counted in `stats().tier_errors`.
+        Each key comes once. A tier that cannot list them, or is in trouble, adds none: see `stats().tier_errors`.
         """
         return list(dict.fromkeys(info.key for found in self._tiers.infos() for info in found))
 
@@ -314,8 +314,7 @@ class KVStore(TieredStore):
     def records(self) -> list[RecordSummary]:
         """Return a summary of each record, tier by tier.
 
-        That is a use of each record, for which a remote tier fetches it whole. A tier in trouble adds none and is
-        counted.
+        That uses each record: a remote tier fetches it whole. A tier in trouble adds none and is counted.
         """
         found = [self._tiers.ask(one, lambda one=one: list(summaries(one.tier))) for one in self._tiers.tiers]
         return [one for each in found if each is not None for one in each]

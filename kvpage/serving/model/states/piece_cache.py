@@ -6,16 +6,45 @@
 It has the methods of transformers' Cache that mixers call, with the same meaning, also of states that do not exist yet.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from kvpage.cache.state_cache import StateKey
-from kvpage.serving.model.states.layer_states import StateLayers
 
 Slots = slice | torch.Tensor
 """Neighbouring slots, or int64 [n] on the slots' device."""
+
+
+class StatesOfLayer:
+    """The states of one kind of one layer, by their index."""
+
+    def __init__(self, get: Callable[[int, int], torch.Tensor | None], layer_idx: int) -> None:
+        self._get, self._layer_idx = get, layer_idx
+
+    def __getitem__(self, state_idx: int) -> torch.Tensor | None:
+        return self._get(self._layer_idx, state_idx)
+
+
+class LayerStates:
+    """One layer of a PieceCache, as mixers of transformers 5.19 and 5.20 read it: layers[i].conv_states[j]."""
+
+    record_past = False  # states are of one position
+
+    def __init__(self, cache: "PieceCache", layer_idx: int) -> None:
+        self.conv_states = StatesOfLayer(cache.get_conv_state, layer_idx)
+        self.recurrent_states = StatesOfLayer(cache.get_recurrent_state, layer_idx)
+
+
+class StateLayers:
+    """The layers of a PieceCache, made as they are asked for."""
+
+    def __init__(self, cache: "PieceCache") -> None:
+        self._cache = cache
+
+    def __getitem__(self, layer_idx: int) -> LayerStates:
+        return LayerStates(self._cache, layer_idx)
 
 
 class PieceCache:
@@ -33,11 +62,6 @@ class PieceCache:
     def touched(self) -> set[StateKey]:
         """The parts that the mixer has asked for, or has set."""
         return set(self._states)
-
-    @property
-    def num_layers(self) -> int:
-        """Layers up to the last one with a state."""
-        return 1 + max(layer for layer, _, _ in self._views)
 
     @property
     def layers(self) -> StateLayers:
