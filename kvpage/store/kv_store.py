@@ -73,9 +73,8 @@ class KVStore(TieredStore):
         self._dtype = KnownDtype(metadata, config.chunk_size, config.codec)
         super().__init__(placed_tiers(config, tiers), config.num_threads, are_given=tiers is not None)
         self._chunks = ChunkAccess(config.chunk_size, self._dtype, self._tiers)
-        kept = config.kept_result_bytes
         self._state_parts = StateParts(self._tiers, self.gate, threading.Lock())
-        self._tensors = TensorCalls(config.chunk_size, self._dtype, self._tiers, self._chunks, kept)
+        self._tensors = TensorCalls(config.chunk_size, self._dtype, self._tiers, self._chunks, config.kept_result_bytes)
 
     @property
     def metadata(self) -> KVStoreMetadata:
@@ -260,9 +259,8 @@ class KVStore(TieredStore):
         Returns:
             The load, whose `wait` blocks until a layer is there.
         """
-        return made_or_undone(
-            lambda: self._begin_layers(tokens, engine, block_table, start, namespace), LayerLoad.close
-        )
+        load = tokens, engine, block_table, start, namespace
+        return made_or_undone(lambda: self._begin_layers(*load), LayerLoad.close)
 
     @gated
     def lookup(self, tokens: Tokens, namespace: bytes = b"") -> int:
