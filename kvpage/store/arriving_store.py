@@ -4,7 +4,8 @@
                                       │                           │
     decode worker    expect ─► load chunk 0 ─────────────► load chunk 1 ─► ... ─► commit, decode
 
-A chunk that does not come is a miss: the decode worker computes from there on.
+A chunk that does not come is a miss: the decode worker computes from there on. Over a LayerwiseStore each chunk comes a
+few layers at a time.
 """
 
 import threading
@@ -21,12 +22,14 @@ from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_namespace
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.kv_store import KVStore
+from kvpage.store.layerwise_store import LayerwiseStore
 
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
 
 POLL_SECONDS = 0.002
 _Name = tuple[bytes, bytes]
+_Load = Callable[[Tokens, npt.NDArray[np.int32], int, bytes], int]
 
 
 class Expectation:
@@ -59,20 +62,21 @@ class ArrivingStore:
     so their speed says nothing. `EngineConfig.store_deadline` bounds how long a request waits for all of its chunks.
 
     Args:
-        store: The store that the other workers write, too. It stays its owner's to close.
+        store: The store that the other workers write, too: a KVStore, or a LayerwiseStore of the decode worker's engine.
+            It stays its owner's to close.
         patience: Seconds without a new chunk after which the rest is a miss.
 
     Raises:
-        TypeError: `store` is no KVStore, or `patience` no number.
+        TypeError: `store` is neither, or `patience` no number.
         ValueError: `patience` is negative or not finite.
     """
 
     waits_for_others = True
     """Its loads wait: an engine gives each a thread of its own."""
 
-    def __init__(self, store: KVStore, patience: float = 2.0) -> None:
-        if not isinstance(store, KVStore):
-            raise TypeError(f"store must be a KVStore, got {type(store).__name__}")
+    def __init__(self, store: KVStore | LayerwiseStore, patience: float = 2.0) -> None:
+        if not isinstance(store, KVStore | LayerwiseStore):
+            raise TypeError(f"store must be a KVStore or a LayerwiseStore, got {type(store).__name__}")
         if isinstance(patience, bool) or not isinstance(patience, int | float):
             raise TypeError(f"patience must be a number of seconds, got {type(patience).__name__}")
         if not 0 <= patience < float("inf"):
@@ -138,19 +142,22 @@ class ArrivingStore:
         """
         name, size = _name(tokens, namespace), engine.layout.block_size
         whole = tokens[: len(tokens) // size * size]  # as the other worker stores them: whole blocks
-        reach = min(len(whole), len(block_table) * size)
-        end, last = start, time.monotonic()
-        while end < reach:
+        reach, loads = min(len(whole), len(block_table) * size), self._loads(engine)
+        ends, last = [start] * len(loads), time.monotonic()
+        while min(ends) < reach:
             is_last = not self._is_expected(name)
-            loaded = self.store.load_blocks(whole, engine, block_table, start=end, namespace=namespace)
+            before = sum(ends)
+            for index, load in enumerate(loads):
+                if ends[index] < (ends[index - 1] if index else reach):  # the first layers come first
+                    ends[index] = load(whole, block_table, ends[index], namespace)
             now = time.monotonic()
-            if loaded > end:
-                end, last = loaded, now
+            if sum(ends) > before:
+                last = now
             elif is_last or now - last >= self.patience:
                 break
             else:
                 self._wait(name)
-        return end
+        return min(ends)
 
     def store_blocks(
         self, tokens: Tokens, engine: "CacheEngine", block_table: npt.NDArray[np.int32], *, namespace: bytes = b""
@@ -167,6 +174,14 @@ class ArrivingStore:
             The number of leading tokens that the store has now.
         """
         return self.store.store_blocks(tokens, engine, block_table, namespace=namespace)
+
+    def _loads(self, engine: "CacheEngine") -> list[_Load]:
+        """Return the loads of all layers, or of each few."""
+        store = self.store
+        if isinstance(store, LayerwiseStore):
+            store.check_engine(engine)
+            return [group.load for group in store.groups]
+        return [lambda tokens, table, start, namespace: store.load_blocks(tokens, engine, table, start, namespace)]
 
     def _is_expected(self, name: _Name) -> bool:
         with self._changed:

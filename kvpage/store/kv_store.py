@@ -47,6 +47,7 @@ from kvpage.store.tiers.tier import Key, Tier
 
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
+    from kvpage.cache.layer_slice import LayerCaches
 
 
 class KVStore(TieredStore):
@@ -146,8 +147,7 @@ class KVStore(TieredStore):
             ValueError, TypeError: an argument is wrong, or the records are of another shape than `out`. It is as it
                 was.
         """
-        array = self._checked(tokens, namespace)
-        return self._tensors.retrieve(array, mask, return_tuple, device, namespace, out)
+        return self._tensors.retrieve(self._checked(tokens, namespace), mask, return_tuple, device, namespace, out)
 
     # --- K and V in an engine's blocks -------------------------------------------------------------------------------
 
@@ -345,11 +345,11 @@ class KVStore(TieredStore):
         return StateRecords.of(self._state_parts, self._dtype, layout, kv_dtype)
 
     @gated
-    def layers(self, engine: "CacheEngine", chunk_size: int | None = None) -> LayerChunks:
+    def layers(self, engine: "LayerCaches", chunk_size: int | None = None) -> LayerChunks:
         """Return the chunks of a cache's layers, apart from those of others: no other call finds or removes them.
 
         Args:
-            engine: the cache of some layers.
+            engine: the cache of some layers; a LayerSlice is one, too.
             chunk_size: tokens of a chunk; None for the store's.
         """
         size = self.config.chunk_size if chunk_size is None else chunk_size

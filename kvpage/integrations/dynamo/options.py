@@ -35,6 +35,8 @@ class WorkerOptions:
         max_pin_seconds: Seconds for which a hint may pin a prompt at most.
         store: The URL of a store that workers share, such as redis://host:6379. None for none.
         chunk_size: Tokens of a chunk of the store. None means 64, or the multiple of block_size after it.
+        layers_per_record: Layers of a record of the store: prefill workers store so many at once, while they compute the
+            next ones. All workers need the same. None stores chunks whole.
         events: Where the events of the cache are published, as EventConfig.endpoint says. Dynamo's part of the worker
             reads them, and passes them on.
         disaggregation_mode: "agg" answers requests. "prefill" computes prompts and stores their K and V, and "decode"
@@ -61,6 +63,7 @@ class WorkerOptions:
     max_pin_seconds: float = 3600.0
     store: str | None = None
     chunk_size: int | None = None
+    layers_per_record: int | None = None
     events: str = "tcp://127.0.0.1:*"
     disaggregation_mode: Mode = "agg"
     drain_timeout: float = 30.0
@@ -68,7 +71,7 @@ class WorkerOptions:
     def __post_init__(self) -> None:
         for name, least in NUMBERS.items():
             check_at_least(name, getattr(self, name), least)
-        for name in ("max_model_len", "chunk_size"):
+        for name in ("max_model_len", "chunk_size", "layers_per_record"):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
         for name in ("max_pin_seconds", "drain_timeout"):
@@ -108,6 +111,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, help="tokens of a request at most (default: all that the model allows)")
     add("--store", metavar="URL", help="a store that workers share, such as redis://host:6379")
     add("--chunk-size", type=int, help="tokens of a chunk of the store (default: 64)")
+    add("--layers-per-record", type=int, metavar="N", help="layers stored at once (default: chunks are stored whole)")
     add("--max-pin-seconds", type=float, default=default.max_pin_seconds, help="of a hint (default: %(default)s)")
     add("--events", default=default.events, metavar="ENDPOINT", help="where events are published (%(default)s)")
     add("--drain-timeout", type=float, default=default.drain_timeout, help="seconds (default: %(default)s)")

@@ -8,7 +8,7 @@ from kvpage.layout.config import CacheConfig
 from kvpage.observe.events import EventConfig
 from kvpage.serving import AsyncEngine, AsyncEngineConfig, Engine, EngineConfig
 from kvpage.serving.assembly.weights_digest import weights_digest
-from kvpage.store import KVStore, KVStoreConfig, metadata_of
+from kvpage.store import KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,9 @@ def _open_store(options: WorkerOptions, engine: Engine, model: Any) -> KVStore:
     assert options.store is not None
     config = KVStoreConfig(options.tokens_of_chunk, (options.store,))
     store = KVStore(config, metadata_of(engine.cache, weights_digest(model)))
+    layers = options.layers_per_record
     try:
-        engine.use_store(store)
+        engine.use_store(store if layers is None else LayerwiseStore(store, engine.cache, layers))
     except BaseException:
         store.close()
         raise

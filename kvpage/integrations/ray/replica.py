@@ -13,7 +13,7 @@ from kvpage.integrations.routing import CacheDigest
 from kvpage.serving import AsyncEngine, AsyncEngineConfig, Engine, EngineStats
 from kvpage.serving.assembly.weights_digest import weights_digest
 from kvpage.serving.loop.outputs import StepOutput
-from kvpage.store import ArrivingStore, KVStore, metadata_of
+from kvpage.store import ArrivingStore, KVStore, LayerwiseStore, metadata_of
 
 
 class Replica:
@@ -41,9 +41,10 @@ class Replica:
         config = self._settings.store_config(_replica_name())
         if config is None:
             return None, None
-        store = KVStore(config, metadata_of(engine.cache, weights_digest(model)))
-        arriving = ArrivingStore(store, self._settings.patience) if role == "decode" else None
-        engine.use_store(store if arriving is None else arriving)
+        store, layers = KVStore(config, metadata_of(engine.cache, weights_digest(model))), self._settings.layers_per_record
+        used = store if layers is None else LayerwiseStore(store, engine.cache, layers)
+        arriving = ArrivingStore(used, self._settings.patience) if role == "decode" else None
+        engine.use_store(used if arriving is None else arriving)
         return store, arriving
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[list[StepOutput], None]:

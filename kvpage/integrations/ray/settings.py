@@ -36,6 +36,8 @@ class AppSettings(BaseModel):
         digest_period: Seconds between two reports.
         store: URLs of the tiers of a KVStore, the fastest first. "{replica}" becomes the replica's own name.
         chunk_size: Tokens of a chunk of the store.
+        layers_per_record: Layers of a record of the store: prefill replicas store so many at once, while they compute the
+            next ones. None stores chunks whole.
         patience: Seconds without a new chunk after which a decode worker computes the rest of a prompt.
         min_prefill_tokens: Shorter prompts are computed where they are decoded.
         block_size: Tokens of a block.
@@ -76,6 +78,7 @@ class AppSettings(BaseModel):
     digest_period: float = Field(1.0, gt=0)
     store: tuple[str, ...] = ()
     chunk_size: int = Field(256, ge=1)
+    layers_per_record: int | None = Field(None, ge=1)
     patience: float = Field(2.0, ge=0)
     min_prefill_tokens: int = Field(256, ge=1)
     block_size: int = Field(16, ge=1)

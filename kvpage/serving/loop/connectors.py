@@ -4,7 +4,7 @@ a request waits ─► ask ─► it is held while something is on its way ─�
 its prefill is done ─► keep, while its blocks are as they were computed ─► save, when they can be found
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -88,17 +88,34 @@ class Connectors:
             if self.blend and request.blending is not None:
                 self.blend.keep(request.blending)
 
-    def save(self, requests: Iterable[Request]) -> None:
-        """Store prefills that are committed."""
-        for request in _prefilled(requests):
-            if self.store:
-                self.store.save(_first_tokens(request, request.num_tokens), request.namespace)
+    def begin_step(self, portions: Sequence[Portion]) -> Callable[[int], object] | None:
+        """Begin to store the first layers of chunks that a step completes, if the store takes a few layers at a time.
 
-    def save_portions(self, portions: Iterable[Portion]) -> None:
-        """Store the first chunks of prompts that are committed in part, where a portion has completed one."""
-        if self.store is None or not self.store.save_portions:
+        Returns a function to be called with each layer that is written; None if nobody wants to know. `end_step` must
+        follow, however the step ends.
+        """
+        if self.store is None or not self.store.save_portions or not portions:
+            return None
+        prompts = (
+            (one.request, one.request.tokens[: one.end], one.start)
+            for one in portions
+            if one.request.blending is None and not (one.is_last and one.request.num_generated)
+        )
+        written = self.store.begin_step(prompts)
+        return None if written is None else written.note
+
+    def end_step(self) -> None:
+        """End what `begin_step` has begun."""
+        if self.store is not None:
+            self.store.end_step()
+
+    def save(self, requests: Iterable[Request], portions: Iterable[Portion]) -> None:
+        """Store prefills that are committed, and chunks of others that a portion has completed, if that is wanted."""
+        if self.store is None:
             return
-        for request, start, end in portions:
+        for request in _prefilled(requests):
+            self.store.save(_first_tokens(request, request.num_tokens), request.namespace)
+        for request, start, end in portions if self.store.save_portions else ():
             if end < request.num_tokens:
                 self.store.save_portion(_first_tokens(request, end), start, request.namespace)
 

@@ -244,7 +244,10 @@ class ServingLoop:
             return None
         untaken = batch.requests
         try:
-            self._take_batch(batch, untaken)
+            try:
+                self._take_batch(batch, untaken)
+            finally:
+                self._connectors.end_step()
         except BaseException as error:  # an interrupt too must leave no request without its blocks, or its next token
             ahead = () if self._decoder is None else self._decoder.drop()
             for request in untaken:
@@ -315,7 +318,7 @@ class ServingLoop:
             return self._batch_runner.compute(batch)
         scores = batch.scores_prompts
         if not any(portion.request.reuse for portion in batch.prefills):
-            logits = self._batch_runner.compute(batch)
+            logits = self._batch_runner.compute(batch, self._connectors.begin_step(batch.prefills))
         else:
             computed = self._batch_runner.run(batch.items(), self._connectors.blender)
             self._connectors.note_blended(batch.requests, computed.blended)
@@ -331,16 +334,13 @@ class ServingLoop:
             self._rule.saw_prefill(batch.num_tokens, seconds)
 
     def _complete(self, chosen: ChosenTokens) -> None:
-        if not chosen.prefilled:
-            self._scheduler.complete(chosen.batch)
-            self._connectors.save_portions(chosen.batch.prefills)
-            return
-        self._connectors.keep(chosen.prefilled)
+        if chosen.prefilled:
+            self._connectors.keep(chosen.prefilled)
         self._scheduler.complete(chosen.batch)
         for request, each in chosen.forks.items():
             self._scheduler.fork(request, each)
-        self._connectors.save(chosen.prefilled)
-        self._connectors.save_portions(chosen.batch.prefills)
+        if chosen.batch.prefills:
+            self._connectors.save(chosen.prefilled, chosen.batch.prefills)
 
     # --- a request's tokens ------------------------------------------------------------------------------------------
 

@@ -67,9 +67,13 @@ def paged_attention(
     attention = Attention(scaling or query.shape[3] ** -0.5, sliding_window, softcap, s_aux, value.shape[3])
     of_layer = step.windows.get(layer, step)
     if step.threads is None or step.threads.caller is None:
-        return _attend(module, (query, key, value), layer, of_layer, attention), None
-    with step.threads.lifted():
-        return _attend(module, (query, key, value), layer, of_layer, attention), None
+        output = _attend(module, (query, key, value), layer, of_layer, attention)
+    else:
+        with step.threads.lifted():
+            output = _attend(module, (query, key, value), layer, of_layer, attention)
+    if step.written is not None:
+        step.written(layer)
+    return output, None
 
 
 def _attend(

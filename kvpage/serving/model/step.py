@@ -8,7 +8,7 @@ It is made once a step and read by every layer.
 """
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -167,6 +167,7 @@ class Step:
     states: the work on states; None where the model has none.
     windows: by layer_idx, the same step over the blocks of a window's group; empty where all layers share one table.
     threads: the limit of torch's threads in the forward pass, which attention lifts; None where there is none.
+    written: called with each layer once its K and V are written; None if nobody wants to know.
     sequences: block tables and lengths, made once for all layers.
     attends_in_place: whether ops.attend reads these blocks. On a CPU it is as fast as gathering and SDPA, even for
         whole prompts.
@@ -192,6 +193,7 @@ class Step:
     states: StepStates | None = None
     windows: dict[int, "Step"] = field(default_factory=dict)
     threads: TorchThreads | None = None
+    written: Callable[[int], object] | None = None
     attends_in_place: bool = field(init=False)
     takes_all_rows: bool = field(init=False)
 
@@ -290,6 +292,10 @@ class Step:
     def lift(self, threads: TorchThreads | None) -> None:
         """Let attention lift this limit of torch's threads."""
         self.threads = threads
+
+    def tell(self, written: Callable[[int], object] | None) -> None:
+        """Have this called with each layer once its K and V are written; None for nobody."""
+        self.written = written
 
     def of_rows(self, rows: torch.Tensor) -> "Step":
         """Return the step for some of its rows only: int64, ascending, one of each sequence at least."""

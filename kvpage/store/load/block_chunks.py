@@ -26,11 +26,11 @@ from kvpage.store.records.record import Shape
 from kvpage.store.tiers.stretches import Runs, address_of
 
 if TYPE_CHECKING:
-    from kvpage.cache.cache_engine import CacheEngine
+    from kvpage.cache.layer_slice import LayerCaches
 
 
 def metadata_of(
-    engine: "CacheEngine", model_name: str, world_size: int = 1, worker_id: int = 0, fmt: str = "vllm"
+    engine: "LayerCaches", model_name: str, world_size: int = 1, worker_id: int = 0, fmt: str = "vllm"
 ) -> KVStoreMetadata:
     """Return the metadata of a store of an engine's blocks: their dtype, layout of rows, and scales.
 
@@ -81,9 +81,9 @@ class ChunkPlans:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plans: weakref.WeakKeyDictionary[CacheEngine, dict[object, _C.ChunkPlan]] = weakref.WeakKeyDictionary()
+        self._plans: weakref.WeakKeyDictionary[LayerCaches, dict[object, _C.ChunkPlan]] = weakref.WeakKeyDictionary()
 
-    def get(self, engine: "CacheEngine", fmt: str, num_tokens: int, make: Callable[[], _C.ChunkPlan]) -> _C.ChunkPlan:
+    def get(self, engine: "LayerCaches", fmt: str, num_tokens: int, make: Callable[[], _C.ChunkPlan]) -> _C.ChunkPlan:
         """Return the plan for chunks of `num_tokens`, made if need be."""
         key = fmt, num_tokens, tuple(cache.data_ptr() for cache in engine.gpu_cache)
         with self._lock:
@@ -103,7 +103,7 @@ class BlockChunks:
 
     def __init__(
         self,
-        engine: "CacheEngine",
+        engine: "LayerCaches",
         block_table: npt.ArrayLike | torch.Tensor,
         metadata: KVStoreMetadata,
         plans: "ChunkPlans | None" = None,
@@ -285,7 +285,7 @@ class DeviceBlockChunk(BlockChunk):
         return data.view(self._blocks.engine.layout.dtype).view(-1, *self.shape[1:])
 
 
-def _row_layout(engine: "CacheEngine") -> str:
+def _row_layout(engine: "LayerCaches") -> str:
     """Return the meaning of a row's bytes beyond its dtype; empty unless it is a latent or a scale follows it."""
     layout = engine.layout
     parts = ["latent"] if layout.backend == "mla" else []

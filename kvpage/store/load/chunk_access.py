@@ -23,7 +23,7 @@ from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.tiers.tier import Key
 
 if TYPE_CHECKING:
-    from kvpage.cache.cache_engine import CacheEngine
+    from kvpage.cache.layer_slice import LayerCaches
 
 
 class ChunkAccess:
@@ -72,14 +72,14 @@ class ChunkAccess:
         readers = [reader for _, reader in self._tiers.open_leading(self._keys(tokens, namespace))]
         return Pin(min(len(readers) * self._chunk_size, len(tokens)), readers)
 
-    def blocks(self, engine: "CacheEngine", block_table: npt.ArrayLike | torch.Tensor) -> BlockChunks:
+    def blocks(self, engine: "LayerCaches", block_table: npt.ArrayLike | torch.Tensor) -> BlockChunks:
         """Return the blocks as chunks. Raises ValueError unless the engine matches the store's metadata."""
         return BlockChunks(engine, block_table, self._dtype.metadata, self._plans, self._lanes, self._layer_lanes)
 
     def load(
         self,
         tokens: npt.NDArray[np.int32],
-        engine: "CacheEngine",
+        engine: "LayerCaches",
         block_table: npt.ArrayLike | torch.Tensor,
         start: int,
         namespace: bytes,

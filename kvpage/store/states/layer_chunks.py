@@ -22,7 +22,7 @@ from kvpage.store.stack.call_gate import gated
 from kvpage.store.states.state_parts import StateParts
 
 if TYPE_CHECKING:
-    from kvpage.cache.cache_engine import CacheEngine
+    from kvpage.cache.layer_slice import LayerCaches
 
 
 class LayerChunks:
@@ -38,8 +38,12 @@ class LayerChunks:
         codec: Of the store.
         engine: The cache.
 
+    Attributes:
+        chunk_size: Tokens of a chunk.
+        layer_ids: The layers, as the whole model counts them.
+
     Raises:
-        TypeError: `engine` is no CacheEngine.
+        TypeError: `engine` is no CacheEngine and no LayerSlice.
         ValueError: It has no layers, or another dtype than the store. Or `chunk_size` is not positive.
     """
 
@@ -49,7 +53,7 @@ class LayerChunks:
         metadata: KVStoreMetadata,
         chunk_size: int,
         codec: str,
-        engine: "CacheEngine",
+        engine: "LayerCaches",
     ) -> None:
         chunk_size = as_integer("chunk_size", chunk_size)
         check_at_least("chunk_size", chunk_size, 1)
@@ -60,7 +64,7 @@ class LayerChunks:
             raise ValueError(f"kv_dtype of the store must be the engine's, {own.kv_dtype}, got {metadata.kv_dtype}")
         layers = "layers", ",".join(map(str, engine.layer_ids))
         own = replace(own, extra=(*metadata.extra, layers))
-        self.gate, self.chunk_size = parts.gate, chunk_size
+        self.gate, self.chunk_size, self.layer_ids = parts.gate, chunk_size, tuple(engine.layer_ids)
         self._engine, self._tiers = engine, parts.tiers
         self._dtype = KnownDtype(own, chunk_size, codec)
         self._chunks = ChunkAccess(chunk_size, self._dtype, parts.tiers)

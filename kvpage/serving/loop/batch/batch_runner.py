@@ -3,7 +3,7 @@
 items ─► due moves of blocks ─► Step: slots, block tables ─► ModelRunner.forward ─► logits of the wanted tokens
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -82,10 +82,11 @@ class BatchRunner:
         """ValueError if kernels of the passes so far met a bad id. It waits for them."""
         self._reports.check_all()
 
-    def compute(self, batch: Batch) -> torch.Tensor:
+    def compute(self, batch: Batch, written: Callable[[int], object] | None = None) -> torch.Tensor:
         """Compute one forward pass; return the logits of each last token. Exceptions of the model come through.
 
-        The logits are valid until the next pass.
+        The logits are valid until the next pass. written: called with each layer, when its K and V are written; only
+        for models whose layers share one table.
         """
         packed = batch.packed()
         if self._has_groups:
@@ -99,7 +100,7 @@ class BatchRunner:
         if self.graphs is not None and len(batch.decodes):
             self.graphs.miss("prompts are computed beside it")
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
-        return self._compute(np.concatenate([batch.decodes.rows, rows]), packed)
+        return self._compute(np.concatenate([batch.decodes.rows, rows]), packed, written)
 
     @property
     def _has_groups(self) -> bool:
@@ -176,8 +177,11 @@ class BatchRunner:
     def _of_newest(self, inputs: StepInputs, packed: PackedTokens) -> torch.Tensor:
         return self._forward(Step.of_newest(self._cache, inputs, packed), packed, inputs.slots, inputs.block_tables)
 
-    def _compute(self, rows: Rows, packed: PackedTokens) -> torch.Tensor:
+    def _compute(
+        self, rows: Rows, packed: PackedTokens, written: Callable[[int], object] | None = None
+    ) -> torch.Tensor:
         step, slots, tables = self._step(rows, packed)
+        step.tell(written)
         return self._forward(step, packed, slots, tables)
 
     def _forward(self, step: Step, packed: PackedTokens, slots: Slots, tables: Ids) -> torch.Tensor:

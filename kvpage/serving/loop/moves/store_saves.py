@@ -104,3 +104,7 @@ class StoreSaves(Saves):
         except BaseException:
             tree.release(match)
             raise
+        self._note_held(block_ids)
+
+    def _note_held(self, block_ids: Ids) -> None:
+        """Note that a save holds these blocks from now on."""

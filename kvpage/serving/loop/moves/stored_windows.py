@@ -84,7 +84,7 @@ class StoredWindows:
         if self._full is not None:
             self._full.put(tokens, held.block_ids, 0, namespace)
         for layers, window in zip(self._windows, held.windows, strict=True):
-            for first, end in _runs_of(window.has):
+            for first, end in runs_of(window.has):
                 layers.put(tokens[: end * self._size], window.block_ids, first, namespace)
         usable = self._usable_of(tokens, len(tokens) // self._size, namespace)
         return int(np.flatnonzero(np.logical_and.reduce(usable))[-1]) * self._size
@@ -143,7 +143,7 @@ class StoredWindows:
         return usable
 
 
-def _runs_of(there: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+def runs_of(there: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """Return the runs of consecutive True, each as its first place and the one after its last."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], there, [False]]).astype(np.int8)))
     return [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]

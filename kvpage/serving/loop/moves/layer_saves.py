@@ -1,0 +1,132 @@
+"""LayerSaves: saves into a store whose records have a few layers each. The first ones begin while the step computes.
+
+    engine's thread   layers 0 to 3 | layers 4 to 7 | layers 8 to 11 | tokens, commit | hold the blocks
+    saving thread                   | store 0 to 3  | store 4 to 7   |                | store what lacks: 8 to 11
+
+The last layers are stored once the blocks are committed, as every save is. So a step that raises, or gives no numbers,
+completes no chunk. Blocks are the sequence's own until then, and those of the save's afterwards. Where the tree has the
+same tokens in other blocks, the first layers' save is waited for: its blocks are given back.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.states import Ids
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.serving.loop.moves.block_store import TokenIds
+from kvpage.serving.loop.moves.store_saves import StoreSaves
+from kvpage.serving.loop.moves.stored_windows import Layers, runs_of
+from kvpage.serving.loop.moves.written_layers import WrittenLayers
+
+
+class GroupedStore(Protocol):
+    """What a BlockStore has besides whose records have a few layers each; `kvpage.store.LayerwiseStore` is one."""
+
+    groups: "Sequence[LayerGroup]"
+
+    def check_engine(self, engine: CacheEngine) -> None:
+        """Raise ValueError unless the records are of this engine's layers."""
+
+    def store_blocks(self, tokens: TokenIds, engine: CacheEngine, block_table: Ids, *, namespace: bytes) -> int:
+        """Store what lacks; see BlockStore."""
+
+
+class LayerGroup(Layers, Protocol):
+    """Chunks of a few layers. layer_ids: in the model's order."""
+
+    layer_ids: tuple[int, ...]
+
+
+class Growing(NamedTuple):
+    """A prompt of which a step computes a portion.
+
+    tokens: The prompt so far, that portion included. first_chunk: the first one that the portion completes.
+    block_ids: Of the tokens.
+    """
+
+    tokens: TokenIds
+    first_chunk: int
+    block_ids: Ids
+    namespace: bytes
+
+
+class LayerSaves(StoreSaves):
+    """Saves under way. All methods are for the engine's thread.
+
+    Args:
+        store: The store.
+        manager: Of the blocks.
+        cache: The blocks.
+
+    Attributes:
+        chunk_size: Tokens of the store's chunks.
+
+    Raises:
+        ValueError: The store is of another engine.
+    """
+
+    def __init__(self, store: GroupedStore, manager: BlockManager, cache: CacheEngine) -> None:
+        store.check_engine(cache)
+        super().__init__(
+            lambda tokens, block_ids, namespace: store.store_blocks(tokens, cache, block_ids, namespace=namespace),
+            manager,
+            cache.device,
+        )
+        self._groups = store.groups
+        self.chunk_size = self._groups[0].chunk_size
+        self._written: WrittenLayers | None = None
+        self._early: Future[None] | None = None
+        self._block_ids: set[int] = set()  # that the first layers' save reads, and no other save holds yet
+
+    def begin_step(self, prompts: Sequence[Growing]) -> WrittenLayers | None:
+        """Store the first layers of chunks that a step computes, as they are written; `end_step` ends that."""
+        if not prompts or len(self._groups) < 2:
+            return None
+        written = WrittenLayers([group.layer_ids[-1] for group in self._groups[:-1]], self._device)
+        self._block_ids = {block for prompt in prompts for block in prompt.block_ids.tolist()}
+        self._early = self._thread.submit(self._store_groups, prompts, written)
+        self._written = written
+        return written
+
+    def begin(self, tokens: TokenIds, namespace: bytes) -> None:
+        """Store tokens that are committed, as far as they are cached in whole blocks on the device."""
+        if self._written is not None:
+            self._written.end()
+        super().begin(tokens, namespace)
+
+    def end_step(self) -> None:
+        """End what `begin_step` has begun. Blocks that no save holds may be given to others after this."""
+        if self._written is None or self._early is None:
+            return
+        if self._block_ids:
+            self._written.fail()
+            wait([self._early])
+        self._written = self._early = None
+        self._block_ids = set()
+
+    def _note_held(self, block_ids: Ids) -> None:
+        self._block_ids.difference_update(block_ids.tolist())
+
+    # --- in the thread -----------------------------------------------------------------------------------------------
+
+    def _store_groups(self, prompts: Sequence[Growing], written: WrittenLayers) -> None:
+        runs = [(prompt, *run) for prompt in prompts for run in self._runs(prompt)]
+        for index, group in enumerate(self._groups[:-1]):
+            stream = written.wait(index)
+            if stream is None:
+                return
+            with stream:
+                for prompt, first, end in runs:
+                    if written.has_failed:
+                        return
+                    group.put(prompt.tokens[: end * group.chunk_size], prompt.block_ids, first, prompt.namespace)
+
+    def _runs(self, prompt: Growing) -> list[tuple[int, int]]:
+        """Return the runs of chunks that lack their last layers: whatever is stored of them, nobody loads it yet."""
+        lacks = ~np.array(self._groups[-1].there(prompt.tokens, prompt.namespace), bool)
+        lacks[: prompt.first_chunk] = False
+        return runs_of(lacks)

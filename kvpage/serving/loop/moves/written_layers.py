@@ -1,0 +1,57 @@
+"""WrittenLayers: how far a step has come, for a thread that stores its first layers while it computes the next ones."""
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from kvpage.cache.side_stream import side_stream
+
+
+class WrittenLayers:
+    """Groups of layers, each written when its last layer is. The engine's thread tells, another one waits.
+
+    Args:
+        last_layers: The last layer of each group, in the model's order.
+        device: Of the blocks.
+
+    Attributes:
+        has_failed: Whether the step has failed.
+    """
+
+    def __init__(self, last_layers: Sequence[int], device: torch.device) -> None:
+        self._last_layers, self._device = last_layers, device
+        self._streams: list[Any] = []  # of the groups that are written: each begins after the group
+        self._is_over = self.has_failed = False
+        self._changed = threading.Condition()
+
+    def note(self, layer: int) -> None:
+        """Note that a layer's K and V are written, or will be once the device has done its work up to now."""
+        at = len(self._streams)
+        if at < len(self._last_layers) and layer == self._last_layers[at]:
+            with self._changed:
+                self._streams.append(side_stream(self._device))
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Note that the step has computed: groups that are not written by now never will be."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """Note that the step has failed: nothing of it is to be stored any more."""
+        with self._changed:
+            self._is_over = self.has_failed = True
+            self._changed.notify_all()
+
+    def wait(self, group: int) -> AbstractContextManager[Any] | None:
+        """Wait for a group; return a context in which it can be read, or None if it will never be written."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._streams) > group or self._is_over)
+            if self.has_failed or len(self._streams) <= group:
+                return None
+            stream: AbstractContextManager[Any] = self._streams[group]()
+            return stream
