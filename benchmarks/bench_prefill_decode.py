@@ -5,6 +5,7 @@ Each contender is behind the same client, and has its own processes:
     one worker              1 thread: half of the cores of the other two
     one worker, 2 threads   the same cores as "apart"
     apart                   a prefill worker and a decode worker of 1 thread each, and a store in Redis between them
+    apart, by layers        the same, where two layers at a time are stored while the next ones are computed
 
 The prompt comes to idle workers, and while others decode. Its first token is bound by its computation: the first token
 of one idle worker of 1 thread, which is measured in turns with the rest. The second token is bound by the first one and
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from kvpage.serving import AsyncEngine, EngineConfig, LiveRequest, SamplingParam
 NUM_BUSY, BUSY_TOKENS, BEFORE = 4, 400, 12  # requests under way; their tokens; tokens before the prompt comes
 MIN_PREFILL_TOKENS = 128
 NUM_TOKENS = 4  # of the prompt's answer
+LAYERS_PER_RECORD = 2  # of 8
 SHAPE, START = MODELS["small"], WorkerProcess
 Turn = dict[str, float]
 Run = Callable[[AsyncEngine, list[int]], tuple[list[int], Turn]]
@@ -140,17 +143,21 @@ def row(name: str, kind: str, turns: list[Turn]) -> dict[str, Any]:
 
 
 @contextmanager
-def contenders(url: str) -> Iterator[dict[str, AsyncEngine]]:
-    """Start the processes, and yield the clients by name."""
-    plans = [("both", 1), ("both", 2), ("decode", 1), ("prefill", 1)]
+def contenders(url: str, portion: int) -> Iterator[dict[str, AsyncEngine]]:
+    """Start the processes, and yield the clients by name. portion: tokens of a step."""
+    apart = [("decode", 1), ("prefill", 1)]
     with ExitStack() as stack:
-        workers = [START(WorkerPlan(role, threads, url, SHAPE)) for role, threads in plans]
+        plans = [WorkerPlan(*each, url, SHAPE, batched_tokens=portion) for each in [("both", 1), ("both", 2), *apart]]
+        plans += [replace(plan, layers_per_record=LAYERS_PER_RECORD) for plan in plans[2:]]
+        workers = [START(plan) for plan in plans]
         for worker in workers:
             stack.callback(worker.close)
         for worker in workers:
             worker.wait()
-        pairs = {"one worker": (workers[0], None), "one worker, 2 threads": (workers[1], None)}
-        made = {name: client(*pair) for name, pair in {**pairs, "apart": (workers[2], workers[3])}.items()}
+        pairs: dict[str, tuple[Any, Any]] = {"one worker": (workers[0], None)}
+        pairs["one worker, 2 threads"] = workers[1], None
+        pairs |= {"apart": (workers[2], workers[3]), "apart, by layers": (workers[4], workers[5])}
+        made = {name: client(*pair) for name, pair in pairs.items()}
         for engine in made.values():
             stack.callback(engine.close)
         yield made
@@ -185,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--tokens", type=positive, default=1024, help="of the prompt")
+    parser.add_argument("--portion", type=positive, default=256, help="of it that a step computes")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     if shutil.which("redis-server") is None:
@@ -192,13 +200,23 @@ def main() -> None:
         return
     from kvpage.benchmarks.bench_store_redis import redis_server
 
-    with redis_server() as (_, port), contenders(f"redis://127.0.0.1:{port}/0") as clients:
+    with redis_server() as (_, port), contenders(f"redis://127.0.0.1:{port}/0", options.portion) as clients:
         rows = measure(clients, options.tokens, options.rounds)
     print(*table(rows), sep="\n")
     if options.plot:
         plot(rows, options.plot)
     machine = platform.processor() or platform.machine()
-    print(dumps({"machine": machine, "torch": torch.__version__, "tokens": options.tokens, "results": rows}))
+    print(
+        dumps(
+            {
+                "machine": machine,
+                "torch": torch.__version__,
+                "tokens": options.tokens,
+                "portion": options.portion,
+                "results": rows,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from kvpage import CacheConfig
 from kvpage.benchmarks.serving_workloads import BLOCK_SIZE, VOCAB, Shape, make_model
 from kvpage.integrations.remote import GenerateCall, Worker, WorkerLost
 from kvpage.serving import AsyncEngine, Engine, EngineConfig, StepOutput
-from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, metadata_of
+from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class WorkerPlan:
 
     role: "both", "prefill" or "decode"; the latter two store in `url`, and load from there.
     batched_tokens: of one step, and so of one portion of a prompt.
+    layers_per_record: that a prefill worker stores at once; None for whole chunks. Both roles need the same.
     """
 
     role: str
@@ -33,6 +34,7 @@ class WorkerPlan:
     num_blocks: int = 2048
     batched_tokens: int = 256
     chunk_size: int = 128
+    layers_per_record: int | None = None
 
 
 class WorkerProcess:
@@ -103,8 +105,10 @@ def make_worker(plan: WorkerPlan) -> Worker:
     arriving = None
     if plan.role != "both":
         store = KVStore(KVStoreConfig(plan.chunk_size, (plan.url,)), metadata_of(engine.cache, "bench"))
-        arriving = ArrivingStore(store, patience=30.0) if plan.role == "decode" else None
-        engine.use_store(arriving or store)
+        layers = plan.layers_per_record
+        used = store if layers is None else LayerwiseStore(store, engine.cache, layers)
+        arriving = ArrivingStore(used, patience=30.0) if plan.role == "decode" else None
+        engine.use_store(arriving or used)
     return Worker(AsyncEngine(engine), arriving)
 
 

@@ -31,6 +31,7 @@ from kvpage.blocks.states import Allocation
 from kvpage.blocks.stats import BlockStats, SlotStats, SpaceStats
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.calibration import Calibration, Throughput, calibrate
+from kvpage.cache.layer_slice import LayerCaches, LayerSlice
 from kvpage.cache.layered_moves import Arrival, LayeredMoves, LayerEvents
 from kvpage.cache.state_cache import StateCache
 from kvpage.cache.transfer import Transfer
@@ -71,7 +72,9 @@ __all__ = [
     "HybridManager",
     "KVScales",
     "KVView",
+    "LayerCaches",
     "LayerEvents",
+    "LayerSlice",
     "LayeredMoves",
     "LoadOrCompute",
     "Match",

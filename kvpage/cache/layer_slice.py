@@ -1,7 +1,7 @@
 """LayerSlice: some layers of a CacheEngine, as if they were all. LayerCaches: what both have.
 
-    CacheEngine   layer 0 | 1 | 2 | 3 | 4 | 5
-    LayerSlice            [ 1   2   3 )            the same tensors; nothing is copied
+CacheEngine   layer 0 | 1 | 2 | 3 | 4 | 5
+LayerSlice            [ 1   2   3 )            the same tensors; nothing is copied
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ from kvpage.store.bytes.pieces import Pieces
 from kvpage.store.bytes.stats import ByteStoreStats, ByteTierStats
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.kv_store import KVStore
-from kvpage.store.layerwise_store import LayerwiseStore
+from kvpage.store.layerwise_store import LayersStore, LayerwiseStore
 from kvpage.store.load.block_chunks import metadata_of
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.placement import register_tier
@@ -41,6 +41,7 @@ __all__ = [
     "Later",
     "LayerChunks",
     "LayerLoad",
+    "LayersStore",
     "LayerwiseStore",
     "PageView",
     "Pieces",

@@ -27,7 +27,8 @@ from kvpage.store.layerwise_store import LayerwiseStore
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
 
-POLL_SECONDS = 0.002
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.002, 0.02
+POLL_SHARE = 1 / 16  # of the time since the last chunk: a look takes half a millisecond, of a core that others need
 _Name = tuple[bytes, bytes]
 _Load = Callable[[Tokens, npt.NDArray[np.int32], int, bytes], int]
 
@@ -62,8 +63,8 @@ class ArrivingStore:
     so their speed says nothing. `EngineConfig.store_deadline` bounds how long a request waits for all of its chunks.
 
     Args:
-        store: The store that the other workers write, too: a KVStore, or a LayerwiseStore of the decode worker's engine.
-            It stays its owner's to close.
+        store: The store that the other workers write, too: a KVStore, or a LayerwiseStore of the decode worker's
+            engine. It stays its owner's to close.
         patience: Seconds without a new chunk after which the rest is a miss.
 
     Raises:
@@ -156,7 +157,7 @@ class ArrivingStore:
             elif is_last or now - last >= self.patience:
                 break
             else:
-                self._wait(name)
+                self._wait(name, min(max((now - last) * POLL_SHARE, MIN_POLL_SECONDS), MAX_POLL_SECONDS))
         return min(ends)
 
     def store_blocks(
@@ -187,10 +188,10 @@ class ArrivingStore:
         with self._changed:
             return name in self._expected
 
-    def _wait(self, name: _Name) -> None:
-        """Wait until the store is worth another look."""
+    def _wait(self, name: _Name, seconds: float) -> None:
+        """Wait so long, or until nothing more is expected."""
         with self._changed:
-            self._changed.wait_for(lambda: name not in self._expected, POLL_SECONDS)
+            self._changed.wait_for(lambda: name not in self._expected, seconds)
 
     def _forget(self, name: _Name) -> None:
         with self._changed:

@@ -3,23 +3,39 @@
     prefill worker   layers 0 to 3 ─► store ┐  layers 4 to 7 ─► store ┐  the step ends well ─► the last layers
     decode worker                           └─► load                  └─► load                  └─► load, commit
 
-A chunk is there when all its records are. The last layers' record comes last, after the step has ended well. So a step
-that fails leaves nothing that anybody uses.
+A chunk is there when all its records are. The last layers are stored once the step has ended well. So a step that fails
+leaves nothing that anybody uses.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.cache.layer_slice import LayerSlice
+from kvpage.cache.layer_slice import LayerCaches, LayerSlice
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_integer, check_at_least, check_namespace
 from kvpage.store.config import KVStoreConfig
-from kvpage.store.kv_store import KVStore
+from kvpage.store.states.layer_chunks import LayerChunks
 
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
+
+
+class LayersStore(Protocol):
+    """What a LayerwiseStore needs of its store; a KVStore is one."""
+
+    @property
+    def config(self) -> KVStoreConfig:
+        """The configuration of the store."""
+
+    def layers(self, engine: LayerCaches, chunk_size: int | None = None) -> LayerChunks:
+        """Return the chunks of a cache's layers.
+
+        Args:
+            engine: The cache of some layers.
+            chunk_size: Tokens of a chunk; None for the store's.
+        """
 
 
 class LayerwiseStore:
@@ -30,7 +46,7 @@ class LayerwiseStore:
     `num_layers` only, and those of a plain KVStore never.
 
     Args:
-        store: The store. It stays its owner's to close.
+        store: A KVStore. It stays its owner's to close.
         engine: The cache whose blocks are stored and loaded.
         num_layers: Layers of a record. The last record of a chunk may have fewer.
 
@@ -43,8 +59,8 @@ class LayerwiseStore:
         ValueError: The engine has no layers, or another dtype than the store. Or `num_layers` is not positive.
     """
 
-    def __init__(self, store: KVStore, engine: "CacheEngine", num_layers: int = 4) -> None:
-        if not isinstance(store, KVStore):
+    def __init__(self, store: LayersStore, engine: "CacheEngine", num_layers: int = 4) -> None:
+        if not hasattr(store, "layers"):
             raise TypeError(f"store must be a KVStore, got {type(store).__name__}")
         if not hasattr(engine, "bound_layers"):
             raise TypeError(f"engine must be a CacheEngine, got {type(engine).__name__}")
@@ -72,7 +88,7 @@ class LayerwiseStore:
             ValueError, TypeError: As for `KVStore.lookup`.
         """
         array = _checked(tokens, namespace)
-        for group in reversed(self.groups):  # the last one's record comes last
+        for group in reversed(self.groups):  # what is under way lacks the last one
             there = group.there(array, namespace)
             if False in there:
                 array = array[: there.index(False) * group.chunk_size]
@@ -129,7 +145,7 @@ class LayerwiseStore:
         """
         self.check_engine(engine)
         array = _checked(tokens, namespace)
-        for group in self.groups:
+        for group in reversed(self.groups):  # of a step that was stored on the way, the last layers alone are left
             group.put(array, block_table, 0, namespace)
         return self.lookup(array, namespace=namespace)
 
@@ -150,10 +166,13 @@ class LayerwiseStore:
         return max(group.remove(array, namespace) for group in reversed(self.groups))
 
     def check_engine(self, engine: "CacheEngine") -> None:
-        """Raise ValueError unless the store was made with this engine.
+        """Check that the store was made with this engine.
 
         Args:
             engine: The engine of some blocks.
+
+        Raises:
+            ValueError: It was made with another.
         """
         if engine is not self._engine:
             raise ValueError("engine must be the one that the LayerwiseStore was made with, got another")
@@ -162,4 +181,3 @@ class LayerwiseStore:
 def _checked(tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
     check_namespace(namespace)
     return as_tokens(tokens)
-

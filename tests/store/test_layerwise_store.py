@@ -1,4 +1,4 @@
-"""LayerwiseStore: a chunk is there when the records of all its layers are; each loads what it has, and no other byte."""
+"""LayerwiseStore: a chunk is there when the records of all its layers are. No other byte is written."""
 
 import threading
 

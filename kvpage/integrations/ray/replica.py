@@ -41,7 +41,10 @@ class Replica:
         config = self._settings.store_config(_replica_name())
         if config is None:
             return None, None
-        store, layers = KVStore(config, metadata_of(engine.cache, weights_digest(model))), self._settings.layers_per_record
+        store, layers = (
+            KVStore(config, metadata_of(engine.cache, weights_digest(model))),
+            self._settings.layers_per_record,
+        )
         used = store if layers is None else LayerwiseStore(store, engine.cache, layers)
         arriving = ArrivingStore(used, self._settings.patience) if role == "decode" else None
         engine.use_store(used if arriving is None else arriving)

@@ -14,6 +14,7 @@ from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.loop.batch.batch import Portion
+from kvpage.serving.loop.moves.layer_saves import Growth
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.store_connector import StoreConnector
 
@@ -96,12 +97,9 @@ class Connectors:
         """
         if self.store is None or not self.store.save_portions or not portions:
             return None
-        prompts = (
-            (one.request, one.request.tokens[: one.end], one.start)
-            for one in portions
-            if one.request.blending is None and not (one.is_last and one.request.num_generated)
-        )
-        written = self.store.begin_step(prompts)
+        # What is computed again after tokens were generated was stored at first.
+        kept = (one for one in portions if not (one.request.blending or (one.is_last and one.request.num_generated)))
+        written = self.store.begin_step(map(_growth, kept))
         return None if written is None else written.note
 
     def end_step(self) -> None:
@@ -166,3 +164,8 @@ def _first_tokens(request: Request, num_tokens: int) -> npt.NDArray[np.int32]:
     """Return so many tokens of the request, without the repetition of a segment that is being warmed."""
     copy_at = None if request.blending is None else request.blending.copy_at
     return request.tokens[:num_tokens][:copy_at]
+
+
+def _growth(portion: Portion) -> Growth:
+    request, end = portion.request, portion.end
+    return Growth(request.seq_id, request.tokens[:end], portion.start, portion.is_last, request.namespace)

@@ -33,7 +33,7 @@ from kvpage.checks.started_pool import started_pool
 from kvpage.checks.wait_limit import WaitLimit, wait_for_one
 from kvpage.serving.loop.moves.block_store import BlockStore, LayeredStore, TokenIds
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
-from kvpage.serving.loop.moves.layer_saves import GroupedStore, Growing, LayerSaves
+from kvpage.serving.loop.moves.layer_saves import GroupedStore, Growth, LayerSaves
 from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_cached, num_seen
 from kvpage.serving.loop.moves.store_look import StoreLook
 from kvpage.serving.loop.moves.store_saves import Saves, StoreSaves
@@ -173,22 +173,14 @@ class StoreConnector:
         if num_tokens > start // size * size and 2 * len(self._saves) < self._max_saves:
             self.save(tokens[:num_tokens], namespace)
 
-    def begin_step(self, prompts: Iterable[tuple[Request, TokenIds, int]]) -> WrittenLayers | None:
-        """Begin to store the first layers of prompts while a step computes the others; `end_step` ends that.
+    def begin_step(self, prompts: Iterable[Growth]) -> WrittenLayers | None:
+        """Begin to store the first layers of chunks that a step completes, until `end_step`.
 
-        prompts: requests, their tokens with those that the step computes, and the number before these.
-
-        Returns the object that wants to know of each layer that is written; None where the store takes chunks whole.
+        Returns the object that wants to know of each layer that is written; None if nobody does.
         """
-        if not isinstance(self._saves, LayerSaves) or 2 * len(self._saves) >= self._max_saves:
+        if not isinstance(self._saves, LayerSaves):
             return None
-        size, growing = self._saves.chunk_size, []
-        for request, tokens, start in prompts:
-            state = self._manager.state(request.seq_id)
-            if not state.num_left and not state.is_private:
-                ids = self._manager.block_ids(request.seq_id)
-                growing.append(Growing(tokens.copy(), start // size, ids, request.namespace))
-        return self._saves.begin_step(growing)
+        return self._saves.begin_step(prompts, max(self._max_saves // 2 - len(self._saves), 0))  # as `save_portion`
 
     def end_step(self) -> None:
         """End what `begin_step` has begun, whether the step has ended well or not."""

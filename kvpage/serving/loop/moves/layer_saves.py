@@ -8,8 +8,9 @@ completes no chunk. Blocks are the sequence's own until then, and those of the s
 same tokens in other blocks, the first layers' save is waited for: its blocks are given back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -41,16 +42,23 @@ class LayerGroup(Layers, Protocol):
     layer_ids: tuple[int, ...]
 
 
-class Growing(NamedTuple):
+class Growth(NamedTuple):
     """A prompt of which a step computes a portion.
 
-    tokens: The prompt so far, that portion included. first_chunk: the first one that the portion completes.
-    block_ids: Of the tokens.
+    tokens: The prompt so far, that portion included. start: the number before it. is_whole: whether nothing follows.
     """
 
+    seq_id: Hashable
     tokens: TokenIds
-    first_chunk: int
-    block_ids: Ids
+    start: int
+    is_whole: bool
+    namespace: bytes
+
+
+class _Growing(NamedTuple):
+    tokens: TokenIds  # as far as they are stored
+    first_chunk: int  # that the step completes
+    block_ids: Ids  # of the tokens
     namespace: bytes
 
 
@@ -82,13 +90,18 @@ class LayerSaves(StoreSaves):
         self._early: Future[None] | None = None
         self._block_ids: set[int] = set()  # that the first layers' save reads, and no other save holds yet
 
-    def begin_step(self, prompts: Sequence[Growing]) -> WrittenLayers | None:
-        """Store the first layers of chunks that a step computes, as they are written; `end_step` ends that."""
-        if not prompts or len(self._groups) < 2:
+    def begin_step(self, prompts: Iterable[Growth], num_places: int) -> WrittenLayers | None:
+        """Store the first layers of chunks that a step computes, as they are written; `end_step` ends that.
+
+        num_places: Prompts that will find a place among the saves under way. Others are left to these.
+        """
+        found = (self._growing(one) for one in prompts)
+        growing = list(islice((one for one in found if one is not None), num_places))
+        if not growing or len(self._groups) < 2:
             return None
         written = WrittenLayers([group.layer_ids[-1] for group in self._groups[:-1]], self._device)
-        self._block_ids = {block for prompt in prompts for block in prompt.block_ids.tolist()}
-        self._early = self._thread.submit(self._store_groups, prompts, written)
+        self._block_ids = {block for prompt in growing for block in prompt.block_ids.tolist()}
+        self._early = self._thread.submit(self._store_groups, growing, written)
         self._written = written
         return written
 
@@ -111,9 +124,21 @@ class LayerSaves(StoreSaves):
     def _note_held(self, block_ids: Ids) -> None:
         self._block_ids.difference_update(block_ids.tolist())
 
+    def _growing(self, one: Growth) -> _Growing | None:
+        """Return a prompt as far as it will be stored, if the step completes a chunk of it.
+
+        None, too, for blocks that the sequence has given back, and those that no other request may find.
+        """
+        unit, state = self._manager.block_size if one.is_whole else self.chunk_size, self._manager.state(one.seq_id)
+        num_tokens, first_chunk = len(one.tokens) // unit * unit, one.start // self.chunk_size
+        if num_tokens <= first_chunk * self.chunk_size or state.num_left or state.is_private:
+            return None
+        block_ids = self._manager.block_ids(one.seq_id)[: -(-num_tokens // self._manager.block_size)]
+        return _Growing(one.tokens[:num_tokens].copy(), first_chunk, block_ids, one.namespace)
+
     # --- in the thread -----------------------------------------------------------------------------------------------
 
-    def _store_groups(self, prompts: Sequence[Growing], written: WrittenLayers) -> None:
+    def _store_groups(self, prompts: Sequence[_Growing], written: WrittenLayers) -> None:
         runs = [(prompt, *run) for prompt in prompts for run in self._runs(prompt)]
         for index, group in enumerate(self._groups[:-1]):
             stream = written.wait(index)
@@ -125,7 +150,7 @@ class LayerSaves(StoreSaves):
                         return
                     group.put(prompt.tokens[: end * group.chunk_size], prompt.block_ids, first, prompt.namespace)
 
-    def _runs(self, prompt: Growing) -> list[tuple[int, int]]:
+    def _runs(self, prompt: _Growing) -> list[tuple[int, int]]:
         """Return the runs of chunks that lack their last layers: whatever is stored of them, nobody loads it yet."""
         lacks = ~np.array(self._groups[-1].there(prompt.tokens, prompt.namespace), bool)
         lacks[: prompt.first_chunk] = False
