@@ -98,7 +98,8 @@ class Connectors:
         if self.store is None or not self.store.save_portions or not portions:
             return None
         # What is computed again after tokens were generated was stored at first.
-        kept = (one for one in portions if not (one.request.blending or (one.is_last and one.request.num_generated)))
+        fresh = (one for one in portions if not (one.is_last and one.request.num_generated))
+        kept = (one for one in fresh if one.request.blending is None)
         written = self.store.begin_step(map(_growth, kept))
         return None if written is None else written.note
 

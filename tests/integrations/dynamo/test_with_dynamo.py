@@ -192,9 +192,10 @@ def test_a_worker_that_ends_gives_its_requests_to_another(launched, model):
 
 
 @needs_redis
-def test_prefill_and_decode_apart_over_a_store(launched, model, tmp_path):
+@pytest.mark.parametrize("layers", [(), ("--layers-per-record", "1")])
+def test_prefill_and_decode_apart_over_a_store(launched, model, tmp_path, layers):
     redis = RedisServer(tmp_path)
-    store = ("--store", f"redis://127.0.0.1:{redis.port}/0")
+    store = ("--store", f"redis://127.0.0.1:{redis.port}/0", *layers)
     cluster, single = Cluster(launched, model, "apart"), Cluster(launched, model, "single")
     prefill = cluster.start_worker(*store, "--disaggregation-mode", "prefill")
     decode = cluster.start_worker(*store, "--disaggregation-mode", "decode")

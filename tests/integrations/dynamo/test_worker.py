@@ -376,6 +376,7 @@ def test_the_command_line(folder, mode, component):
     "options, message",
     [
         ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
+        ({"layers_per_record": 0}, "layers_per_record must be an integer of at least 1, got 0"),
         ({"max_model_len": 0}, "max_model_len must be an integer of at least 1, got 0"),
         ({"disaggregation_mode": "encode"}, "disaggregation_mode must be one of agg, prefill, decode, got 'encode'"),
         ({"drain_timeout": -1.0}, "drain_timeout must be finite and not negative, got -1.0"),

@@ -50,7 +50,7 @@ def test_settings_are_read_as_the_command_line_gives_them() -> None:
     [
         {"model": ""}, {"modle": "x"}, {"dtype": "8"}, {"num_replicas": 0}, {"num_prefill_replicas": 1},
         {"store": ["nowhere"]}, {"num_replicas": 3, "max_replicas": 2}, {"block_size": 0}, {"router": "best"},
-        {"patience": -1}, {"downscale_delay": float("nan")}, {"max_model_len": 0},
+        {"patience": -1}, {"downscale_delay": float("nan")}, {"max_model_len": 0}, {"layers_per_record": 0},
     ],
 )  # fmt: skip
 def test_wrong_settings_are_refused(wrong) -> None:
@@ -115,9 +115,10 @@ class GatewayHere(Gateway):
         """The same."""
 
 
-@pytest.fixture
-def replica(ray, model):
-    made = ReplicaHere(AppSettings(model=model, store="memory://?size=1MiB", chunk_size=8, **FIELDS).model_dump())
+@pytest.fixture(params=[None, 1])
+def replica(request, ray, model):
+    store = {"store": "memory://?size=1MiB", "chunk_size": 8, "layers_per_record": request.param}
+    made = ReplicaHere(AppSettings(model=model, **store, **FIELDS).model_dump())
     yield made
     asyncio.run(made.close())
 

@@ -257,10 +257,12 @@ def complete(port: int, prompt: list[int], **fields: object) -> tuple[list[int],
 
 
 @needs_redis
-def test_the_api_with_prefill_and_decode_apart(cluster, model, redis) -> None:
+@pytest.mark.parametrize("layers_per_record", [None, 1])
+def test_the_api_with_prefill_and_decode_apart(cluster, model, redis, layers_per_record: int | None) -> None:
     prompts = conversations(num=4, num_turns=2, seed=2)
     expected = tokens_of(model, prompts, 12)
     fields = {**BASE, "num_replicas": 1, "num_prefill_replicas": 1, "served_model_name": "tiny", "store": redis}
+    fields["layers_per_record"] = layers_per_record
     target = build_app(model=str(model), **fields)
     serve.run(target, name="apart")
     port = cluster.port

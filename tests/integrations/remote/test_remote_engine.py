@@ -12,7 +12,7 @@ from kvpage import CacheConfig
 from kvpage.integrations.remote import RemoteEngine, RemoteLoop, RemoteSettings, Worker, WorkerLost
 from kvpage.integrations.remote.delivered import Delivered, Diverged
 from kvpage.serving import AsyncEngine, AsyncEngineConfig, Engine, EngineConfig, QueueFull, SamplingParams, StepOutput
-from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, metadata_of
+from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
 B, C = 4, 8
 CONFIG = EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=128), load_or_compute=False)
@@ -160,13 +160,17 @@ def test_aborts_deadlines_and_full_queues_end_the_streams() -> None:
 # --- prefill and decode apart ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def apart():
+@pytest.fixture(params=["whole chunks", "layers"])
+def apart(request):
     prefill = Engine.from_model(make_model("llama"), replace(CONFIG, save_portions=True, max_num_batched_tokens=C))
     decode = Engine.from_model(make_model("llama"), replace(CONFIG, store_deadline=60.0))
     with KVStore(KVStoreConfig(C, ("memory://?size=4MiB",)), metadata_of(prefill.cache, "m")) as store:
-        arriving = ArrivingStore(store, patience=60.0)
-        prefill.use_store(store)
+        of_prefill, of_decode = (
+            LayerwiseStore(store, engine.cache, 1) if request.param == "layers" else store
+            for engine in (prefill, decode)
+        )
+        arriving = ArrivingStore(of_decode, patience=60.0)
+        prefill.use_store(of_prefill)
         decode.use_store(arriving)
         with AsyncEngine(prefill) as first, AsyncEngine(decode) as second:
             yield Worker(first), Worker(second, arriving)

@@ -12,7 +12,7 @@ from support.store_engines import B, C
 
 from kvpage import CacheConfig
 from kvpage.serving import Engine, EngineConfig, SamplingParams
-from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, metadata_of
+from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
 SOON = 60.0
 CONFIG = EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=64), load_or_compute=False, store_deadline=SOON)
@@ -34,18 +34,24 @@ def make_store(url: str) -> KVStore:
     return KVStore(KVStoreConfig(C, (url,)), metadata_of(cache, "m"))
 
 
-def make_worker(store, **fields) -> Engine:
-    return Engine.from_model(make_model("llama"), replace(CONFIG, **fields), store=store)
+def make_worker(**fields) -> Engine:
+    return Engine.from_model(make_model("llama"), replace(CONFIG, **fields))
 
 
+@pytest.mark.parametrize("num_layers", [None, 1])
 @pytest.mark.parametrize("num_tokens", [C, 5 * C + B + 3])
-def test_a_decode_worker_loads_what_a_prefill_worker_stores(url, num_tokens: int) -> None:
+def test_a_decode_worker_loads_what_a_prefill_worker_stores(url, num_tokens: int, num_layers: int | None) -> None:
     (prompt,) = make_prompts([num_tokens])
     (expected,) = generate_each(make_model("llama"), [prompt], 6)
     with make_store(url) as near, make_store(url) as far:
-        arriving = ArrivingStore(far, patience=SOON)
-        prefill = make_worker(near, save_portions=True, max_num_batched_tokens=C)
-        decode = make_worker(arriving)
+        prefill, decode = make_worker(save_portions=True, max_num_batched_tokens=C), make_worker()
+        near_by, far_off = (
+            store if num_layers is None else LayerwiseStore(store, engine.cache, num_layers)
+            for store, engine in ((near, prefill), (far, decode))
+        )
+        arriving = ArrivingStore(far_off, patience=SOON)
+        prefill.use_store(near_by)
+        decode.use_store(arriving)
         results: list = []
         with arriving.expect(prompt):
             thread = threading.Thread(
