@@ -108,7 +108,7 @@ def test_the_second_process_is_warm_and_flipped_bits_give_right_tokens_where_vll
 @needs_redis
 def test_a_server_that_pauses_and_dies_amid_requests(tmp_path, model, lives):
     server = RedisServer(tmp_path / "redis")
-    redis = tier(f"redis://127.0.0.1:{server.port}/0?deadline=0.5")
+    redis = tier(f"redis://127.0.0.1:{server.port}/0?deadline=2", lookup_patience=5)
     asked = [prompts(3, seed) for seed in range(5)]
     plain = lives.live(model, [wave(each) for each in asked])
     assert lives.live(model, [wave(asked[0]), wave(asked[1])], redis).tokens == plain.tokens[:6]
