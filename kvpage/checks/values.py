@@ -89,3 +89,13 @@ def as_positions(name: str, positions: Sequence[int] | npt.NDArray[np.int64], nu
     if array.size and array.dtype.kind not in "iu":  # numpy would round a float towards zero
         raise TypeError(f"{name} must be integers, got {array.dtype}")
     return array.astype(np.int64, copy=False)
+
+
+def runs_of(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return the runs of consecutive True, each as its first place and the one after its last.
+
+    Args:
+        flags: bool, of one dimension.
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
+    return [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]

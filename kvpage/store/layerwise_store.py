@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvpage.cache.layer_slice import LayerCaches, LayerSlice
 from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import as_integer, check_at_least, check_namespace
+from kvpage.checks.values import as_integer, check_at_least, check_namespace, runs_of
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.states.layer_chunks import LayerChunks
 
@@ -127,15 +127,25 @@ class LayerwiseStore:
         return end
 
     def store_blocks(
-        self, tokens: Tokens, engine: "CacheEngine", block_table: npt.NDArray[np.int32], *, namespace: bytes = b""
+        self,
+        tokens: Tokens,
+        engine: "CacheEngine",
+        block_table: npt.NDArray[np.int32],
+        *,
+        namespace: bytes = b"",
+        has_first: npt.NDArray[np.bool_] | None = None,
     ) -> int:
         """Store K and V of the tokens, as far as they are not there yet.
+
+        First layers without last ones are replaced: a step may have failed after it had stored them.
 
         Args:
             tokens: int [num_tokens].
             engine: The engine that the store was made with.
             block_table: int [num_blocks], the tokens' blocks in their order.
             namespace: Tokens of different namespaces never meet.
+            has_first: bool [num_chunks], the chunks of which the caller has stored all but the last layers just now;
+                None for none.
 
         Returns:
             The number of leading tokens that the store has now.
@@ -144,8 +154,13 @@ class LayerwiseStore:
             ValueError, TypeError: As for `KVStore.store_blocks`, or it is another engine.
         """
         self.check_engine(engine)
-        array = _checked(tokens, namespace)
-        for group in reversed(self.groups):  # of a step that was stored on the way, the last layers alone are left
+        array, (*first_groups, last) = _checked(tokens, namespace), self.groups
+        lacks = ~np.array(last.there(array, namespace), bool)
+        replaced = lacks if has_first is None else lacks & ~has_first
+        for group in first_groups:
+            for begin, end in runs_of(replaced):
+                group.put(array[: end * group.chunk_size], block_table, begin, namespace, skip_existing=False)
+        for group in (last, *first_groups):  # the latter may have lost some
             group.put(array, block_table, 0, namespace)
         return self.lookup(array, namespace=namespace)
 

@@ -187,17 +187,17 @@ def test_busy_engines_store_right_bytes(model, store, seed: int) -> None:
     engine = make_worker(model, store, num_layers, num_blocks=44, max_num_batched_tokens=draw.choice([C, 48]))
     for group in groups_of(engine):
         put = group.put
-        group.put = lambda *args, put=put: (time.sleep(draw.choice([0, 0, 0.004])), put(*args))[1]
+        group.put = lambda *args, put=put, **how: (time.sleep(draw.choice([0, 0, 0.004])), put(*args, **how))[1]
     tokens: dict[str, list[int]] = {engine.add_request(prompt, PARAMS): [] for prompt in prompts}
     saves, unheld = engine._connectors.store.saves, []
     end_step = saves.end_step
-    saves.end_step = lambda: (unheld.append(len(saves._block_ids)), end_step())
+    saves.end_step = lambda: (saves._written and unheld.append(len(saves._block_ids)), end_step())
     while engine.has_unfinished:
         for one in engine.step():
             tokens[one.request_id].append(one.token_id)
         poison(engine)
     assert list(tokens.values()) == expected
-    assert not any(unheld), "the saves of whole chunks hold all blocks: no step waits for the store"
+    assert unheld.count(0) > len(unheld) / 2, "the saves of whole chunks hold the blocks: few steps wait for the store"
     engine._connectors.drain()
     engine.manager.check()
     engine.close()
@@ -212,17 +212,50 @@ def test_busy_engines_store_right_bytes(model, store, seed: int) -> None:
     assert num_found > sum(map(len, prompts)) / 2
 
 
+@pytest.mark.parametrize("is_same_process", [True, False])
+def test_first_layers_that_a_failed_step_has_left_are_replaced(
+    model, store, monkeypatch, is_same_process: bool
+) -> None:
+    """A passing fault gives K and V of no numbers. A healthy step does not complete such a chunk."""
+    (prompt,) = make_prompts([2 * C + B])
+    (expected,) = generate_each(model, [prompt], 6)
+    engine = make_worker(model, store)
+
+    def fault(layer: int, output: torch.Tensor) -> torch.Tensor:
+        if layer == NUM_LAYERS - 1:
+            assert comes(lambda: all(groups_of(engine)[1].there(prompt)))
+        return output * float("nan") if layer == 0 else output
+
+    with monkeypatch.context() as patch:
+        on_attend(patch, fault)
+        (output,) = engine.generate([prompt], PARAMS)
+        assert output.samples[0].finish_reason == "error"
+    engine._connectors.drain()
+    assert all(groups_of(engine)[1].there(prompt)) and not any(groups_of(engine)[2].there(prompt))
+    if not is_same_process:
+        engine.close()
+        engine = make_worker(model, store, save_portions=False)
+    assert engine.generate([prompt], PARAMS)[0].token_ids == expected
+    engine.close()
+    reference = make_worker(model, store).cache
+    assert LayerwiseStore(store, reference, 1).load_blocks(prompt, reference, list(range(64))) == len(prompt)
+    found, right = rows_of(reference, list(range(64)), len(prompt)), right_rows(model, prompt, len(prompt))
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
 def test_no_block_is_given_back_while_it_is_being_stored(model, store, monkeypatch) -> None:
     """A request ends without numbers, and its blocks are poisoned after the step. Its first layers stay right."""
     (prompt,) = make_prompts([2 * C])
-    engine, ended, poisoned, unheld = make_worker(model, store), threading.Event(), threading.Event(), []
+    engine, unheld = make_worker(model, store), []
+    begun, ended, poisoned = (threading.Event() for _ in range(3))
     saves, first = engine._connectors.store.saves, groups_of(engine)[0]
     put, end_step = first.put, saves.end_step
 
-    def slow_put(*args) -> None:
+    def slow_put(*args, **how) -> None:
+        begun.set()
         assert ended.wait(SOON)
         poisoned.wait(0.2)  # in vain: the step ends after this call
-        put(*args)
+        put(*args, **how)
 
     def end() -> None:
         unheld.append(len(saves._block_ids))
@@ -231,8 +264,12 @@ def test_no_block_is_given_back_while_it_is_being_stored(model, store, monkeypat
 
     first.put, saves.end_step = slow_put, end
     engine.add_request(prompt, PARAMS)
+
+    def spoil(layer: int, output: torch.Tensor) -> torch.Tensor:
+        return output * float("nan") if layer == NUM_LAYERS - 1 and begun.wait(SOON) else output
+
     with monkeypatch.context() as patch:
-        on_attend(patch, lambda layer, output: output * (float("nan") if layer == NUM_LAYERS - 1 else 1))
+        on_attend(patch, spoil)
         assert engine.step()[0].finish_reason == "error"
     poison(engine)
     poisoned.set()

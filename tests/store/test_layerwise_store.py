@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from support.store_engines import TOKENS, B, C, L, all_bytes, make_engine, tokens_of
@@ -59,6 +60,30 @@ def test_a_chunk_whose_layers_are_not_all_there_is_a_miss(store, start: int) -> 
     first.groups[0].remove(TOKENS[:C])
     assert layerwise.lookup(TOKENS) == 0
     assert layerwise.load_blocks(TOKENS, target, BLOCKS, start=start) == (start if start < C else 2 * C)
+
+
+@pytest.mark.parametrize("has_first", [None, [True, False, True], [False] * 3])
+def test_first_layers_without_last_ones_are_replaced(store, has_first: list[bool] | None) -> None:
+    """But for those of chunks that the caller has stored just now."""
+    left, right, target = make_engine(seed=1), make_engine(seed=2), make_engine(seed=3)
+    for group in LayerwiseStore(store, left, 1).groups[:-1]:
+        group.put(TOKENS, BLOCKS)
+    flags = None if has_first is None else np.array(has_first)
+    layerwise = LayerwiseStore(store, right, 1)
+    assert layerwise.store_blocks(TOKENS, right, BLOCKS, has_first=flags) == len(TOKENS)
+    assert LayerwiseStore(store, target, 1).load_blocks(TOKENS, target, BLOCKS) == len(TOKENS)
+    for chunk, begin in enumerate(range(0, len(TOKENS), C)):
+        end = min(begin + C, len(TOKENS))
+        found, old, new = (tokens_of(engine, BLOCKS, begin, end) for engine in (target, left, right))
+        is_kept = has_first is not None and has_first[chunk]
+        assert torch.equal(found[:-1], old[:-1] if is_kept else new[:-1]) and torch.equal(found[-1], new[-1])
+
+
+def test_layers_that_were_evicted_are_stored_again(store) -> None:
+    engine = make_engine(seed=1)
+    layerwise = filled(store, engine, len(TOKENS), 1)
+    layerwise.groups[0].remove(TOKENS[:C])
+    assert layerwise.store_blocks(TOKENS, engine, BLOCKS) == len(TOKENS)
 
 
 def test_records_of_other_divisions_never_meet(store) -> None:

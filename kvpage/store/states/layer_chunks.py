@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import as_integer, check_at_least, check_namespace
+from kvpage.checks.values import as_integer, check_at_least, check_flag, check_namespace
 from kvpage.store.load.block_chunks import metadata_of
 from kvpage.store.load.chunk_access import ChunkAccess
 from kvpage.store.load.known_dtype import KnownDtype
@@ -86,25 +86,34 @@ class LayerChunks:
         return self._chunks.there(_checked(tokens, namespace), namespace)
 
     @gated
-    def put(self, tokens: Tokens, block_table: npt.ArrayLike, first_chunk: int = 0, namespace: bytes = b"") -> None:
-        """Store the chunks of the tokens from one on, as far as they are not there yet.
+    def put(
+        self,
+        tokens: Tokens,
+        block_table: npt.ArrayLike,
+        first_chunk: int = 0,
+        namespace: bytes = b"",
+        skip_existing: bool = True,
+    ) -> None:
+        """Store the chunks of the tokens from one on.
 
         Args:
             tokens: int [num_tokens].
             block_table: int [num_blocks], the tokens' blocks in their order. Those before the first chunk may be any.
             first_chunk: the first chunk to store.
             namespace: as in `there`.
+            skip_existing: leave chunks alone that are there. Otherwise they are replaced.
 
         Raises:
             ValueError, TypeError: arguments are wrong, or the blocks are too few or missing.
         """
+        check_flag("skip_existing", skip_existing)
         array, first = _checked(tokens, namespace), as_integer("first_chunk", first_chunk)
         if not 0 <= first * self.chunk_size <= len(array):
             raise ValueError(f"first_chunk must be in [0, {len(array) // self.chunk_size}], got {first}")
         blocks = self._chunks.blocks(self._engine, block_table)
         blocks.check_room(len(array))
         kinds = self._dtype.settle(self._engine.layout.dtype)
-        self._chunks.put(kinds, array, first * self.chunk_size, blocks.chunk, True, namespace)
+        self._chunks.put(kinds, array, first * self.chunk_size, blocks.chunk, skip_existing, namespace)
 
     @gated
     def load(self, tokens: Tokens, block_table: npt.ArrayLike, start: int = 0, namespace: bytes = b"") -> int:

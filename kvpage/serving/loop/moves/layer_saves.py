@@ -3,9 +3,9 @@
     engine's thread   layers 0 to 3 | layers 4 to 7 | layers 8 to 11 | tokens, commit | hold the blocks
     saving thread                   | store 0 to 3  | store 4 to 7   |                | store what lacks: 8 to 11
 
-The last layers are stored once the blocks are committed, as every save is. So a step that raises, or gives no numbers,
-completes no chunk. Blocks are the sequence's own until then, and those of the save's afterwards. Where the tree has the
-same tokens in other blocks, the first layers' save is waited for: its blocks are given back.
+The last layers are stored once the blocks are committed, as every save is. A step that raises, or gives no numbers,
+completes no chunk, and whoever computes it again replaces its first layers. Blocks are the sequence's own until the
+commit, and the save's afterwards. Where they will be given back, the first layers' save is waited for.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -14,13 +14,15 @@ from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Ids
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.checks.values import runs_of
 from kvpage.serving.loop.moves.block_store import TokenIds
 from kvpage.serving.loop.moves.store_saves import StoreSaves
-from kvpage.serving.loop.moves.stored_windows import Layers, runs_of
+from kvpage.serving.loop.moves.stored_windows import Layers
 from kvpage.serving.loop.moves.written_layers import WrittenLayers
 
 
@@ -32,14 +34,31 @@ class GroupedStore(Protocol):
     def check_engine(self, engine: CacheEngine) -> None:
         """Raise ValueError unless the records are of this engine's layers."""
 
-    def store_blocks(self, tokens: TokenIds, engine: CacheEngine, block_table: Ids, *, namespace: bytes) -> int:
-        """Store what lacks; see BlockStore."""
+    def store_blocks(
+        self,
+        tokens: TokenIds,
+        engine: CacheEngine,
+        block_table: Ids,
+        *,
+        namespace: bytes,
+        has_first: npt.NDArray[np.bool_] | None,
+    ) -> int:
+        """Store what lacks; see BlockStore.
+
+        has_first: The chunks that have all layers but the last ones, from this very computation. Those that others have
+            left so are replaced.
+        """
 
 
 class LayerGroup(Layers, Protocol):
     """Chunks of a few layers. layer_ids: in the model's order."""
 
     layer_ids: tuple[int, ...]
+
+    def put(
+        self, tokens: TokenIds, block_table: Ids, first_chunk: int, namespace: bytes, skip_existing: bool = True
+    ) -> None:
+        """Store the chunks of the tokens from one on."""
 
 
 class Growth(NamedTuple):
@@ -79,16 +98,13 @@ class LayerSaves(StoreSaves):
 
     def __init__(self, store: GroupedStore, manager: BlockManager, cache: CacheEngine) -> None:
         store.check_engine(cache)
-        super().__init__(
-            lambda tokens, block_ids, namespace: store.store_blocks(tokens, cache, block_ids, namespace=namespace),
-            manager,
-            cache.device,
-        )
-        self._groups = store.groups
+        super().__init__(self._store_rest, manager, cache.device)
+        self._store, self._cache, self._groups = store, cache, store.groups
         self.chunk_size = self._groups[0].chunk_size
         self._written: WrittenLayers | None = None
         self._early: Future[None] | None = None
         self._block_ids: set[int] = set()  # that the first layers' save reads, and no other save holds yet
+        self._has_first: dict[tuple[bytes, bytes], npt.NDArray[np.bool_]] = {}  # the saving thread's, of the last step
 
     def begin_step(self, prompts: Iterable[Growth], num_places: int) -> WrittenLayers | None:
         """Store the first layers of chunks that a step computes, as they are written; `end_step` ends that.
@@ -117,7 +133,8 @@ class LayerSaves(StoreSaves):
             return
         if self._block_ids:
             self._written.fail()
-            wait([self._early])
+            if not self._early.cancel():  # it has begun
+                wait([self._early])
         self._written = self._early = None
         self._block_ids = set()
 
@@ -139,19 +156,32 @@ class LayerSaves(StoreSaves):
     # --- in the thread -----------------------------------------------------------------------------------------------
 
     def _store_groups(self, prompts: Sequence[_Growing], written: WrittenLayers) -> None:
-        runs = [(prompt, *run) for prompt in prompts for run in self._runs(prompt)]
+        """Store all layers but the last ones, of chunks that lack these: nobody loads any of their layers yet."""
+        self._has_first = {}
+        lacks = [self._lacks(prompt) for prompt in prompts]
         for index, group in enumerate(self._groups[:-1]):
             stream = written.wait(index)
             if stream is None:
                 return
             with stream:
-                for prompt, first, end in runs:
-                    if written.has_failed:
-                        return
-                    group.put(prompt.tokens[: end * group.chunk_size], prompt.block_ids, first, prompt.namespace)
+                for prompt, flags in zip(prompts, lacks, strict=True):
+                    for first, end in runs_of(flags):
+                        if written.has_failed:
+                            return
+                        tokens = prompt.tokens[: end * group.chunk_size]
+                        group.put(tokens, prompt.block_ids, first, prompt.namespace, skip_existing=False)
+        for prompt, flags in zip(prompts, lacks, strict=True):
+            self._has_first[_name(prompt.tokens, prompt.namespace)] = flags
 
-    def _runs(self, prompt: _Growing) -> list[tuple[int, int]]:
-        """Return the runs of chunks that lack their last layers: whatever is stored of them, nobody loads it yet."""
+    def _lacks(self, prompt: _Growing) -> npt.NDArray[np.bool_]:
         lacks = ~np.array(self._groups[-1].there(prompt.tokens, prompt.namespace), bool)
         lacks[: prompt.first_chunk] = False
-        return runs_of(lacks)
+        return lacks
+
+    def _store_rest(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> int:
+        has_first = self._has_first.pop(_name(tokens, namespace), None)
+        return self._store.store_blocks(tokens, self._cache, block_ids, namespace=namespace, has_first=has_first)
+
+
+def _name(tokens: TokenIds, namespace: bytes) -> tuple[bytes, bytes]:
+    return tokens.tobytes(), namespace

@@ -20,6 +20,7 @@ from kvpage.blocks.groups.held_blocks import HeldBlocks
 from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.blocks.states import Ids
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.checks.values import runs_of
 from kvpage.serving.loop.moves.block_store import TokenIds
 
 
@@ -141,9 +142,3 @@ class StoredWindows:
             firsts = np.array([min(group.first_block(place * self._size), place) for place in places.tolist()])
             usable.append(np.asarray(lacks[places] == lacks[firsts]))
         return usable
-
-
-def runs_of(there: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive True, each as its first place and the one after its last."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], there, [False]]).astype(np.int8)))
-    return [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]
