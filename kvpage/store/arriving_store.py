@@ -176,6 +176,18 @@ class ArrivingStore:
         """
         return self.store.store_blocks(tokens, engine, block_table, namespace=namespace)
 
+    def check_engine(self, engine: "CacheEngine") -> None:
+        """Check that the store can load into this engine's blocks.
+
+        Args:
+            engine: The engine.
+
+        Raises:
+            ValueError: A LayerwiseStore was made with another.
+        """
+        if isinstance(self.store, LayerwiseStore):
+            self.store.check_engine(engine)
+
     def _loads(self, engine: "CacheEngine") -> list[_Load]:
         """Return the loads of all layers, or of each few."""
         store = self.store

@@ -127,13 +127,7 @@ class LayerwiseStore:
         return end
 
     def store_blocks(
-        self,
-        tokens: Tokens,
-        engine: "CacheEngine",
-        block_table: npt.NDArray[np.int32],
-        *,
-        namespace: bytes = b"",
-        has_first: npt.NDArray[np.bool_] | None = None,
+        self, tokens: Tokens, engine: "CacheEngine", block_table: npt.NDArray[np.int32], *, namespace: bytes = b""
     ) -> int:
         """Store K and V of the tokens, as far as they are not there yet.
 
@@ -144,8 +138,6 @@ class LayerwiseStore:
             engine: The engine that the store was made with.
             block_table: int [num_blocks], the tokens' blocks in their order.
             namespace: Tokens of different namespaces never meet.
-            has_first: bool [num_chunks], the chunks of which the caller has stored all but the last layers just now;
-                None for none.
 
         Returns:
             The number of leading tokens that the store has now.
@@ -153,16 +145,47 @@ class LayerwiseStore:
         Raises:
             ValueError, TypeError: As for `KVStore.store_blocks`, or it is another engine.
         """
+        array = _checked(tokens, namespace)
+        self.finish_blocks(array, engine, block_table, namespace=namespace)
+        for group in self.groups[:-1]:  # which may have lost some
+            group.put(array, block_table, 0, namespace)
+        return self.lookup(array, namespace=namespace)
+
+    def finish_blocks(
+        self,
+        tokens: Tokens,
+        engine: "CacheEngine",
+        block_table: npt.NDArray[np.int32],
+        *,
+        namespace: bytes = b"",
+        has_first: npt.NDArray[np.bool_] | None = None,
+    ) -> int:
+        """Store chunks whose last layers are not there, and leave the others alone.
+
+        Args:
+            tokens: int [num_tokens].
+            engine: The engine that the store was made with.
+            block_table: int [num_blocks], the tokens' blocks in their order.
+            namespace: Tokens of different namespaces never meet.
+            has_first: bool [num_chunks], the chunks of which the caller has stored all but the last layers just now;
+                None for none. First layers of others are replaced.
+
+        Returns:
+            The number of tokens.
+
+        Raises:
+            ValueError, TypeError: As for `store_blocks`.
+        """
         self.check_engine(engine)
         array, (*first_groups, last) = _checked(tokens, namespace), self.groups
         lacks = ~np.array(last.there(array, namespace), bool)
         replaced = lacks if has_first is None else lacks & ~has_first
-        for group in first_groups:
-            for begin, end in runs_of(replaced):
+        for begin, end in runs_of(replaced):
+            for group in first_groups:
                 group.put(array[: end * group.chunk_size], block_table, begin, namespace, skip_existing=False)
-        for group in (last, *first_groups):  # the latter may have lost some
-            group.put(array, block_table, 0, namespace)
-        return self.lookup(array, namespace=namespace)
+        for begin, end in runs_of(lacks):
+            last.put(array[: end * last.chunk_size], block_table, begin, namespace)
+        return len(array)
 
     def remove(self, tokens: Tokens, *, namespace: bytes = b"") -> int:
         """Remove the tokens' chunks from every tier.

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from kvpage import CacheConfig, CacheEngine, ops
 from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving.loop.moves.written_layers import WrittenLayers
 from kvpage.serving.model import attention
 from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
@@ -281,6 +283,152 @@ def test_no_block_is_given_back_while_it_is_being_stored(model, store, monkeypat
     found, right = rows_of(reference, list(range(64)), 2 * C), right_rows(model, prompt, 2 * C)
     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
     engine.close()
+
+
+# --- trouble ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_written_when_all_its_layers_are() -> None:
+    written = WrittenLayers([(0, 1), (2, 3), (4,)], torch.device("cpu"))
+    for layer, num_groups in ((1, 0), (2, 0), (4, 0), (0, 1), (0, 1), (7, 1), (3, 3)):
+        written.note(layer)
+        assert len(written._streams) == num_groups, layer
+    written.end()
+    assert written.wait(2) is not None and written.wait(3) is None
+    written.fail()
+    assert written.wait(0) is None
+
+
+def slow_first(engine: Engine) -> tuple[threading.Event, threading.Event]:
+    """Have the first group's puts wait. Returns an event that is set when one waits, and the one that lets them go."""
+    first, is_waiting, goes = groups_of(engine)[0], threading.Event(), threading.Event()
+    put = first.put
+
+    def waiting(*args, **how) -> None:
+        is_waiting.set()
+        assert goes.wait(SOON)
+        put(*args, **how)
+
+    first.put = waiting
+    return is_waiting, goes
+
+
+def test_a_step_that_fails_does_not_wait_for_saves_before_its_own(model, store, monkeypatch) -> None:
+    earlier, prompt = make_prompts([2 * C, 3 * C])
+    engine = make_worker(model, store)
+    is_waiting, goes = slow_first(engine)
+    engine.add_request(earlier, SamplingParams(max_tokens=40))
+    engine.step()
+    assert is_waiting.wait(SOON)
+    engine.add_request(prompt, PARAMS)
+    with monkeypatch.context() as patch:
+        on_attend(patch, lambda layer, output: output * float("nan") if output.shape[1] > 1 else output)
+        while not any(one.finish_reason == "error" for one in engine.step()):
+            pass  # it waits for what the store says
+    assert not goes.is_set()
+    goes.set()
+    while engine.has_unfinished:
+        engine.step()
+    engine._connectors.drain()
+    assert engine._connectors.store.store.lookup(earlier) == 2 * C and not any(groups_of(engine)[0].there(prompt))
+    engine.close()
+
+
+def test_prompts_that_have_begun_have_places(model, store) -> None:
+    """Others of the same step may take all places of the saves under way."""
+    (prompt,) = make_prompts([3 * C])
+    engine = make_worker(model, store, max_num_batched_tokens=2 * C)
+    connector = engine._connectors.store
+    begin_step = connector.begin_step
+
+    def begin(prompts):
+        connector._max_saves = 8
+        written = begin_step(prompts)
+        connector._max_saves = 0
+        return written
+
+    connector.begin_step = begin
+    engine.generate([prompt], PARAMS)
+    connector.drain()
+    assert connector.store.lookup(prompt) == 3 * C and connector.stats.num_skipped == 0
+    engine.close()
+
+
+def test_a_close_within_a_step_ends(model, store, monkeypatch) -> None:
+    """As a signal handler might."""
+    (prompt,) = make_prompts([2 * C])
+    engine, closed = make_worker(model, store), []
+
+    def close(layer: int, output: torch.Tensor) -> torch.Tensor:
+        if not closed:
+            closed.append(engine._connectors.store)
+            engine._connectors.store.close()
+        return output
+
+    with monkeypatch.context() as patch:
+        on_attend(patch, close)
+        engine.add_request(prompt, PARAMS)
+        with suppress(RuntimeError):  # no thread takes saves any more
+            engine.step()
+    assert closed and not engine._connectors.store.saves._block_ids
+
+
+def test_what_cannot_be_submitted_holds_nothing_up(model, store, monkeypatch) -> None:
+    (prompt,) = make_prompts([2 * C])
+    engine = make_worker(model, store)
+    saves = engine._connectors.store.saves
+    submit = saves._thread.submit
+
+    def interrupted(*args):
+        submit(*args)
+        raise ArithmeticError("of the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saves._thread, "submit", interrupted)
+        engine.add_request(prompt, PARAMS)
+        with pytest.raises(ArithmeticError):
+            engine.step()
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert [one.token_id for one in outputs] == generate_each(model, [prompt], 6)[0]
+    engine._connectors.drain()
+    assert engine._connectors.store.store.lookup(prompt) == 2 * C
+    engine.close()
+
+
+def test_a_put_that_raises_is_counted_and_made_up_for(model, store) -> None:
+    (prompt,) = make_prompts([2 * C])
+    engine, raised = make_worker(model, store), []
+    first = groups_of(engine)[0]
+    put = first.put
+
+    def raising(*args, **how) -> None:
+        if not raised:
+            raised.append(1)
+            raise OSError("of the test")
+        put(*args, **how)
+
+    first.put = raising
+    engine.generate([prompt], PARAMS)
+    engine._connectors.drain()
+    assert raised and engine.stats().store.num_errors == 1
+    assert engine._connectors.store.store.lookup(prompt) == 2 * C
+    engine.close()
+
+
+def test_a_store_of_another_engine_is_refused(model, store) -> None:
+    config = EngineConfig(CacheConfig(B, 8))
+    one, other = (Engine.from_model(model, config) for _ in range(2))
+    layerwise = LayerwiseStore(store, other.cache)
+    for refused in (layerwise, ArrivingStore(layerwise)):
+        with pytest.raises(ValueError, match="engine must be the one that the LayerwiseStore was made with"):
+            one.use_store(refused)
+    one.use_store(ArrivingStore(store))
+    one.close()
+
+
+# --- two roles -------------------------------------------------------------------------------------------------------
 
 
 def test_a_decode_worker_loads_layers_as_they_are_computed(model, store) -> None:

@@ -70,7 +70,7 @@ def test_first_layers_without_last_ones_are_replaced(store, has_first: list[bool
         group.put(TOKENS, BLOCKS)
     flags = None if has_first is None else np.array(has_first)
     layerwise = LayerwiseStore(store, right, 1)
-    assert layerwise.store_blocks(TOKENS, right, BLOCKS, has_first=flags) == len(TOKENS)
+    assert layerwise.finish_blocks(TOKENS, right, BLOCKS, has_first=flags) == len(TOKENS)
     assert LayerwiseStore(store, target, 1).load_blocks(TOKENS, target, BLOCKS) == len(TOKENS)
     for chunk, begin in enumerate(range(0, len(TOKENS), C)):
         end = min(begin + C, len(TOKENS))

@@ -41,13 +41,15 @@ class Replica:
         config = self._settings.store_config(_replica_name())
         if config is None:
             return None, None
-        store, layers = (
-            KVStore(config, metadata_of(engine.cache, weights_digest(model))),
-            self._settings.layers_per_record,
-        )
-        used = store if layers is None else LayerwiseStore(store, engine.cache, layers)
-        arriving = ArrivingStore(used, self._settings.patience) if role == "decode" else None
-        engine.use_store(used if arriving is None else arriving)
+        store = KVStore(config, metadata_of(engine.cache, weights_digest(model)))
+        layers = self._settings.layers_per_record
+        try:
+            used = store if layers is None else LayerwiseStore(store, engine.cache, layers)
+            arriving = ArrivingStore(used, self._settings.patience) if role == "decode" else None
+            engine.use_store(used if arriving is None else arriving)
+        except BaseException:
+            store.close()
+            raise
         return store, arriving
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[list[StepOutput], None]:

@@ -31,7 +31,7 @@ from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import interruptible, uninterrupted
 from kvpage.checks.started_pool import started_pool
 from kvpage.checks.wait_limit import WaitLimit, wait_for_one
-from kvpage.serving.loop.moves.block_store import BlockStore, LayeredStore, TokenIds
+from kvpage.serving.loop.moves.block_store import BlockStore, LayeredStore, TokenIds, check_engine
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.layer_saves import GroupedStore, Growth, LayerSaves
 from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_cached, num_seen
@@ -106,6 +106,7 @@ class StoreConnector:
         save_generated: bool = False,
         save_portions: bool = False,
     ) -> None:
+        check_engine(store, cache)
         self.store = store
         self.stats = StoreConnectorStats()
         self.save_generated, self.save_portions = save_generated, save_portions
@@ -157,7 +158,7 @@ class StoreConnector:
 
     def save(self, tokens: TokenIds, namespace: bytes) -> None:
         """Store tokens that are committed, as far as they are cached in whole blocks on the device."""
-        if len(self._saves) >= self._max_saves:
+        if len(self._saves) >= self._max_saves and not self._saves.has_begun(tokens, namespace):
             self.stats.num_skipped += 1
             return
         self._saves.begin(tokens, namespace)
@@ -170,7 +171,9 @@ class StoreConnector:
         """
         size = getattr(getattr(self.store, "config", None), "chunk_size", self._manager.block_size)
         num_tokens = len(tokens) // size * size
-        if num_tokens > start // size * size and 2 * len(self._saves) < self._max_saves:
+        if num_tokens <= start // size * size:
+            return
+        if 2 * len(self._saves) < self._max_saves or self._saves.has_begun(tokens, namespace):
             self.save(tokens[:num_tokens], namespace)
 
     def begin_step(self, prompts: Iterable[Growth]) -> WrittenLayers | None:
@@ -180,7 +183,7 @@ class StoreConnector:
         """
         if not isinstance(self._saves, LayerSaves):
             return None
-        return self._saves.begin_step(prompts, max(self._max_saves // 2 - len(self._saves), 0))  # as `save_portion`
+        return self._saves.begin_step(prompts, max(self._max_saves // 2 - len(self._saves), 0))
 
     def end_step(self) -> None:
         """End what `begin_step` has begun, whether the step has ended well or not."""
@@ -280,6 +283,7 @@ class StoreConnector:
         for done in self._saves.take_done():
             self.stats.num_stores += 1
             self.stats.num_stored_tokens += self._result(done)
+        self.stats.num_errors += self._saves.take_failures()
         self.stats.store_seconds = self._saves.seconds
 
     def _take(self, load: StoreLoad) -> None:

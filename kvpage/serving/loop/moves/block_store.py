@@ -90,3 +90,10 @@ class LayeredStore(Protocol):
 def is_count(count: object) -> bool:
     """Return whether it is a number of tokens."""
     return isinstance(count, (int, np.integer)) and not isinstance(count, bool) and bool(count >= 0)
+
+
+def check_engine(store: BlockStore, engine: CacheEngine) -> None:
+    """Raise ValueError if the store takes other engines only, as a LayerwiseStore may."""
+    check = getattr(store, "check_engine", None)
+    if check is not None:
+        check(engine)

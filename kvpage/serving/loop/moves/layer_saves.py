@@ -8,6 +8,8 @@ completes no chunk, and whoever computes it again replaces its first layers. Blo
 commit, and the save's afterwards. Where they will be given back, the first layers' save is waited for.
 """
 
+import math
+import time
 from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from itertools import islice
@@ -31,22 +33,21 @@ class GroupedStore(Protocol):
 
     groups: "Sequence[LayerGroup]"
 
-    def check_engine(self, engine: CacheEngine) -> None:
-        """Raise ValueError unless the records are of this engine's layers."""
+    def store_blocks(self, tokens: TokenIds, engine: CacheEngine, block_table: Ids, *, namespace: bytes) -> int:
+        """Store what lacks; see BlockStore."""
 
-    def store_blocks(
+    def finish_blocks(
         self,
         tokens: TokenIds,
         engine: CacheEngine,
         block_table: Ids,
         *,
         namespace: bytes,
-        has_first: npt.NDArray[np.bool_] | None,
+        has_first: npt.NDArray[np.bool_],
     ) -> int:
-        """Store what lacks; see BlockStore.
+        """Store chunks that lack their last layers; return the number of tokens.
 
-        has_first: The chunks that have all layers but the last ones, from this very computation. Those that others have
-            left so are replaced.
+        has_first: The chunks that have all other layers from this very computation. Those of others are replaced.
         """
 
 
@@ -76,6 +77,7 @@ class Growth(NamedTuple):
 
 class _Growing(NamedTuple):
     tokens: TokenIds  # as far as they are stored
+    is_whole: bool  # whether nothing follows
     first_chunk: int  # that the step completes
     block_ids: Ids  # of the tokens
     namespace: bytes
@@ -91,34 +93,34 @@ class LayerSaves(StoreSaves):
 
     Attributes:
         chunk_size: Tokens of the store's chunks.
-
-    Raises:
-        ValueError: The store is of another engine.
     """
 
     def __init__(self, store: GroupedStore, manager: BlockManager, cache: CacheEngine) -> None:
-        store.check_engine(cache)
         super().__init__(self._store_rest, manager, cache.device)
         self._store, self._cache, self._groups = store, cache, store.groups
         self.chunk_size = self._groups[0].chunk_size
         self._written: WrittenLayers | None = None
         self._early: Future[None] | None = None
         self._block_ids: set[int] = set()  # that the first layers' save reads, and no other save holds yet
-        self._has_first: dict[tuple[bytes, bytes], npt.NDArray[np.bool_]] = {}  # the saving thread's, of the last step
+        self._growing: list[_Growing] = []  # of this step
+        self._all_early: list[Future[None]] = []  # whose exceptions nobody has seen
+        self._has_first: dict[tuple[bytes, bytes], tuple[npt.NDArray[np.bool_], bool]] = {}  # the saving thread's
 
     def begin_step(self, prompts: Iterable[Growth], num_places: int) -> WrittenLayers | None:
         """Store the first layers of chunks that a step computes, as they are written; `end_step` ends that.
 
         num_places: Prompts that will find a place among the saves under way. Others are left to these.
         """
-        found = (self._growing(one) for one in prompts)
-        growing = list(islice((one for one in found if one is not None), num_places))
-        if not growing or len(self._groups) < 2:
+        if len(self._groups) < 2:
             return None
-        written = WrittenLayers([group.layer_ids[-1] for group in self._groups[:-1]], self._device)
+        found = (self._as_growing(one) for one in prompts)
+        growing = list(islice((one for one in found if one is not None), num_places))
+        if not growing:
+            return None
+        written = self._written = WrittenLayers([group.layer_ids for group in self._groups[:-1]], self._device)
         self._block_ids = {block for prompt in growing for block in prompt.block_ids.tolist()}
-        self._early = self._thread.submit(self._store_groups, growing, written)
-        self._written = written
+        self._early, self._growing = self._thread.submit(self._store_groups, growing, written), growing
+        self._all_early.append(self._early)
         return written
 
     def begin(self, tokens: TokenIds, namespace: bytes) -> None:
@@ -128,30 +130,53 @@ class LayerSaves(StoreSaves):
         super().begin(tokens, namespace)
 
     def end_step(self) -> None:
-        """End what `begin_step` has begun. Blocks that no save holds may be given to others after this."""
-        if self._written is None or self._early is None:
+        """End what `begin_step` has begun. Blocks that no save holds may be given to others after this.
+
+        It waits for a put that reads such blocks: as long as a tier's deadline.
+        """
+        if self._written is None:
             return
-        if self._block_ids:
+        if self._block_ids or self._early is None:
             self._written.fail()
-            if not self._early.cancel():  # it has begun
+            if self._early is not None and not self._early.cancel():  # it has begun
                 wait([self._early])
         self._written = self._early = None
-        self._block_ids = set()
+        self._block_ids, self._growing = set(), []
+
+    def has_begun(self, tokens: TokenIds, namespace: bytes) -> bool:
+        """Return whether the step under way has begun to store these tokens: then they have a place."""
+        return any(
+            one.namespace == namespace and np.array_equal(tokens[: len(one.tokens)], one.tokens)
+            for one in self._growing
+        )
+
+    def take_failures(self) -> int:
+        """Return how many early saves have raised since the last call. The saves after them have made up for it."""
+        done = [one for one in self._all_early if one.done()]
+        self._all_early = [one for one in self._all_early if one not in done]
+        return sum(not one.cancelled() and one.exception() is not None for one in done)
+
+    def close(self) -> None:
+        """End the thread. A step under way, which calls this, stores nothing more."""
+        if self._written is not None:
+            self._written.fail()
+        super().close()
 
     def _note_held(self, block_ids: Ids) -> None:
         self._block_ids.difference_update(block_ids.tolist())
 
-    def _growing(self, one: Growth) -> _Growing | None:
+    def _as_growing(self, one: Growth) -> _Growing | None:
         """Return a prompt as far as it will be stored, if the step completes a chunk of it.
 
         None, too, for blocks that the sequence has given back, and those that no other request may find.
         """
-        unit, state = self._manager.block_size if one.is_whole else self.chunk_size, self._manager.state(one.seq_id)
+        size, state = self._manager.block_size, self._manager.state(one.seq_id)
+        unit = size if one.is_whole else math.lcm(size, self.chunk_size)  # a save holds whole blocks
         num_tokens, first_chunk = len(one.tokens) // unit * unit, one.start // self.chunk_size
         if num_tokens <= first_chunk * self.chunk_size or state.num_left or state.is_private:
             return None
-        block_ids = self._manager.block_ids(one.seq_id)[: -(-num_tokens // self._manager.block_size)]
-        return _Growing(one.tokens[:num_tokens].copy(), first_chunk, block_ids, one.namespace)
+        block_ids = self._manager.block_ids(one.seq_id)[: num_tokens // size]
+        return _Growing(one.tokens[:num_tokens].copy(), one.is_whole, first_chunk, block_ids, one.namespace)
 
     # --- in the thread -----------------------------------------------------------------------------------------------
 
@@ -163,6 +188,7 @@ class LayerSaves(StoreSaves):
             stream = written.wait(index)
             if stream is None:
                 return
+            begin = time.perf_counter()
             with stream:
                 for prompt, flags in zip(prompts, lacks, strict=True):
                     for first, end in runs_of(flags):
@@ -170,8 +196,9 @@ class LayerSaves(StoreSaves):
                             return
                         tokens = prompt.tokens[: end * group.chunk_size]
                         group.put(tokens, prompt.block_ids, first, prompt.namespace, skip_existing=False)
+            self.seconds += time.perf_counter() - begin
         for prompt, flags in zip(prompts, lacks, strict=True):
-            self._has_first[_name(prompt.tokens, prompt.namespace)] = flags
+            self._has_first[_name(prompt.tokens, prompt.namespace)] = flags, prompt.is_whole
 
     def _lacks(self, prompt: _Growing) -> npt.NDArray[np.bool_]:
         lacks = ~np.array(self._groups[-1].there(prompt.tokens, prompt.namespace), bool)
@@ -179,8 +206,13 @@ class LayerSaves(StoreSaves):
         return lacks
 
     def _store_rest(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> int:
-        has_first = self._has_first.pop(_name(tokens, namespace), None)
-        return self._store.store_blocks(tokens, self._cache, block_ids, namespace=namespace, has_first=has_first)
+        has_first, is_whole = self._has_first.pop(_name(tokens, namespace), (None, True))
+        store, cache = self._store, self._cache
+        if has_first is not None:
+            num_tokens = store.finish_blocks(tokens, cache, block_ids, namespace=namespace, has_first=has_first)
+            if not is_whole:
+                return num_tokens
+        return store.store_blocks(tokens, cache, block_ids, namespace=namespace)
 
 
 def _name(tokens: TokenIds, namespace: bytes) -> tuple[bytes, bytes]:

@@ -58,6 +58,14 @@ class Saves(ABC):
             save.release()
         return [save.future for save in done]
 
+    def has_begun(self, tokens: TokenIds, namespace: bytes) -> bool:
+        """Return whether the step under way has begun to store these tokens: then they have a place."""
+        return False
+
+    def take_failures(self) -> int:
+        """Return how many exceptions came besides those of the saves, since the last call."""
+        return 0
+
     def close(self) -> None:
         """End the thread; nothing is under way."""
         self._thread.shutdown()

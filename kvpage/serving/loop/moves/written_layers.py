@@ -1,7 +1,7 @@
 """WrittenLayers: how far a step has come, for a thread that stores its first layers while it computes the next ones."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,26 +11,29 @@ from kvpage.cache.side_stream import side_stream
 
 
 class WrittenLayers:
-    """Groups of layers, each written when its last layer is. The engine's thread tells, another one waits.
+    """Groups of layers, each written when all its layers are, and the groups before it. The engine's thread tells,
+    another one waits.
 
     Args:
-        last_layers: The last layer of each group, in the model's order.
+        groups: The layers of each group.
         device: Of the blocks.
 
     Attributes:
         has_failed: Whether the step has failed.
     """
 
-    def __init__(self, last_layers: Sequence[int], device: torch.device) -> None:
-        self._last_layers, self._device = last_layers, device
+    def __init__(self, groups: Sequence[Iterable[int]], device: torch.device) -> None:
+        self._left = [set(group) for group in groups]  # layers that are not written yet, of each group
+        self._device = device
         self._streams: list[Any] = []  # of the groups that are written: each begins after the group
         self._is_over = self.has_failed = False
         self._changed = threading.Condition()
 
     def note(self, layer: int) -> None:
         """Note that a layer's K and V are written, or will be once the device has done its work up to now."""
-        at = len(self._streams)
-        if at < len(self._last_layers) and layer == self._last_layers[at]:
+        for group in self._left[len(self._streams) :]:
+            group.discard(layer)
+        while len(self._streams) < len(self._left) and not self._left[len(self._streams)]:
             with self._changed:
                 self._streams.append(side_stream(self._device))
                 self._changed.notify_all()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.side_stream import side_stream
 from kvpage.checks.started_pool import started_pool
-from kvpage.serving.loop.moves.block_store import BlockStore, TokenIds
+from kvpage.serving.loop.moves.block_store import BlockStore, TokenIds, check_engine
 from kvpage.serving.loop.ranks.answers import Answers, is_count
 from kvpage.serving.loop.ranks.message import Kind, Message, Part
 from kvpage.serving.loop.ranks.ranks import Ranks
@@ -44,6 +44,10 @@ class RankedStore:
         self.config = getattr(store, "config", None)  # by which an engine decides whether to save generated tokens
         self._store, self._lead = store, lead
         self._finds, self._keeps = (ranks.finds, threading.Lock()), (ranks.keeps, threading.Lock())
+
+    def check_engine(self, engine: CacheEngine) -> None:
+        """Raise ValueError if rank 0's store takes other engines only."""
+        check_engine(self._store, engine)
 
     def lookup(self, tokens: TokenIds, *, namespace: bytes = b"") -> int:
         """Return how many leading tokens all ranks hold."""
