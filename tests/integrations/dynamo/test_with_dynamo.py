@@ -196,7 +196,8 @@ def test_a_worker_that_ends_gives_its_requests_to_another(launched, model):
 def test_prefill_and_decode_apart_over_a_store(launched, model, tmp_path, layers):
     redis = RedisServer(tmp_path)
     store = ("--store", f"redis://127.0.0.1:{redis.port}/0", *layers)
-    cluster, single = Cluster(launched, model, "apart"), Cluster(launched, model, "single")
+    name = "whole" if not layers else "layers"  # workers of the test before may live on
+    cluster, single = Cluster(launched, model, f"apart-{name}"), Cluster(launched, model, f"single-{name}")
     prefill = cluster.start_worker(*store, "--disaggregation-mode", "prefill")
     decode = cluster.start_worker(*store, "--disaggregation-mode", "decode")
     single.start_worker()
