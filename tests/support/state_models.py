@@ -26,7 +26,10 @@ SCANNED = STEPWISE
 """Those of them whose scans kvpage begins with a state, so that several tokens are one call."""
 REFUSED = tuple(kind for kind in ("inkling_text", "inkling2_text", "inkling2_loop_text") if kind in CONFIG_MAPPING)
 """Types with states in their cache, that are refused because of their attention."""
-FIELDS: dict[str, dict[str, object]] = {"lfm2": {"layer_types": ["conv", "full_attention", "conv"]}}
+FIELDS: dict[str, dict[str, object]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "zamba": {"use_mamba_kernels": False},  # before transformers 5.15
+}
 """By type: fields beside those of all families."""
 
 

@@ -4,23 +4,32 @@
                        └─► a recurrent state changed ─► 2 more  ─┴─► the same? then this mixer does not read its state
 
 Such mixers read it for one token alone. They compute all tokens but a sequence's first portion one by one.
+
+Before transformers 5.15 there are mixers that take any tokens after a state for one. So the 2 tokens must also give what
+they give one after the other.
 """
 
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpage.cache.state_cache import StateKey
+from kvpage.serving.model.hf_cache.layer_states import state_of
 from kvpage.serving.model.limits import vocab_size
-from kvpage.serving.model.probe import probe_tokens, relative_error
+from kvpage.serving.model.probe import MAX_ERROR, probe_tokens, relative_error
 from kvpage.serving.model.states.mixer import StateMixer
 
+MAY_TAKE_ONE = Version(transformers.__version__) < Version("5.15")
 NUM_BEFORE, NUM_AFTER = 3, 2
 MIN_CHANGE = 1e-2  # relative: what rounding alone never makes of equal numbers
+MAX_ERROR_HALF = 0.05  # relative: what rounding of bf16 and fp16 makes of logits; a convolution left out makes more
 
 
 class _Result(NamedTuple):
@@ -36,6 +45,8 @@ def with_continuation(
     cache_argument: the argument of the model's forward that is its cache.
     """
     trial = _Trial(model, cache_argument)
+    if MAY_TAKE_ONE and not trial.takes_several():
+        return tuple(replace(mixer, is_stepwise=True) for mixer in mixers)
     goes_on: dict[type, bool] = {}
     for mixer in mixers:
         kind = type(mixer.module)
@@ -52,7 +63,21 @@ class _Trial:
         tokens = torch.from_numpy(probe_tokens(vocab_size(model))[0]).long().to(model.device)
         self._first, self._rest = tokens[None, :NUM_BEFORE], tokens[None, NUM_BEFORE : NUM_BEFORE + NUM_AFTER]
         self._before = self._compute(self._first, DynamicCache(config=model.config)).cache
-        self._after = self._compute(self._rest, deepcopy(self._before))
+
+    @cached_property
+    def _after(self) -> _Result:
+        return self._compute(self._rest, deepcopy(self._before))
+
+    def takes_several(self) -> bool:
+        """Return whether several tokens after a state are computed as they are one by one."""
+        try:
+            found = self._after.logits
+        except (RuntimeError, ValueError, IndexError):  # shapes of one token
+            return False
+        cache = deepcopy(self._before)
+        expected = torch.cat([self._compute(token, cache).logits for token in self._rest.split(1, dim=1)])
+        most = MAX_ERROR if expected.dtype.itemsize >= 4 else MAX_ERROR_HALF
+        return relative_error(found, expected) <= most
 
     def goes_on(self, mixer: StateMixer) -> bool:
         """Return whether each recurrent state of a mixer matters for several tokens after it."""
@@ -60,9 +85,9 @@ class _Trial:
 
     def _matters(self, key: StateKey) -> bool:
         cache = deepcopy(self._before)
-        _state_of(cache, key).mul_(2).add_(100)
+        _written(cache, key).mul_(2).add_(100)
         changed = self._compute(self._rest, cache)
-        pairs = (changed.logits, self._after.logits), (_state_of(cache, key), _state_of(self._after.cache, key))
+        pairs = (changed.logits, self._after.logits), (_written(cache, key), _written(self._after.cache, key))
         return any(not relative_error(*pair) <= MIN_CHANGE for pair in pairs)
 
     def _compute(self, tokens: torch.Tensor, cache: DynamicCache) -> _Result:
@@ -71,9 +96,7 @@ class _Trial:
         return _Result(logits, cache)
 
 
-def _state_of(cache: DynamicCache, key: StateKey) -> torch.Tensor:
-    layer, _, index = key
-    of_layer: Any = cache.layers[layer]
-    state = of_layer.recurrent_states[index]
+def _written(cache: DynamicCache, key: StateKey) -> torch.Tensor:
+    state = state_of(cache, key)
     assert isinstance(state, torch.Tensor), "the state was written"
     return state

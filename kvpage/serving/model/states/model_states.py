@@ -4,7 +4,6 @@ The config does not say it all: a layer may have attention and a state, several 
 another dtype than the model.
 """
 
-import inspect
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +22,7 @@ from kvpage.serving.model.states.held_states import held_states
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.window_check import cache_windows
 
-FIRST_VERSION = "5.19"
+FIRST_VERSION = "5.5"
 """Of transformers, whose models with states an Engine serves. Earlier ones keep them elsewhere, or in other shapes."""
 
 
@@ -146,6 +145,5 @@ def _mixers(states: list[SeenState]) -> tuple[StateMixer, ...]:
 
 
 def _mixer(module: nn.Module, states: list[SeenState]) -> StateMixer:
-    name = states[0].cache_name
-    place = list(inspect.signature(module.forward).parameters).index(name)
-    return StateMixer(module, name, place, frozenset(seen.key for seen in states))
+    first = states[0]
+    return StateMixer(module, first.cache_name, first.cache_place, frozenset(seen.key for seen in states))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvpage.cache.state_cache import StateKey
+from kvpage.serving.model.hf_cache.layer_states import ARE_NUMBERED
 
 Slots = slice | torch.Tensor
 """Neighbouring slots, or int64 [n] on the slots' device."""
@@ -28,13 +29,24 @@ class StatesOfLayer:
 
 
 class LayerStates:
-    """One layer of a PieceCache, as mixers of transformers 5.19 and 5.20 read it: layers[i].conv_states[j]."""
+    """One layer of a PieceCache, as mixers read it: layers[i].conv_states[j], and layers[i].conv_states before 5.14."""
 
     record_past = False  # states are of one position
 
     def __init__(self, cache: "PieceCache", layer_idx: int) -> None:
-        self.conv_states = StatesOfLayer(cache.get_conv_state, layer_idx)
-        self.recurrent_states = StatesOfLayer(cache.get_recurrent_state, layer_idx)
+        self.device = cache.device
+        self._conv = StatesOfLayer(cache.get_conv_state, layer_idx)
+        self._recurrent = StatesOfLayer(cache.get_recurrent_state, layer_idx)
+
+    @property
+    def conv_states(self) -> StatesOfLayer | torch.Tensor | None:
+        """The states by number, or the only one."""
+        return self._conv if ARE_NUMBERED else self._conv[0]
+
+    @property
+    def recurrent_states(self) -> StatesOfLayer | torch.Tensor | None:
+        """The states by number, or the only one."""
+        return self._recurrent if ARE_NUMBERED else self._recurrent[0]
 
 
 class StateLayers:
@@ -68,6 +80,11 @@ class PieceCache:
         """The states by layer, as mixers before transformers 5.21 read them."""
         return StateLayers(self)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the states."""
+        return next(iter(self._views.values())).device
+
     def write_back(self) -> None:
         """Put gathered states into their slots."""
         if isinstance(self._slots, torch.Tensor):
@@ -95,7 +112,10 @@ class PieceCache:
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Keep the last columns of the old state and `conv_states` [n, channels, tokens], and return them all."""
+        """Keep the last columns of the old state and `conv_states` [n, channels, tokens], and return them all.
+
+        Before transformers 5.14 it returns what it keeps, as transformers' cache does.
+        """
         key = layer_idx, "conv", state_idx
         before = self.known(key)
         size = self._views[key].shape[-1]
@@ -103,8 +123,8 @@ class PieceCache:
             full = torch.cat([before, conv_states], dim=-1)
         else:
             full = torch.nn.functional.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
-        self.put(key, full[..., -size:])
-        return full
+        kept = self.put(key, full[..., -size:])
+        return full if ARE_NUMBERED else kept
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
