@@ -23,7 +23,7 @@ from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.window_check import cache_windows
 
 FIRST_VERSION = "5.5"
-"""Of transformers, whose models with states an Engine serves. Earlier ones keep them elsewhere, or in other shapes."""
+"""Of transformers, whose models with states an Engine serves. Earlier ones keep them in caches of the models' own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,8 @@ class ModelStates:
         kv_shape = KVShape.of_rows(model, seen.rows) if seen.rows else None
         mixers = _mixers(seen.states)
         if mixers:
-            mixers = with_continuation(model, checked_cache_argument(model, CACHE_ARGUMENTS), mixers)
+            shapes = {part.key: part.shape for part in parts}
+            mixers = with_continuation(model, checked_cache_argument(model, CACHE_ARGUMENTS), mixers, shapes)
         return cls(groups, layout, (*mixers, *held), kv_shape, _model_config(model, kv_shape, len(seen.layers)))
 
 
@@ -65,8 +66,15 @@ def are_states_served(first_version: str = FIRST_VERSION) -> bool:
 
 
 def keeps_states(config: PretrainedConfig) -> bool:
-    """Return whether layers of transformers' cache for this config keep states."""
-    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    """Return whether layers of transformers' cache for this config keep states. ValueError if it knows not all layers."""
+    decoder = config.get_text_config(decoder=True)
+    try:
+        layers = DynamicCache(config=decoder).layers
+    except KeyError as error:
+        raise ValueError(
+            f"layers must be of types that transformers' cache has, {type(decoder).__name__} has {error} and "
+            f"transformers is {transformers.__version__}"
+        ) from error
     return any(hasattr(layer, "conv_states") and hasattr(layer, "recurrent_states") for layer in layers)
 
 
@@ -105,7 +113,9 @@ def _computed(model: PreTrainedModel, use_cache: bool) -> SeenCache:
     try:
         with torch.no_grad():
             model(input_ids=tokens, use_cache=use_cache, **{argument: seen})
-    except ValueError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, RuntimeError, ValueError) as error:  # it reads a cache of its own, or asks for one
         raise ValueError(f"model must take a cache of kvpage's, {type(model).__name__} says: {error}") from error
     return seen
 

@@ -6,7 +6,7 @@
 It has the methods of transformers' Cache that mixers call, with the same meaning, also of states that do not exist yet.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -64,10 +64,12 @@ class PieceCache:
 
     views: see StateCache. has_previous: whether these sequences have states already; whatever bytes are in the slots
     of those without, nothing reads them.
+    computing: the parts of the mixer that computes, where it is called several times with this cache.
     """
 
     def __init__(self, views: Mapping[StateKey, torch.Tensor], slots: Slots, has_previous: bool) -> None:
         self._views, self._slots, self._has_previous = views, slots, has_previous
+        self.computing: Set[StateKey] = frozenset()
         self._states: dict[StateKey, torch.Tensor] = {}  # those that the mixer has asked for, or has set
 
     @property
@@ -79,6 +81,11 @@ class PieceCache:
     def layers(self) -> StateLayers:
         """The states by layer, as mixers before transformers 5.21 read them."""
         return StateLayers(self)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are, up to the last one with a state."""
+        return 1 + max(layer_idx for layer_idx, _, _ in self._views)
 
     @property
     def device(self) -> torch.device:
@@ -100,9 +107,11 @@ class PieceCache:
         return self.known((layer_idx, "recurrent", state_idx))
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether there is a state."""
-        if self._has_previous or layer_idx is None:
-            return self._has_previous
+        """Return whether there is a state. layer_idx: None for the layer that computes."""
+        if self._has_previous:
+            return True
+        if layer_idx is None:
+            return not self.computing.isdisjoint(self._states)
         return (layer_idx, "conv", state_idx or 0) in self._states
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -114,7 +123,7 @@ class PieceCache:
     ) -> torch.Tensor:
         """Keep the last columns of the old state and `conv_states` [n, channels, tokens], and return them all.
 
-        Before transformers 5.14 it returns what it keeps, as transformers' cache does.
+        Before transformers 5.14 it returns those that it keeps, as transformers' cache does.
         """
         key = layer_idx, "conv", state_idx
         before = self.known(key)
@@ -124,13 +133,14 @@ class PieceCache:
         else:
             full = torch.nn.functional.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
         kept = self.put(key, full[..., -size:])
-        return full if ARE_NUMBERED else kept
+        return full if ARE_NUMBERED else _without_gaps(kept, full[..., -size:])
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Keep `recurrent_states` [n, *shape], and return them."""
-        return self.put((layer_idx, "recurrent", state_idx), recurrent_states)
+        kept = self.put((layer_idx, "recurrent", state_idx), recurrent_states)
+        return _without_gaps(kept, recurrent_states)
 
     def known(self, key: StateKey) -> torch.Tensor | None:
         """Return the states [n, *shape] of a part; None if there are none yet."""
@@ -156,6 +166,11 @@ class PieceCache:
         if isinstance(self._slots, torch.Tensor):
             return self._views[key].index_select(0, self._slots)
         return self._views[key][self._slots]
+
+
+def _without_gaps(kept: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """Return the states that were given, as they are kept. Those of neighbouring slots lie apart: no mixer can view them."""
+    return kept if kept.is_contiguous() else given.to(kept.dtype).contiguous()
 
 
 def _check_shape(key: StateKey, states: torch.Tensor, expected: torch.Tensor) -> None:
