@@ -40,10 +40,10 @@ class StatefulCache(LayeredCache):
     def row_pass(self) -> RowPass | None:
         """The states of the forward that is under way; None outside of one, and for a model without states."""
 
-    def made_layers(self) -> list[Any]:
-        """Return what `layers` is at this moment: within a forward the layers have states, also those without K and V."""
+    def _made_layers(self) -> list[Any]:
+        """Return what `layers` is at this moment. Within a forward, layers have states, also those without K and V."""
         if self.row_pass is None:
-            return super().made_layers()
+            return super()._made_layers()
         states = self.row_pass.states
         num_layers = max(len(self), states.num_layers)
         return [StatefulLayer(self, layer_idx, states) for layer_idx in range(num_layers)]

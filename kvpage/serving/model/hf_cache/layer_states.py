@@ -1,8 +1,8 @@
 """The states of one layer of transformers' cache, which versions of transformers keep in two ways.
 
-                    layer.conv_states       update_conv_state returns
-    before 5.14     a tensor                the columns that the layer keeps
-    from 5.14 on    tensors by number       the columns before, and the new ones
+                layer.conv_states       update_conv_state returns
+before 5.14     a tensor                the columns that the layer keeps
+from 5.14 on    tensors by number       the columns before, and the new ones
 """
 
 import inspect

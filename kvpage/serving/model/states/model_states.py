@@ -66,7 +66,10 @@ def are_states_served(first_version: str = FIRST_VERSION) -> bool:
 
 
 def keeps_states(config: PretrainedConfig) -> bool:
-    """Return whether layers of transformers' cache for this config keep states. ValueError if it knows not all layers."""
+    """Return whether layers of transformers' cache for this config keep states.
+
+    Raises ValueError if it does not know all layers.
+    """
     decoder = config.get_text_config(decoder=True)
     try:
         layers = DynamicCache(config=decoder).layers
@@ -79,9 +82,9 @@ def keeps_states(config: PretrainedConfig) -> bool:
 
 
 def check_states_are_cached(model: PreTrainedModel, first_version: str = FIRST_VERSION) -> None:
-    """Raise ValueError for a model with states that transformers keeps elsewhere, or is too early to keep in its cache.
+    """Raise ValueError for a model with states that transformers keeps elsewhere than in its cache, or is too early for.
 
-    first_version: of transformers, that keeps them as they are read here.
+    first_version: of transformers, that serves.
     """
     is_cached = keeps_states(model.config)
     if is_cached and not are_states_served(first_version):

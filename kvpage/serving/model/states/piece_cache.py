@@ -169,7 +169,7 @@ class PieceCache:
 
 
 def _without_gaps(kept: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """Return the states that were given, as they are kept. Those of neighbouring slots lie apart: no mixer can view them."""
+    """Return the states that were given, in a form that mixers can view: those of neighbouring slots lie apart."""
     return kept if kept.is_contiguous() else given.to(kept.dtype).contiguous()
 
 

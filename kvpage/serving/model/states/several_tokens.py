@@ -3,9 +3,8 @@
     tokens [0, 3)  ─┬─► [3, 5)            ─┐
                     └─► [3, 4)  ─► [4, 5) ─┴─► the same outputs and states?
 
-Before transformers 5.15 there are mixers that take any tokens after a state for one, or leave out what came before. A copy
-of the mixer in fp32 tells, whose rounding hides nothing. It does so again where the state is another one: what mixers do
-not read does not change.
+Before transformers 5.15 there are mixers that take any tokens after a state for one, or leave out what came before.
+A copy of the mixer in fp32 tells: its rounding hides nothing. It computes again with another state before the tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
