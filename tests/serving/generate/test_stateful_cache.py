@@ -12,8 +12,8 @@ from support.state_models import SERVED, make_state_model
 from kvpage import CacheConfig
 from kvpage.checks.errors import OutOfSlots
 from kvpage.serving import KVPageCache, KVPageCachePool, StateConfig
-from kvpage.serving.model.hf_cache.layer_states import ARE_NUMBERED
 from kvpage.serving.model.states.model_states import are_states_served
+from kvpage.serving.model.states.piece_cache import ARE_NUMBERED
 from kvpage.serving.model.states.scan_start import ScannedForward
 
 pytestmark = pytest.mark.skipif(not are_states_served("5.14"), reason="needs transformers 5.14")

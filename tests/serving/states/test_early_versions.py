@@ -11,7 +11,7 @@ from kvpage import CacheConfig
 from kvpage.cache.state_cache import StateCache
 from kvpage.layout.groups import StateLayout, StatePart
 from kvpage.serving import Engine, EngineConfig
-from kvpage.serving.model.states import continuation, model_states, piece_cache
+from kvpage.serving.model.states import model_states, piece_cache
 from kvpage.serving.model.states.model_states import ModelStates, are_states_served
 from kvpage.serving.model.states.piece_cache import PieceCache
 
@@ -56,14 +56,14 @@ def test_mixers_are_tried_out(
 ) -> None:
     if not is_stepwise and not are_states_served("5.15"):
         pytest.skip("earlier mixers may be of either kind")
-    monkeypatch.setattr(continuation, "IS_EARLY", True)
+    monkeypatch.setattr(model_states, "IS_EARLY", True)
     assert found_stepwise(make_state_model(kind).to(dtype)) == {is_stepwise}
 
 
 @pytest.mark.parametrize("several", [last_token_alone, nothing])
 def test_mixers_that_take_one_token_are_found(monkeypatch: pytest.MonkeyPatch, several: Callable[..., Any]) -> None:
     model = make_state_model("lfm2")
-    monkeypatch.setattr(continuation, "IS_EARLY", True)
+    monkeypatch.setattr(model_states, "IS_EARLY", True)
     if are_states_served("5.15"):
         assert found_stepwise(model) == {False}
     with_forward(monkeypatch, model.model.layers[0].conv, several)
@@ -72,7 +72,7 @@ def test_mixers_that_take_one_token_are_found(monkeypatch: pytest.MonkeyPatch, s
 
 def test_a_replaced_forward_is_not_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_state_model("lfm2")
-    monkeypatch.setattr(continuation, "IS_EARLY", True)
+    monkeypatch.setattr(model_states, "IS_EARLY", True)
     convolution = model.model.layers[0].conv
     convolution.forward = type(convolution).forward.__get__(convolution)
     assert found_stepwise(model) == {True}
@@ -112,9 +112,9 @@ def test_whether_the_computing_layer_has_a_state() -> None:
     cache = PieceCache(StateCache(LAYOUT, 4).views, slice(0, 1), has_previous=False)
     cache.update_conv_state(torch.randn(1, 3, 2), 0)
     assert not cache.has_previous_state()
-    cache.computing = {(0, "conv", 0)}
+    cache.begin({(0, "conv", 0)})
     assert cache.has_previous_state()
-    cache.computing = {(1, "conv", 0)}
+    cache.begin({(1, "conv", 0)})
     assert not cache.has_previous_state()
 
 

@@ -8,8 +8,8 @@ from transformers import DynamicCache
 
 from kvpage.cache.state_cache import StateCache
 from kvpage.layout.groups import StateLayout, StatePart
-from kvpage.serving.model.hf_cache.layer_states import ARE_NUMBERED, state_of
-from kvpage.serving.model.states.piece_cache import PieceCache
+from kvpage.serving.model.hf_cache.seen_cache import state_of
+from kvpage.serving.model.states.piece_cache import ARE_NUMBERED, PieceCache
 from kvpage.serving.model.states.row_cuts import Cut, cut, join
 from kvpage.serving.model.states.state_pass import StatePass, StateRow
 

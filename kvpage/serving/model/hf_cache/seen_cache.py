@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PretrainedConfig
+from transformers import Cache, DynamicCache, PretrainedConfig
 
 from kvpage.cache.state_cache import StateKey
-from kvpage.serving.model.hf_cache.layer_states import ARE_NUMBERED, state_of
 
 
 class SeenState(NamedTuple):
@@ -50,14 +49,16 @@ class SeenCache(DynamicCache):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        full: torch.Tensor = super().update_conv_state(conv_states, layer_idx, *_number(state_idx), **kwargs)
+        full: torch.Tensor = super().update_conv_state(conv_states, layer_idx, **_number(state_idx), **kwargs)
         self._note((layer_idx, "conv", state_idx), sys._getframe(1))
         return full
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        state: torch.Tensor = super().update_recurrent_state(recurrent_states, layer_idx, *_number(state_idx), **kwargs)
+        state: torch.Tensor = super().update_recurrent_state(
+            recurrent_states, layer_idx, **_number(state_idx), **kwargs
+        )
         self._note((layer_idx, "recurrent", state_idx), sys._getframe(1))
         return state
 
@@ -76,6 +77,18 @@ class SeenCache(DynamicCache):
         self.states.append(SeenState(key, state, frame.f_locals["self"], *names[0]))
 
 
+def state_of(cache: Cache, key: StateKey) -> torch.Tensor | None:
+    """Return a state of a cache, [n, *shape]; None if it was never written.
+
+    A layer of transformers 5.14 or later has several of one kind, by number, and an earlier one a tensor.
+    """
+    layer_idx, kind, index = key
+    layer: Any = cache.layers[layer_idx]
+    states = layer.conv_states if kind == "conv" else layer.recurrent_states
+    state: torch.Tensor | None = states if states is None or isinstance(states, torch.Tensor) else states[index]
+    return state
+
+
 def _is_forward(frame: FrameType) -> bool:
     return frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module)
 
@@ -89,6 +102,6 @@ def _names_of(cache: DynamicCache, frame: FrameType) -> list[tuple[str, int]]:
     return [(name, place) for place, name in enumerate(found.args[1:]) if found.locals.get(name) is cache]
 
 
-def _number(state_idx: int) -> tuple[int, ...]:
-    """Return the argument of a method of transformers' cache, where it takes one."""
-    return (state_idx,) if ARE_NUMBERED else ()
+def _number(state_idx: int) -> dict[str, int]:
+    """Return the argument of a method of transformers' cache, which takes one only where a layer has several states."""
+    return {"state_idx": state_idx} if state_idx else {}

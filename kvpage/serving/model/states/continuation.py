@@ -8,24 +8,18 @@ Such mixers read it for one token alone. They compute all tokens but a sequence'
 Mixers of early versions of transformers are tried out in another way: see takes_several.
 """
 
-from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpage.cache.state_cache import StateKey
-from kvpage.serving.model.hf_cache.layer_states import state_of
+from kvpage.serving.model.hf_cache.seen_cache import state_of
 from kvpage.serving.model.limits import vocab_size
 from kvpage.serving.model.probe import probe_tokens, relative_error
 from kvpage.serving.model.states.mixer import StateMixer
-from kvpage.serving.model.states.several_tokens import Shapes, takes_several
 
-IS_EARLY = Version(transformers.__version__) < Version("5.15")
 NUM_BEFORE, NUM_AFTER = 3, 2
 MIN_CHANGE = 1e-2  # relative: what rounding alone never makes of equal numbers
 
@@ -35,24 +29,11 @@ class _Result(NamedTuple):
     cache: DynamicCache
 
 
-def with_continuation(
-    model: PreTrainedModel, cache_argument: str, mixers: Sequence[StateMixer], shapes: Shapes
-) -> tuple[StateMixer, ...]:
-    """Return the mixers, those of a class that does not go on from its state marked. It computes a few tokens.
+class Continuation:
+    """A few tokens of one model, with a cache of transformers' own.
 
-    cache_argument: the argument of the model's forward that is its cache. shapes: of its states.
+    cache_argument: the argument of the model's forward that is its cache.
     """
-    trial = None if IS_EARLY else _Trial(model, cache_argument)
-    goes_on: dict[type, bool] = {}
-    for mixer in mixers:
-        kind = type(mixer.module)
-        if kind not in goes_on:
-            goes_on[kind] = trial.goes_on(mixer) if trial else takes_several(model, cache_argument, mixer, shapes)
-    return tuple(replace(mixer, is_stepwise=not goes_on[type(mixer.module)]) for mixer in mixers)
-
-
-class _Trial:
-    """A few tokens of one model, with a cache of transformers' own."""
 
     def __init__(self, model: PreTrainedModel, cache_argument: str) -> None:
         self._model, self._argument = model, cache_argument

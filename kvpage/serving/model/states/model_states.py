@@ -17,11 +17,14 @@ from kvpage.layout.groups import CacheGroup, GroupKind, StateLayout, StatePart
 from kvpage.serving.model.hf_cache.argument import CACHE_ARGUMENTS, checked_cache_argument
 from kvpage.serving.model.hf_cache.seen_cache import SeenCache, SeenState
 from kvpage.serving.model.kv_shape import KVShape
-from kvpage.serving.model.states.continuation import with_continuation
+from kvpage.serving.model.states.continuation import Continuation
 from kvpage.serving.model.states.held_states import held_states
 from kvpage.serving.model.states.mixer import StateMixer
+from kvpage.serving.model.states.several_tokens import takes_several
 from kvpage.serving.model.window_check import cache_windows
 
+IS_EARLY = Version(transformers.__version__) < Version("5.15")
+"""Whether mixers may take any tokens after a state for one."""
 FIRST_VERSION = "5.5"
 """Of transformers, whose models with states an Engine serves. Earlier ones keep them in caches of the models' own."""
 
@@ -53,10 +56,7 @@ class ModelStates:
         layout = StateLayout.of_groups(groups)
         assert layout is not None
         kv_shape = KVShape.of_rows(model, seen.rows) if seen.rows else None
-        mixers = _mixers(seen.states)
-        if mixers:
-            shapes = {part.key: part.shape for part in parts}
-            mixers = with_continuation(model, checked_cache_argument(model, CACHE_ARGUMENTS), mixers, shapes)
+        mixers = _tried(model, _mixers(seen.states), parts)
         return cls(groups, layout, (*mixers, *held), kv_shape, _model_config(model, kv_shape, len(seen.layers)))
 
 
@@ -82,9 +82,9 @@ def keeps_states(config: PretrainedConfig) -> bool:
 
 
 def check_states_are_cached(model: PreTrainedModel, first_version: str = FIRST_VERSION) -> None:
-    """Raise ValueError for a model with states that transformers keeps elsewhere than in its cache, or is too early for.
+    """Raise ValueError for a model with states where transformers is too early, or keeps them elsewhere.
 
-    first_version: of transformers, that serves.
+    first_version: of transformers, that is not too early.
     """
     is_cached = keeps_states(model.config)
     if is_cached and not are_states_served(first_version):
@@ -155,6 +155,21 @@ def _mixers(states: list[SeenState]) -> tuple[StateMixer, ...]:
     for seen in states:
         by_module.setdefault(seen.module, []).append(seen)
     return tuple(_mixer(module, own) for module, own in by_module.items())
+
+
+def _tried(model: PreTrainedModel, mixers: tuple[StateMixer, ...], parts: list[StatePart]) -> tuple[StateMixer, ...]:
+    """Return the mixers, those of a class that does not go on from its state marked. It computes a few tokens."""
+    of_class: dict[type, StateMixer] = {}
+    for mixer in mixers:
+        of_class.setdefault(type(mixer.module), mixer)
+    argument = checked_cache_argument(model, CACHE_ARGUMENTS)
+    if IS_EARLY:
+        shapes = {part.key: part.shape for part in parts}
+        goes_on = {kind: takes_several(model, argument, first, shapes) for kind, first in of_class.items()}
+    else:
+        trial = Continuation(model, argument) if of_class else None
+        goes_on = {kind: bool(trial and trial.goes_on(first)) for kind, first in of_class.items()}
+    return tuple(replace(mixer, is_stepwise=not goes_on[type(mixer.module)]) for mixer in mixers)
 
 
 def _mixer(module: nn.Module, states: list[SeenState]) -> StateMixer:

@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 from kvpage.cache.state_cache import StateKey
-from kvpage.serving.model.hf_cache.layer_states import ARE_NUMBERED
 
+ARE_NUMBERED = Version(transformers.__version__) >= Version("5.14")
+"""Whether layers of transformers' cache may have several states of one kind. Updates then give columns before, too."""
 Slots = slice | torch.Tensor
 """Neighbouring slots, or int64 [n] on the slots' device."""
 
@@ -64,12 +67,11 @@ class PieceCache:
 
     views: see StateCache. has_previous: whether these sequences have states already; whatever bytes are in the slots
     of those without, nothing reads them.
-    computing: the parts of the mixer that computes, where it is called several times with this cache.
     """
 
     def __init__(self, views: Mapping[StateKey, torch.Tensor], slots: Slots, has_previous: bool) -> None:
         self._views, self._slots, self._has_previous = views, slots, has_previous
-        self.computing: Set[StateKey] = frozenset()
+        self._computing: Set[StateKey] = frozenset()
         self._states: dict[StateKey, torch.Tensor] = {}  # those that the mixer has asked for, or has set
 
     @property
@@ -92,6 +94,10 @@ class PieceCache:
         """The device of the states."""
         return next(iter(self._views.values())).device
 
+    def begin(self, keys: Set[StateKey]) -> None:
+        """Note the parts of the mixer that computes next. It is for caches that several mixers are given."""
+        self._computing = keys
+
     def write_back(self) -> None:
         """Put gathered states into their slots."""
         if isinstance(self._slots, torch.Tensor):
@@ -111,7 +117,7 @@ class PieceCache:
         if self._has_previous:
             return True
         if layer_idx is None:
-            return not self.computing.isdisjoint(self._states)
+            return not self._computing.isdisjoint(self._states)
         return (layer_idx, "conv", state_idx or 0) in self._states
 
     def is_recording_past(self, layer_idx: int) -> bool:
