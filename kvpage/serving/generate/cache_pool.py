@@ -104,7 +104,7 @@ class KVPageCachePool(ModelBlocks):
         self.manager.reset_prefix_cache()
 
 
-FIRST_VERSION = "5.21"  # of transformers, whose mixers ask a cache for its states and do not look into its layers
+FIRST_VERSION = "5.14"  # of transformers: before, masks of the whole prompt come with rows that begin within it
 
 
 def _found_states(model: PreTrainedModel, cache_config: CacheConfig, budget: StateConfig) -> PoolStates | None:

@@ -44,10 +44,14 @@ class LayeredCache(Cache):
     def read_layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return copies of a layer's K and V, [num_rows, num_heads, num_tokens, size]; None where it holds nothing."""
 
+    def _made_layers(self) -> list[Any]:
+        """Return what `layers` is at this moment."""
+        return [KVPageLayer(self, layer_idx) for layer_idx in range(len(self))]
+
     @property
     def layers(self) -> list[Any]:
         """The KVPageLayers, made at each call: their `keys` and `values` are copies of the K and V in the cache."""
-        return [KVPageLayer(self, layer_idx) for layer_idx in range(len(self))]
+        return self._made_layers()
 
     @layers.setter
     def layers(self, layers: Sequence[object]) -> None:

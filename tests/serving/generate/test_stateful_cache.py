@@ -13,9 +13,10 @@ from kvpage import CacheConfig
 from kvpage.checks.errors import OutOfSlots
 from kvpage.serving import KVPageCache, KVPageCachePool, StateConfig
 from kvpage.serving.model.states.model_states import are_states_served
+from kvpage.serving.model.states.piece_cache import ARE_NUMBERED
 from kvpage.serving.model.states.scan_start import ScannedForward
 
-pytestmark = pytest.mark.skipif(not are_states_served("5.21"), reason="needs transformers 5.21")
+pytestmark = pytest.mark.skipif(not are_states_served("5.14"), reason="needs transformers 5.14")
 B, NEW = 4, 32
 LATENT = ("bailing_hybrid", "kimi_linear")
 NO_KV = "forward must take past_key_values|states must be in the cache, beside K and V"
@@ -290,3 +291,26 @@ def test_no_slot_for_a_row() -> None:
     with pytest.raises(OutOfSlots, match="slot"):
         KVPageCache(pool, tokens_of(3, 5))
     assert drained(pool) and pool.manager.stats().slots.num_checkpoints == 0
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
+def test_layers_have_states_within_a_forward(kind: str) -> None:
+    """Mixers of transformers before 5.21 read them there."""
+    pool, ids, model, seen = make_pool(kind), tokens_of(1, 2 * B + 1), model_of(kind), []
+
+    def read(module: torch.nn.Module, args: object, output: object) -> None:
+        layer = cache.layers[module.layer_idx]
+        states = layer.conv_states[0] if ARE_NUMBERED else layer.conv_states
+        if hasattr(cache, "get_conv_state"):
+            assert torch.equal(states, cache.get_conv_state(module.layer_idx))
+        assert layer.device == states.device and not layer.record_past
+        seen.append(module.layer_idx)
+
+    mixers = [forward.mixer.module for forward in pool.states.forwards]
+    handles = [mixer.register_forward_hook(read) for mixer in mixers]
+    with torch.no_grad(), KVPageCache(pool, ids) as cache:
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        assert not hasattr(cache.layers[0], "conv_states")
+    for handle in handles:
+        handle.remove()
+    assert seen == [mixer.layer_idx for mixer in mixers]

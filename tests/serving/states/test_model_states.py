@@ -16,7 +16,7 @@ from kvpage.serving import Engine, EngineConfig, KVPageCachePool
 from kvpage.serving.assembly import found_states
 from kvpage.serving.assembly.parts import check_servable
 from kvpage.serving.model.probe import relative_error
-from kvpage.serving.model.states.model_states import ModelStates
+from kvpage.serving.model.states.model_states import ModelStates, are_states_served
 
 PAGE = Path(__file__).parents[3] / "docs" / "hybrid.md"
 CONFIG = EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=16))
@@ -46,8 +46,9 @@ def test_groups(kind: str, attends: tuple[int, ...], states: tuple[int, ...], nu
 
 @pytest.mark.parametrize("kind", SERVED)
 def test_mixers_that_read_their_state_for_one_token_alone(kind: str) -> None:
-    mixers = ModelStates.of_model(make_state_model(kind)).mixers
-    assert {mixer.is_stepwise for mixer in mixers} == {kind in STEPWISE}
+    found = {mixer.is_stepwise for mixer in ModelStates.of_model(make_state_model(kind)).mixers}
+    if kind in STEPWISE or are_states_served("5.15"):  # before, others may, too
+        assert found == {kind in STEPWISE}
 
 
 def test_the_page_lists_what_is_tried() -> None:
@@ -61,7 +62,7 @@ def test_states_in_another_dtype_than_the_model(kind: str) -> None:
     model = make_state_model(kind).bfloat16()
     (tokens,) = random_tokens(13)
     loop = StateLoop(model, [tokens], num_slots=2)
-    if kind != "zamba2":
+    if kind != "zamba2" and are_states_served("5.14"):
         assert torch.float32 in {part.dtype for part in loop.layout.parts if part.name == "recurrent"}
     parts = [loop.step([Portion(0, start, end, 1)])[0] for start, end in ((0, 7), (7, 12), (12, 13))]
     assert relative_error(torch.cat(parts), own_logits(model, tokens)) < 0.05
@@ -90,7 +91,7 @@ def test_a_cache_of_the_model_s_own_is_refused_by_name(kind: str) -> None:
     words = f"model must take a cache of kvpage's, {type(model).__name__} says: "
     with pytest.raises(ValueError, match=words):
         Engine.from_model(model, CONFIG)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words if are_states_served("5.14") else "transformers must be 5.14 or later"):
         KVPageCachePool.from_model(model, CONFIG.cache_config)
 
 
@@ -143,7 +144,9 @@ def test_a_model_without_states_is_as_before() -> None:
 
 def test_a_transformers_without_states_in_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(found_states, "keeps_states", lambda config: False)
-    with pytest.raises(ValueError, match="layers must be of attention, .*, Mamba2ForCausalLM has linear_attention"):
+    with pytest.raises(
+        ValueError, match="layers must be of attention, .*, Mamba2ForCausalLM has (linear_attention|mamba)"
+    ):
         check_servable(make_state_model("mamba2"), CONFIG, takes_states=True)
 
 

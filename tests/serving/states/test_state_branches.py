@@ -17,6 +17,7 @@ from support.state_loop import assert_near, own_logits
 from support.state_models import make_state_model
 
 from kvpage.serving import BeamSearchParams, Branches
+from kvpage.serving.model.states.model_states import are_states_served
 
 PROMPT = random_prompt(2 * B + 3)
 
@@ -28,6 +29,8 @@ def model(request: pytest.FixtureRequest):
 
 @pytest.mark.parametrize("num_batched_tokens", [4, 64])
 def test_beams_are_those_of_generate(model, num_batched_tokens: int) -> None:
+    if model.config.model_type == "mamba2" and not are_states_served("5.13"):
+        pytest.skip("before transformers 5.13 generate does not reorder the states of Mamba's beams")
     engine = make_engine(model, max_num_batched_tokens=num_batched_tokens)
     params = BeamSearchParams(num_beams=3, num_return_sequences=3, max_tokens=6, ignore_eos=True)
     expected = own_beams(model, PROMPT, 3, 6)

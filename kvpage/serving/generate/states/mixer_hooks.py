@@ -52,6 +52,7 @@ class MixerHooks:
         states = self._states(args, kwargs)
         if states is None or kwargs is None:
             return None
+        states.states.begin(self._mixer.keys)
         *pieces, last = states.pieces(self._mixer.is_stepwise, not self._forward.is_stepwise)
         if not pieces:
             return None

@@ -5,9 +5,31 @@ from typing import Any
 
 import torch
 
-from kvpage.serving.generate.layered_cache import LayeredCache
+from kvpage.serving.generate.layered_cache import KVPageLayer, LayeredCache
 from kvpage.serving.generate.states.row_pass import RowPass
 from kvpage.serving.model.states.piece_cache import PieceCache
+
+
+# transformers does not annotate CacheLayerMixin.__init_subclass__.
+class StatefulLayer(KVPageLayer):  # type: ignore[no-untyped-call, unused-ignore]
+    """One layer within a forward, whose states mixers of transformers before 5.21 read here."""
+
+    record_past = False  # states are of one position
+
+    def __init__(self, cache: LayeredCache, layer_idx: int, states: PieceCache) -> None:
+        super().__init__(cache, layer_idx)
+        of_layer = states.layers[layer_idx]
+        self._states, self.device = of_layer, of_layer.device
+
+    @property
+    def conv_states(self) -> Any:
+        """The states of convolutions, as transformers' cache has them."""
+        return self._states.conv_states
+
+    @property
+    def recurrent_states(self) -> Any:
+        """The recurrent states, as transformers' cache has them."""
+        return self._states.recurrent_states
 
 
 class StatefulCache(LayeredCache):
@@ -17,6 +39,14 @@ class StatefulCache(LayeredCache):
     @abstractmethod
     def row_pass(self) -> RowPass | None:
         """The states of the forward that is under way; None outside of one, and for a model without states."""
+
+    def _made_layers(self) -> list[Any]:
+        """Return what `layers` is at this moment. Within a forward, layers have states, also those without K and V."""
+        if self.row_pass is None:
+            return super()._made_layers()
+        states = self.row_pass.states
+        num_layers = max(len(self), states.num_layers)
+        return [StatefulLayer(self, layer_idx, states) for layer_idx in range(num_layers)]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the states of a convolution, [num_rows, *shape], which the mixer may change; None before the first.

@@ -7,18 +7,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PretrainedConfig
+from transformers import Cache, DynamicCache, PretrainedConfig
 
 from kvpage.cache.state_cache import StateKey
 
 
 class SeenState(NamedTuple):
-    """A state [1, *shape], and the module whose forward has written it. cache_name: the argument that was the cache."""
+    """A state [1, *shape], and the module whose forward has written it.
+
+    cache_name: the argument that was the cache. cache_place: its place among the positional ones, after `self`.
+    """
 
     key: StateKey
     state: torch.Tensor
     module: nn.Module
     cache_name: str
+    cache_place: int
 
 
 class SeenCache(DynamicCache):
@@ -45,38 +49,59 @@ class SeenCache(DynamicCache):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        full: torch.Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        layer: Any = self.layers[layer_idx]
-        state = layer.conv_states[state_idx]
-        self._note((layer_idx, "conv", state_idx), state, sys._getframe(1))
+        full: torch.Tensor = super().update_conv_state(conv_states, layer_idx, **_number(state_idx), **kwargs)
+        self._note((layer_idx, "conv", state_idx), sys._getframe(1))
         return full
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        state: torch.Tensor = super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
-        self._note((layer_idx, "recurrent", state_idx), state, sys._getframe(1))
+        state: torch.Tensor = super().update_recurrent_state(
+            recurrent_states, layer_idx, **_number(state_idx), **kwargs
+        )
+        self._note((layer_idx, "recurrent", state_idx), sys._getframe(1))
         return state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: nothing came before."""
         return 0
 
-    def _note(self, key: StateKey, state: torch.Tensor | None, frame: FrameType | None) -> None:
+    def _note(self, key: StateKey, frame: FrameType | None) -> None:
         layer, name, _ = key
         while frame is not None and not _is_forward(frame):
             frame = frame.f_back
-        cache_name = None if frame is None else _name_of(self, frame)
-        if frame is None or state is None or cache_name is None:
+        state = state_of(self, key)
+        names = [] if frame is None else _names_of(self, frame)
+        if frame is None or state is None or not names:
             raise ValueError(f"the {name} state of layer {layer} must be written by a module that is given the cache")
-        self.states.append(SeenState(key, state, frame.f_locals["self"], cache_name))
+        self.states.append(SeenState(key, state, frame.f_locals["self"], *names[0]))
+
+
+def state_of(cache: Cache, key: StateKey) -> torch.Tensor | None:
+    """Return a state of a cache, [n, *shape]; None if it was never written.
+
+    A layer of transformers 5.14 or later has several of one kind, by number, and an earlier one a tensor.
+    """
+    layer_idx, kind, index = key
+    layer: Any = cache.layers[layer_idx]
+    states = layer.conv_states if kind == "conv" else layer.recurrent_states
+    state: torch.Tensor | None = states if states is None or isinstance(states, torch.Tensor) else states[index]
+    return state
 
 
 def _is_forward(frame: FrameType) -> bool:
     return frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), nn.Module)
 
 
-def _name_of(cache: DynamicCache, frame: FrameType) -> str | None:
-    """Return the argument of a call that is the cache."""
+def _names_of(cache: DynamicCache, frame: FrameType) -> list[tuple[str, int]]:
+    """Return the arguments of a call that are the cache, with their places after `self`.
+
+    The call tells them, and not the module's signature: some decorators of transformers hide it.
+    """
     found = inspect.getargvalues(frame)
-    return next((name for name in found.args if found.locals.get(name) is cache), None)
+    return [(name, place) for place, name in enumerate(found.args[1:]) if found.locals.get(name) is cache]
+
+
+def _number(state_idx: int) -> dict[str, int]:
+    """Return the argument of a method of transformers' cache, which takes one only where a layer has several states."""
+    return {"state_idx": state_idx} if state_idx else {}

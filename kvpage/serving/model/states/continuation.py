@@ -4,17 +4,18 @@
                        └─► a recurrent state changed ─► 2 more  ─┴─► the same? then this mixer does not read its state
 
 Such mixers read it for one token alone. They compute all tokens but a sequence's first portion one by one.
+
+Mixers of early versions of transformers are tried out in another way: see takes_several.
 """
 
-from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpage.cache.state_cache import StateKey
+from kvpage.serving.model.hf_cache.seen_cache import state_of
 from kvpage.serving.model.limits import vocab_size
 from kvpage.serving.model.probe import probe_tokens, relative_error
 from kvpage.serving.model.states.mixer import StateMixer
@@ -28,24 +29,11 @@ class _Result(NamedTuple):
     cache: DynamicCache
 
 
-def with_continuation(
-    model: PreTrainedModel, cache_argument: str, mixers: Sequence[StateMixer]
-) -> tuple[StateMixer, ...]:
-    """Return the mixers, those of a class that does not go on from its state marked. It computes a few tokens.
+class Continuation:
+    """A few tokens of one model, with a cache of transformers' own.
 
     cache_argument: the argument of the model's forward that is its cache.
     """
-    trial = _Trial(model, cache_argument)
-    goes_on: dict[type, bool] = {}
-    for mixer in mixers:
-        kind = type(mixer.module)
-        if kind not in goes_on:
-            goes_on[kind] = trial.goes_on(mixer)
-    return tuple(replace(mixer, is_stepwise=not goes_on[type(mixer.module)]) for mixer in mixers)
-
-
-class _Trial:
-    """A few tokens of one model, with a cache of transformers' own."""
 
     def __init__(self, model: PreTrainedModel, cache_argument: str) -> None:
         self._model, self._argument = model, cache_argument
@@ -60,9 +48,9 @@ class _Trial:
 
     def _matters(self, key: StateKey) -> bool:
         cache = deepcopy(self._before)
-        _state_of(cache, key).mul_(2).add_(100)
+        _written(cache, key).mul_(2).add_(100)
         changed = self._compute(self._rest, cache)
-        pairs = (changed.logits, self._after.logits), (_state_of(cache, key), _state_of(self._after.cache, key))
+        pairs = (changed.logits, self._after.logits), (_written(cache, key), _written(self._after.cache, key))
         return any(not relative_error(*pair) <= MIN_CHANGE for pair in pairs)
 
     def _compute(self, tokens: torch.Tensor, cache: DynamicCache) -> _Result:
@@ -71,9 +59,7 @@ class _Trial:
         return _Result(logits, cache)
 
 
-def _state_of(cache: DynamicCache, key: StateKey) -> torch.Tensor:
-    layer, _, index = key
-    of_layer: Any = cache.layers[layer]
-    state = of_layer.recurrent_states[index]
+def _written(cache: DynamicCache, key: StateKey) -> torch.Tensor:
+    state = state_of(cache, key)
     assert isinstance(state, torch.Tensor), "the state was written"
     return state

@@ -4,7 +4,6 @@ The config does not say it all: a layer may have attention and a state, several 
 another dtype than the model.
 """
 
-import inspect
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,13 +17,16 @@ from kvpage.layout.groups import CacheGroup, GroupKind, StateLayout, StatePart
 from kvpage.serving.model.hf_cache.argument import CACHE_ARGUMENTS, checked_cache_argument
 from kvpage.serving.model.hf_cache.seen_cache import SeenCache, SeenState
 from kvpage.serving.model.kv_shape import KVShape
-from kvpage.serving.model.states.continuation import with_continuation
+from kvpage.serving.model.states.continuation import Continuation
 from kvpage.serving.model.states.held_states import held_states
 from kvpage.serving.model.states.mixer import StateMixer
+from kvpage.serving.model.states.several_tokens import takes_several
 from kvpage.serving.model.window_check import cache_windows
 
-FIRST_VERSION = "5.19"
-"""Of transformers, whose models with states an Engine serves. Earlier ones keep them elsewhere, or in other shapes."""
+IS_EARLY = Version(transformers.__version__) < Version("5.15")
+"""Whether mixers may take any tokens after a state for one."""
+FIRST_VERSION = "5.5"
+"""Of transformers, whose models with states an Engine serves. Earlier ones keep them in caches of the models' own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,7 @@ class ModelStates:
         layout = StateLayout.of_groups(groups)
         assert layout is not None
         kv_shape = KVShape.of_rows(model, seen.rows) if seen.rows else None
-        mixers = _mixers(seen.states)
-        if mixers:
-            mixers = with_continuation(model, checked_cache_argument(model, CACHE_ARGUMENTS), mixers)
+        mixers = _tried(model, _mixers(seen.states), parts)
         return cls(groups, layout, (*mixers, *held), kv_shape, _model_config(model, kv_shape, len(seen.layers)))
 
 
@@ -66,15 +66,25 @@ def are_states_served(first_version: str = FIRST_VERSION) -> bool:
 
 
 def keeps_states(config: PretrainedConfig) -> bool:
-    """Return whether layers of transformers' cache for this config keep states."""
-    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    """Return whether layers of transformers' cache for this config keep states.
+
+    Raises ValueError if it does not know all layers.
+    """
+    decoder = config.get_text_config(decoder=True)
+    try:
+        layers = DynamicCache(config=decoder).layers
+    except KeyError as error:
+        raise ValueError(
+            f"layers must be of types that transformers' cache has, {type(decoder).__name__} has {error} and "
+            f"transformers is {transformers.__version__}"
+        ) from error
     return any(hasattr(layer, "conv_states") and hasattr(layer, "recurrent_states") for layer in layers)
 
 
 def check_states_are_cached(model: PreTrainedModel, first_version: str = FIRST_VERSION) -> None:
-    """Raise ValueError for a model with states that transformers keeps elsewhere, or is too early to keep in its cache.
+    """Raise ValueError for a model with states where transformers is too early, or keeps them elsewhere.
 
-    first_version: of transformers, that keeps them as they are read here.
+    first_version: of transformers, that is not too early.
     """
     is_cached = keeps_states(model.config)
     if is_cached and not are_states_served(first_version):
@@ -106,7 +116,9 @@ def _computed(model: PreTrainedModel, use_cache: bool) -> SeenCache:
     try:
         with torch.no_grad():
             model(input_ids=tokens, use_cache=use_cache, **{argument: seen})
-    except ValueError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, RuntimeError, ValueError) as error:  # it reads a cache of its own, or asks for one
         raise ValueError(f"model must take a cache of kvpage's, {type(model).__name__} says: {error}") from error
     return seen
 
@@ -145,7 +157,21 @@ def _mixers(states: list[SeenState]) -> tuple[StateMixer, ...]:
     return tuple(_mixer(module, own) for module, own in by_module.items())
 
 
+def _tried(model: PreTrainedModel, mixers: tuple[StateMixer, ...], parts: list[StatePart]) -> tuple[StateMixer, ...]:
+    """Return the mixers, those of a class that does not go on from its state marked. It computes a few tokens."""
+    of_class: dict[type, StateMixer] = {}
+    for mixer in mixers:
+        of_class.setdefault(type(mixer.module), mixer)
+    argument = checked_cache_argument(model, CACHE_ARGUMENTS)
+    if IS_EARLY:
+        shapes = {part.key: part.shape for part in parts}
+        goes_on = {kind: takes_several(model, argument, first, shapes) for kind, first in of_class.items()}
+    else:
+        trial = Continuation(model, argument) if of_class else None
+        goes_on = {kind: bool(trial and trial.goes_on(first)) for kind, first in of_class.items()}
+    return tuple(replace(mixer, is_stepwise=not goes_on[type(mixer.module)]) for mixer in mixers)
+
+
 def _mixer(module: nn.Module, states: list[SeenState]) -> StateMixer:
-    name = states[0].cache_name
-    place = list(inspect.signature(module.forward).parameters).index(name)
-    return StateMixer(module, name, place, frozenset(seen.key for seen in states))
+    first = states[0]
+    return StateMixer(module, first.cache_name, first.cache_place, frozenset(seen.key for seen in states))

@@ -6,13 +6,17 @@
 It has the methods of transformers' Cache that mixers call, with the same meaning, also of states that do not exist yet.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 from kvpage.cache.state_cache import StateKey
 
+ARE_NUMBERED = Version(transformers.__version__) >= Version("5.14")
+"""Whether layers of transformers' cache may have several states of one kind. Updates then give columns before, too."""
 Slots = slice | torch.Tensor
 """Neighbouring slots, or int64 [n] on the slots' device."""
 
@@ -28,13 +32,24 @@ class StatesOfLayer:
 
 
 class LayerStates:
-    """One layer of a PieceCache, as mixers of transformers 5.19 and 5.20 read it: layers[i].conv_states[j]."""
+    """One layer of a PieceCache, as mixers read it: layers[i].conv_states[j], and layers[i].conv_states before 5.14."""
 
     record_past = False  # states are of one position
 
     def __init__(self, cache: "PieceCache", layer_idx: int) -> None:
-        self.conv_states = StatesOfLayer(cache.get_conv_state, layer_idx)
-        self.recurrent_states = StatesOfLayer(cache.get_recurrent_state, layer_idx)
+        self.device = cache.device
+        self._conv = StatesOfLayer(cache.get_conv_state, layer_idx)
+        self._recurrent = StatesOfLayer(cache.get_recurrent_state, layer_idx)
+
+    @property
+    def conv_states(self) -> StatesOfLayer | torch.Tensor | None:
+        """The states by number, or the only one."""
+        return self._conv if ARE_NUMBERED else self._conv[0]
+
+    @property
+    def recurrent_states(self) -> StatesOfLayer | torch.Tensor | None:
+        """The states by number, or the only one."""
+        return self._recurrent if ARE_NUMBERED else self._recurrent[0]
 
 
 class StateLayers:
@@ -56,6 +71,7 @@ class PieceCache:
 
     def __init__(self, views: Mapping[StateKey, torch.Tensor], slots: Slots, has_previous: bool) -> None:
         self._views, self._slots, self._has_previous = views, slots, has_previous
+        self._computing: Set[StateKey] = frozenset()
         self._states: dict[StateKey, torch.Tensor] = {}  # those that the mixer has asked for, or has set
 
     @property
@@ -67,6 +83,20 @@ class PieceCache:
     def layers(self) -> StateLayers:
         """The states by layer, as mixers before transformers 5.21 read them."""
         return StateLayers(self)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are, up to the last one with a state."""
+        return 1 + max(layer_idx for layer_idx, _, _ in self._views)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the states."""
+        return next(iter(self._views.values())).device
+
+    def begin(self, keys: Set[StateKey]) -> None:
+        """Note the parts of the mixer that computes next. It is for caches that several mixers are given."""
+        self._computing = keys
 
     def write_back(self) -> None:
         """Put gathered states into their slots."""
@@ -83,9 +113,11 @@ class PieceCache:
         return self.known((layer_idx, "recurrent", state_idx))
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether there is a state."""
-        if self._has_previous or layer_idx is None:
-            return self._has_previous
+        """Return whether there is a state. layer_idx: None for the layer that computes."""
+        if self._has_previous:
+            return True
+        if layer_idx is None:
+            return not self._computing.isdisjoint(self._states)
         return (layer_idx, "conv", state_idx or 0) in self._states
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -95,7 +127,10 @@ class PieceCache:
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """Keep the last columns of the old state and `conv_states` [n, channels, tokens], and return them all."""
+        """Keep the last columns of the old state and `conv_states` [n, channels, tokens], and return them all.
+
+        Before transformers 5.14 it returns those that it keeps, as transformers' cache does.
+        """
         key = layer_idx, "conv", state_idx
         before = self.known(key)
         size = self._views[key].shape[-1]
@@ -103,14 +138,15 @@ class PieceCache:
             full = torch.cat([before, conv_states], dim=-1)
         else:
             full = torch.nn.functional.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
-        self.put(key, full[..., -size:])
-        return full
+        kept = self.put(key, full[..., -size:])
+        return full if ARE_NUMBERED else _without_gaps(kept, full[..., -size:])
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Keep `recurrent_states` [n, *shape], and return them."""
-        return self.put((layer_idx, "recurrent", state_idx), recurrent_states)
+        kept = self.put((layer_idx, "recurrent", state_idx), recurrent_states)
+        return _without_gaps(kept, recurrent_states)
 
     def known(self, key: StateKey) -> torch.Tensor | None:
         """Return the states [n, *shape] of a part; None if there are none yet."""
@@ -136,6 +172,11 @@ class PieceCache:
         if isinstance(self._slots, torch.Tensor):
             return self._views[key].index_select(0, self._slots)
         return self._views[key][self._slots]
+
+
+def _without_gaps(kept: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """Return the states that were given, in a form that mixers can view: those of neighbouring slots lie apart."""
+    return kept if kept.is_contiguous() else given.to(kept.dtype).contiguous()
 
 
 def _check_shape(key: StateKey, states: torch.Tensor, expected: torch.Tensor) -> None:
