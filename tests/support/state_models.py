@@ -28,7 +28,8 @@ STEPWISE = {"mamba", "falcon_mamba", "jamba", "zamba"}
 """Those whose mixers read a state only where they compute one token."""
 SCANNED = STEPWISE
 """Those of them whose scans kvpage begins with a state, so that several tokens are one call."""
-REFUSED = tuple(kind for kind in ("inkling_text", "inkling2_text", "inkling2_loop_text") if kind in CONFIG_MAPPING)
+INKLING = ("inkling_text", "inkling2_text", "inkling2_loop_text") if are_states_served("5.18") else ()
+REFUSED = tuple(kind for kind in INKLING if kind in CONFIG_MAPPING)
 """Types with states in their cache, that are refused because of their attention."""
 FIELDS: dict[str, dict[str, object]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
