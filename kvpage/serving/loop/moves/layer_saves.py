@@ -10,7 +10,7 @@ commit, and the save's afterwards. Where they will be given back, the first laye
 
 import math
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -96,7 +96,7 @@ class LayerSaves(StoreSaves):
     """
 
     def __init__(self, store: GroupedStore, manager: BlockManager, cache: CacheEngine) -> None:
-        super().__init__(self._store_rest, manager, cache.device)
+        super().__init__(self._store_whole, manager, cache.device)
         self._store, self._cache, self._groups = store, cache, store.groups
         self.chunk_size = self._groups[0].chunk_size
         self._written: WrittenLayers | None = None
@@ -162,6 +162,12 @@ class LayerSaves(StoreSaves):
             self._written.fail()
         super().close()
 
+    def _storing(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> Callable[[], int]:
+        """Return what the thread does for a save. Only one of this very step trusts the first layers that it stored."""
+        if self._written is None:
+            return super()._storing(tokens, block_ids, namespace)
+        return lambda: self._store_rest(tokens, block_ids, namespace)
+
     def _note_held(self, block_ids: Ids) -> None:
         self._block_ids.difference_update(block_ids.tolist())
 
@@ -212,7 +218,10 @@ class LayerSaves(StoreSaves):
             num_tokens = store.finish_blocks(tokens, cache, block_ids, namespace=namespace, has_first=has_first)
             if not is_whole:
                 return num_tokens
-        return store.store_blocks(tokens, cache, block_ids, namespace=namespace)
+        return self._store_whole(tokens, block_ids, namespace)
+
+    def _store_whole(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> int:
+        return self._store.store_blocks(tokens, self._cache, block_ids, namespace=namespace)
 
 
 def _name(tokens: TokenIds, namespace: bytes) -> tuple[bytes, bytes]:

@@ -108,11 +108,15 @@ class StoreSaves(Saves):
             return
         try:
             block_ids, stored = match.block_ids.copy(), tokens[: match.num_tokens].copy()
-            self._submit(lambda: tree.release(match), lambda: self._store_blocks(stored, block_ids, namespace))
+            self._submit(lambda: tree.release(match), self._storing(stored, block_ids, namespace))
         except BaseException:
             tree.release(match)
             raise
         self._note_held(block_ids)
+
+    def _storing(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> Callable[[], int]:
+        """Return what the thread does for a save."""
+        return lambda: self._store_blocks(tokens, block_ids, namespace)
 
     def _note_held(self, block_ids: Ids) -> None:
         """Note that a save holds these blocks from now on."""
