@@ -68,7 +68,7 @@ class PageView:
         self.name: list[Any] = ["pages", version, token_dim, *map(self._described, self._tensors)]
         """The meaning of a page's bytes, as a value of a store's header. The number of pages is no part of it."""
         self._whole = self._page_runs(0)
-        if _meet(self._tensors) and share_bytes(_of_pages(self._whole, np.arange(self.num_pages))):
+        if _meet(self._tensors) and share_bytes(_of_pages(self._whole, np.arange(self.num_pages)).reshape(-1, 2)):
             raise ValueError("tensors must share no byte with each other, got some that do")
 
     def pieces(self, page_ids: npt.ArrayLike, start: int = 0) -> list[Pieces | None]:
@@ -101,19 +101,15 @@ class PageView:
         rows = ids.reshape(len(ids), -1).astype(np.int64)
         num_skipped, token = divmod(start, self.page_size)
         rows.reshape(-1)[:num_skipped] = NULL_PAGE
-        return [self._record(rows, number, num_skipped, token) for number in range(len(rows))]
-
-    def _record(self, rows: npt.NDArray[np.int64], number: int, page: int, token: int) -> Pieces | None:
-        """Return one record's memory. page, token: the first that is wanted."""
-        ids = rows[number]
-        if not (ids >= 0).any():
-            return None
-        parts = [_of_pages(self._whole, ids)]
-        at = page - number * len(ids)
-        if token and 0 <= at < len(ids):
-            first = _of_pages(self._page_runs(token), ids[at : at + 1])
-            parts = [_of_pages(self._whole, ids[:at]), first, _of_pages(self._whole, ids[at + 1 :])]
-        return Pieces(np.concatenate(parts), self._tensors, ids)
+        runs = _of_pages(self._whole, rows)
+        records, are_there = [one.reshape(-1, 2) for one in runs], (rows >= 0).any(1).tolist()
+        if token and num_skipped < rows.size:
+            number, at = divmod(num_skipped, rows.shape[1])
+            first = _of_pages(self._page_runs(token), rows[number, at])  # in more runs, often
+            before, after = (runs[number, part].reshape(-1, 2) for part in (slice(at), slice(at + 1, None)))
+            records[number] = np.concatenate([before, first, after])
+        each = zip(records, rows, are_there, strict=True)
+        return [Pieces(one, self._tensors, ids) if is_there else None for one, ids, is_there in each]
 
     def _order(self, tensor: torch.Tensor) -> list[int]:
         """Return the dimensions of a page, in the order of memory."""
@@ -178,9 +174,11 @@ def _tensor_runs(tensor: torch.Tensor, order: list[int], page_dim: int, token_di
 
 
 def _of_pages(runs: _Runs, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the runs of pages, one after the other: int64 [runs, 2]."""
-    made = np.empty((len(ids), len(runs.lengths), 2), np.int64)
-    made[:, :, 0] = runs.addresses + ids[:, None] * runs.steps
-    made[:, :, 0][(ids[:, None] < 0) | (runs.addresses == 0)] = 0
-    made[:, :, 1] = runs.lengths
-    return made.reshape(-1, 2)
+    """Return the runs of pages: int64 [*ids, runs, 2]."""
+    made = np.empty((*ids.shape, len(runs.lengths), 2), np.int64)
+    addresses = made[..., 0]
+    np.add(runs.addresses, ids[..., None] * runs.steps, out=addresses)
+    addresses[ids < 0] = 0
+    addresses[..., runs.addresses == 0] = 0
+    made[..., 1] = runs.lengths
+    return made
