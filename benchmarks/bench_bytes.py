@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 256], help="of a record")
     parser.add_argument("--records", type=int, default=16)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)

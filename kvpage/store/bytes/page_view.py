@@ -102,14 +102,14 @@ class PageView:
         num_skipped, token = divmod(start, self.page_size)
         rows.reshape(-1)[:num_skipped] = NULL_PAGE
         runs = _of_pages(self._whole, rows)
-        records, are_there = [one.reshape(-1, 2) for one in runs], (rows >= 0).any(1).tolist()
+        records = [one.reshape(-1, 2) for one in runs]
         if token and num_skipped < rows.size:
             number, at = divmod(num_skipped, rows.shape[1])
             first = _of_pages(self._page_runs(token), rows[number, at])  # in more runs, often
             before, after = (runs[number, part].reshape(-1, 2) for part in (slice(at), slice(at + 1, None)))
             records[number] = np.concatenate([before, first, after])
-        each = zip(records, rows, are_there, strict=True)
-        return [Pieces(one, self._tensors, ids) if is_there else None for one, ids, is_there in each]
+        each = zip(records, rows, strict=True)
+        return [Pieces(one, self._tensors, ids) if ids.max() >= 0 else None for one, ids in each]
 
     def _order(self, tensor: torch.Tensor) -> list[int]:
         """Return the dimensions of a page, in the order of memory."""

@@ -4,9 +4,11 @@ memory    [ run | run ]   [ run ]   [ run | run ]
 payload   [ stretch      | stretch      | str.. ]         of one size, whatever the runs are
 """
 
+import functools
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpage.store.bytes.pieces import Pieces
 from kvpage.store.tiers.stretches import Runs, gather_stretches, scatter_stretches
@@ -26,8 +28,7 @@ class RunPayload:
 
     def __init__(self, runs: Runs, owner: Any = None) -> None:
         self._runs, self._owner = runs, owner
-        self._ends = np.cumsum(runs[:, 1])
-        self.num_bytes = int(self._ends[-1]) if len(runs) else 0
+        self.num_bytes = int(runs[:, 1].sum())
 
     @classmethod
     def of(cls, pieces: Pieces) -> "RunPayload":
@@ -51,16 +52,21 @@ class RunPayload:
         runs, streaming = self._cut(begin, len(piece)), self.num_bytes >= STREAM_BYTES
         return scatter_stretches(piece, runs, self.stretch_bytes, num_threads, streaming)
 
+    @functools.cached_property
+    def _ends(self) -> npt.NDArray[np.int64]:
+        """Return the bytes up to the end of each run. Several threads may make it: it is the same."""
+        return np.cumsum(self._runs[:, 1])
+
     def _cut(self, begin: int, num_bytes: int) -> Runs:
         """Return the runs of the bytes from `begin` on."""
         if num_bytes == self.num_bytes:
             return self._runs
-        end = begin + num_bytes
-        first = int(np.searchsorted(self._ends, begin, side="right"))
-        last = int(np.searchsorted(self._ends, end, side="left"))
+        end, ends = begin + num_bytes, self._ends
+        first = int(np.searchsorted(ends, begin, side="right"))
+        last = int(np.searchsorted(ends, end, side="left"))
         runs = self._runs[first : last + 1].copy()
-        skipped = begin - (int(self._ends[first]) - int(runs[0, 1]))
-        runs[-1, 1] -= int(self._ends[last]) - end
+        skipped = begin - (int(ends[first]) - int(runs[0, 1]))
+        runs[-1, 1] -= int(ends[last]) - end
         runs[0, 1] -= skipped
         runs[0, 0] += skipped if runs[0, 0] else 0
         return runs
