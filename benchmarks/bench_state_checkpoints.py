@@ -8,8 +8,17 @@
 The bound is arithmetic: a checkpoint is a copy of the state, at the speed of torch's copy of as many bytes.
 
 First the answers must be those of `model.generate`, also that of a prompt sent again, which must find all but its last
-token. Then both engines take turns. Times are CPU times of the process. Added shares are quotients turn by turn;
-medians with their quartiles count.
+token. Then both engines take turns. Times are CPU times of the process. Added shares are taken turn by turn; medians
+with their quartiles count.
+
+Whole prefills differ by some percent from turn to turn on a shared machine, more than a checkpoint takes. So the parts
+that it can add to are clocked, too, in both engines:
+
+    step   ├─ engine ─┬─ model ─┬─ mixer ─┬─ [ all tokens but the last ] ─┬─ mixer ─┬─ [ last ] ─┬─ mixer ─┬─ ...
+             counts                counts                                   counts      counts     counts
+
+The difference of their times is the share that counts. Without a checkpoint one call takes all tokens. In decodes the
+engine and the mixers count, without their calls.
 
     python benchmarks/bench_state_checkpoints.py [--families NAME ...] [--hidden N] [--layers N] [--prompt-tokens N]
                                                  [--tokens N] [--rounds N] [--threads N] [--plot PATH]
@@ -30,16 +39,22 @@ import transformers as tf
 from kvpage import CacheConfig
 from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
+from kvpage.benchmarks.part_clock import PartClock
 from kvpage.benchmarks.state_families import FAMILIES, SHAPE, VOCAB, Shape, make_family
 from kvpage.blocks.moves import BlockMove
 from kvpage.cache.state_cache import StateCache
 from kvpage.serving import Engine, EngineConfig, SamplingParams, StateConfig
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.states.mixer_forward import MixerForward
 from kvpage.serving.model.states.model_states import ModelStates
+from kvpage.serving.model.states.state_pass import StatePass
 
 BLOCK_SIZE, NUM_KEPT = 16, 8
 GATE_TOKENS = 8
 COPIES = 20
 """Of a state, in one measurement."""
+WIDTHS = 11, 24, 22, 8, 23, 20, 29
+"""Of the table's columns."""
 
 
 def make_engine(model: tf.PreTrainedModel, num_tokens: int, slot_bytes: int | None) -> Engine:
@@ -57,25 +72,63 @@ def prompts(num_tokens: int) -> Iterator[list[int]]:
         yield rng.integers(1, VOCAB, num_tokens).tolist()
 
 
+class Pieces:
+    """The call of a mixer for some tokens, by their number: under two names, which a clock tells apart."""
+
+    own = staticmethod(MixerForward.compute)
+
+    @staticmethod
+    def many(*call: Any) -> Any:
+        return Pieces.own(*call)
+
+    @staticmethod
+    def one(*call: Any) -> Any:
+        return Pieces.own(*call)
+
+    @staticmethod
+    def any(forward: MixerForward, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
+        return (Pieces.one if rows.shape[1] == 1 else Pieces.many)(forward, cache, args, kwargs)
+
+
+PARTS: dict[str, list[tuple[Any, str]]] = {
+    "engine": [(Engine, "add_request"), (Engine, "step")],
+    "model": [(ModelRunner, "forward")],
+    "mixers": [(StatePass, "compute")],
+    "many": [(Pieces, "many")],
+    "one": [(Pieces, "one")],
+}
+
+
 class Clocked:
-    """An engine that answers one prompt after the other. It notes the seconds of each prefill, and of the decodes."""
+    """An engine that answers one prompt after the other. It notes the seconds of each prefill, and of the decodes.
+
+    asides: of the parts of a prefill that a checkpoint can add to. decode_asides: of those of the decodes.
+    """
 
     def __init__(self, engine: Engine, given: Iterator[list[int]], max_tokens: int) -> None:
         self._engine, self._given = engine, given
         self._params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         self.prefills: list[float] = []
         self.decodes: list[float] = []
+        self.asides: list[float] = []
+        self.decode_asides: list[float] = []
 
     def answer(self) -> None:
-        begin = time.process_time()
-        self._engine.add_request(next(self._given), self._params)
-        while not self._engine.step():
-            pass
-        first = time.process_time()
-        while self._engine.has_unfinished:
-            self._engine.step()
+        with PartClock(PARTS, time.process_time) as clock:
+            begin = time.process_time()
+            self._engine.add_request(next(self._given), self._params)
+            while not self._engine.step():
+                pass
+            first = time.process_time()
+        self.asides.append(clock.seconds["engine"] + clock.seconds["mixers"] + clock.seconds["one"])
         self.prefills.append(first - begin)
-        self.decodes.append(time.process_time() - first)
+        with PartClock(PARTS, time.process_time) as clock:
+            begin = time.process_time()
+            while self._engine.has_unfinished:
+                self._engine.step()
+            self.decodes.append(time.process_time() - begin)
+        self.decode_asides.append(clock.seconds["engine"] + clock.seconds["mixers"])
 
 
 def check_answers(model: Any, engine: Engine, prompt: list[int]) -> None:
@@ -112,8 +165,12 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         "parameters": sum(one.numel() for one in model.parameters()),
         "slot_bytes": slot_bytes,
         "prefill": {name: Figure.of(one.prefills[1:]) for name, one in engines.items()},
-        "prefill_added": added(engines["with"].prefills, engines["without"].prefills),
-        "decode_added": added(engines["with"].decodes, engines["without"].decodes),
+        "prefill_added": share(engines["with"].asides, engines["without"].asides, engines["without"].prefills),
+        "decode_added": share(
+            engines["with"].decode_asides, engines["without"].decode_asides, engines["without"].decodes
+        ),
+        "whole_prefill_added": added(engines["with"].prefills, engines["without"].prefills),
+        "whole_decode_added": added(engines["with"].decodes, engines["without"].decodes),
         "bound_added": Figure.of(one / Figure.of(engines["without"].prefills[1:]).median for one in copies["bound"]),
         "restore_us": Figure.of(copies["restore"], 1e6),
         "bound_us": Figure.of(copies["bound"], 1e6),
@@ -125,13 +182,26 @@ def added(first: list[float], second: list[float]) -> Figure:
     return Figure.of(one / other - 1 for one, other in zip(first[1:], second[1:], strict=True))
 
 
+def share(first: list[float], second: list[float], whole: list[float]) -> Figure:
+    """Return the difference as a share of the whole, turn by turn, without the first turn."""
+    turns = zip(first[1:], second[1:], whole[1:], strict=True)
+    return Figure.of((one - other) / all_of_it for one, other, all_of_it in turns)
+
+
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'':16} {'prefill ms':>22} {'a checkpoint adds':>24} {'a copy':>8} {'to decodes':>24} {'restore us':>20}")
+    titles = "prefill ms", "a checkpoint adds", "to all, turn by turn", "a copy", "to decodes", "to all", "restore us"
+    print(f"{'':14}" + "".join(f"{title:>{width}}" for title, width in zip(titles, WIDTHS, strict=True)))
     for row in rows:
-        prefill, share = Figure.of([row["prefill"]["without"].median], 1e3), f"{row['prefill_added']:.2%}"
-        least, decode = f"{row['bound_added'].median:.2%}", f"{row['decode_added']:.2%}"
-        print(f"  {row['family']:14} {prefill.median:>22.0f} {share:>24} {least:>8} {decode:>24}", end=" ")
-        print(f"{row['restore_us']:.0f} / {row['bound_us'].median:.0f}, {row['slot_bytes'] / 2**20:.2f} MiB")
+        cells = (
+            f"{1e3 * row['prefill']['without'].median:.0f}",
+            f"{row['prefill_added']:.2%}",
+            f"{row['whole_prefill_added']:.1%}",
+            f"{row['bound_added'].median:.2%}",
+            f"{row['decode_added']:.2%}",
+            f"{row['whole_decode_added']:.1%}",
+            f"{row['restore_us']:.0f} / {row['bound_us'].median:.0f}, {row['slot_bytes'] / 2**20:.2f} MiB",
+        )
+        print(f"{row['family']:14}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)))
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -168,6 +238,7 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     tf.logging.set_verbosity_error()
+    MixerForward.compute = Pieces.any  # type: ignore[assignment, method-assign]
     rows = [measure(kind, options) for kind in options.families]
     show(rows)
     if options.plot:
