@@ -1,12 +1,15 @@
-"""Conditions under which models are served whose windows have blocks of their own. They share whole blocks."""
+"""Conditions under which models are served whose windows have blocks of their own, or share a table with a host tier."""
 
 import tempfile
 from pathlib import Path
 
+import torch
 from support.condition_trial import Condition, ConditionTrial
 from support.disk_engines import NUM_COMMON, prompts_of, serve, serve_elsewhere
 from support.models import WINDOW
 from support.window_engines import B
+
+from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 
 PORTION = 7
 LEAST = WINDOW // B + 2  # blocks of a window that one sequence needs
@@ -64,6 +67,39 @@ def evicted(trial: ConditionTrial) -> None:
     trial.check(engine)
 
 
+def swapped(trial: ConditionTrial) -> None:
+    """One table of all layers: requests give way to others, go to the host, and come back."""
+    engine = trial.make_engine(num_blocks=20, num_window_blocks=None, num_host_blocks=40)
+    trial.ask_many(engine)
+    assert engine.stats().num_swaps > 0
+
+
+def from_host(trial: ConditionTrial) -> None:
+    """One table of all layers: blocks that others have sent to the host."""
+    engine = trial.make_engine(num_blocks=16, num_window_blocks=None, num_host_blocks=96, load_or_compute=False)
+    prompt = trial.prompt(7 * B + 3)
+    trial.ask(engine, prompt, 0)
+    for number in range(1, 4):
+        trial.warm(engine, trial.prompt(7 * B, number))
+    before = engine.stats().blocks.space.promoted_blocks
+    trial.ask(engine, prompt, len(prompt) - 1)
+    assert engine.stats().blocks.space.promoted_blocks > before
+    trial.check(engine)
+
+
+def from_memory(trial: ConditionTrial) -> None:
+    """Blocks of their own, and a store of memory: what all groups have forgotten comes back from there."""
+    metadata = KVStoreMetadata(trial.kind, kv_dtype=torch.float32)
+    engine, prompt = trial.make_engine(load_or_compute=False), trial.prompt(7 * B + 3)
+    with KVStore(KVStoreConfig(2 * B, ("memory://?size=8MiB",)), metadata) as store:
+        engine.use_store(store)
+        for num_cached in (0, len(prompt) // B * B):
+            trial.ask(engine, prompt, num_cached)
+            engine.reset_prefix_cache()  # it waits for the store
+        engine.close()
+        assert store.stats().corrupt_records == 0
+
+
 def from_disk(trial: ConditionTrial) -> None:
     """One process stores, and another one goes on."""
     prompts = prompts_of(trial.seed)
@@ -81,6 +117,9 @@ CONDITIONS: dict[str, Condition] = {
     "preempted": preempted,
     "from disk": from_disk,
     "evicted": evicted,
+    "from the host": from_host,
+    "swapped": swapped,
+    "from memory": from_memory,
     "shared in the first block": lambda trial: shared(trial, 0),
     "shared in the second block": lambda trial: shared(trial, 1),
     "shared in the third block": lambda trial: shared(trial, 2),

@@ -24,11 +24,16 @@ def make_window_model(kind: str) -> tf.PreTrainedModel:
     return tf.AutoModelForCausalLM.from_config(make_config(kind)).eval()
 
 
-def make_engine(model: tf.PreTrainedModel, num_blocks: int = 96, num_window_blocks: int = 64, **fields) -> Engine:
-    """An engine whose blocks are poisoned."""
-    config = EngineConfig(
-        CacheConfig(B, num_blocks), num_window_blocks=num_window_blocks, **{"max_num_seqs": 4, **fields}
-    )
+def make_engine(
+    model: tf.PreTrainedModel,
+    num_blocks: int = 96,
+    num_window_blocks: int | None = 64,
+    num_host_blocks: int = 0,
+    **fields,
+) -> Engine:
+    """An engine whose blocks are poisoned. num_window_blocks: None for one table of all layers."""
+    cache = CacheConfig(B, num_blocks, num_cpu_blocks=num_host_blocks)
+    config = EngineConfig(cache, num_window_blocks=num_window_blocks, **{"max_num_seqs": 4, **fields})
     engine = Engine.from_model(model, config)
     poison(engine)
     return engine
@@ -37,8 +42,8 @@ def make_engine(model: tf.PreTrainedModel, num_blocks: int = 96, num_window_bloc
 def poison(engine: Engine) -> None:
     """Fill with NaN what belongs to nobody: blocks of windows that are free, and those of the table that are free."""
     manager = engine.manager
-    assert isinstance(manager, WindowedManager)
-    for blocks, cache in zip(manager.windows, engine.window_caches, strict=True):
+    windows = manager.windows if isinstance(manager, WindowedManager) else ()
+    for blocks, cache in zip(windows, engine.window_caches, strict=True):
         blocks.do_moves(cache.do_move)
         _fill(cache.gpu_cache, [block for block in range(blocks.pool.num_blocks) if not blocks.pool.ref_count(block)])
     if not manager.space.has_moves:
