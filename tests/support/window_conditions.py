@@ -1,4 +1,4 @@
-"""Conditions under which models are served whose windows have blocks of their own, or share a table with a host tier."""
+"""Conditions under which models with windows are served: with blocks of their own, or one table and a host tier."""
 
 import tempfile
 from pathlib import Path

@@ -107,7 +107,8 @@ class WindowBlocks:
         self.moves = BlockMoves()
         self._full_pool = full_pool
         self._beside = np.full(full_pool.num_blocks, NO_BLOCK, np.int32)  # by the tree's id
-        self._generations = np.zeros(full_pool.num_blocks, np.uint32)  # of the tree's block, by its id
+        every = np.arange(full_pool.num_blocks, dtype=np.int32)
+        self._generations = full_pool.generations(every) - np.uint32(1)  # of the tree's block, by its id: not that one
         self._full_of: dict[int, int] = {}  # the tree's id of each cached block
         self._unused: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
         self._num_evicted = self._num_lost = 0
@@ -141,8 +142,15 @@ class WindowBlocks:
         Args:
             full_ids: The tree's ids, int32 [num_blocks].
         """
-        is_current = self._full_pool.generations(full_ids) == self._generations[full_ids]
-        return np.asarray((self._beside[full_ids] != NO_BLOCK) & is_current)
+        return np.asarray((self._beside[full_ids] != NO_BLOCK) & self.had(full_ids))
+
+    def had(self, full_ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return whether a block is cached beside each of the tree's blocks, or was.
+
+        Args:
+            full_ids: The tree's ids, int32 [num_blocks].
+        """
+        return np.asarray(self._full_pool.generations(full_ids) == self._generations[full_ids])
 
     def usable(self, full_ids: Ids) -> npt.NDArray[np.bool_]:
         """Return for each number of blocks of a prefix whether its last window is cached, bool [num_blocks + 1].

@@ -13,7 +13,8 @@ from kvpage.blocks.states import Ids
 def reach_of_window(blocks: WindowBlocks, full_ids: Ids, full: GroupReach, to_follow: AbstractSet[int]) -> GroupReach:
     """Return how far a window's blocks reach.
 
-    Each block of the tree had one beside it, of the same tokens. So what lacks was evicted, unless it is yet to come.
+    What lacks was evicted if there was a block beside the tree's. A load brings the last window alone, without those
+    before it.
 
     Args:
         blocks: Of the window.
@@ -25,5 +26,6 @@ def reach_of_window(blocks: WindowBlocks, full_ids: Ids, full: GroupReach, to_fo
     num_tokens = num_blocks * blocks.block_size
     if num_blocks == len(full_ids):
         return replace(full, group=name, num_tokens=num_tokens)
-    is_late = not to_follow.isdisjoint(full_ids[~blocks.has(full_ids)].tolist())
-    return GroupReach(name, num_tokens, Ending.NOT_CACHED if is_late else Ending.KV_EVICTED)
+    lacking = full_ids[~blocks.has(full_ids)]
+    was_there = to_follow.isdisjoint(lacking.tolist()) and bool(blocks.had(lacking).any())
+    return GroupReach(name, num_tokens, Ending.KV_EVICTED if was_there else Ending.NOT_CACHED)

@@ -92,6 +92,17 @@ def test_what_a_sequence_is_yet_to_cache_is_not_told_as_evicted():
     assert [group.differs_at for group in differs] == [B, B]
 
 
+def test_what_a_load_has_left_out_is_not_told_as_evicted():
+    """It brings the last window alone."""
+    life = life_of(2 * B)
+    manager, prompt = life.manager, tokens_of(10 * B)
+    life.begin(prompt)
+    manager.skip_to(life.next_id, 8 * B)
+    manager.commit(life.next_id, prompt[: 8 * B])
+    found = manager.explain([*prompt[: 4 * B], 99]).groups
+    assert [(group.num_tokens, group.ending) for group in found] == [(4 * B, Ending.PROMPT), (0, Ending.NOT_CACHED)]
+
+
 def test_groups_have_to_agree():
     """The larger window has lost blocks that the smaller one does not need."""
     life = WindowLife(WindowedManager(64, B, windows=[Window(2, 64), Window(3 * B, 14)]))
