@@ -16,4 +16,4 @@ def run_engines(seed: int, count: int, advance: Advance) -> Figures:
     return figures
 
 
-BATTERIES = [Battery("random requests of hybrids", "requests", 40, 10_000, run_engines)]
+BATTERIES = [Battery("random requests of hybrids", "requests", 40, 10_000, run_engines, longest=LIFE * len(KINDS))]
