@@ -18,7 +18,7 @@ setp.eq.b16 setp.ne.b16 setp.gt.s16 setp.lt.s16 setp.le.u16 setp.lt.u16 setp.gt.
 setp.eq.b32 setp.ne.b32 setp.ge.s32 setp.gt.s32 setp.le.s32 setp.lt.s32 setp.ge.u32 setp.gt.u32 setp.le.u32 setp.lt.u32
 setp.eq.b64 setp.ne.b64 setp.eq.s64 setp.ge.s64 setp.gt.s64 setp.le.s64 setp.lt.s64
 setp.ge.u64 setp.gt.u64 setp.le.u64 setp.lt.u64
-setp.eq.f32 setp.ge.f32 setp.gt.f32 setp.le.f32 setp.lt.f32 setp.ne.f32 setp.lt.f16 setp.lt.f64 setp.ltu.f64
+setp.eq.f32 setp.ge.f32 setp.gt.f32 setp.le.f32 setp.lt.f32 setp.ne.f32 setp.lt.f16 setp.ne.f16 setp.lt.f64 setp.ltu.f64
 setp.equ.f32 setp.geu.f32 setp.gtu.f32 setp.leu.f32 setp.ltu.f32 setp.neu.f32 setp.num.f32 setp.nan.f32
 """,
 )
@@ -39,6 +39,15 @@ def test_a_comparison_and_its_opposite(form):
     b = np.where(np.arange(len(a)) % 3 == 0, a, b)
     got = run_snippet(f"{form} %p|%q, %a, %b; selp.u32 %o0, 1, 0, %p; selp.u32 %o1, 1, 0, %q;", [a, b], [U32, U32])
     want = outcome(name, a, b)
+    assert got[0].tolist() == want.tolist() and got[1].tolist() == (~want).tolist()
+
+
+@pytest.mark.parametrize("form", ["setp.ne.bf16"])
+def test_bf16_are_compared_as_fp32(form):
+    a, b = ((values_of(F32, seed).view(U32) >> 16).astype(U16) for seed in (1, 2))
+    b = np.where(np.arange(len(a)) % 3 == 0, a, b)
+    got = run_snippet(f"{form} %p|%q, %a, %b; selp.u32 %o0, 1, 0, %p; selp.u32 %o1, 1, 0, %q;", [a, b], [U32, U32])
+    want = outcome(form.split(".")[1], *((one.astype(U32) << 16).view(F32) for one in (a, b)))
     assert got[0].tolist() == want.tolist() and got[1].tolist() == (~want).tolist()
 
 

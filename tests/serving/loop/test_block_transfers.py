@@ -11,6 +11,7 @@ import torch
 import kvpage
 from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.blocks.manager import BlockManager
+from kvpage.ops.copies import BlockCopier
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 
 PACKAGE = str(Path(kvpage.__file__).parent)
@@ -35,11 +36,11 @@ def manager_with_moves() -> BlockManager:
 
 
 def depths_of_native_calls(call: object) -> dict[str, int]:
-    """How many functions of kvpage's are open at each call of a native `run`, by the kind of move."""
+    """How many functions of kvpage's are open where a copier runs, which calls the native one, by the kind of move."""
     found: dict[str, int] = {}
 
     def watch(frame: FrameType, event: str, argument: object) -> None:
-        if event == "c_call" and getattr(argument, "__name__", "") == "run":
+        if event == "call" and frame.f_code is BlockCopier.run.__code__:
             names, depth = [], 0
             while frame is not None:
                 is_own = frame.f_code.co_filename.startswith(PACKAGE)
