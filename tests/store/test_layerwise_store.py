@@ -47,6 +47,22 @@ def test_what_is_stored_is_loaded_and_nothing_else_written(store, num_layers: in
     assert num_tokens or all(torch.equal(a, b) for a, b in zip(all_bytes(target), before, strict=True))
 
 
+@pytest.mark.parametrize("codec", ["zstd", "fp8"])
+def test_codecs_give_what_they_give_for_all_layers(codec: str) -> None:
+    """Layers are scaled by themselves."""
+    pytest.importorskip("zstandard")
+    source, target, expected = (make_engine(seed=seed) for seed in (1, 2, 2))
+    config, metadata = KVStoreConfig(C, ("memory://?size=4MiB",), codec=codec), metadata_of(source, "m")
+    with KVStore(config, metadata) as store, KVStore(config, metadata) as other:
+        filled(store, source, len(TOKENS), 2)
+        assert LayerwiseStore(store, target, 2).load_blocks(TOKENS, target, BLOCKS) == len(TOKENS)
+        other.store_blocks(TOKENS, source, BLOCKS)
+        assert other.load_blocks(TOKENS, expected, BLOCKS) == len(TOKENS)
+    assert all(torch.equal(a, b) for a, b in zip(all_bytes(target), all_bytes(expected), strict=True))
+    is_exact = torch.equal(tokens_of(target, BLOCKS, 0, len(TOKENS)), tokens_of(source, BLOCKS, 0, len(TOKENS)))
+    assert is_exact == (codec == "zstd")
+
+
 @pytest.mark.parametrize("start", [0, 1, B, C, C + B])
 def test_a_chunk_whose_layers_are_not_all_there_is_a_miss(store, start: int) -> None:
     source, target = make_engine(seed=1), make_engine(seed=2)
