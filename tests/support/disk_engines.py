@@ -26,9 +26,9 @@ Served = dict[str, list[tuple[list[int], int]]]  # by kind: the tokens of each p
 
 
 def prompts_of(seed: int) -> list[list[int]]:
-    """Three prompts that share what is no whole block, and one that is shorter than a chunk."""
+    """Three prompts that share what is no whole block, and not a token more, and one that is shorter than a chunk."""
     common = random_prompt(NUM_COMMON, seed)
-    rests = [random_prompt(length, seed + length) for length in (5, 7, 2)]
+    rests = [[first, *random_prompt(length, seed + length)] for first, length in ((3, 4), (5, 6), (7, 1))]
     return [*(common + rest for rest in rests), common[: CHUNK - 3]]
 
 
