@@ -252,7 +252,7 @@ LONG_ROWS = [*((name, BF16) for name in MAIN), ("reshape", E4M3), ("gather packe
 @pytest.mark.parametrize("name, dtype", LONG_ROWS)
 def test_long_rows_have_no_more_warps_than_a_thread_block(name, dtype, tmp_path):
     compiled = compile_kernel(name, 80, make_layout("flash", dtype, 2**15), BF16, (2**15, 2**15))
-    assert compiled.metadata.num_warps == 32  # whose registers are 64 each: other compilers than 3.7's need more
+    assert compiled.metadata.num_warps == 32  # with 64 registers a thread: Triton 3.8 keeps 192 bytes in memory
     check_no_spills(compiled, tmp_path, 0 if triton.__version__.startswith("3.7.") else 256)
 
 

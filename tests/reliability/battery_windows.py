@@ -18,4 +18,4 @@ def run(seed: int, count: int, advance: Advance) -> Figures:
     return figures
 
 
-BATTERIES = [Battery("random requests over windows", "requests", 80, 10_000, run, longest=2_500)]
+BATTERIES = [Battery("random requests over windows", "requests", 80, 10_000, run, longest=500 * len(KINDS))]

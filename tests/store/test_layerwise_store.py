@@ -50,7 +50,8 @@ def test_what_is_stored_is_loaded_and_nothing_else_written(store, num_layers: in
 @pytest.mark.parametrize("codec", ["zstd", "fp8"])
 def test_codecs_give_what_they_give_for_all_layers(codec: str) -> None:
     """Layers are scaled by themselves."""
-    pytest.importorskip("zstandard")
+    if codec == "zstd":
+        pytest.importorskip("zstandard")
     source, target, expected = (make_engine(seed=seed) for seed in (1, 2, 2))
     config, metadata = KVStoreConfig(C, ("memory://?size=4MiB",), codec=codec), metadata_of(source, "m")
     with KVStore(config, metadata) as store, KVStore(config, metadata) as other:

@@ -36,18 +36,20 @@ def manager_with_moves() -> BlockManager:
 
 
 def depths_of_native_calls(call: object) -> dict[str, int]:
-    """How many functions of kvpage's are open where a copier runs, which calls the native one, by the kind of move."""
+    """How many functions of kvpage's are open at each call of a native `run`, or of its copier, by the kind of move."""
     found: dict[str, int] = {}
 
     def watch(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code is BlockCopier.run.__code__:
+        is_native = event == "c_call" and getattr(argument, "__name__", "") == "run"  # not told by Python 3.12
+        if is_native or (event == "call" and frame.f_code is BlockCopier.run.__code__):
             names, depth = [], 0
             while frame is not None:
                 is_own = frame.f_code.co_filename.startswith(PACKAGE)
                 names += [frame.f_code.co_name] * is_own
                 depth += is_own
                 frame = frame.f_back
-            found[next((name for name in names if name in ("swap_out", "swap_in", "copy")), "none")] = depth
+            kind = next((name for name in names if name in ("swap_out", "swap_in", "copy")), "none")
+            found[kind] = max(depth, found.get(kind, 0))
 
     sys.setprofile(watch)
     try:
