@@ -10,56 +10,40 @@ So the host's part of a call can be run, counted and timed on any machine.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from kvpage import CacheLayout, ops
+from kvpage.benchmarks.compiling_driver import SHARED_MEMORY, CompilingDriver, Launch
 from kvpage.kernels import attention_launch, chunk, gather, rotary
 from kvpage.kernels.prepared import PreparedKinds
 from kvpage.ops.cuda import attention, blend, chunks, rows
 from kvpage.ops.cuda.launches import Launches
 
 NUMBER = 97  # of the device; no test's
-FACTS = 132, 90  # multiprocessors and capability of an H200
+FACTS = 132, 90, SHARED_MEMORY[90]  # multiprocessors, capability and shared memory of an H200
 CPU = torch.device("cpu")
 KERNELS_PACKAGE = "kvpage.kernels."
 KERNELS: tuple[Any, ...] = attention_launch, chunk, gather, rotary  # each keeps what it has launched
 
 
-class FakeDevice:
+class FakeDevice(CompilingDriver):
     """Triton's driver of a device of sm_90. `launches` is kept while `keeps` is true."""
 
     def __init__(self) -> None:
+        super().__init__(NUMBER)
         self.launches: list[tuple[str, tuple[int, int, int], list[Any]]] = []
-        self.keeps, self.utils = True, self
+        self.keeps = True
 
-    def get_current_device(self) -> int:
-        return NUMBER
-
-    def get_current_stream(self, device: int) -> int:
-        return 7
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", FACTS[1], 32)
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 * 1024, "multiprocessor_count": FACTS[0]}
-
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[str, str, int, int, int]:
-        return name, name, 0, 0, 1024
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        def launch(x: int, y: int, z: int, stream: int, function: str, packed: Any, *rest: Any) -> None:
-            if self.keeps:
-                self.launches.append((function, (x, y, z), [_place(value) for value in rest[3:]]))
-
-        return launch
+    def take(self, launch: Launch, source: Any, metadata: Any) -> None:
+        if self.keeps:
+            function, grid, _, arguments = launch
+            self.launches.append((function, grid, [_place(value) for value in arguments]))
 
     def bound(self, tensor: torch.Tensor, layout: CacheLayout) -> ops.BoundCache:
         """Return a cache whose operations launch kernels."""

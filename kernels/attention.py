@@ -94,7 +94,7 @@ def entry_of_keys(first, second, third, fourth, A: tl.constexpr):
     """Return the entry of each key of a tile, or one for all, of what entries_of_tile returns."""
     TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
     PART_KEYS: tl.constexpr = A.value.PART_KEYS
-    if A.value.HAS_FEW_BLOCKS and PART_KEYS < TILE_KEYS:
+    if A.value.HAS_PARTS:
         part = tl.arange(0, TILE_KEYS) // PART_KEYS
         entry = tl.where(part == 0, first, second)
         if PART_KEYS * 2 < TILE_KEYS:

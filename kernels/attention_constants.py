@@ -95,6 +95,11 @@ class AttentionConstants(Constants):
         return is_whole and self.TILE_KEYS // self.PART_KEYS in (1, 2, 4)
 
     @property
+    def HAS_PARTS(self) -> bool:
+        """Whether a tile has two or four parts, each in one block."""
+        return self.HAS_FEW_BLOCKS and self.PART_KEYS < self.TILE_KEYS
+
+    @property
     def HAS_EDGES(self) -> bool:
         """Whether a tile of keys may be seen by some rows only. A tile of one token reads the keys that it sees."""
         return self.TILE_TOKENS > 1

@@ -71,6 +71,7 @@ class Device(NamedTuple):
     error: torch.Tensor
     num_multiprocessors: int
     capability: int  # 10 * major + minor
+    shared_memory: int  # bytes that a thread block may have
 
 
 class Plan(NamedTuple):
@@ -101,7 +102,8 @@ def plan_of(
     num_tokens, num_seqs = len(query), len(sequences.seq_lens)
     max_query_len = min(sequences.max_query_len, num_tokens)
     sizes = sizes_of(query, value_size, key, value)
-    tile = choose_tile(sizes, sizes.group_size * min(max_query_len, -(-num_tokens // num_seqs)), device.capability)
+    rows = sizes.group_size * min(max_query_len, -(-num_tokens // num_seqs))
+    tile = choose_tile(sizes, rows, device.capability, device.shared_memory)
     tile_tokens = tile.num_tokens(sizes.group_size, max_query_len)
     num_tiles = min(num_seqs * -(-max_query_len // tile_tokens), num_tokens // tile_tokens + num_seqs)
     head_tiles = key.data.shape[2] * -(-sizes.group_size // tile.rows)

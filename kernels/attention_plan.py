@@ -1,5 +1,7 @@
 """The cut of attention into thread blocks: sizes of tiles, and splits of the keys. Plain integers, no tensors.
 
+A tile's sums lie in registers; its queries, and the tiles of keys under way, in shared memory (see shared_bytes).
+
 rows of a tile     TILE_TOKENS tokens of HEADS query heads of one KV head: token * HEADS + head of the group
                    a group of more heads than rows takes HEAD_TILES tiles, each of one token
 keys of a tile     TILE_KEYS at a time, of those that any of its rows sees
@@ -7,6 +9,7 @@ pieces             few tiles over many keys would leave multiprocessors idle: al
                    pieces, each sequence's into as many as its length asks for, and a second kernel merges partial sums
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 MIN_ROWS = 16  # of a tensor core's product
@@ -14,7 +17,9 @@ MAX_SPLITS = 128  # of a sequence
 MIDDLE_ROWS = 64
 FEW_ROWS = 32  # at most, of a tile of which a multiprocessor has room for several
 SHARED_KEYS = 32  # of a tile of latents for 64 heads
+MIN_KEYS = 16  # of a tensor core's product
 NUM_STAGES = 3  # of the loop over keys: a tile is multiplied while the next one is under way, or the next two on sm_90
+BARRIER_BYTES = 512  # of shared memory, at most, for what the compiler adds
 
 
 class Sizes(NamedTuple):
@@ -59,13 +64,16 @@ def split_columns(size: int) -> tuple[int, int]:
     return (half, tail) if half >= MIN_ROWS and half + tail < whole else (whole, 0)
 
 
-def choose_tile(sizes: Sizes, rows_wanted: int, capability: int) -> Tile:
+def choose_tile(sizes: Sizes, rows_wanted: int, capability: int, shared_memory: int) -> Tile:
     """Choose the tile for about `rows_wanted` rows a sequence and KV head (its queries times its group).
 
-    capability: the device's, 10 * major + minor.
+    capability: the device's, 10 * major + minor. shared_memory: bytes that it allows a thread block.
+
+    Raises:
+        ValueError: a row is too wide for shared memory.
     """
     key_tile, key_tail = split_columns(sizes.key_size)
-    shares = sizes.shares_rows and sizes.value_size <= key_tile
+    shares = _shares_tile(sizes, key_tile)
     value_tile = key_tile if shares else max(next_power_of_2(sizes.value_size), MIN_ROWS)
     widest = max(key_tile + key_tail, value_tile)
     reads_once = shares and _fits_all_heads(widest, sizes, capability)
@@ -74,11 +82,64 @@ def choose_tile(sizes: Sizes, rows_wanted: int, capability: int) -> Tile:
     bytes_wanted = 2**14 if sizes.compute_bytes == 4 and rows > MIN_ROWS else 2**15
     if sizes.is_scattered and rows == MIN_ROWS:
         bytes_wanted //= 2
-    keys = min(max(bytes_wanted // next_power_of_2(row_bytes), MIN_ROWS), 128 if rows == MIN_ROWS else 64)
+    keys = min(max(bytes_wanted // next_power_of_2(row_bytes), MIN_KEYS), 128 if rows == MIN_ROWS else 64)
     if reads_once:
         keys = SHARED_KEYS
-    num_warps = 8 if rows >= 64 or rows * value_tile >= 2**13 else 4
-    return Tile(rows, keys, key_tile, key_tail, value_tile, num_warps, NUM_STAGES, _precision(widest))
+    num_warps = _num_warps(rows, value_tile)
+    tile = Tile(rows, keys, key_tile, key_tail, value_tile, num_warps, NUM_STAGES, _precision(widest))
+    for smaller in _no_larger(tile):
+        if shared_bytes(smaller, sizes, capability) <= shared_memory:
+            return smaller
+    raise ValueError(
+        f"heads must fit into the device's shared memory, {shared_memory} bytes a thread block, "
+        f"got K of {sizes.key_size} and V of {sizes.value_size} elements"
+    )
+
+
+def _no_larger(tile: Tile) -> Iterator[Tile]:
+    """Yield the tile, then ever smaller ones: fewer keys, then fewer rows, at last none under way."""
+    yield tile
+    while tile.keys > MIN_KEYS:
+        tile = tile._replace(keys=tile.keys // 2)
+        yield tile
+    while tile.rows > MIN_ROWS:
+        rows = tile.rows // 2
+        tile = tile._replace(rows=rows, num_warps=_num_warps(rows, tile.value_tile))
+        yield tile
+    yield tile._replace(num_stages=2)
+
+
+def shared_bytes(tile: Tile, sizes: Sizes, capability: int) -> int:
+    """Return the shared memory that compilers take for a thread block; tests compare it with what they report.
+
+    queries, and tiles of keys under way, as they are stored; then the weights, or a tile that is widened: these two
+    lie in one place, one after the other. In fp32, queries and weights are laid out once more for V's product.
+    """
+    columns = tile.key_tile + tile.key_tail
+    value_columns = 0 if _shares_tile(sizes, tile.key_tile) else tile.value_tile
+    key_bytes = (columns + value_columns) * sizes.stored_bytes + (8 if sizes.has_token_scales else 0)
+    num_tiles = tile.num_stages - (0 if tile.rows >= MIDDLE_ROWS and _reads_shared(capability) else 1)
+    queries, weights = (tile.rows * number * sizes.compute_bytes for number in (columns, tile.keys))
+    widened = tile.keys * max(columns, value_columns) * sizes.compute_bytes
+    if sizes.stored_bytes == sizes.compute_bytes:
+        widened = 0
+    if sizes.compute_bytes == 4 and value_columns:
+        weights += queries + weights
+    return queries + num_tiles * tile.keys * key_bytes + max(weights, widened) + BARRIER_BYTES
+
+
+def _shares_tile(sizes: Sizes, key_tile: int) -> bool:
+    """Return whether V is in the tile of K's first columns."""
+    return sizes.shares_rows and sizes.value_size <= key_tile
+
+
+def _reads_shared(capability: int) -> bool:
+    """Return whether tensor cores read the operands of 64 rows from shared memory: on sm_90 and sm_100."""
+    return 90 <= capability < 120
+
+
+def _num_warps(rows: int, value_tile: int) -> int:
+    return 8 if rows >= 64 or rows * value_tile >= 2**13 else 4
 
 
 def _rows(wanted: int, most: int) -> int:
@@ -93,7 +154,7 @@ def _most_rows(widest: int, sizes: Sizes, capability: int) -> int:
 
     Where the tensor cores read their operands from shared memory (sm_90, sm_100), a tile may have twice as many.
     """
-    reads_shared = 90 <= capability < 120
+    reads_shared = _reads_shared(capability)
     if sizes.compute_bytes == 4:
         return FEW_ROWS if widest <= 64 else MIN_ROWS
     if widest <= 256:

@@ -192,11 +192,13 @@ def load_wide(
     A: tl.constexpr,
 ):  # fmt: skip
     """Return the rows in COMPUTE, in halves if they are in PAIRS; then all is counted in pairs but the arguments."""
+    STORED: tl.constexpr = A.value.STORED
+    COMPUTE: tl.constexpr = A.value.COMPUTE
     if PAIRS:
         pairs = load_rows(ptr, row, wanted, run_stride, BEGIN // 2, SIZE // 2, TILE // 2, RUN // 2)
-        return widen_pairs(pairs, A.value.STORED, A.value.COMPUTE)
+        return widen_pairs(pairs, STORED, COMPUTE)
     else:
-        rows = widen(load_rows(ptr, row, wanted, run_stride, BEGIN, SIZE, TILE, RUN), A.value.STORED, A.value.COMPUTE)
+        rows = widen(load_rows(ptr, row, wanted, run_stride, BEGIN, SIZE, TILE, RUN), STORED, COMPUTE)
         return rows, rows
 
 
@@ -219,7 +221,8 @@ def score(q, q_odd, q_tail, q_tail_odd, key_ptr, key_row, wanted, run_stride, A:
     PAIRS: tl.constexpr = A.value.KEY_PAIRS
     PRECISION: tl.constexpr = A.value.PRECISION
     k, k_odd = load_wide(key_ptr, key_row, wanted, run_stride, 0, SIZE, TILE, RUN, PAIRS, A)
-    scores = multiply(q, q_odd, k, k_odd, None, PAIRS, PRECISION)
+    scores = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
+    scores = multiply(q, q_odd, k, k_odd, scores, PAIRS, PRECISION)
     if TAIL > 0:
         k_tail, k_tail_odd = load_wide(key_ptr, key_row, wanted, run_stride, TILE, SIZE, TAIL, RUN, PAIRS, A)
         scores = multiply(q_tail, q_tail_odd, k_tail, k_tail_odd, scores, PAIRS, PRECISION)

@@ -60,12 +60,13 @@ def survey_kernel(
 ):  # fmt: skip
     BLOCK: tl.constexpr = SHAPE.value.BLOCK
     SURVEY_BLOCKS: tl.constexpr = SHAPE.value.SURVEY_BLOCKS
+    ROW: tl.constexpr = SHAPE.value.ROW
     row = tl.program_id(1).to(tl.int64)
     record_ptr += row * RECORD_WORDS
     block = tl.program_id(0) * SURVEY_BLOCKS + tl.arange(0, SURVEY_BLOCKS)
     token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     position = tl.load(position_ptr + row)
-    logits = ruled_logits(logits_ptr + row * logits_stride, token, vocab_size, record_ptr, position, SHAPE.value.ROW)
+    logits = ruled_logits(logits_ptr + row * logits_stride, token, vocab_size, record_ptr, position, ROW)
     tops = tl.max(logits, 1)
     tl.store(top_ptr + row * block_stride + block, tops)
     temperature = low_float(tl.load(record_ptr + TEMPERATURE))
@@ -80,6 +81,7 @@ def choose_one(
 ):
     """Return the first token with the greatest logit; or, with a temperature, draw among all: a block, then a token."""
     BLOCK: tl.constexpr = SHAPE.value.BLOCK
+    ROW: tl.constexpr = SHAPE.value.ROW
     is_drawn = temperature > 0
     factor = to_log2(tl.where(is_drawn, temperature, 1.0))
     masses = masses_of(shares, tops, top, factor)
@@ -91,7 +93,7 @@ def choose_one(
     inside = target - tl.sum(tl.where(block == drawn, ends - masses, 0), 0)
     block_top = tl.max(tl.where(block == drawn, tops, float("-inf")), 0)
     place = tl.arange(0, BLOCK)
-    logits = ruled_logits(logits_ptr, drawn * BLOCK + place, vocab_size, record_ptr, position, SHAPE.value.ROW)
+    logits = ruled_logits(logits_ptr, drawn * BLOCK + place, vocab_size, record_ptr, position, ROW)
     parts = shares_of(logits, block_top, factor).to(tl.int64)
     target = target_of(inside.to(tl.float64), mass.to(tl.float64), tl.sum(parts, 0))
     drawn_place = tl.sum((tl.cumsum(parts, 0) <= target).to(tl.int32), 0)

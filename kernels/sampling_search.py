@@ -29,7 +29,8 @@ def listed_tokens(list_ptr, begin, num_listed, SHAPE: tl.constexpr):
 
 @triton.jit
 def listed_keys(logits_ptr, token, vocab_size, record_ptr, position, top, SHAPE: tl.constexpr):
-    logits = ruled_logits(logits_ptr, token, vocab_size, record_ptr, position, SHAPE.value.ROW)
+    ROW: tl.constexpr = SHAPE.value.ROW
+    logits = ruled_logits(logits_ptr, token, vocab_size, record_ptr, position, ROW)
     return keys_of(logits, top, low_float(tl.load(record_ptr + TEMPERATURE)))
 
 

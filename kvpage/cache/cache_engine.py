@@ -30,6 +30,7 @@ from kvpage.layout.config import (
 from kvpage.layout.kv_scales import KVScales
 from kvpage.ops.args.bound_cache import BoundCache
 from kvpage.ops.args.tokens import check_scales
+from kvpage.ops.cuda.served import check_served
 
 
 class CacheEngine:
@@ -66,7 +67,8 @@ class CacheEngine:
 
     Raises:
         TypeError: A config is of another type.
-        ValueError: Configs do not fit together, or the layout does not take the scales.
+        ValueError: Configs do not fit together, or the layout does not take the scales. The GPU is none of NVIDIA's, or
+            its compute capability is less than 8.0.
         OSError: The system has too little memory for the host tier, or cannot pin it.
     """
 
@@ -86,6 +88,7 @@ class CacheEngine:
             raise TypeError(f"calibration must be a Calibration, got {type(calibration).__name__}")
         parallel_config = parallel_config or ParallelConfig()
         self.device = torch.device((device_config or DeviceConfig()).device)
+        check_served(self.device)
         self.num_gpu_blocks = cache_config.num_gpu_blocks // parallel_config.pipeline_parallel_size
         self.num_cpu_blocks = cache_config.num_cpu_blocks // parallel_config.pipeline_parallel_size
         self.layer_ids = model_config.attention_layers(parallel_config)

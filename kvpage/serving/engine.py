@@ -86,7 +86,8 @@ class Engine(EngineCore):
         Raises:
             ValueError: The model cannot be served from blocks, with the reason (and whether KVPageCache serves it). It
                 cannot be blended, where that is asked for. It is compiled, or a weight has no memory. The scales do
-                not fit the cache, or leave nothing of the model.
+                not fit the cache, or leave nothing of the model. The GPU is none of NVIDIA's, or its compute capability
+                is less than 8.0.
             TypeError: `model` is no PreTrainedModel, for example a name; `config` or `tokenizer` is of another type.
             ModuleNotFoundError, zmq.ZMQError: Events cannot be published.
             RankLost: Not all ranks have come, or one has failed.

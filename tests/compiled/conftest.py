@@ -51,10 +51,11 @@ def device(request, devices):
 @pytest.fixture
 def cpu_as_device(monkeypatch, device):
     """Answer for the CPU what attention's callers ask of a CUDA device. Gives the error word and the facts."""
+    from kvpage.benchmarks.compiling_driver import SHARED_MEMORY
     from kvpage.ops.cuda import attention as attention_ops_cuda
     from kvpage.ops.cuda import rows as token_ops_cuda
 
-    state = {"error": torch.zeros(1, dtype=torch.int32), "facts": (4, device.arch)}
+    state = {"error": torch.zeros(1, dtype=torch.int32), "facts": (4, device.arch, SHARED_MEMORY[device.arch])}
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(token_ops_cuda, "_error_word", lambda device: state["error"])
     monkeypatch.setattr(attention_ops_cuda, "_facts", lambda device: state["facts"])

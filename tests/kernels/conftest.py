@@ -18,7 +18,7 @@ def cpu_as_device(monkeypatch):
         return
     from kvpage.kernels import attention_launch
 
-    state = {"error": torch.zeros(1, dtype=torch.int32), "facts": (4, 90)}
+    state = {"error": torch.zeros(1, dtype=torch.int32), "facts": (4, 90, 227 * 1024)}
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(token_ops_cuda, "_error_word", lambda device: state["error"])
     monkeypatch.setattr(attention_ops_cuda, "_facts", lambda device: state["facts"])

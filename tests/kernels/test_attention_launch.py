@@ -17,6 +17,7 @@ from triton.runtime import driver  # noqa: E402
 
 from kvpage import CacheLayout  # noqa: E402
 from kvpage.benchmarks.bench_launch import LEAST_ADDRESS  # noqa: E402
+from kvpage.benchmarks.compiling_driver import SHARED_MEMORY  # noqa: E402
 from kvpage.kernels import attention_launch  # noqa: E402
 from kvpage.kernels.attention import paged_attention_kernel  # noqa: E402
 from kvpage.kernels.attention_launch import Device, DeviceSequences, Rows, paged_attention  # noqa: E402
@@ -59,7 +60,7 @@ def launch(queries, width, max_seq_len, all_decode=False, device="cpu", capabili
         max(queries),
         num_decodes(queries),
     )
-    device = Device(torch.zeros(1, dtype=torch.int32), 132, capability)
+    device = Device(torch.zeros(1, dtype=torch.int32), 132, capability, SHARED_MEMORY[capability])
     paged_attention(query, torch.empty_like(query), key, value, sequences, Attention(1.0), device)
 
 

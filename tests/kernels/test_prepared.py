@@ -10,10 +10,10 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from kvpage import CacheLayout, KVScales  # noqa: E402
+from kvpage.benchmarks.compiling_driver import CompilingDriver  # noqa: E402
 from kvpage.kernels import chunk, gather, prepared, rotary  # noqa: E402
 from kvpage.kernels.prepared import Prepared, PreparedKinds  # noqa: E402
 from kvpage.layout.rotation import Rotation  # noqa: E402
@@ -23,35 +23,21 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 KERNELS = gather.gather_cache_kernel, chunk.chunk_kernel, rotary.mix_rows_kernel
 
 
-class CodeDriver:
+class CodeDriver(CompilingDriver):
     """Compiles for sm_90 and keeps what it was to launch: a number of the code, the grid, the arguments."""
 
     def __init__(self):
-        self.launches, self.codes, self.utils = [], [], self
+        super().__init__(DEVICE)
+        self.launches, self.codes = [], []
 
-    def get_current_device(self):
-        return DEVICE
-
-    def get_current_stream(self, device):
-        return 7
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_device_properties(self, device):
-        return {"max_shared_mem": 2**17, "multiprocessor_count": 132}
-
-    def load_binary(self, name, binary, shared, device):
+    def function_of(self, name, binary):
         if binary not in self.codes:
             self.codes.append(binary)
-        return name, self.codes.index(binary), 0, 0, 1024
+        return self.codes.index(binary)
 
-    def launcher_cls(self, source, metadata):
-        def launch(x, y, z, stream, function, packed, launch_metadata, enter, leave, *args):
-            places = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg or 0 for arg in args]
-            self.launches.append((function, (x, y, z), stream, places))
-
-        return launch
+    def take(self, launch, source, metadata):
+        *place, args = launch
+        self.launches.append((*place, [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg or 0 for arg in args]))
 
 
 @pytest.fixture

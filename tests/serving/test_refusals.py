@@ -88,6 +88,15 @@ def test_a_norm_whose_memory_is_taken_away_later(caplog: pytest.LogCaptureFixtur
     assert "weight must have memory for its elements" in caplog.text
 
 
+def test_a_model_on_a_gpu_that_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("qwen3")
+    monkeypatch.setattr(type(model), "device", property(lambda model: torch.device("cuda", 0)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ValueError, match=r"device must be .* 8\.0 or later .*, got cuda:0, Tesla T4, of 7\.5"):
+        make_engine(model, CacheConfig(4, 8, 0))
+
+
 def test_a_model_in_autocast_is_tried_out_in_its_own_dtype() -> None:
     """It was refused, as its logits over blocks were those of another dtype."""
     with torch.autocast("cpu", torch.bfloat16):

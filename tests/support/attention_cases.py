@@ -46,7 +46,9 @@ def attend(where, case, out=None, multiprocessors=4, capability=90, state=None):
             assert "block_tables held a block id out of range" in str(error)
             return got.cpu(), True
         return got.cpu(), False
-    state["facts"] = (multiprocessors, capability)
+    from kvpage.benchmarks.compiling_driver import SHARED_MEMORY
+
+    state["facts"] = (multiprocessors, capability, SHARED_MEMORY[capability])
     query, value_size = case["query"], case["value_size"]
     if out is None:
         out = query.new_full((*query.shape[:2], value_size), float("nan"))

@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvpage import CacheLayout
+from kvpage.benchmarks.compiling_driver import SHARED_MEMORY
 from kvpage.kernels.attention import paged_attention_kernel
 from kvpage.kernels.attention_launch import Plan, Rows, as_loaded, constants_of, sizes_of
 from kvpage.kernels.attention_plan import choose_tile
@@ -110,16 +111,27 @@ def attention_constants(arch, **case):
         return compile_attention(arch, **case)["A"]
 
 
-def compile_attention(arch, layout, query_dtype, group, queries, value_size, options, split=True, has_positions=False):
-    """The kernel for `queries` a sequence, with a device's tensors that begin at multiples of 16 bytes."""
+def rows_of(layout, query_dtype, group, queries, value_size):
+    """The query, K, V or None, and their sizes, of a case. They have no memory."""
     views = layout.views(torch.empty(layout.shape(2), dtype=layout.dtype, device="meta"))
     key, value = (None if view is None else Rows(view.rows, view.scales) for view in views)
     if layout.dtype in (E4M3, E5M2):
         scales = torch.empty(1, device="meta").expand(2, layout.block_size, layout.num_kv_heads)
         key, value = key._replace(scales=scales), value and value._replace(scales=scales)
     query = torch.empty(queries, layout.num_kv_heads * group, layout.head_size, dtype=query_dtype, device="meta")
-    sizes = sizes_of(query, value_size, key, value)
-    tile = choose_tile(sizes, group * queries, arch)
+    return query, key, value, sizes_of(query, value_size, key, value)
+
+
+def sizes_and_tile(arch, layout, query_dtype, group, queries, value_size, **_):
+    """The sizes of a case, and the tile that a device of this capability takes."""
+    *_, sizes = rows_of(layout, query_dtype, group, queries, value_size)
+    return sizes, choose_tile(sizes, group * queries, arch, SHARED_MEMORY[arch])
+
+
+def compile_attention(arch, layout, query_dtype, group, queries, value_size, options, split=True, has_positions=False):
+    """The kernel for `queries` a sequence, with a device's tensors that begin at multiples of 16 bytes."""
+    query, key, value, sizes = rows_of(layout, query_dtype, group, queries, value_size)
+    tile = choose_tile(sizes, group * queries, arch, SHARED_MEMORY[arch])
     tile_tokens = tile.num_tokens(group, queries)
     plan = Plan(sizes, tile, tile_tokens, num_tiles=1, head_tiles=1, num_pieces=2 if split else 0, num_items=3)
     constants = {"A": constants_of(plan, query, key, value, options, arch)}

@@ -22,6 +22,7 @@ from kvpage.ops import reference
 from kvpage.ops.args.bound_cache import BoundCache
 from kvpage.ops.args.sequences import Sequences
 from kvpage.ops.cuda import rows as token_ops_cuda
+from kvpage.ops.cuda.served import check_served
 
 
 def attends_in_place(device: torch.device) -> bool:
@@ -84,11 +85,14 @@ def _positions_on_device(positions: torch.Tensor | None, device: torch.device) -
 
 
 @functools.cache
-def _facts(device: torch.device) -> tuple[int, int]:
-    """Return (multiprocessors, capability); on ROCm the capability is that of sm_80."""
+def _facts(device: torch.device) -> tuple[int, int, int]:
+    """Return (multiprocessors, capability, bytes of shared memory that a thread block may opt into)."""
+    from triton.runtime import driver
+
+    check_served(device)
     properties = torch.cuda.get_device_properties(device)
-    capability = 80 if torch.version.hip else 10 * properties.major + properties.minor
-    return properties.multi_processor_count, capability
+    shared_memory = driver.active.utils.get_device_properties(driver.active.get_current_device())["max_shared_mem"]
+    return properties.multi_processor_count, 10 * properties.major + properties.minor, shared_memory
 
 
 def _scales_of(view: KVView, scale: torch.Tensor | None, num_kv_heads: int) -> torch.Tensor | None:

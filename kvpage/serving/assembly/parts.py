@@ -24,6 +24,7 @@ from kvpage.observe.events.config import SpecKind
 from kvpage.observe.telemetry import Telemetry
 from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, Candidate, candidates
 from kvpage.ops.cuda.libraries.library import AttentionLibrary
+from kvpage.ops.cuda.served import check_served
 from kvpage.serving.assembly.found_states import found_states
 from kvpage.serving.assembly.state_parts import SlotCounts
 from kvpage.serving.assembly.window_groups import WindowGroups
@@ -116,7 +117,10 @@ class RankParts:
 
 
 def check_arguments(model: PreTrainedModel, config: EngineConfig, tokenizer: object = None) -> None:
-    """TypeError for others than a model and an EngineConfig, ValueError for a model that is compiled or ill sharded."""
+    """TypeError for others than a model and an EngineConfig, ValueError for a model that is compiled or ill sharded.
+
+    ValueError also for a model on a GPU that has no kernels.
+    """
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(f"tokenizer must be a tokenizer of transformers or None, got {type(tokenizer).__name__}")
     check_model(model)
@@ -124,6 +128,7 @@ def check_arguments(model: PreTrainedModel, config: EngineConfig, tokenizer: obj
         hint = ": give EngineConfig(cache_config)" if isinstance(config, CacheConfig) else ""
         raise TypeError(f"config must be an EngineConfig, got {type(config).__name__}{hint}")
     check_sharded_size(model, config.tensor_parallel_size)
+    check_served(model.device)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ LOADS = re.findall(
     """
 ld.global.b8 ld.global.b16 ld.global.b32 ld.global.b64 ld.global.s32 ld.global.v2.b32 ld.global.v4.b32 ld.global.v2.b64
 ld.shared.b8 ld.shared.b16 ld.shared.b32 ld.shared.b64 ld.shared.s32 ld.shared.v2.b8 ld.shared.v2.b16 ld.shared.v2.b32
-ld.shared.v4.b32 ld.shared.v2.b64 ld.shared.v4.b8 ld.shared.v4.b16 ld.global.u8 ld.global.s8
+ld.shared.v4.b32 ld.shared.v2.b64 ld.shared.v4.b8 ld.shared.v4.b16 ld.global.u8 ld.global.s8 ld.shared.s8
 ld.global.u16 ld.global.u32 ld.global.u64 ld.global.v2.u64
 """,
 )

@@ -3,7 +3,7 @@
 import ctypes
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,51 +11,31 @@ import torch
 from support.ptx.kernel import Kernel
 from support.ptx.machine.execution import Pick
 from support.ptx.machine.global_memory import Region
-from triton.backends.compiler import GPUTarget
 from triton.runtime.cache import get_cache_manager
 
-MAX_SHARED = {80: 163 * 1024, 90: 227 * 1024}
+from kvpage.benchmarks.compiling_driver import CompilingDriver, Launch
+
 NUM_MULTIPROCESSORS = {80: 108, 90: 132}
 
 
-class Device:
+class Device(CompilingDriver):
     """arch: 80 or 90. pick, finds_races: as of Kernel.launch.
 
     launches: how often each kernel ran. last: what each was compiled to when it ran the last time.
     """
 
     def __init__(self, arch: int, pick: Pick | None = None, finds_races: bool = True) -> None:
-        self.arch, self.pick, self.finds_races = arch, pick, finds_races
-        self.number = 1000 + arch  # kernels keep by it what they have compiled
+        super().__init__(1000 + arch, arch, NUM_MULTIPROCESSORS[arch])
+        self.pick, self.finds_races = pick, finds_races
+        self._kernels: dict[str, Kernel] = {}  # by the hash of what they were compiled from
         self.launches: Counter[str] = Counter()
         self.last: dict[str, Kernel] = {}
-        self.utils = self
 
-    def get_current_device(self) -> int:
-        return self.number
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": MAX_SHARED[self.arch], "multiprocessor_count": NUM_MULTIPROCESSORS[self.arch]}
-
-    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[str, str, int, int, int]:
-        return name, name, 0, 0, 1024
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """Return what launches the kernel that was compiled of this source."""
-        made: list[Kernel] = []
-
-        def launch(x: int, y: int, z: int, stream: int, function: str, packed: Any, *rest: Any) -> None:
-            if not made:
-                made.append(Kernel(ptx_of(source, metadata)))
-            self.run(made[0], metadata, source.signature, (x, y, z), rest[3:])
-
-        return launch
+    def take(self, launch: Launch, source: Any, metadata: Any) -> None:
+        _, grid, _, given = launch
+        if metadata.hash not in self._kernels:
+            self._kernels[metadata.hash] = Kernel(ptx_of(source, metadata))
+        self.run(self._kernels[metadata.hash], metadata, source.signature, grid, given)
 
     def run(self, kernel: Kernel, metadata: Any, signature: dict[str, str], grid: Any, given: Iterable[Any]) -> None:
         pairs = zip(signature.items(), given, strict=True)

@@ -49,15 +49,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _answer_as(arch: int) -> None:
     """Let attention choose its tiles for this architecture, whichever a test names."""
+    from kvpage.benchmarks.compiling_driver import SHARED_MEMORY
     from kvpage.kernels import attention_launch
 
     attention_launch._COMPUTE = Fixed(attention_launch._COMPUTE)
-    for name in ("choose_tile", "constants_of"):
-        setattr(attention_launch, name, _with_last(getattr(attention_launch, name), arch))
+    for name, answers in (("choose_tile", (arch, SHARED_MEMORY[arch])), ("constants_of", (arch,))):
+        setattr(attention_launch, name, _with_last(getattr(attention_launch, name), answers))
 
 
-def _with_last(function: Callable[..., Any], arch: int) -> Callable[..., Any]:
-    return lambda *arguments: function(*arguments[:-1], arch)
+def _with_last(function: Callable[..., Any], answers: tuple[int, ...]) -> Callable[..., Any]:
+    return lambda *arguments: function(*arguments[: -len(answers)], *answers)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
