@@ -306,13 +306,11 @@ def paged_attention_kernel(
     partial_ptr,  # fp32 [num_items * TILE_TOKENS, num_kv_heads * GROUP, VALUE_SIZE] or None for one split each
     sum_ptr,  # fp32 [num_items * TILE_TOKENS, num_kv_heads * GROUP, 2]: maximum and sum
     error_ptr,  # int32 [1]
-    factor, softcap,  # see scaled()
-    window,
+    factor, softcap, window,  # the former two: see scaled()
     num_items, num_pieces, num_kv_heads, num_seqs, num_tokens, num_blocks,
     capacity,  # keys that a row of the table has room for
     query_token_stride, query_head_stride,  # all strides in elements
-    out_token_stride, out_head_stride,
-    table_stride,
+    out_token_stride, out_head_stride, table_stride,
     key_block_stride, key_head_stride, key_run_stride,  # those of a block's tokens are constants
     value_block_stride, value_head_stride, value_run_stride,
     key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
@@ -339,7 +337,6 @@ def paged_attention_kernel(
     q, q_odd, q_tail, q_tail_odd, row_factor = load_queries(query_ptr, query_row, valid, factor, A)
     if key_scale_ptr is not None and not TOKEN_SCALES:
         row_factor *= tl.load(key_scale_ptr + kv_head * key_scale_head_stride)
-
     largest, total, values, values_odd = start(sink_ptr, head, valid, split, A)
     low, begin, full_begin, full_end, end = keys_of_split(first, last, window, split, num_splits, A)
     table_row = table_ptr + seq.to(tl.int64) * table_stride
@@ -368,9 +365,12 @@ def paged_attention_kernel(
     values = whole(values, values_odd, A.value.VALUE_PAIRS)
     if value_scale_ptr is not None and not TOKEN_SCALES:
         values *= tl.load(value_scale_ptr + kv_head * value_scale_head_stride)
-    if SPLIT and num_splits > 1:
-        row = query - first_query
-        store_partial(partial_ptr, sum_ptr, item, row, head, num_kv_heads, largest, total, values, valid, A)
+    if SPLIT:  # some compilers take the branches of `and` both
+        if num_splits > 1:
+            row = query - first_query
+            store_partial(partial_ptr, sum_ptr, item, row, head, num_kv_heads, largest, total, values, valid, A)
+        else:
+            store_out(out_ptr, token, head, out_token_stride, out_head_stride, total, values, valid, A)
     else:
         store_out(out_ptr, token, head, out_token_stride, out_head_stride, total, values, valid, A)
     if (kv_head == 0) & (head_tile == 0):

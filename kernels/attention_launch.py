@@ -23,12 +23,13 @@ from kvpage.kernels.attention_plan import (
     choose_tile,
     min_keys_of_split,
 )
-from kvpage.kernels.prepared import HAS_DEPENDENT_LAUNCH, Prepared, PreparedKinds, form
+from kvpage.kernels.prepared import HAS_DEPENDENT_LAUNCH, VERSION, Prepared, PreparedKinds, form
 from kvpage.kernels.quantize import INTERPRETED
 from kvpage.layout.attention import Attention
 
 _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ALIGNED = (*range(6), 11, 12, 13)  # tensors on whose alignment the kernel is specialised
+HAS_PAIRS = INTERPRETED or VERSION >= (3, 3)  # the compiler of 3.2 ends at assembly with two results
 _STORED = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -271,7 +272,7 @@ def constants_of(
     narrow = is_widened and dtype != torch.int8
     value_rows = key if value is None else value
     key_pairs, value_pairs = (
-        is_widened and tile.rows == MIN_ROWS and size % 2 == 0 and _fits_pairs(rows.data)
+        is_widened and HAS_PAIRS and tile.rows == MIN_ROWS and size % 2 == 0 and _fits_pairs(rows.data)
         for rows, size in ((key, sizes.key_size), (value_rows, sizes.value_size))
     )
     key_data, value_data = as_loaded(key, key_pairs), as_loaded(value_rows, value_pairs)

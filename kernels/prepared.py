@@ -24,7 +24,8 @@ ALIGNMENT = 16  # bytes: kernels are compiled anew for addresses that are no mul
 LARGEST = 2**31 - 1  # larger numbers are of another type: kernels are compiled anew for these
 CAPACITY = 4096
 
-TAKES_CONSTANTS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+TAKES_CONSTANTS = VERSION >= (3, 3)
 # Whether a launch may begin before the one ahead of it ends, from sm_90 on, and wait for it by itself.
 HAS_DEPENDENT_LAUNCH = hasattr(cuda, "gdc_wait") and "launch_pdl" in getattr(CUDAOptions, "__dataclass_fields__", {})
 _HOOKS: Any = triton.knobs.runtime if hasattr(triton, "knobs") else CompiledKernel  # where Triton keeps them

@@ -147,6 +147,7 @@ def draw_kept(
 ):  # fmt: skip
     """Draw among the tokens that top_k, top_p and min_p leave. least_key: min_p's."""
     CAPACITY: tl.constexpr = SHAPE.value.CAPACITY
+    IS_SHORT: tl.constexpr = SHAPE.value.IS_SHORT
     limit = top_k.to(tl.int32) * 0 + (END_KEY - 1)
     total = top_k * 0
     block_keys = keys_of(tops, top, temperature)
@@ -154,7 +155,7 @@ def draw_kept(
         limit = last_key_of_blocks(block_keys, top_k)
     elif top_p >= 1:
         limit = tl.minimum(limit, least_key)
-    elif not SHAPE.value.IS_SHORT:
+    elif not IS_SHORT:
         total = tl.sum(masses_of(shares, tops, top, to_log2(temperature)), 0) * 8
         limit = tl.minimum(last_of_nucleus(1.0 - top_p, total, vocab_size), least_key)
     num_listed = list_blocks(list_ptr, block_keys, block, limit)

@@ -1,8 +1,9 @@
-"""A string or a type of a kernel's constants gets a name before a function of a kernel takes it.
+"""A constant of a kernel gets a name before it is compared or negated; a string or a type, before a function takes it.
 
     widen(rows, A.value.STORED)                  refused: compilers up to Triton 3.6 take no plain string there
     STORED: tl.constexpr = A.value.STORED
     widen(rows, STORED)                          right
+    if not A.value.SHARED                        refused: compilers up to Triton 3.3 take no plain number there
 
 The rule goes by the text: nothing is compiled.
 """
@@ -28,19 +29,31 @@ def fields_to_bind(tree: ast.Module) -> set[str]:
 
 
 def unbound_constants(tree: ast.Module, fields: set[str]) -> list[str]:
-    """Return "line: argument" of each such field that a call of a kernel's function takes without a name."""
+    """Return "line: constant" of each that is compared or negated without a name, or, of these fields, handed on."""
+    handed = [arg for arg in arguments_of_calls(tree) if is_constant(arg) and arg.attr in fields]
+    compared = [part for node in ast.walk(tree) for part in operands_of(node) if is_constant(part)]
+    return sorted(f"{part.lineno}: {ast.unparse(part)}" for part in (*handed, *compared))
+
+
+def arguments_of_calls(tree: ast.Module) -> list[ast.expr]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    arguments = [arg for call in calls for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
-    return sorted(f"{arg.lineno}: {ast.unparse(arg)}" for arg in arguments if is_unbound(arg, fields))
+    return [arg for call in calls for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
 
 
-def is_unbound(argument: ast.expr, fields: set[str]) -> bool:
-    if not isinstance(argument, ast.Attribute) or not isinstance(argument.value, ast.Attribute):
-        return False
-    return argument.attr in fields and argument.value.attr == "value"
+def operands_of(node: ast.AST) -> list[ast.expr]:
+    """Return the operands of a comparison, of `not`, `and` and `or`; none of another node."""
+    if isinstance(node, ast.Compare):
+        return [node.left, *node.comparators]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return [node.operand]
+    return node.values if isinstance(node, ast.BoolOp) else []
 
 
-def test_kernels_bind_strings_and_types():
+def is_constant(part: ast.expr) -> bool:
+    return isinstance(part, ast.Attribute) and isinstance(part.value, ast.Attribute) and part.value.attr == "value"
+
+
+def test_kernels_name_their_constants():
     trees = {path: ast.parse(path.read_text()) for path in sorted(KERNELS.glob("*.py"))}
     fields = set().union(*(fields_to_bind(tree) for tree in trees.values()))
     assert {"STORED", "COMPUTE", "PRECISION", "ROW", "CODE"} <= fields and "BLOCK_SIZE" not in fields
@@ -64,6 +77,8 @@ def kernel(row_ptr, SHAPE: tl.constexpr):
     ROW: tl.constexpr = SHAPE.value.ROW
     right = load(row_ptr, ROW, SHAPE.value.SIZE).to(SHAPE.value.ROW)
     load(row_ptr, SHAPE.value.ROW)
+    if not SHAPE.value.SIZE or SIZE < SHAPE.value.SIZE and ROW == "fp32":
+        return SIZE and SHAPE.value.SIZE
     return store(right, KIND=SHAPE.value.PART.value.TYPE)
 """
 
@@ -73,5 +88,8 @@ def test_the_rule():
     assert fields_to_bind(tree) == {"ROW", "TYPE"}
     assert unbound_constants(tree, fields_to_bind(tree)) == [
         "16: SHAPE.value.ROW",
-        "17: SHAPE.value.PART.value.TYPE",
+        "17: SHAPE.value.SIZE",
+        "17: SHAPE.value.SIZE",
+        "18: SHAPE.value.SIZE",
+        "19: SHAPE.value.PART.value.TYPE",
     ]

@@ -68,6 +68,12 @@ def test_a_case_that_fails_tells_the_first_error(capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out) == {"case": "none", "error": "KeyError('first')"}
 
 
+def test_a_compiler_that_ends_the_process_is_an_error(capsys, monkeypatch):
+    monkeypatch.setitem(launch_kernels.CASES, "none", (90, lambda: os._exit(6)))
+    assert launch_kernels.main("none") == 1
+    assert json.loads(capsys.readouterr().out)["error"] == "the compiler ended the process"
+
+
 def test_a_profiler_that_hears_nothing_is_an_error(monkeypatch):
     class Deaf(launch_kernels.KeepingDriver):
         def launcher_cls(self, source, metadata):

@@ -9,6 +9,7 @@ any.
 import contextlib
 import itertools
 import json
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -183,17 +184,37 @@ def root_of(error: BaseException) -> str:
     return repr(error)
 
 
+def send_error(name: str, pipe: Any) -> None:
+    """Launch a case, and send the error, or None."""
+    try:
+        launch(name)
+        pipe.send(None)
+    except Exception as error:  # of whatever kind a compiler raises
+        pipe.send(root_of(error))
+
+
+def error_of(name: str) -> str | None:
+    """Return the error of a case. It has a process of its own: a compiler may end it."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=send_error, args=(name, sender))
+    process.start()
+    sender.close()
+    try:
+        error: str | None = receiver.recv()
+    except EOFError:
+        error = "the compiler ended the process"
+    process.join()
+    return error
+
+
 def main(word: str = "") -> int:
-    num_failed = 0
+    errors = []
     for name in CASES:
         if word in name:
-            error = None
-            try:
-                launch(name)
-            except Exception as caught:  # of whatever kind a compiler raises
-                error, num_failed = root_of(caught), num_failed + 1
-            print(json.dumps({"case": name, "error": error}), flush=True)
-    return min(num_failed, 1)
+            errors.append(error_of(name))
+            print(json.dumps({"case": name, "error": errors[-1]}), flush=True)
+    return int(any(errors))
 
 
 if __name__ == "__main__":
