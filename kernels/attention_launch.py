@@ -29,7 +29,8 @@ from kvpage.layout.attention import Attention
 
 _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ALIGNED = (*range(6), 11, 12, 13)  # tensors on whose alignment the kernel is specialised
-HAS_PAIRS = INTERPRETED or VERSION >= (3, 3)  # the compiler of 3.2 ends at assembly with two results
+# The compiler of 3.2 aborts at assembly with two results, and at conversions of e4m3 for some products.
+WIDENS_BYTES = bool(INTERPRETED) or VERSION >= (3, 3)
 _STORED = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -272,7 +273,7 @@ def constants_of(
     narrow = is_widened and dtype != torch.int8
     value_rows = key if value is None else value
     key_pairs, value_pairs = (
-        is_widened and HAS_PAIRS and tile.rows == MIN_ROWS and size % 2 == 0 and _fits_pairs(rows.data)
+        is_widened and WIDENS_BYTES and tile.rows == MIN_ROWS and size % 2 == 0 and _fits_pairs(rows.data)
         for rows, size in ((key, sizes.key_size), (value_rows, sizes.value_size))
     )
     key_data, value_data = as_loaded(key, key_pairs), as_loaded(value_rows, value_pairs)
@@ -288,7 +289,7 @@ def constants_of(
         VALUE_ALIGN=_alignment(value_data, 3),
         KEY_OFFSET_STRIDE=key_data.stride(1),
         VALUE_OFFSET_STRIDE=value_data.stride(1),
-        STORED="e4m3 bits" if stored == "e4m3" and capability < 89 else stored,
+        STORED="e4m3 bits" if stored == "e4m3" and (capability < 89 or not WIDENS_BYTES) else stored,
         COMPUTE=tl.float16 if narrow else _COMPUTE[query_dtype],
         PRECISION=tile.precision,
         NORMALIZE=narrow and query_dtype != torch.float16,

@@ -333,6 +333,13 @@ def test_constants(launches, name):
     assert {key: got[key] for key in PLAIN} == {**PLAIN, **differing}
 
 
+def test_the_compiler_of_triton_3_2_widens_by_integers(launches, monkeypatch):
+    monkeypatch.setattr(attention_launch, "WIDENS_BYTES", False)
+    run(make_call(EIGHT[E4M3]))
+    constants = launches[0]["A"]
+    assert not constants.KEY_PAIRS and not constants.VALUE_PAIRS and constants.STORED == "e4m3 bits"
+
+
 def test_constants_of_latents_and_of_parts(launches):
     run(make_call(MLA, group=128, value_size=512))
     run(make_call(CacheLayout(16, 3, 64, BF16, "paged")))
