@@ -187,7 +187,9 @@ def plan_us(rounds: int = 2000) -> float:
     return statistics.median(times) * 1e6
 
 
-def call_us(calibration: Calibration, layer_layout: str, kernel: bool, rounds: int, num_blocks: int) -> dict[str, float]:
+def call_us(
+    calibration: Calibration, layer_layout: str, kernel: bool, rounds: int, num_blocks: int
+) -> dict[str, float]:
     """The host's time in CacheEngine's calls for blocks of 16 tokens, 8 heads of 128 in bf16, 32 layers."""
     most = ALWAYS if kernel else NEVER
     fixed = dataclasses.replace(calibration, max_bytes_in=most, max_bytes_out=most)

@@ -26,18 +26,23 @@ from kvpage.ops.cuda import attention, blend, chunks, rows
 from kvpage.ops.cuda.launches import Launches
 
 NUMBER = 97  # of the device; no test's
-FACTS = 132, 90  # multiprocessors and capability of an H200
+MULTIPROCESSORS = {80: 108, 90: 132}  # of an A100 and an H200, by their capability
 CPU = torch.device("cpu")
 KERNELS_PACKAGE = "kvpage.kernels."
 KERNELS: tuple[Any, ...] = attention_launch, chunk, gather, rotary  # each keeps what it has launched
 
 
 class FakeDevice:
-    """Triton's driver of a device of sm_90. `launches` is kept while `keeps` is true."""
+    """Triton's driver of a device. `launches` is kept while `keeps` is true.
 
-    def __init__(self) -> None:
+    Args:
+        capability: 80 or 90.
+    """
+
+    def __init__(self, capability: int = 90) -> None:
         self.launches: list[tuple[str, tuple[int, int, int], list[Any]]] = []
         self.keeps, self.utils = True, self
+        self.facts = MULTIPROCESSORS[capability], capability
 
     def get_current_device(self) -> int:
         return NUMBER
@@ -46,10 +51,10 @@ class FakeDevice:
         return 7
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", FACTS[1], 32)
+        return GPUTarget("cuda", self.facts[1], 32)
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 * 1024, "multiprocessor_count": FACTS[0]}
+        return {"max_shared_mem": 227 * 1024, "multiprocessor_count": self.facts[0]}
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[str, str, int, int, int]:
         return name, name, 0, 0, 1024
@@ -80,9 +85,13 @@ def _place(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def fake_device() -> Iterator[FakeDevice]:
-    """Stand in for a GPU, its error word and its facts inside."""
-    device, word = FakeDevice(), torch.zeros(1, dtype=torch.int32)
+def fake_device(capability: int = 90) -> Iterator[FakeDevice]:
+    """Stand in for a GPU, its error word and its facts inside.
+
+    Args:
+        capability: 80 or 90.
+    """
+    device, word = FakeDevice(capability), torch.zeros(1, dtype=torch.int32)
     kept = [(module, name, getattr(module, name)) for module, name in _STATE]
     stream = SimpleNamespace(cuda_stream=7)
     driver.set_active(device)
@@ -97,7 +106,7 @@ def fake_device() -> Iterator[FakeDevice]:
         for module in (rows, chunks, blend):
             stack.enter_context(mock.patch.object(module, "_error_word", lambda device: word))
         stack.enter_context(mock.patch.dict(rows._error_words, {CPU: word}))
-        stack.enter_context(mock.patch.object(attention, "_facts", lambda device: FACTS))
+        stack.enter_context(mock.patch.object(attention, "_facts", lambda _: device.facts))
         device.forget()
         try:
             yield device

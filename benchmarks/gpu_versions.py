@@ -21,7 +21,18 @@ from typing import Any
 import torch
 
 PROJECT = Path(__file__).parents[1]
-SHOWN = ("torch", "triton", "transformers", "numpy", "pytest", "pytest-xdist", "setuptools", "pybind11", "cmake", "ninja")
+SHOWN = (
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "pytest",
+    "pytest-xdist",
+    "setuptools",
+    "pybind11",
+    "cmake",
+    "ninja",
+)
 SHOWN += ("flashinfer-python", "flash-attn", "vllm")
 COPY_BYTES, PRODUCT_SIZE = 1 << 30, 8192
 
@@ -114,7 +125,9 @@ def main() -> None:
     faults = build_faults(requirements) + ([] if options.without_device else device_faults())
     if not options.without_device and shutil.which("nvidia-smi"):
         subprocess.run(["nvidia-smi"])
-    print(json.dumps({"versions": versions, "faults": faults, **({} if faults or options.without_device else bounds())}))
+    print(
+        json.dumps({"versions": versions, "faults": faults, **({} if faults or options.without_device else bounds())})
+    )
     if faults:
         sys.exit("; ".join(faults))
 

@@ -112,7 +112,11 @@ def _run(command: tuple[str, ...], limit: float, log: Path, environment: Mapping
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, env=environment,
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=subprocess.STDOUT,
+            env=environment,
             start_new_session=True,
         )
     except OSError as error:

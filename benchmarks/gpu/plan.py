@@ -62,7 +62,9 @@ def plan(folders: Folders, is_dry: bool = False) -> list[Part]:
 
 
 def _preparation(folders: Folders, is_dry: bool) -> list[Part]:
-    install = python("-m", "pip", "install", "--no-build-isolation", "--no-deps", *(["--dry-run"] if is_dry else []), ".")
+    install = python(
+        "-m", "pip", "install", "--no-build-isolation", "--no-deps", *(["--dry-run"] if is_dry else []), "."
+    )
     fill = python("-m", "kvpage.benchmarks.fill_triton_cache", "--processes", f"{1 if is_dry else PROCESSES}")
     return [
         Part(
@@ -97,7 +99,7 @@ def _benchmarks(folders: Folders, is_dry: bool) -> list[Part]:
         bench(
             "bench_serving_gpu", 65, "--attention", "kvpage",
             tiny=("--device", "cpu", "--shape", "tiny", "--batches", "2", "--context", "8", "--requests", "2",
-                  "--prompt-tokens", "8", "--tokens", "2", "--rounds", "1"),
+                  "--prompt-tokens", "8", "--tokens", "2", "--rounds", "1", "--without", "generate_batch"),
         ),
         bench("bench_swap", 45, tiny=("--sizes", "tiny", "--rounds", "1")),
         bench(
@@ -114,7 +116,9 @@ def _tests(folders: Folders, is_dry: bool) -> list[Part]:
     small = ("--requests", "4", "--turns", "1", "--max-tokens", "4", "--sample", "1") if is_dry else ()
     demo = ("demo", "--device", "cpu" if is_dry else "cuda", "--plot", str(folders.work / "demo.png"), *small)
     workers = ["-n", str(PROCESSES)] if importlib.util.find_spec("xdist") and not is_dry else []
-    marked = ["--collect-only"] if is_dry else ["-m", "gpu", *workers, "--maxfail=10", "--continue-on-collection-errors"]
+    marked = (
+        ["--collect-only"] if is_dry else ["-m", "gpu", *workers, "--maxfail=10", "--continue-on-collection-errors"]
+    )
     files = ["tests/gpu/test_on_gpu.py"] if is_dry else gpu_test_files()
     return [
         Part("demo", 15, python("-m", "kvpage", *demo)),

@@ -1,8 +1,8 @@
 """What the parts have left: a log each, plots, a line of JSON each, and the summary; all of it in one archive.
 
-    results.jsonl    a line a part: exit code, seconds, and the JSON that it printed
-    summary.txt      a row a target
-    NAME.txt, *.png  what a part printed and plotted
+results.jsonl    a line a part: exit code, seconds, and the JSON that it printed
+summary.txt      a row a target
+NAME.txt, *.png  what a part printed and plotted
 """
 
 import os
