@@ -1,9 +1,9 @@
 """How near does serving on a GPU come to the bytes that it must read, and to its model captured in a CUDA graph?
 
 A decode step has two bounds, both measured in the same run: serving_step_bound.py. Its bytes are those of the weights,
-and of the K and V of all sequences, at the bandwidth of a large copy. The target on an H200 at 64 sequences is 1.5 times
-these. The other bound is one replay of transformers' own modules without attention, captured in a graph, plus K and V:
-what is between the two is what fewer and larger kernels would gain.
+and of the K and V of all sequences, at the bandwidth of a large copy. The target on an H200 at 64 sequences is 1.5
+times their time. The other bound is one replay of transformers' own modules without attention, captured in a graph,
+plus K and V. Fewer and larger kernels would gain the difference of the two.
 
 Then requests that arrive together are served: tokens a second, milliseconds to the first token and between two tokens,
 beside transformers' `generate_batch` (continuous batching). Their bound is a step at the second bound for each token of

@@ -1,6 +1,7 @@
-"""Fills Triton's cache with the kernels that the GPU benchmarks launch: on a machine without a GPU, or before them on one.
+"""Fills Triton's cache with the kernels that the GPU benchmarks launch, without a GPU, or before them on one.
 
-    python -m kvpage.benchmarks.fill_triton_cache [--capability 80 90] [--processes N] [--library PATH] [--only WORD ...]
+    python -m kvpage.benchmarks.fill_triton_cache [--capability 80 90] [--processes N] [--library PATH]
+        [--only WORD ...]
 
 The kernels go into TRITON_CACHE_DIR, for the capability of the GPU that is there, else for those that are named. A
 launch finds them on another machine if its Triton is the same wheel, for the same Python, and kvpage's kernels are the

@@ -13,11 +13,11 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tomllib
 import torch
 
 PROJECT = Path(__file__).parents[1]

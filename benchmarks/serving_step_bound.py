@@ -19,7 +19,10 @@ REPLAYS, WARMUPS = 20, 3
 
 
 class StepBound(NamedTuple):
-    """The seconds of a step. model: without attention, replayed. attention, weights: their bytes at a copy's bandwidth."""
+    """The seconds of a step.
+
+    model: without attention, replayed. attention, weights: their bytes at the bandwidth of a copy.
+    """
 
     model: float
     attention: float

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .dry_run import dry
 from .part import Part, run_part
 from .plan import ROOT, SECONDS, Folders, plan
 from .results import Results
@@ -66,9 +67,11 @@ def main() -> None:
         work, peers, flashinfer = (Path(place) / name for name in ("work", "peers", "flashinfer"))
         work.mkdir()
         folders = Folders(work, options.wheels.resolve(), peers, flashinfer)
-        results = Results(options.out.resolve(), work)
+        results, parts = Results(options.out.resolve(), work), plan(folders)
+        if options.dry_run:
+            parts = [dry(part) for part in parts]
         try:
-            passed = run(plan(folders, options.dry_run), results, options.seconds, environment_of(folders))
+            passed = run(parts, results, options.seconds, environment_of(folders))
         finally:
             results.write_archive()
             print(results.summary(), flush=True)

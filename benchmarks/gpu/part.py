@@ -1,5 +1,6 @@
 """A part of the run: a command under a limit. What it prints is shown at once, and goes into a file."""
 
+import contextlib
 import json
 import os
 import signal
@@ -143,10 +144,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(GRACE)
         except subprocess.TimeoutExpired:
             print(f"it did not end within {GRACE:.0f} s of its interrupt, and is killed")
-    try:
+    with contextlib.suppress(ProcessLookupError):  # where all of it has ended
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all of it has ended
     process.wait()
 
 
