@@ -34,11 +34,12 @@ from kvpage.benchmarks.gpu_launches import launches
 
 KEY_MODULES = "triton.runtime.cache", "triton.compiler.compiler"
 """Where triton_key is, from Triton 3.4 on and before."""
+LIBRARY = "libtriton.so"
 
 
 @contextlib.contextmanager
 def keys_of(library: Path | None) -> Iterator[None]:
-    """Let Triton make the keys that it would make with another native library. Nothing may be compiled before.
+    """Let Triton make the keys that it would make with another native library.
 
     Args:
         library: libtriton.so of the other wheel; None for Triton's own.
@@ -49,16 +50,13 @@ def keys_of(library: Path | None) -> Iterator[None]:
     module = importlib.import_module(next(name for name in KEY_MODULES if _has_key(name)))
 
     def opened(path: Any, *args: Any, **kwargs: Any) -> IO[Any]:
-        is_library = Path(os.fspath(path)).name == "libtriton.so"
+        is_library = Path(os.fspath(path)).name == LIBRARY
         return builtins.open(library if is_library else path, *args, **kwargs)
 
-    module.triton_key.cache_clear()
     with mock.patch.object(module, "open", opened, create=True):
-        module.triton_key()  # it is remembered
-    try:
+        key = module.triton_key.__wrapped__()  # the other one is remembered
+    with mock.patch.object(module, "triton_key", lambda: key):
         yield
-    finally:
-        module.triton_key.cache_clear()
 
 
 def _has_key(name: str) -> bool:
