@@ -308,6 +308,16 @@ def test_targets_name_cases_that_are_measured():
     assert bench_swap.TARGETS[("in", 32 << 10)] == 0.9 and torch.bfloat16 == bench_paged_attention.BF16
 
 
+def test_the_page_has_each_target():
+    page = (ROOT / "docs/gpu.md").read_text()
+    missing = [
+        target.name
+        for target in targets.TARGETS
+        if f"| {target.name} | {target.predicted} | {target.bound} | " not in page
+    ]
+    assert not missing
+
+
 # The script
 
 
