@@ -61,8 +61,13 @@ setup(
         *find_packages(include=["kvpage*"], exclude=["kvpage.kernels*", "kvpage.benchmarks*"]),
         "kvpage.kernels",
         "kvpage.benchmarks",
+        "kvpage.benchmarks.gpu",
     ],
-    package_dir={"kvpage.kernels": "kernels", "kvpage.benchmarks": "benchmarks"},
+    package_dir={
+        "kvpage.kernels": "kernels",
+        "kvpage.benchmarks": "benchmarks",
+        "kvpage.benchmarks.gpu": "benchmarks/gpu",
+    },
     package_data={"kvpage": ["py.typed", "*.pyi"], "kvpage.server.page": ["files/*"]},
     include_package_data=False,  # what the sdist holds besides, as recorded figures, stays out of the package
     ext_modules=[Extension("kvpage._C", sources=[])],

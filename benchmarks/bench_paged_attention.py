@@ -3,7 +3,7 @@
 Decoding reads every key and value once: its bound is their bytes over the bandwidth of a large device copy (read and
 written), measured in the same run. A whole prompt's bound are its products, 2 * (key size + value size) for each pair
 of query head and visible key, over the rate of a large square bf16 product, likewise. Targets on an H200 from 256 MiB
-on, of the bound: decoding 0.85 in bf16, 0.7 in 8-bit floats, 0.7 of latents.
+on, of the bound: decoding 0.85 in bf16, 0.7 in 8-bit floats, 0.5 of latents by 16 heads, 0.7 by more.
 
 Beside them torch's scaled_dot_product_attention on K and V that lie contiguous, without the gathering that it would
 need. At 1 and 64 sequences of 8,192 keys and a prompt of 8,192 also the libraries that are installed, vLLM's operation
@@ -11,7 +11,7 @@ and cuDNN (attention_peers.py). Results are checked before anything is timed. Ti
 with a cold L2 cache; the launch is hidden behind the flushing, and given apart (`launch us`: one call on the host,
 without waiting).
 
-    python benchmarks/bench_paged_attention.py [--seconds S] [--without NAME ...] [--plot PATH]
+    python benchmarks/bench_paged_attention.py [--seconds S] [--cases peers] [--without NAME ...] [--plot PATH]
 """
 
 import argparse
@@ -29,11 +29,37 @@ from kvpage import CacheLayout, ops
 from kvpage.benchmarks.attention_peers import peers_of, target_of
 from kvpage.ops import reference
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768, 131072)
-PROMPTS = (512, 2048, 8192)
-PEER_KEYS = 8192
+BF16, E4M3, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 MOST_CACHE_BYTES = 12 * 2**30
+
+
+class Sizes(NamedTuple):
+    """What is measured. The first batch and context are those of the targets, and of the peers.
+
+    decoding: (sequences, keys of each). prompts: their tokens. added: new tokens after the first context.
+    flushed: bytes that are written between two calls. product: of square matrices.
+    """
+
+    decoding: tuple[tuple[int, int], ...]
+    prompts: tuple[int, ...]
+    added: int
+    copied: int
+    flushed: int
+    product: int
+
+    @property
+    def settled(self) -> tuple[int, int]:
+        return self.decoding[0]
+
+
+BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768, 131072)
+GRID = tuple((batch, context) for context in CONTEXTS for batch in BATCHES)
+SIZES = {
+    "whole": Sizes(
+        tuple(dict.fromkeys([(64, 8192), (1, 8192), (64, 512), *GRID])), (8192, 512, 2048), 256, 2**31, 2**30, 8192
+    ),
+    "tiny": Sizes(((2, 40), (1, 40)), (40, 17), 5, 2**20, 2**10, 64),
+}
 
 
 class Model(NamedTuple):
@@ -49,7 +75,8 @@ class Model(NamedTuple):
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of K and V in one layer."""
         parts = 1 if self.backend == "mla" else 2
-        return parts * self.num_kv_heads * self.key_size * dtype.itemsize
+        scale = 4 if dtype == INT8 else 0
+        return parts * self.num_kv_heads * (self.key_size * dtype.itemsize + scale)
 
 
 MODELS = {
@@ -69,7 +96,7 @@ class Case:
         self.layout = CacheLayout(model.block_size, model.num_kv_heads, model.key_size, dtype, model.backend)
         blocks = -(-length // model.block_size)
         self.cache = self.layout.allocate(num_seqs * blocks, 1, torch.device(device))[0]
-        if dtype == E4M3:  # all of them numbers: none is 0x7f or 0xff
+        if dtype.itemsize == 1:  # all of them numbers: none is 0x7f or 0xff; so are the scales of int8
             self.cache.view(torch.uint8).random_(0, 0x40)
         else:
             self.cache.normal_()
@@ -113,10 +140,10 @@ class Case:
         """SDPA over K and V in bf16 [num_seqs, heads, length, size]; None where it has no room, or no such kernel."""
         if self.layout.dtype != BF16 or self.layout.backend == "mla" or self.num_bytes > MOST_CACHE_BYTES // 2:
             return None
+        if self.num_queries not in (1, self.length):  # it takes the first of several queries for the first token
+            return None
         shape = self.num_seqs, self.model.num_kv_heads, self.length, self.model.key_size
-        key, value = torch.randn(2, *shape, device="cuda").to(BF16) if self.num_bytes < 2**30 else (
-            torch.zeros(shape, dtype=BF16, device="cuda") for _ in range(2)
-        )  # fmt: skip
+        key, value = (torch.empty(shape, dtype=BF16, device="cuda").normal_() for _ in range(2))  # zeros run faster
         query = self.query.view(self.num_seqs, self.num_queries, *self.query.shape[1:]).transpose(1, 2)
         causal = self.num_queries > 1
         return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
@@ -164,32 +191,39 @@ def launch_seconds(call: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def bounds(flush: torch.Tensor) -> dict[str, float]:
+def bounds(sizes: Sizes, flush: torch.Tensor) -> dict[str, float]:
     """Bytes a second of a copy, both ways counted; operations a second of a bf16 product."""
-    source, target = torch.empty(2, 2**31, dtype=torch.uint8, device="cuda")
+    source, target = torch.ones(2, sizes.copied, dtype=torch.uint8, device="cuda")
     copy = milliseconds(lambda: target.copy_(source), flush, 7)
-    left, right = torch.randn(2, 8192, 8192, device="cuda").to(BF16)
+    left, right = torch.randn(2, sizes.product, sizes.product, device="cuda").to(BF16)
     product = milliseconds(lambda: left @ right, flush, 7)
-    return {"bytes/s": 2 * source.numel() / copy * 1e3, "operations/s": 2 * 8192**3 / product * 1e3}
+    return {"bytes/s": 2 * source.numel() / copy * 1e3, "operations/s": 2 * sizes.product**3 / product * 1e3}
 
 
-def cases() -> Iterator[tuple[str, str, torch.dtype, int, int, int]]:
+def cases(sizes: Sizes) -> Iterator[tuple[str, str, torch.dtype, int, int, int]]:
     """(kind, model, dtype, sequences, keys of each, queries of each); the ones that matter most first."""
-    decoding = [(64, 8192), *((batch, context) for context in CONTEXTS for batch in BATCHES)]
-    for batch, context in dict.fromkeys(decoding):
+    for batch, context in sizes.decoding:
         for name in MODELS:
             for dtype in (BF16, E4M3):
                 yield "decode", name, dtype, batch, context, 1
-        if (batch, context) == (64, 8192):
-            for length in PROMPTS:
-                for name in ("llama 3 8B", "deepseek mla"):
-                    for dtype in (BF16, E4M3):
-                        yield "prefill", name, dtype, 1, length, length
+        if (batch, context) == sizes.settled:
+            yield "decode", "llama 3 8B", INT8, batch, context, 1
+            yield from prefills(sizes)
 
 
-def has_peers(case: Case) -> bool:
+def prefills(sizes: Sizes) -> Iterator[tuple[str, str, torch.dtype, int, int, int]]:
+    """Whole prompts, and a few new tokens after many."""
+    context = sizes.settled[1]
+    for length, num_new in [(sizes.prompts[0],) * 2, (context, sizes.added), *((n, n) for n in sizes.prompts[1:])]:
+        for name in ("llama 3 8B", "deepseek mla"):
+            for dtype in (BF16, E4M3):
+                yield "prefill", name, dtype, 1, length, num_new
+
+
+def has_peers(sizes: Sizes, num_seqs: int, length: int, num_queries: int) -> bool:
     """Whether the case is one of those that libraries compute, too: each of them takes seconds to be compiled."""
-    return case.length == PEER_KEYS and case.num_seqs in (1, 64) and case.num_queries in (1, PEER_KEYS)
+    most, keys = sizes.settled
+    return length == keys and num_seqs in (1, most) and num_queries in (1, keys)
 
 
 def measure(
@@ -199,21 +233,23 @@ def measure(
     limits: dict[str, float],
     flush: torch.Tensor,
     rounds: int,
-    without: Collection[str],
+    without: Collection[str] | None,
 ) -> dict[str, Any]:
+    """without: the peers to leave out; None for all of them."""
     case.check()
     contiguous = case.contiguous()
     paged = milliseconds(case.paged, flush, rounds)
     bound = 1e3 * max(case.num_bytes / limits["bytes/s"], case.num_operations / limits["operations/s"])
     sdpa = milliseconds(contiguous, flush, rounds) if contiguous else None
-    peers = peers_of(case) if has_peers(case) else ()
-    times = {peer: milliseconds(call, flush, rounds) for peer, call in peers if peer not in without}
+    peers = () if without is None else peers_of(case, without)
+    times = {peer: milliseconds(call, flush, rounds) for peer, call in peers}
     return {
         "kind": kind,
         "model": name,
         "dtype": str(case.layout.dtype).removeprefix("torch."),
         "seqs": case.num_seqs,
         "keys": case.length,
+        "queries": case.num_queries,
         "us": paged * 1e3,
         "GB/s": case.num_bytes / paged / 1e6,
         "TFLOP/s": case.num_operations / paged / 1e9,
@@ -234,21 +270,25 @@ def show(row: dict[str, Any]) -> None:
         print(f"{'':8} {peer:23} {'':25} {taken:9.1f} us, kvpage is {taken / row['us']:.2f} times as fast")
 
 
-def run(seconds: float, rounds: int, without: Collection[str]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    flush = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    limits = bounds(flush)
+def run(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    sizes = SIZES[options.sizes]
+    flush = torch.empty(sizes.flushed, dtype=torch.uint8, device="cuda")
+    limits = bounds(sizes, flush)
     print(f"copy {limits['bytes/s'] / 1e9:.0f} GB/s, bf16 product {limits['operations/s'] / 1e12:.0f} TFLOP/s\n")
     header = f"{'kind':8} {'model':23} {'dtype':13} {'seqs':>4} {'keys':>6} {'us':>9} {'GB/s':>6} {'TFLOP/s':>7}"
     print(header, f"{'of bound':>8} {'x sdpa':>6} {'launch us':>9}")
-    results, deadline = [], time.monotonic() + seconds
-    for kind, name, dtype, num_seqs, length, num_queries in cases():
-        if num_seqs * length * MODELS[name].token_bytes(dtype) > MOST_CACHE_BYTES:
+    results, deadline = [], time.monotonic() + options.seconds
+    for kind, name, dtype, num_seqs, length, num_queries in cases(sizes):
+        takes_peers = has_peers(sizes, num_seqs, length, num_queries)
+        is_large = num_seqs * length * MODELS[name].token_bytes(dtype) > MOST_CACHE_BYTES
+        if is_large or (options.cases == "peers" and not takes_peers):
             continue
-        if time.monotonic() > deadline:
-            print(f"stopped after {seconds:.0f} s: --seconds gives more")
+        if results and time.monotonic() > deadline:
+            print(f"stopped after {options.seconds:.0f} s: --seconds gives more")
             break
         case = Case(MODELS[name], dtype, num_seqs, length, num_queries)
-        results.append(measure(kind, name, case, limits, flush, rounds, without))
+        without = options.without if takes_peers else None
+        results.append(measure(kind, name, case, limits, flush, options.rounds, without))
         show(results[-1])
     return limits, results
 
@@ -276,6 +316,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=75.0, help="after which no further case begins")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sizes", choices=SIZES, default="whole", help="tiny shows that it runs")
+    parser.add_argument("--cases", choices=["all", "peers"], default="all", help="peers: those that libraries compute")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="peers to leave out")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
@@ -283,7 +325,7 @@ def main() -> None:
         print(json.dumps({"skipped": "needs a CUDA device: nothing was measured"}))
         return
     torch.manual_seed(0)
-    limits, results = run(options.seconds, options.rounds, options.without)
+    limits, results = run(options)
     if options.plot:
         plot(results, options.plot)
     environment = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__, **limits}

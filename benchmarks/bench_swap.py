@@ -4,7 +4,7 @@ Bounds, measured in the same run: for swaps one contiguous pinned copy_ of 256 M
 within the device. Moved are pieces of one size between random places, at most 512 MiB at once, by the copy engines, by
 the SM kernel (on at most --groups thread groups) and by the one that the calibration chooses. Targets on an H200, of
 the bound, from 64 MiB on: pieces of 2 MiB (a packed block of Llama-3-8B) 0.95, of 32 KiB (K or V of a block in one
-layer) 0.85, of 8 KiB 0.6; copies 0.85.
+layer) 0.9, of 8 KiB 0.6; copies 0.85.
 
 Fixed cost of a call for 256 blocks in 32 layers: the host's time from Python until the work is enqueued on an idle
 stream; the target is 30 us. Its part that needs no GPU, checking the pairs and making the plan, is "plan, host only".
@@ -26,7 +26,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,20 +36,37 @@ from kvpage.benchmarks.raw_batch_copy import RawBatchCopy, find_call
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops.copies import BlockCopier
 
-PIECE_BYTES = [2 << 10, 4 << 10, 8 << 10, 32 << 10, 64 << 10, 2 << 20]
-NUM_PIECES = [16, 256, 4096, 65536]
-MOST_BYTES, LARGE_BYTES, SETTLED_BYTES = 512 << 20, 256 << 20, 64 << 20
-TARGETS = {("in", 2 << 20): 0.95, ("in", 32 << 10): 0.85, ("in", 8 << 10): 0.6}
+SETTLED_BYTES = 64 << 20
+TARGETS = {("in", 2 << 20): 0.95, ("in", 32 << 10): 0.9, ("in", 8 << 10): 0.6}
 TARGETS |= {("out", size): target for (_, size), target in TARGETS.items()}
-TARGETS |= {("copy", size): 0.85 for size in PIECE_BYTES}
 NEVER, ALWAYS = 0, 1 << 40
 
 
-class Memory:
-    """512 MiB and one more piece of the largest size: pinned, and twice on the device."""
+class Sizes(NamedTuple):
+    """piece_bytes: those of a target first. most_bytes: that are moved at once. large_bytes: of the bound's copy.
+    call_blocks: of the calls whose time on the host is measured."""
 
-    def __init__(self) -> None:
-        num_bytes = MOST_BYTES + PIECE_BYTES[-1]
+    piece_bytes: tuple[int, ...]
+    num_pieces: tuple[int, ...]
+    most_bytes: int
+    large_bytes: int
+    call_blocks: int
+
+
+SIZES = {
+    "whole": Sizes(
+        (32 << 10, 2 << 20, 8 << 10, 64 << 10, 4 << 10, 2 << 10), (65536, 4096, 256, 16), 512 << 20, 256 << 20, 256
+    ),
+    "tiny": Sizes((1 << 10,), (4,), 1 << 14, 1 << 13, 1),
+}
+TARGETS |= {("copy", size): 0.85 for size in SIZES["whole"].piece_bytes}
+
+
+class Memory:
+    """As many bytes as are moved at most, and one more piece of the largest size: pinned, and twice on the device."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        num_bytes = sizes.most_bytes + max(sizes.piece_bytes)
         self.host = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).pin_memory()
         self.device = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device="cuda")
         self.other = torch.empty_like(self.device)
@@ -134,18 +151,18 @@ def chosen(direction: str, piece_bytes: int, calibration: Calibration) -> str:
 
 
 def measure(
-    memory: Memory, direction: str, size: int, count: int, calibration: Calibration, rounds: int
+    memory: Memory, direction: str, size: int, count: int, calibration: Calibration, rounds: int, large_bytes: int
 ) -> dict[str, Any]:
     case = Case(memory, direction, size, count, calibration.max_groups)
     case.check()
     bodies: dict[str, Callable[[], object]] = {
         name: functools.partial(copier.run, case.mapping) for name, copier in case.copiers.items()
     }
-    bodies["large"] = one_copy(memory, direction, LARGE_BYTES)
+    bodies["large"] = one_copy(memory, direction, large_bytes)
     bodies["same"] = one_copy(memory, direction, case.num_bytes)
     found = medians(bodies, rounds)
     rates = {name: case.num_bytes / found[name][1] / 1e9 for name in (*case.copiers, "same")}
-    best, bound = chosen(direction, size, calibration), LARGE_BYTES / found["large"][1] / 1e9
+    best, bound = chosen(direction, size, calibration), large_bytes / found["large"][1] / 1e9
     return {
         "direction": direction, "piece_bytes": size, "num_pieces": count, "engine": rates.get("engine"),
         "kernel": rates["kernel"], "raw": rates.get("raw"), "chosen": best, "chosen_gb_per_s": rates[best],
@@ -170,14 +187,16 @@ def plan_us(rounds: int = 2000) -> float:
     return statistics.median(times) * 1e6
 
 
-def call_us(calibration: Calibration, layer_layout: str, kernel: bool, rounds: int) -> dict[str, float]:
-    """The host's time in CacheEngine's calls for 256 blocks of 16 tokens, 8 heads of 128 in bf16, 32 layers."""
+def call_us(
+    calibration: Calibration, layer_layout: str, kernel: bool, rounds: int, num_blocks: int
+) -> dict[str, float]:
+    """The host's time in CacheEngine's calls for blocks of 16 tokens, 8 heads of 128 in bf16, 32 layers."""
     most = ALWAYS if kernel else NEVER
     fixed = dataclasses.replace(calibration, max_bytes_in=most, max_bytes_out=most)
-    config = CacheConfig(16, 512, 512, cache_dtype="bf16", layer_layout=layer_layout)
+    config = CacheConfig(16, 2 * num_blocks, 2 * num_blocks, cache_dtype="bf16", layer_layout=layer_layout)
     model = ModelConfig(128, 8, ("full_attention",) * 32)
     engine = CacheEngine(config, model, None, DeviceConfig("cuda"), calibration=fixed)
-    mapping = torch.stack([torch.randperm(256), torch.randperm(256) + 256], 1)
+    mapping = torch.stack([torch.randperm(num_blocks), torch.randperm(num_blocks) + num_blocks], 1)
     found = medians(
         {
             "out": lambda: engine.swap_out(mapping),
@@ -199,7 +218,8 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
 
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), sharex=True)
     for axis, direction in zip(axes, ("out", "in", "copy"), strict=True):
-        most = {row["piece_bytes"]: row for row in rows if row["direction"] == direction}  # of each size the last
+        by_size = sorted(rows, key=lambda row: (row["piece_bytes"], row["num_pieces"]))
+        most = {row["piece_bytes"]: row for row in by_size if row["direction"] == direction}  # of each size the last
         for name in ("engine", "kernel", "raw", "bound"):
             rates = [row[name] for row in most.values()]
             if None not in rates:
@@ -222,20 +242,22 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def each_swap(calibration: Calibration, rounds: int) -> Iterator[dict[str, Any]]:
-    """Measure each size in all directions before the next."""
-    memory = Memory()
-    for size in PIECE_BYTES:
+def each_swap(calibration: Calibration, rounds: int, sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Measure as many pieces as fit of each size in all directions, then fewer."""
+    memory = Memory(sizes)
+    most = {size: min(max(sizes.num_pieces), sizes.most_bytes // size) for size in sizes.piece_bytes}
+    cases = {(size, min(count, most[size])) for size in most for count in sizes.num_pieces}
+    order = {size: place for place, size in enumerate(sizes.piece_bytes)}
+    for size, count in sorted(cases, key=lambda case: (case[1] != most[case[0]], order[case[0]], -case[1])):
         for direction in ("out", "in", "copy"):
-            for count in sorted({min(count, MOST_BYTES // size) for count in NUM_PIECES}):
-                yield measure(memory, direction, size, count, calibration, rounds)
+            yield measure(memory, direction, size, count, calibration, rounds, sizes.large_bytes)
 
 
-def swaps(calibration: Calibration, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def swaps(calibration: Calibration, options: argparse.Namespace) -> list[dict[str, Any]]:
     print("              pieces GB/s: by      by       the               one copy    large")
     print("        KiB  of them   engine   kernel  driver's   chosen  as much     copy  of it  of raw  enqueue us")
     rows = []
-    for row in within(seconds, each_swap(calibration, rounds)):
+    for row in within(options.seconds, each_swap(calibration, options.rounds, SIZES[options.sizes])):
         rows.append(row)
         show(row)
     return rows
@@ -246,6 +268,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further swap is measured")
+    parser.add_argument("--sizes", choices=SIZES, default="whole", help="tiny shows that it runs")
     parser.add_argument("--plot")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -260,14 +283,14 @@ def main() -> None:
           f"{calibration.seconds:.2f} s")  # fmt: skip
     report |= {
         "calibration": dataclasses.asdict(calibration),
-        "rows": swaps(calibration, options.rounds, options.seconds),
+        "rows": swaps(calibration, options),
     }
-    report["call_us"] = {}
+    report["call_us"], num_blocks = {}, SIZES[options.sizes].call_blocks
     for layer_layout in ("separate", "packed"):
         for name, kernel in (("kernel", True), ("engine", False)):
-            took = call_us(calibration, layer_layout, kernel, options.rounds)
+            took = call_us(calibration, layer_layout, kernel, options.rounds, num_blocks)
             report["call_us"][f"{layer_layout}, {name}"] = took
-            print(f"host time of a call, 256 blocks, {layer_layout:8}, {name}: "
+            print(f"host time of a call, {num_blocks} blocks, {layer_layout:8}, {name}: "
                   + ", ".join(f"{what} {us:.1f} us" for what, us in took.items()))  # fmt: skip
     if options.plot:
         plot(report["rows"], options.plot)

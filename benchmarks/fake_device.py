@@ -26,19 +26,24 @@ from kvpage.ops.cuda import attention, blend, chunks, rows
 from kvpage.ops.cuda.launches import Launches
 
 NUMBER = 97  # of the device; no test's
-FACTS = 132, 90, SHARED_MEMORY[90]  # multiprocessors, capability and shared memory of an H200
+MULTIPROCESSORS = {80: 108, 90: 132}  # of an A100 and an H200, by their capability
 CPU = torch.device("cpu")
 KERNELS_PACKAGE = "kvpage.kernels."
 KERNELS: tuple[Any, ...] = attention_launch, chunk, gather, rotary  # each keeps what it has launched
 
 
 class FakeDevice(CompilingDriver):
-    """Triton's driver of a device of sm_90. `launches` is kept while `keeps` is true."""
+    """Triton's driver of a device. `launches` is kept while `keeps` is true.
 
-    def __init__(self) -> None:
-        super().__init__(NUMBER)
+    Args:
+        capability: 80 or 90.
+    """
+
+    def __init__(self, capability: int = 90) -> None:
+        super().__init__(NUMBER, capability, MULTIPROCESSORS[capability])
         self.launches: list[tuple[str, tuple[int, int, int], list[Any]]] = []
         self.keeps = True
+        self.facts = MULTIPROCESSORS[capability], capability, SHARED_MEMORY[capability]
 
     def take(self, launch: Launch, source: Any, metadata: Any) -> None:
         if self.keeps:
@@ -64,9 +69,13 @@ def _place(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def fake_device() -> Iterator[FakeDevice]:
-    """Stand in for a GPU, its error word and its facts inside."""
-    device, word = FakeDevice(), torch.zeros(1, dtype=torch.int32)
+def fake_device(capability: int = 90) -> Iterator[FakeDevice]:
+    """Stand in for a GPU, its error word and its facts inside.
+
+    Args:
+        capability: 80 or 90.
+    """
+    device, word = FakeDevice(capability), torch.zeros(1, dtype=torch.int32)
     kept = [(module, name, getattr(module, name)) for module, name in _STATE]
     stream = SimpleNamespace(cuda_stream=7)
     driver.set_active(device)
@@ -81,7 +90,7 @@ def fake_device() -> Iterator[FakeDevice]:
         for module in (rows, chunks, blend):
             stack.enter_context(mock.patch.object(module, "_error_word", lambda device: word))
         stack.enter_context(mock.patch.dict(rows._error_words, {CPU: word}))
-        stack.enter_context(mock.patch.object(attention, "_facts", lambda device: FACTS))
+        stack.enter_context(mock.patch.object(attention, "_facts", lambda _: device.facts))
         device.forget()
         try:
             yield device

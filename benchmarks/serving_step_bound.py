@@ -1,7 +1,8 @@
-"""The bound of a decode step: the model without attention, captured in a CUDA graph, plus attention's bytes.
+"""Two bounds of a decode step: its bytes, and the model without attention, captured in a CUDA graph, plus attention's.
 
     one token of each sequence ─► embeddings, products, norms, rotations, logits ─► one replay of a graph
     K and V of all tokens before it ─► read once, at the bandwidth of a large copy in the same run
+    weights, K and V ─► read once, likewise: no step is faster, whatever computes it
 
 Attention is replaced by a function that gives the queries back. On a CPU nothing is captured.
 """
@@ -18,19 +19,24 @@ REPLAYS, WARMUPS = 20, 3
 
 
 class StepBound(NamedTuple):
-    """The seconds of a step. model: without attention. attention: its bytes at the whole bandwidth of a copy."""
+    """The seconds of a step.
+
+    model: without attention, replayed. attention, weights: their bytes at the bandwidth of a copy.
+    """
 
     model: float
     attention: float
+    weights: float
 
     @property
     def seconds(self) -> float:
-        """Both, one after the other."""
+        """The model's replay and attention, one after the other."""
         return self.model + self.attention
 
-    def at_share(self, share: float) -> float:
-        """The same with attention at a share of the bandwidth."""
-        return self.model + self.attention / share
+    @property
+    def bytes(self) -> float:
+        """All that a step must read."""
+        return self.weights + self.attention
 
 
 def queries_alone(
@@ -48,6 +54,13 @@ def queries_alone(
 def kv_bytes(config: tf.PretrainedConfig, num_tokens: int, dtype: torch.dtype) -> int:
     """Return the bytes of K and V of so many tokens in all layers."""
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize * num_tokens
+
+
+def weight_bytes(model: Any) -> int:
+    """Return the bytes of weights that a step reads: all, but of an embedding that is no head, too, only some rows."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    looked_up = 0 if embedding is head else embedding.nbytes
+    return sum(weight.nbytes for weight in model.parameters()) - looked_up
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
@@ -73,7 +86,8 @@ def step_bound(model: Any, num_seqs: int, context: int, bandwidth: float) -> Ste
         seconds = _seconds(captured(model, num_seqs, context), model.device, REPLAYS)
     finally:
         model.set_attn_implementation(before)
-    return StepBound(seconds, kv_bytes(model.config, num_seqs * context, model.dtype) / bandwidth)
+    attention = kv_bytes(model.config, num_seqs * context, model.dtype)
+    return StepBound(seconds, attention / bandwidth, weight_bytes(model) / bandwidth)
 
 
 def captured(model: Any, num_seqs: int, context: int) -> Callable[[], object]:

@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 from support.fake_libraries import Fakes  # noqa: E402
 
 from kvpage.benchmarks import attention_peers  # noqa: E402
-from kvpage.benchmarks.bench_paged_attention import BF16, E4M3, Case, Model  # noqa: E402
+from kvpage.benchmarks.bench_paged_attention import BF16, E4M3, INT8, Case, Model  # noqa: E402
+from kvpage.benchmarks.fake_cuda import fake_cuda  # noqa: E402
 from kvpage.ops.cuda.libraries import choice, flashinfer  # noqa: E402
 
 HEADS, LATENTS = Model("flash", 2, 4, 64, 64, 16), Model("mla", 1, 4, 576, 512, 64)
@@ -57,8 +58,25 @@ def test_nothing_installed_gives_no_peers(monkeypatch, capsys):
 
 
 def test_targets_are_of_decoding_many_bytes():
-    def target(model, dtype, num_queries, num_bytes=1 << 28):
+    def target(model, dtype, num_queries=1, num_bytes=1 << 28):
         return attention_peers.target_of(Case(model, dtype, 1, 33, num_queries, "cpu"), num_bytes)
 
-    assert (target(HEADS, BF16, 1), target(HEADS, E4M3, 1), target(LATENTS, BF16, 1)) == (0.85, 0.7, 0.7)
+    assert (target(HEADS, BF16), target(HEADS, E4M3), target(HEADS, INT8)) == (0.85, 0.7, None)
+    assert (target(LATENTS, BF16), target(LATENTS._replace(num_heads=128), BF16)) == (0.5, 0.7)
     assert target(HEADS, BF16, 33) is None and target(HEADS, BF16, 1, (1 << 28) - 1) is None
+
+
+def test_a_peer_that_is_left_out_is_not_even_made(fakes, monkeypatch):
+    """Some compile for long when they are made."""
+    asked = []
+    monkeypatch.setattr(attention_peers, "library_call", lambda case, rules: asked.append(rules.name))
+    without = ["flashinfer", "vllm", "cudnn"]
+    assert list(attention_peers.peers_of(Case(HEADS, BF16, 1, 33, 1, "cpu"), without)) == []
+    assert "flash_attn" in asked and "flashinfer" not in asked
+
+
+def test_keys_and_values_of_sdpa_are_random():
+    """A kernel is faster over zeros."""
+    with fake_cuda():
+        call = Case(HEADS, BF16, 1, 33, 1).contiguous()
+        assert call().abs().min() > 0 and Case(HEADS, BF16, 1, 33, 5).contiguous() is None

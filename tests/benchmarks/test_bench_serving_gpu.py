@@ -8,8 +8,9 @@ torch = pytest.importorskip("torch")
 tf = pytest.importorskip("transformers")
 
 from kvpage.benchmarks import bench_serving_gpu as bench  # noqa: E402
+from kvpage.benchmarks.figure import Figure  # noqa: E402
 from kvpage.benchmarks.serving_latency import Moments, serve_kvpage  # noqa: E402
-from kvpage.benchmarks.serving_step_bound import StepBound, copy_bandwidth, kv_bytes, step_bound  # noqa: E402
+from kvpage.benchmarks.serving_step_bound import StepBound, copy_bandwidth, kv_bytes, step_bound, weight_bytes  # noqa: E402
 from kvpage.serving import SamplingParams  # noqa: E402
 
 
@@ -35,13 +36,35 @@ def test_the_bound_has_the_model_once_and_the_bytes_of_all_tokens(model):
     assert kv_bytes(model.config, 10, torch.float32) == 10 * 2 * shape["num_hidden_layers"] * 16 * 4
     bound = step_bound(model, 2, 5, bandwidth=1e6)
     assert bound.attention == kv_bytes(model.config, 10, torch.float32) / 1e6 and bound.model > 0
-    assert StepBound(2.0, 4.0).seconds == 6.0 and StepBound(2.0, 4.0).at_share(0.8) == 7.0
+    assert bound.weights == sum(weight.nbytes for weight in model.parameters()) / 1e6
+    assert StepBound(2.0, 4.0, 1.0).seconds == 6.0 and StepBound(2.0, 4.0, 1.0).bytes == 5.0
     assert copy_bandwidth(torch.device("cpu"), 1 << 12) > 0
+
+
+def test_an_embedding_counts_where_it_is_the_head_too(model):
+    config = tf.Qwen3Config(**bench.SHAPES["tiny"], tie_word_embeddings=False)
+    untied = tf.AutoModelForCausalLM.from_config(config)
+    assert weight_bytes(untied) == weight_bytes(model) == sum(weight.nbytes for weight in model.parameters())
+
+
+def test_a_step_is_held_against_its_bytes(model, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "step_bound", lambda *_: StepBound(0.2, 0.05, 0.15))
+    monkeypatch.setattr(bench, "decode_seconds", lambda *_: [0.3])
+    monkeypatch.setattr(bench, "make_engine", lambda model, *_: bench_engine())
+    for num_seqs, verdict in ((64, "MISSED"), (2, "")):
+        row = bench.decode_row(model, num_seqs, 8, 1.0, "kvpage")
+        assert row["bytes ms"] == 200 and row["over bytes"].median == pytest.approx(1.5)
+        bench.show_decode({**row, "over bytes": Figure.of([1.6])})
+        assert capsys.readouterr().out.strip().endswith(verdict or "replays")
+
+
+def bench_engine():
+    return types.SimpleNamespace(stats=lambda: types.SimpleNamespace(graphs=None), attention_backend="kvpage")
 
 
 def test_the_bound_of_served_tokens_is_a_step_for_each_of_an_answer(model, monkeypatch):
     asked = []
-    monkeypatch.setattr(bench, "step_bound", lambda model, *sizes: asked.append(sizes) or StepBound(0.2, 0.05))
+    monkeypatch.setattr(bench, "step_bound", lambda model, *sizes: asked.append(sizes) or StepBound(0.2, 0.05, 0.1))
     options = types.SimpleNamespace(requests=10, prompt_tokens=400, tokens=100)
     assert bench.served_bound(model, options, 7.0) == 10 / 0.25
     assert asked == [(10, 350, 7.0)], "300 tokens of a prompt, and half an answer"

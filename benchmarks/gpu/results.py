@@ -1,0 +1,62 @@
+"""What the parts have left: a log each, plots, a line of JSON each, and the summary; all of it in one archive.
+
+results.jsonl    a line a part: exit code, seconds, and the JSON that it printed
+summary.txt      a row a target
+NAME.txt, *.png  what a part printed and plotted
+"""
+
+import os
+import tarfile
+from pathlib import Path
+
+from .part import Outcome
+from .summary import summary_of
+
+ARCHIVE = "results.tar.gz"
+
+
+class Results:
+    """Collects outcomes. The archive is the only file outside of the working folder, and is whole at any time.
+
+    Args:
+        out: Takes the archive. It is made.
+        work: Where parts leave their files.
+    """
+
+    def __init__(self, out: Path, work: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.archive, self.work = out / ARCHIVE, work
+        self.outcomes: list[Outcome] = []
+
+    def log_of(self, part: str) -> Path:
+        """Return the file that takes what a part prints.
+
+        Args:
+            part: Its name.
+        """
+        return self.work / f"{part}.txt"
+
+    def add(self, outcome: Outcome) -> None:
+        """Keep an outcome, and write the archive anew.
+
+        Args:
+            outcome: Of the part that has just ended.
+        """
+        self.outcomes.append(outcome)
+        with (self.work / "results.jsonl").open("a") as lines:
+            lines.write(outcome.line() + "\n")
+        (self.work / "summary.txt").write_text(self.summary())
+        self.write_archive()
+
+    def summary(self) -> str:
+        """Return the table of parts and targets."""
+        return summary_of(self.outcomes)
+
+    def write_archive(self) -> None:
+        """Put all files into the archive; an interrupt leaves the one before."""
+        unfinished = self.archive.with_suffix(".unfinished")
+        with tarfile.open(unfinished, "w:gz") as archive:
+            for path in sorted(self.work.iterdir()):
+                if path.is_file():
+                    archive.add(path, path.name)
+        os.replace(unfinished, self.archive)
