@@ -13,7 +13,16 @@ if not (ROOT / "pyproject.toml").exists():
     pytest.skip("needs the source tree", allow_module_level=True)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 NAMED = re.compile(r"(?<![\w./])(?:\.|kvpage)\[([a-z][a-z0-9,-]*)\]|the extra [`']([a-z0-9-]+)[`']")
-SOURCES = ("*.md", "docs/*.md", ".ci/*", "release/*", "examples/*.py", "benchmarks/*", "kvpage/**/*.py", "pyproject.toml")
+SOURCES = (
+    "*.md",
+    "docs/*.md",
+    ".ci/*",
+    "release/*",
+    "examples/*.py",
+    "benchmarks/*",
+    "kvpage/**/*.py",
+    "pyproject.toml",
+)
 
 
 def requirements_of(extra: str) -> Iterator[str]:
@@ -42,7 +51,16 @@ def test_extras_that_the_sources_name_exist(pattern):
 
 
 def test_serve_has_all_that_the_server_needs():
-    needed = {"fastapi", "pydantic", "uvicorn", "llguidance", "pyzmq", "msgpack", "prometheus_client", *EXTRAS["engine"]}
+    needed = {
+        "fastapi",
+        "pydantic",
+        "uvicorn",
+        "llguidance",
+        "pyzmq",
+        "msgpack",
+        "prometheus_client",
+        *EXTRAS["engine"],
+    }
     assert {re.match(r"[\w-]+", each)[0] for each in needed} <= set(requirements_of("serve"))
 
 

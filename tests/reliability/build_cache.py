@@ -1,6 +1,6 @@
 """What the tests compile, by names of its contents: in the user's cache folder, where all clones of a machine find it.
 
-A name is a digest of sources, headers, flags and compiler, so nothing in the folder is ever wrong: it may only be unused.
+A name is a digest of sources, headers, flags and compiler, so no file in the folder is ever wrong, only unused.
 """
 
 import os
@@ -38,7 +38,7 @@ def note_use(path: Path) -> bool:
 
 
 def sources_of(source: Path, roots: Iterable[Path]) -> list[Path]:
-    """Return a C++ file and all headers of the folders `roots` that it includes, or that they include, each one time."""
+    """Return a C++ file and all headers of the folders `roots` that it includes, or that these include, once each."""
     roots, known = list(roots), [source]
     for path in known:  # which grows
         for name in INCLUDE.findall(path.read_text()):
