@@ -1,6 +1,6 @@
 """GRPO by TRL with kvpage as its generator, over a tiny random Llama: nothing is downloaded.
 
-    pip install 'kvpage[serve]' 'trl>=1.16'
+    pip install 'kvpage[engine]' 'trl>=1.16'
     python examples/grpo.py [--steps 20]
 
 The reward counts even tokens. It grows as the model learns to say them.

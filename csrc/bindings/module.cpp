@@ -1,6 +1,7 @@
 // kvpage._C: its errors, its classes as Python sees them, and the parts that the files of this folder add.
 #include "bindings/bindings.h"
 
+#include "base/build_facts.h"
 #include "base/check.h"
 
 using namespace kvpage;
@@ -9,20 +10,11 @@ namespace {
 
 py::dict build_info() {
   py::dict info;
-  info["version"] = KVPAGE_VERSION;
-  info["sources"] = KVPAGE_SOURCES;
-#ifdef __clang__
-  info["compiler"] = __VERSION__;
-#else
-  info["compiler"] = "GCC " __VERSION__;
-#endif
-#ifdef KVPAGE_HAS_CUDA
-  info["cuda"] = KVPAGE_CUDA_VERSION;
-  info["cuda_archs"] = KVPAGE_CUDA_ARCHS;
-#else
-  info["cuda"] = py::none();
-  info["cuda_archs"] = py::none();
-#endif
+  info["version"] = kBuildVersion;
+  info["sources"] = kBuildSources;
+  info["compiler"] = kBuildCompiler;
+  info["cuda"] = kBuildCuda;
+  info["cuda_archs"] = kBuildCudaArchs;
   return info;
 }
 

@@ -77,7 +77,7 @@ PyCFunction vector_call(_PyCFunctionFastWithKeywords function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-void add_fast_methods(py::handle type) {
+void add_fast_pool_methods(py::handle type) {
   constexpr int kOneArgument = METH_FASTCALL | METH_KEYWORDS;
   static const std::string texts[] = {
       std::string("allocate($self, /, n)\n--\n\n") + doc("BlockPool.allocate"),
@@ -134,7 +134,7 @@ int64_t victim(const SlotPool& pool, int64_t besides, const std::vector<int64_t>
 
 void bind_pool(py::module_& m) {
   py::class_<BlockPool, std::shared_ptr<BlockPool>> pool(m, "BlockPool", doc("BlockPool"));
-  add_fast_methods(pool);
+  add_fast_pool_methods(pool);
   pool.def(py::init<int64_t>(), py::arg("num_blocks"), doc("BlockPool.__init__"))
       .def("ref_count", &BlockPool::ref_count, py::arg("block_id"), doc("BlockPool.ref_count"))
       .def("generations", &generations, py::arg("block_ids"), doc("BlockPool.generations"))

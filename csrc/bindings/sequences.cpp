@@ -244,7 +244,7 @@ py::tuple state(const SequenceRows& rows, int64_t row) {
                         is_private);
 }
 
-void add_fast_methods(py::handle type) {
+void add_fast_sequence_methods(py::handle type) {
   static const std::string texts[] = {
       std::string("begin($self, names, seq_id, tokens, namespace, priority, num_left_over, share_parts, /)\n--\n\n") +
           doc("SequenceRows.begin"),
@@ -285,7 +285,7 @@ void bind_sequences(py::module_& m) {
     }
   });
   py::class_<SequenceRows> rows(m, "SequenceRows", doc("SequenceRows"));
-  add_fast_methods(rows);
+  add_fast_sequence_methods(rows);
   const auto make = [](const std::shared_ptr<SharedTree>& tree, bool is_caching) {
     return std::make_unique<SequenceRows>(tree, is_caching);
   };

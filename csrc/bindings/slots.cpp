@@ -54,7 +54,7 @@ PyObject* free_slot(PyObject* self, PyObject* slot) {
   });
 }
 
-void add_fast_methods(py::handle type) {
+void add_fast_slot_methods(py::handle type) {
   static const std::string texts[] = {
       std::string("alloc($self, /)\n--\n\n") + doc("SlotAllocator.alloc"),
       std::string("free($self, slot, /)\n--\n\n") + doc("SlotAllocator.free"),
@@ -107,7 +107,7 @@ void bind_slot_tree(py::module_& m) {
 
 void bind_slots(py::module_& m) {
   py::class_<SlotAllocator> allocator(m, "SlotAllocator", py::is_final(), doc("SlotAllocator"));
-  add_fast_methods(allocator);
+  add_fast_slot_methods(allocator);
   allocator.def(py::init<int64_t>(), py::arg("max_slots"), doc("SlotAllocator.__init__"))
       .def("occupy", &SlotAllocator::occupy, py::arg("slot"), doc("SlotAllocator.occupy"))
       .def("is_free", &SlotAllocator::is_free, py::arg("slot"), doc("SlotAllocator.is_free"))

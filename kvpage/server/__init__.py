@@ -1,9 +1,9 @@
-"""The OpenAI API over an AsyncEngine. It needs the extra `server`."""
+"""The OpenAI API over an AsyncEngine. It needs the extra `serve`."""
 
 try:
     import fastapi  # noqa: F401
 except ModuleNotFoundError as error:
-    message = "the server needs the extra 'server': pip install 'kvpage[server]'"
+    message = "the server needs the extra 'serve': pip install 'kvpage[serve]'"
     raise ModuleNotFoundError(message, name=error.name) from error
 
 from kvpage.server.app import create_app

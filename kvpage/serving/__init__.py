@@ -1,4 +1,4 @@
-"""The serving loop: continuous batching over paged blocks, for Hugging Face decoders. It needs the extra `serve`."""
+"""The serving loop: continuous batching over paged blocks, for Hugging Face decoders. It needs the extra `engine`."""
 
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.engine import Engine

@@ -1,4 +1,4 @@
-"""The command line: `kvpage info`, `demo`, `serve`, `replay`, `store`, `bench`. It needs the extra `serve`."""
+"""The command line: `kvpage info`, `demo`, `serve`, `replay`, `store`, `bench`. It needs the extra `engine`."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ try:
     from rich.console import Console
     from rich.table import Table
 except ModuleNotFoundError as error:
-    extra = "server" if sys.argv[1:2] == ["serve"] else "serve"
+    extra = "serve" if sys.argv[1:2] == ["serve"] else "engine"
     raise SystemExit(f"the command line needs the extra '{extra}': pip install 'kvpage[{extra}]' ({error})") from error
 
 from kvpage.tools.serve_cli import serve

@@ -62,7 +62,7 @@ def serve(
     drain_timeout: Annotated[float, typer.Option(help="seconds to finish requests in after SIGTERM")] = 30.0,
     access_log: Annotated[bool, typer.Option("--access-log", help="log each request")] = False,
 ) -> None:
-    """Serve a model with OpenAI's API. It needs the extra `server`."""
+    """Serve a model with OpenAI's API. It needs the extra `serve`."""
     given = dict(locals())
     for name in REPEATABLE:
         given[f"{name}s"] = tuple(given.pop(name) or ())
@@ -79,7 +79,7 @@ def run_with(given: dict[str, Any]) -> None:
         from kvpage.server.command.options import ServeOptions
         from kvpage.server.command.serve import serve as run
     except ModuleNotFoundError as error:
-        message = f"kvpage serve needs the extra 'server': pip install 'kvpage[server]' ({error.name} is missing)"
+        message = f"kvpage serve needs the extra 'serve': pip install 'kvpage[serve]' ({error.name} is missing)"
         raise SystemExit(message) from error
     try:
         run(ServeOptions(**given))

@@ -57,7 +57,7 @@ def test_loads_no_transformers(tmp_path):
 def test_the_command_line_names_the_extra_that_lacks(tmp_path):
     done = run(HIDE.format(hidden=["typer"]) + "import kvpage.tools.cli", tmp_path)
     assert done.returncode != 0
-    assert "the command line needs the extra 'serve': pip install 'kvpage[serve]'" in done.stderr
+    assert "the command line needs the extra 'engine': pip install 'kvpage[engine]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -1,8 +1,8 @@
 """Builds the programs of tests/reliability/native with the host compiler and a sanitizer: the core without Python.
 
-    csrc/**/*.cpp, native/*.cpp ─► objects by what they are made of ─► programs by their objects      in .pytest_cache
+    csrc/**/*.cpp, native/*.cpp ─► objects by what they are made of ─► programs by their objects      in build_cache
 
-Nothing is built twice: a name is the digest of the source, the headers, the flags and the compiler.
+Nothing is built twice: a name is the digest of the source, the headers that it includes, the flags and the compiler.
 """
 
 import functools
@@ -11,14 +11,17 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import build_cache
+
 NATIVE = Path(__file__).parent / "native"
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
-CACHE = ROOT / ".pytest_cache" / "reliability"
+CACHE = build_cache.folder(otherwise=ROOT / ".pytest_cache" / "reliability")
 BASE = ["base/copy_bytes", "base/token_view", "base/workers"]
 CORE = [
     *BASE,
@@ -84,6 +87,9 @@ FAMILIES = [
     "simd/transpose_kernel",
 ]
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
+# The headers of the standard library that most files include: read once for each kind.
+STANDARD = "".join(f"#include <{name}>\n" for name in ("algorithm", "memory", "optional", "span", "sstream", "vector"))
+_LOCK = threading.Lock()
 SANITIZERS = {"memory": "address,undefined", "threads": "thread", "behaviour": "undefined"}
 
 
@@ -125,39 +131,60 @@ def _base_kernel(family: str) -> Path:
     source = (CSRC / "simd" / "kernel.cpp.in").read_text()
     for key, value in values.items():
         source = source.replace(f"@KVPAGE_{key}@", value)
-    CACHE.mkdir(parents=True, exist_ok=True)
     path = CACHE / f"{name}_base-{_digest(source)}.cpp"
-    with tempfile.NamedTemporaryFile("w", dir=CACHE, delete=False) as made:
-        made.write(source)
-    return Path(made.name).replace(path)
+    return path if build_cache.note_use(path) else _written(path, source)
 
 
 def _program(name: str, paths: Iterable[Path], kind: str, link_flags: Iterable[str]) -> Path:
     flags = [*FLAGS, f"-fsanitize={SANITIZERS[kind]}", *(["-fno-sanitize-recover=all"] if kind != "threads" else [])]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(functools.partial(_object, flags), paths))
-    program = CACHE / f"{name}-{_digest(*(each.name for each in objects), *link_flags)}"
-    return _made(program, [*flags, *link_flags, *map(str, objects)])
+    program = _made(
+        CACHE / f"{name}-{_digest(*(each.name for each in objects), *link_flags)}",
+        [*flags, *link_flags, *map(str, objects)],
+    )
+    build_cache.trim(CACHE)
+    return program
 
 
 def library(name: str) -> Path:
     """native/<name>.cpp as a shared library, to be loaded before a program."""
     flags, source = [*FLAGS, "-fPIC", "-shared"], NATIVE / f"{name}.cpp"
-    digest = _digest(_version(), _headers(CSRC), *flags, source.read_text())
+    digest = _digest(_version(), *flags, *(path.read_text() for path in build_cache.sources_of(source, [CSRC])))
     return _made(CACHE / f"{name}-{digest}.so", [*flags, str(source), "-ldl"])
 
 
 def _object(flags: list[str], source: Path) -> Path:
-    headers = [_headers(CSRC), *([_headers(NATIVE)] if source.parent == NATIVE else [])]
-    digest = _digest(_version(), *headers, *flags, source.read_text())
-    return _made(CACHE / f"{source.stem}-{digest}.o", [*flags, f"-I{CSRC}", f"-I{NATIVE}", "-c", str(source)])
+    folders = [*(Path(flag[2:]) for flag in flags if flag.startswith("-I")), CSRC, NATIVE]
+    texts = [path.read_text() for path in build_cache.sources_of(source, folders)]
+    target = CACHE / f"{source.stem}-{_digest(_version(), STANDARD, *flags, *texts)}.o"
+    if build_cache.note_use(target):
+        return target
+    options = [*flags, "-include", str(_standard(flags)), f"-I{CSRC}", f"-I{NATIVE}", f"-ffile-prefix-map={ROOT}=."]
+    return _made(target, [*options, "-c", str(source)])
+
+
+def _standard(flags: list[str]) -> Path:
+    """A header of STANDARD, beside it what the compiler makes of it with these flags."""
+    header = CACHE / f"standard-{_digest(_version(), STANDARD, *flags)}.h"
+    with _LOCK:
+        if not build_cache.note_use(header):
+            _written(header, STANDARD)
+        _made(header.with_suffix(".h.gch"), [*flags, "-x", "c++-header", str(header)])
+    return header
+
+
+def _written(path: Path, text: str) -> Path:
+    """Whole or not there."""
+    with tempfile.NamedTemporaryFile("w", dir=CACHE, delete=False) as made:
+        made.write(text)
+    return Path(made.name).replace(path)
 
 
 def _made(target: Path, arguments: list[str]) -> Path:
     """Whole or not there: another process may build the same."""
-    if target.exists():
+    if build_cache.note_use(target):
         return target
-    CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as place:
         made = Path(place) / "made"
         done = subprocess.run([compiler(), *arguments, "-o", str(made)], capture_output=True, text=True)
@@ -170,11 +197,6 @@ def _made(target: Path, arguments: list[str]) -> Path:
 @functools.cache
 def _version() -> str:
     return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
-
-
-@functools.cache
-def _headers(folder: Path) -> str:
-    return "".join(path.read_text() for path in sorted(folder.rglob("*.h")))
 
 
 def _digest(*parts: str) -> str:

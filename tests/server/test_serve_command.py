@@ -210,7 +210,7 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch, folder, hi
     monkeypatch.setitem(sys.modules, hidden, None)
     with pytest.raises(SystemExit) as caught:
         serve(folder)
-    assert str(caught.value).startswith("kvpage serve needs the extra 'server': pip install 'kvpage[server]'")
+    assert str(caught.value).startswith("kvpage serve needs the extra 'serve': pip install 'kvpage[serve]'")
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------

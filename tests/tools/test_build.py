@@ -65,8 +65,16 @@ BROKEN_NVCC = {
 }
 
 
+def look_for_cuda(folder: Path, choice: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Configure a project that does nothing but look for a CUDA compiler; it prints whether there is one."""
+    include = f'include("{ROOT}/csrc/cuda/compiler.cmake")\nmessage(STATUS "cuda: ${{KVPAGE_HAS_CUDA}}")\n'
+    start = "cmake_minimum_required(VERSION 3.24)\nproject(stand_in NONE)\n"
+    (folder / "CMakeLists.txt").write_text(start + include)
+    return configure(folder, folder / "build", environment(**variables), f"-DKVPAGE_CUDA={choice}")
+
+
 def test_on_without_a_compiler_fails_with_one_sentence(tmp_path):
-    done = configure(ROOT, tmp_path, environment(), "-DKVPAGE_CUDA=ON")
+    done = look_for_cuda(tmp_path, "ON")
     assert done.returncode != 0
     sentence = "KVPAGE_CUDA=ON needs a working CUDA compiler with the static CUDA runtime and none was found"
     assert sentence in " ".join(done.stdout.split())
@@ -75,50 +83,63 @@ def test_on_without_a_compiler_fails_with_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("broken", BROKEN_NVCC.values(), ids=BROKEN_NVCC)
 def test_auto_survives_a_broken_compiler(broken, tmp_path):
-    nvcc = script(tmp_path / "nvcc", broken)
-    done = configure(ROOT, tmp_path / "build", environment(CUDACXX=nvcc), "-DKVPAGE_CUDA=AUTO")
+    done = look_for_cuda(tmp_path, "AUTO", CUDACXX=script(tmp_path / "nvcc", broken))
     assert done.returncode == 0, done.stdout
-    assert "-- kvpage: the C++ core alone" in done.stdout
+    assert "-- cuda: OFF" in done.stdout
 
 
 def test_auto_without_a_compiler(tmp_path):
-    done = configure(ROOT, tmp_path, environment())
+    done = look_for_cuda(tmp_path, "AUTO")
     assert done.returncode == 0, done.stdout
-    assert "-- kvpage: the C++ core alone" in done.stdout
+    assert "-- cuda: OFF" in done.stdout
+
+
+def test_off_asks_no_compiler(tmp_path):
+    nvcc = script(tmp_path / "nvcc", f"touch {tmp_path}/asked; exit 1")
+    done = look_for_cuda(tmp_path, "OFF", CUDACXX=nvcc)
+    assert done.returncode == 0 and "-- cuda: OFF" in done.stdout, done.stdout
+    assert not (tmp_path / "asked").exists()
 
 
 @needs_nvcc
-def test_cudaarchs_is_honoured(tmp_path):
+def test_a_compiler_that_works_is_used(tmp_path):
     done = configure(ROOT, tmp_path, environment(CUDACXX=NVCC, CUDAARCHS="90"), "-DKVPAGE_CUDA=ON")
     assert done.returncode == 0, done.stdout
     assert re.search(r"^-- kvpage: the C\+\+ core and CUDA for 90,", done.stdout, re.MULTILINE)
 
 
-ALL_ARCHS = "80-real;86-real;89-real;90-real;100-real;120-real;120-virtual"
+LISTED = "printf 'compute_75\\ncompute_80\\ncompute_86\\ncompute_90\\ncompute_90a\\ncompute_100\\n'"
+ALL_ARCHS = "80-real;86-real;90-real;100-real;100-virtual"
 GPUS = {
     "two kinds": ('printf "9.0\\n8.6\\n9.0\\n"', "86-real;90-real;90-virtual"),
     "too old, and nonsense": ('printf "7.5\\n[N/A]\\n"', ALL_ARCHS),
+    "newer than the compiler": ("echo 12.0", ALL_ARCHS),
     "none": ("echo No devices were found; exit 6", ALL_ARCHS),
 }
 
 
-@needs_nvcc
+def architectures(folder: Path, gpus: str, **variables: str) -> str:
+    """Return what is compiled for beside these GPUs, as nvidia-smi answers, by an nvcc that lists LISTED."""
+    script(folder / "nvidia-smi", gpus)
+    (folder / "ask.cmake").write_text(
+        f'set(CMAKE_CUDA_COMPILER "{script(folder / "nvcc", LISTED)}")\n'
+        f'include("{ROOT}/csrc/cuda/architectures.cmake")\nmessage("${{CMAKE_CUDA_ARCHITECTURES}}")\n'
+    )
+    env = environment(**variables)
+    env["PATH"] = f"{folder}{os.pathsep}{env['PATH']}"
+    done = subprocess.run([shutil.which("cmake"), "-P", folder / "ask.cmake"], env=env, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr.strip()
+
+
 @pytest.mark.parametrize("gpus", GPUS)
 def test_the_gpus_that_are_here_are_compiled_for(tmp_path, gpus):
     answer, archs = GPUS[gpus]
-    script(tmp_path / "nvidia-smi", answer)
-    env = environment(CUDACXX=NVCC)
-    env["PATH"] = f"{tmp_path}{os.pathsep}{env['PATH']}"
-    done = configure(ROOT, tmp_path / "build", env, "-DKVPAGE_CUDA=ON")
-    assert done.returncode == 0, done.stdout
-    assert f"-- kvpage: the C++ core and CUDA for {archs}, where" in done.stdout
+    assert architectures(tmp_path, answer) == archs
 
 
-@needs_nvcc
-def test_off_ignores_a_compiler(tmp_path):
-    done = configure(ROOT, tmp_path, environment(CUDACXX=NVCC), "-DKVPAGE_CUDA=OFF")
-    assert done.returncode == 0, done.stdout
-    assert "-- kvpage: the C++ core alone" in done.stdout
+def test_the_caller_names_architectures(tmp_path):
+    assert architectures(tmp_path, "echo 8.6", CUDAARCHS="90") == "90"
 
 
 def test_other_words_are_refused(tmp_path):
@@ -131,20 +152,21 @@ def test_other_words_are_refused(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def make_sdist(tree: Path, folder: Path) -> Path:
-    """Build the sdist of a project as a build frontend does, and return the archive."""
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory) -> Path:
+    """The sdist that a build frontend makes of a clone, unpacked beside `tree`, the clone."""
+    folder = tmp_path_factory.mktemp("sdist")
+    tree = shutil.copytree(ROOT, folder / "tree", ignore=not_in_a_clone)
     make = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
     subprocess.run([sys.executable, "-c", make], cwd=tree, check=True, capture_output=True)
     (archive,) = folder.glob("kvpage-*.tar.gz")
-    return archive
-
-
-def test_sdist_holds_what_a_build_elsewhere_needs(tmp_path):
-    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=not_in_a_clone)
-    archive = make_sdist(tree, tmp_path)
     with tarfile.open(archive) as sdist:
-        sdist.extractall(tmp_path)
-    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+        sdist.extractall(folder)
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def test_sdist_holds_what_a_build_elsewhere_needs(unpacked, tmp_path):
+    tree = unpacked.parent / "tree"
     for pattern in (
         "CMakeLists.txt",
         "setup.py",
@@ -184,13 +206,12 @@ print(folder)
 """
 
 
-def test_an_install_from_an_sdist_works(tmp_path):
+def test_an_install_from_an_sdist_works(unpacked, tmp_path):
     """The extension is the one that these tests have; another test compiles, wherever the package is installed."""
-    tree = tree_without_compiling(tmp_path, copied=Path(_C.__file__))
-    archive = make_sdist(tree, tmp_path)
+    tree = tree_without_compiling(unpacked, tmp_path, copied=Path(_C.__file__))
     python = venv_with_what_is_here(tmp_path / "venv")
     install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-build-isolation", "--no-deps"]
-    done = subprocess.run([*install, "--ignore-installed", archive], env=environment(), text=True, capture_output=True)
+    done = subprocess.run([*install, "--ignore-installed", tree], env=environment(), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     env = environment()
     env.pop("PYTHONPATH", None)
@@ -198,9 +219,9 @@ def test_an_install_from_an_sdist_works(tmp_path):
     assert done.stdout.strip().startswith(str(tmp_path / "venv")), done.stdout + done.stderr
 
 
-def tree_without_compiling(tmp_path: Path, copied: Path | None = None) -> Path:
+def tree_without_compiling(sources: Path, tmp_path: Path, copied: Path | None = None) -> Path:
     """Return a copy of the sources whose CMake project compiles nothing: it copies or touches the extension."""
-    tree = shutil.copytree(ROOT, tmp_path / "tree", ignore=not_in_a_clone)
+    tree = shutil.copytree(sources, tmp_path / "tree", ignore=not_in_a_clone)
     make = "touch" if copied is None else f'copy "{copied}"'
     folder, name = "${CMAKE_LIBRARY_OUTPUT_DIRECTORY}", "_C" + importlib.machinery.EXTENSION_SUFFIXES[0]
     (tree / "CMakeLists.txt").write_text(
@@ -213,7 +234,7 @@ def tree_without_compiling(tmp_path: Path, copied: Path | None = None) -> Path:
 
 def test_a_build_folder_outlives_its_build_environment(tmp_path):
     """pip builds in an environment of its own, ninja included, and removes it; the build folder may stay."""
-    tree = tree_without_compiling(tmp_path)
+    tree = tree_without_compiling(ROOT, tmp_path)
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", "temporary", "--build-lib", "library"]
     for attempt in ("first", "second"):
         (tmp_path / attempt).mkdir()
@@ -227,7 +248,7 @@ def test_a_build_folder_outlives_its_build_environment(tmp_path):
 
 def test_an_editable_install_finds_new_kernels(tmp_path):
     """With an empty kvpage/__init__.py: this is about finding files."""
-    tree = tree_without_compiling(tmp_path)
+    tree = tree_without_compiling(ROOT, tmp_path)
     (tree / "kvpage" / "__init__.py").write_text("")
     python = venv_with_what_is_here(tmp_path / "venv")
     install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-build-isolation", "--no-deps"]

@@ -25,7 +25,7 @@ from mutation.mutant import Mutant, numbered
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-PLACE = native_build.CACHE / "mutants"
+PLACE = ROOT / ".pytest_cache" / "reliability" / "mutants"
 LIVES = ["allocations", "copy_life", "lives", "naive_slots", "naive_tree", "pool_life", "slot_life", "tree_life"]
 PROGRAMS = {"core": ["core"], "memory": ["memory", "failing_allocator"]}
 LINK_FLAGS: dict[str, list[str]] = {"core": [], "memory": ["-Wl,--wrap=realloc"]}
