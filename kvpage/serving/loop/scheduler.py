@@ -117,7 +117,8 @@ class Scheduler:
         """Return what fits now; in windows that are short, maybe nothing. admits: whether one that waits may run."""
         self._windows.begin()
         decodes = self._room_for_decodes()
-        prefilling = [request for request in self.running if request.num_computed < request.num_room]
+        are_mixed = len(decodes.requests) < len(self.running)
+        prefilling = [one for one in self.running if one.num_computed < one.num_room] if are_mixed else []
         if decodes.requests:
             decodes.begin()
         portions: list[Portion] = []
@@ -349,10 +350,9 @@ class Scheduler:
 
         is_first: whether none runs, and nothing comes for one before it.
         """
-        if self._allocate(request, num_spare):
-            return True
-        if not is_first:
-            return False
+        has_begun = self._allocate(request, num_spare)
+        if has_begun or not is_first:
+            return has_begun
         while not self._allocate(request, 0):  # all blocks are free but for those that others hold
             if not any(reclaim() for reclaim in self.reclaimers):
                 raise OutOfBlocks(self._blocks_for(request.num_tokens), self.manager.num_free_blocks)
@@ -376,6 +376,8 @@ class Scheduler:
         if self._turns.has_blocks(request):
             self._turns.hand_over(request)
             num_spare = 0
+        elif not self._windows.has_room(request):
+            return False
         try:
             if was_swapped:
                 given = self.manager.swap_in(request.seq_id, tokens, num_spare=num_spare)
