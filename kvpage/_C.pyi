@@ -1104,7 +1104,14 @@ class PrefixTree:
 
         If it does not return to 0, a caller has dropped some.
         """
-    def match(self, tokens: _Integers, namespace: bytes = b"", priority: int = 0, num_left_over: int = 1) -> Match:
+    def match(
+        self,
+        tokens: _Integers,
+        namespace: bytes = b"",
+        priority: int = 0,
+        num_left_over: int = 1,
+        is_hit: bool = True,
+    ) -> Match:
         """Pin the longest run of cached whole blocks, in either tier, with which `tokens` begin.
 
         Args:
@@ -1114,12 +1121,22 @@ class PrefixTree:
             priority: 0 to 7. The path's priority becomes at least this.
             num_left_over: How many tokens, at least, are left to compute. A model needs 1 for the next token's logits.
                 0 also finds a prompt that is cached to its last token.
+            is_hit: Whether it counts as a hit of the blocks that it finds.
 
         Returns:
             The match. The caller releases it.
 
         Raises:
             ValueError: A number is out of range, or the first block that is not cached has an id outside of 32 bits.
+        """
+    def count_hit(self, match: Match) -> None:
+        """Count a hit of the blocks of a match, which was found with `is_hit` False.
+
+        Args:
+            match: The match.
+
+        Raises:
+            ValueError: `match` is released or belongs to another tree.
         """
     def match_part(self, match: Match, tokens: _Integers, num_left_over: int = 1) -> PartMatch | None:
         """Find the longest part of the next block that a path below `match` shares with the prompt.
@@ -1272,8 +1289,10 @@ class PrefixTree:
             ValueError: `num_blocks` is negative.
         """
     def evict_host(self, num_blocks: int) -> int:
-        """Free up to `num_blocks` unpinned host blocks, in the order of `evict`. A block without a device copy is
-        forgotten.
+        """Free up to `num_blocks` unpinned host blocks.
+
+        Copies of blocks that are on the device go first, the most recently used first: the device will keep these
+        longest. The others go in the order of `evict`, and are forgotten.
 
         Args:
             num_blocks: How many blocks to free at most.
@@ -1423,6 +1442,8 @@ class SequenceRows:
         priority: int,
         num_left_over: int,
         share_parts: bool,
+        num_spare: int,
+        is_hit: bool,
         /,
     ) -> tuple[int, int, int, int, npt.NDArray[np.int32]] | None:
         """Begin a sequence: its longest cached prefix, and free blocks, for which others are evicted.
@@ -1435,13 +1456,16 @@ class SequenceRows:
             priority: As in PrefixTree.match.
             num_left_over: As in PrefixTree.match.
             share_parts: Whether a part of the next block is shared, too.
+            num_spare: How many more blocks, free or evictable, are to be left.
+            is_hit: Whether it counts as a hit of the blocks that it finds.
 
         Returns:
             The number of cached tokens, the number of blocks evicted for it, the pair of blocks to copy (-1: none),
             and all block ids. None, and nothing is changed, if blocks are short.
 
         Raises:
-            ValueError: As in PrefixTree.match, or the tree has a host tier, or there are no tokens.
+            ValueError: As in PrefixTree.match, or the tree has a host tier, there are no tokens, or num_spare is
+                negative.
         """
     def add(
         self,

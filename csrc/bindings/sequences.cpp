@@ -87,18 +87,20 @@ class NamedRows {
 };
 
 PyObject* begin(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
-  return of_rows(self, num_args, 7, [&](SequenceRows& rows) -> PyObject* {
+  return of_rows(self, num_args, 9, [&](SequenceRows& rows) -> PyObject* {
     const NamedRows names(rows, args[0]);
     const Integers integers(object(args[2]), "tokens");
     const TokenView tokens = integers.tokens();
     const auto name = py::cast<py::bytes>(object(args[3]));
     const std::string_view space(name);
     const int64_t priority = int64_from(args[4], "priority"), left_over = int64_from(args[5], "num_left_over");
-    const bool shares_parts = flag(args[6]);
+    const bool shares_parts = flag(args[6]), is_hit = flag(args[8]);
+    const int64_t num_spare = int64_from(args[7], "num_spare");
     check(priority == static_cast<int>(priority), "priority must be between 0 and 7, got ", priority);
     py::object ids = new_ids((tokens.size() + tree_of(rows).block_size() - 1) / tree_of(rows).block_size());
-    const auto begun = tree_of(rows).walk(
-        tokens.size(), [&] { return rows.begin(tokens, space, static_cast<int>(priority), left_over, shares_parts); });
+    const auto begun = tree_of(rows).walk(tokens.size(), [&] {
+      return rows.begin(tokens, space, static_cast<int>(priority), left_over, shares_parts, num_spare, is_hit);
+    });
     if (!begun) return py::none().release().ptr();
     rows.look_at(begun->row, [&](const Sequence& sequence) {
       std::copy(sequence.ids.begin(), sequence.ids.end(), values_of<int32_t>(ids));
@@ -246,7 +248,8 @@ py::tuple state(const SequenceRows& rows, int64_t row) {
 
 void add_fast_sequence_methods(py::handle type) {
   static const std::string texts[] = {
-      std::string("begin($self, names, seq_id, tokens, namespace, priority, num_left_over, share_parts, /)\n--\n\n") +
+      std::string("begin($self, names, seq_id, tokens, namespace, priority, num_left_over, share_parts, num_spare, "
+                  "is_hit, /)\n--\n\n") +
           doc("SequenceRows.begin"),
       std::string("num_blocks_to_append($self, rows, num_new_tokens, /)\n--\n\n") +
           doc("SequenceRows.num_blocks_to_append"),

@@ -111,12 +111,12 @@ py::tuple take_changes(SharedTree& tree) {
 }
 
 py::object match(SharedTree& tree, const py::object& tokens, const py::bytes& name, int priority,
-                 int64_t num_left_over) {
+                 int64_t num_left_over, bool is_hit) {
   const Integers integers(tokens, "tokens");
   const TokenView view = integers.tokens();
   const std::string_view space(name);
   return new_match(
-      [&] { return tree.walk(view.size(), [&] { return tree.match(view, space, priority, num_left_over); }); });
+      [&] { return tree.walk(view.size(), [&] { return tree.match(view, space, priority, num_left_over, is_hit); }); });
 }
 
 py::object insert(SharedTree& tree, const py::object& tokens, const py::object& block_ids, const py::bytes& name,
@@ -315,7 +315,10 @@ void bind_tree(py::module_& m) {
   const Methods def{tree};
   const auto in_namespace = py::arg("namespace") = py::bytes();
   const auto left_over = py::arg("num_left_over") = 1;
-  def("match", &match, doc("PrefixTree.match"), py::arg("tokens"), in_namespace, py::arg("priority") = 0, left_over);
+  def("match", &match, doc("PrefixTree.match"), py::arg("tokens"), in_namespace, py::arg("priority") = 0, left_over,
+      py::arg("is_hit") = true);
+  const auto count_hit = [](SharedTree& t, const Match& match) { t.run(kQuick, [&] { t.count_hit(match); }); };
+  def("count_hit", count_hit, doc("PrefixTree.count_hit"), py::arg("match"));
   def("match_part", &match_part, doc("PrefixTree.match_part"), py::arg("match"), py::arg("tokens"), left_over);
   def("insert", &insert, doc("PrefixTree.insert"), py::arg("tokens"), py::arg("block_ids"), in_namespace,
       py::arg("after") = nullptr, py::arg("priority") = 0);

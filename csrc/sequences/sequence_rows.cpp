@@ -90,17 +90,19 @@ int64_t SequenceRows::take_row(Sequence&& sequence) noexcept {
 // --- a sequence's life ---
 
 std::optional<BegunSequence> SequenceRows::begin(const TokenView& tokens, std::string_view name, int priority,
-                                                 int64_t num_left_over, bool shares_parts) {
+                                                 int64_t num_left_over, bool shares_parts, int64_t num_spare,
+                                                 bool is_hit) {
   std::lock_guard lock(mutex_);
   check(!tree_->has_host_tier(), "begin needs a tree without a host tier");
   check(tokens.size() > 0, "tokens must hold at least one token, got none");
+  check(num_spare >= 0, "num_spare must not be negative, got ", num_spare);
   Sequence fresh;
   fresh.num_tokens = tokens.size();
   fresh.name = name;
   fresh.ids.resize(static_cast<size_t>(blocks_for(tokens.size())));
   if (is_caching_) fresh.pending.reserve(static_cast<size_t>(block_size_));
   reserve_row();
-  HeldMatch match(tree_->match(tokens, name, priority, num_left_over));
+  HeldMatch match(tree_->match(tokens, name, priority, num_left_over, false));
   std::optional<HeldMatch> part_match;
   BegunSequence begun;
   int64_t num_part = 0;
@@ -112,12 +114,13 @@ std::optional<BegunSequence> SequenceRows::begin(const TokenView& tokens, std::s
   }
   const auto num_found = static_cast<size_t>(match.get().num_blocks());
   const auto own = std::span(fresh.ids).subspan(num_found);
-  if (!make_room(static_cast<int64_t>(own.size()), &begun.num_evicted)) {
+  const auto num_taken = static_cast<int64_t>(own.size());
+  if (!make_room(num_taken, num_spare, &begun.num_evicted)) {
     if (!part_match) return std::nullopt;
     part_match.reset();  // it is not worth a request
     begun.part_from = kNoBlock;
     num_part = 0;
-    if (!make_room(static_cast<int64_t>(own.size()), &begun.num_evicted)) return std::nullopt;
+    if (!make_room(num_taken, num_spare, &begun.num_evicted)) return std::nullopt;
   }
   tree_->copy_block_ids(match.get(), 0, std::span(fresh.ids).first(num_found));
   pool_->allocate(own);
@@ -127,16 +130,18 @@ std::optional<BegunSequence> SequenceRows::begin(const TokenView& tokens, std::s
     fresh.pending.resize(static_cast<size_t>(num_part));
     tokens.copy_to(match.get().num_tokens(), num_part, fresh.pending.data());
   }
+  if (is_hit) tree_->count_hit(match.get());
   fresh.match = match.take();
   begun.row = take_row(std::move(fresh));
   return begun;
 }
 
-// Evicts what is needed for so many free blocks. False, and nothing is evicted, where that is not enough.
-bool SequenceRows::make_room(int64_t num_blocks, int64_t* num_evicted) {
+// Evicts what is needed for so many free blocks. False, and nothing is evicted, where that is not enough, or less than
+// `num_spare` would be left.
+bool SequenceRows::make_room(int64_t num_blocks, int64_t num_spare, int64_t* num_evicted) {
   const int64_t lacking = num_blocks - pool_->num_free();
+  if (lacking > tree_->num_evictable() - num_spare) return false;
   if (lacking <= 0) return true;
-  if (lacking > tree_->num_evictable()) return false;
   *num_evicted = tree_->evict(lacking);
   return *num_evicted == lacking;
 }

@@ -64,10 +64,12 @@ class SequenceRows {
   // --- one sequence ---
 
   // Begins a sequence with its longest cached prefix, a part of the next block where `shares_parts`, and free blocks,
-  // some of which are evicted for it. Without room it changes nothing and returns none. InvalidArgument as
-  // PrefixTree::match, with a host tier, and without tokens.
+  // some of which are evicted for it. `num_spare` more blocks are left that are free, or can be evicted. Without room it
+  // changes nothing and returns none. `is_hit`: as of PrefixTree::match, once it has begun. InvalidArgument as
+  // PrefixTree::match, with a host tier, without tokens, and for a negative num_spare.
   std::optional<BegunSequence> begin(const TokenView& tokens, std::string_view name, int priority,
-                                     int64_t num_left_over, bool shares_parts);
+                                     int64_t num_left_over, bool shares_parts, int64_t num_spare = 0,
+                                     bool is_hit = true);
 
   // Adds a sequence whose blocks are there already, and takes over its match and the references to its own blocks. If
   // it throws, they stay the caller's.
@@ -155,7 +157,7 @@ class SequenceRows {
   void reserve_row();
   int64_t take_row(Sequence&& sequence) noexcept;
 
-  bool make_room(int64_t num_blocks, int64_t* num_evicted);
+  bool make_room(int64_t num_blocks, int64_t num_spare, int64_t* num_evicted);
   Growth growth(std::span<const int64_t> rows, const Counts& counts);
   std::vector<TierPair> grow(std::span<const int64_t> rows, const Counts& counts, const Growth& growth);
   void reserve_ids(Sequence& sequence, int64_t count) const;

@@ -89,6 +89,7 @@ class EvictionOrder {
   const TreeNode* newest(int priority) const { return classes_[priority].use.newest(); }
   const TreeNode* oldest(int priority) const { return classes_[priority].use.oldest(); }
   const TreeNode* oldest_on_host(int priority) const { return classes_[priority].host_use.oldest(); }
+  TreeNode* newest_on_host(int priority) const { return classes_[priority].host_use.newest(); }
   const TreeNode* first_on_device(int priority) const { return classes_[priority].on_device; }
 
  private:

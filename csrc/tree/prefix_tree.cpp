@@ -82,7 +82,8 @@ int64_t PrefixTree::num_matches() const {
 
 // --- matches ---
 
-Match PrefixTree::match(const TokenView& tokens, std::string_view name, int priority, int64_t num_left_over) {
+Match PrefixTree::match(const TokenView& tokens, std::string_view name, int priority, int64_t num_left_over,
+                        bool is_hit) {
   std::lock_guard lock(mutex_);
   check_priority(priority);
   check_left_over(num_left_over);
@@ -91,9 +92,19 @@ Match PrefixTree::match(const TokenView& tokens, std::string_view name, int prio
   const Place place = root ? walk(root, tokens, limit) : Place{nullptr, 0, 0};
   if (place.num_blocks < limit) tokens.check_fits(place.num_blocks * block_size_, block_size_);
   TreeNode* end = root ? end_node_at(place) : make_root(name);
+  if (is_hit) count_hit_locked(end);
+  return pinned(end, place.num_blocks, priority);
+}
+
+void PrefixTree::count_hit(const Match& match) {
+  std::lock_guard lock(mutex_);
+  check_live(match, "match");
+  count_hit_locked(match.end_);
+}
+
+void PrefixTree::count_hit_locked(TreeNode* end) noexcept {
   for (TreeNode* node = end; !node->is_root(); node = node->parent)
     node->num_hits += node->num_hits < std::numeric_limits<int32_t>::max();
-  return pinned(end, place.num_blocks, priority);
 }
 
 std::optional<PartMatch> PrefixTree::match_part(const Match& match, const TokenView& tokens, int64_t num_left_over) {

@@ -109,8 +109,12 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // Pins the longest cached run of whole blocks, in whichever tier, that leaves at least `num_left_over` tokens over.
   // The path's priority becomes at least `priority`. InvalidArgument if that is not in [0, kNumPriorities), if
   // num_left_over is negative, or if the first block that is not cached holds an id outside of 32 bits; later tokens
-  // are not read.
-  Match match(const TokenView& tokens, std::string_view name, int priority = 0, int64_t num_left_over = 1);
+  // are not read. `is_hit`: whether it counts as a hit of the blocks that it finds.
+  Match match(const TokenView& tokens, std::string_view name, int priority = 0, int64_t num_left_over = 1,
+              bool is_hit = true);
+
+  // Counts a hit of the path, for a match that has not counted as one. InvalidArgument as for `release`.
+  void count_hit(const Match& match);
 
   // The longest part of the block after `match` that the first block of a path below it shares with `tokens`, which are
   // those of the whole prompt; as many of them are left over as for `match`. None if not even one token is shared.
@@ -167,7 +171,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // (device, host) pairs to copy before the device blocks are written. A block without room is forgotten.
   std::pair<int64_t, std::vector<TierPair>> demote(int64_t num_blocks);
 
-  // Frees up to that many host blocks, as evict does. A block without a device block is forgotten. Returns how many.
+  // Frees up to that many host blocks. Copies of blocks that are on the device go first, the most recently used first,
+  // which the device will keep longest. The others go as evict does, and are forgotten. Returns how many.
   int64_t evict_host(int64_t num_blocks);
 
   // Forgets the blocks of `tokens` from the last cached one up to the first that is pinned or that another path goes on
@@ -248,6 +253,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void pin_path(TreeNode* end, const TreeNode* stop, int priority) noexcept;
   void unpin_path(TreeNode* end, const TreeNode* stop) noexcept;
   Match pinned(TreeNode* end, int64_t num_blocks, int priority);
+  static void count_hit_locked(TreeNode* end) noexcept;
   void list(TreeNode* node) noexcept;
   void unlist(TreeNode* node) noexcept;
 
@@ -268,6 +274,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void make_room_before(const TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
   bool give_host_block(TreeNode* node, int64_t block, Demotions* demotions) noexcept;
   bool set_host_block(TreeNode* node, int64_t block, int32_t id, Demotions* demotions) noexcept;
+  TreeNode* newest_copy() const noexcept;
+  int64_t drop_copies(TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
   int64_t evict_host_locked(int64_t num_blocks, Demotions* demotions) noexcept;
   int64_t leave_host(TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
   void drop_host(TreeNode* node, int64_t begin) noexcept;

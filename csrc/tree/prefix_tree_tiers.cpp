@@ -202,11 +202,16 @@ int64_t PrefixTree::move_to_host(TreeNode* node, int64_t num_blocks, Demotions* 
   return end - block;
 }
 
-// Evicts on the host until that many blocks are free there, but nothing that would be evicted after `node`, so that
-// blocks are evicted in the same order as if each were evicted when the one that needs its place comes.
+// Evicts on the host until that many blocks are free there, but nothing of `node` or that would be evicted after it, so
+// that blocks are evicted in the same order as if each were evicted when the one that needs its place comes.
 void PrefixTree::make_room_before(const TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept {
   int64_t num_lacking = num_blocks - host_pool_->num_free();
   while (num_lacking > 0) {
+    if (TreeNode* copied = newest_copy()) {
+      if (copied == node) return;
+      num_lacking -= drop_copies(copied, num_lacking, demotions);
+      continue;
+    }
     TreeNode* victim = order_.first_on_host();
     if (!victim || victim == node || !order_.before(victim, node)) return;
     num_lacking -= leave_host(victim, num_lacking, demotions);
@@ -258,7 +263,7 @@ bool PrefixTree::set_host_block(TreeNode* node, int64_t block, int32_t id, Demot
   return true;
 }
 
-// --- leaving the host, and the tree ---
+// --- leaving the host ---
 
 int64_t PrefixTree::evict_host(int64_t num_blocks) {
   std::lock_guard lock(mutex_);
@@ -266,10 +271,44 @@ int64_t PrefixTree::evict_host(int64_t num_blocks) {
   return evict_host_locked(num_blocks, nullptr);
 }
 
+// The unpinned node whose host block was used last, if that is a copy of one that is on the device; null if it is not.
+TreeNode* PrefixTree::newest_copy() const noexcept {
+  for (int priority = 0; priority < kNumPriorities; ++priority) {
+    TreeNode* node = order_.newest_on_host(priority);
+    for (int64_t block = 0; node && block < node->num_device_blocks(); ++block)
+      if (node->has_host_block(block)) return node;
+  }
+  return nullptr;
+}
+
+// Frees up to that many host blocks of the node that are copies, the first ones, since these were used last.
+int64_t PrefixTree::drop_copies(TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept {
+  int64_t num_dropped = 0;
+  for (int64_t block = 0; block < node->num_device_blocks() && num_dropped < num_blocks; ++block) {
+    if (!node->has_host_block(block)) continue;
+    const int32_t id = node->host_ids.data()[block];
+    if (demotions) demotions->forget(id);
+    host_pool_->drop({&id, 1});
+    log_left(ChangeKind::kLeftHost, node, {&id, 1});
+    node->host_ids.set(block, kNoBlock);
+    ++num_dropped;
+  }
+  node->shorten_host_ids(node->host_ids.size());
+  num_host_cached_ -= num_dropped;
+  num_host_evictable_ -= num_dropped;
+  node->num_host_blocks -= static_cast<int32_t>(num_dropped);
+  if (node->num_host_blocks == 0) order_.leave_host(node);
+  return num_dropped;
+}
+
 // The first unpinned node on the host has nothing below it that is on the host only.
 int64_t PrefixTree::evict_host_locked(int64_t num_blocks, Demotions* demotions) noexcept {
   int64_t num_left = num_blocks;
   while (num_left > 0) {
+    if (TreeNode* copied = newest_copy()) {
+      num_left -= drop_copies(copied, num_left, demotions);
+      continue;
+    }
     TreeNode* node = order_.first_on_host();
     if (!node) break;
     num_left -= leave_host(node, num_left, demotions);
@@ -311,80 +350,6 @@ void PrefixTree::drop_host(TreeNode* node, int64_t begin) noexcept {
   num_host_evictable_ -= num_dropped;
   node->num_host_blocks -= static_cast<int32_t>(num_dropped);
   if (num_dropped > 0 && node->num_host_blocks == 0) order_.leave_host(node);
-}
-
-int64_t PrefixTree::drop(const TokenView& tokens, std::string_view name) {
-  std::lock_guard lock(mutex_);
-  TreeNode* root = find_root(name);
-  if (!root) return 0;
-  const Place place = walk(root, tokens, tokens.size() / block_size_);
-  if (place.in_edge < place.node->num_blocks) return 0;
-  int64_t num_dropped = 0;
-  for (TreeNode* node = place.node; !node->is_root() && node->num_pins == 0 && node->num_children == 0;) {
-    TreeNode* parent = node->parent;
-    const bool is_last = parent->is_root();
-    num_dropped += node->num_blocks;
-    forget_end(node, 0);
-    if (is_last) break;  // the root may be gone
-    node = parent;
-  }
-  return num_dropped * block_size_;
-}
-
-// Forgets an unpinned node's descendants, which are on the host only and unpinned, too.
-void PrefixTree::forget_below(TreeNode* node) noexcept {
-  for (TreeNode* at = node;;) {
-    if (at->children) {
-      at = at->children;
-    } else if (at == node) {
-      return;
-    } else {
-      TreeNode* parent = at->parent;
-      evict_end(at, 0);
-      at = parent;
-    }
-  }
-}
-
-// Forgets a node's end as forget_end does, and remembers that.
-void PrefixTree::evict_end(TreeNode* node, int64_t num_blocks) noexcept {
-  if (num_blocks == 0) {
-    evicted_.add(node->hash);
-  } else if (num_blocks < node->num_blocks) {
-    node->point = ++last_point_;
-    const TokenView tokens(node->tokens.data(), node->tokens.size());
-    evicted_.add(children_.hash(node->point, tokens, num_blocks * block_size_));
-  }
-  forget_end(node, num_blocks);
-}
-
-// Shortens an unpinned node without children to its first `num_blocks` blocks, in both tiers; to none removes it.
-void PrefixTree::forget_end(TreeNode* node, int64_t num_blocks) noexcept {
-  const auto device_ids = node->device_ids.span();
-  if (num_blocks < node->num_device_blocks()) {
-    const auto dropped = device_ids.subspan(static_cast<size_t>(num_blocks));
-    pool_->drop(dropped);
-    log_left(ChangeKind::kLeftDevice, node, dropped);
-    num_cached_ -= static_cast<int64_t>(dropped.size());
-    num_evictable_ -= static_cast<int64_t>(dropped.size());
-  }
-  drop_host(node, num_blocks);
-  if (num_blocks == 0) return remove_leaf(node);
-  if (num_blocks < node->host_ids.size()) node->shorten_host_ids(num_blocks);
-  if (num_blocks < node->num_device_blocks()) node->device_ids.truncate(num_blocks);
-  node->tokens.truncate(num_blocks * block_size_);
-  node->num_blocks = static_cast<int32_t>(num_blocks);
-}
-
-// The node's blocks are given back already.
-void PrefixTree::remove_leaf(TreeNode* node) noexcept {
-  TreeNode* parent = node->parent;
-  children_.erase(node);
-  siblings_.erase(parent, node);
-  order_.remove(node);
-  arena_.give_back(node);
-  --parent->num_children;
-  if (parent->is_root()) drop_unused_root(parent);
 }
 
 }  // namespace kvpage

@@ -28,7 +28,7 @@ from kvpage.blocks.rows import MANY_TOKENS, SequenceSteps
 from kvpage.blocks.space import BlockSpace, HostPolicy
 from kvpage.blocks.states import Allocation, Ids, SeqId, SequenceState, Slots
 from kvpage.blocks.stats import BlockStats
-from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.tokens import Tokens, as_tokens, some_tokens
 from kvpage.checks.values import as_counts, as_integer, as_list, check_flag, check_namespace
 
 
@@ -109,6 +109,9 @@ class BlockManager:
         priority: int = 0,
         max_cached_tokens: int | None = None,
         num_left_over: int = 1,
+        *,
+        num_spare: int = 0,
+        is_counted: bool = True,
     ) -> Allocation:
         """Give blocks to a new sequence. The longest cached prefix is shared: whole blocks, and a part by a copy.
 
@@ -119,12 +122,15 @@ class BlockManager:
             priority: 0 to 7. Blocks cached by a sequence of higher priority are evicted later.
             max_cached_tokens: The longest prefix to share; None for no limit.
             num_left_over: At least so many tokens are left to compute. 0 where the last logits are not needed.
+            num_spare: How many more blocks are to be left, free or evictable. This is checked before anything changes.
+            is_counted: Whether the prompt, and all that is found of it, counts in the statistics. False for one that
+                was counted before: it was preempted, for example, and finds its own blocks again.
 
         Returns:
             The blocks of the whole prompt.
 
         Raises:
-            OutOfBlocks: The rest does not fit.
+            OutOfBlocks: The rest does not fit beside the spare blocks.
             ValueError: The id is in use, there are no tokens, or a number is out of range.
             TypeError: An argument is of another type.
         """
@@ -134,7 +140,8 @@ class BlockManager:
         is_caching, parts = self.enable_prefix_caching, self.share_parts
         if type(num_left_over) is not int or num_left_over != 1 or max_cached_tokens is not None or not is_caching:
             num_left_over = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
-        return begin(self.space, self._sequences, seq_id, tokens, namespace, priority, num_left_over, parts)
+        about = tokens, namespace, priority, num_left_over, parts, num_spare, is_counted
+        return begin(self.space, self._sequences, seq_id, *about)
 
     def append(self, seq_ids: Sequence[SeqId], num_new_tokens: Sequence[int] | int = 1) -> None:
         """Make room for more tokens in each sequence.
@@ -275,16 +282,17 @@ class BlockManager:
         """
         swaps.swap_out(self.space, self._sequences, seq_id)
 
-    def swap_in(self, seq_id: SeqId, tokens: Tokens) -> Allocation:
+    def swap_in(self, seq_id: SeqId, tokens: Tokens, *, num_spare: int = 0) -> Allocation:
         """Give device blocks to a sequence that is swapped out, with their contents.
 
         Args:
             seq_id: A sequence that is swapped out.
             tokens: All of its tokens, at least the committed ones.
+            num_spare: As for `allocate`.
 
         Returns:
             The blocks. num_cached_tokens is the number of tokens committed before, or less where cached blocks were
-            evicted meanwhile. The rest has to be computed again.
+            evicted meanwhile. The rest has to be computed again. It does not count as found in the statistics.
 
         Raises:
             OutOfBlocks: The device lacks room.
@@ -299,7 +307,7 @@ class BlockManager:
         most_found = swapped.first_block * self.block_size if swapped.is_private else None
         is_caching = self.enable_prefix_caching
         num_left_over = tokens_left_over(len(tokens), most_found, fewest_left, is_caching)
-        num_written = swaps.swap_in(self.space, self._sequences, seq_id, tokens, num_left_over, is_caching)
+        num_written = swaps.swap_in(self.space, self._sequences, seq_id, tokens, num_left_over, is_caching, num_spare)
         return Allocation(num_written, self.block_ids(seq_id))
 
     # --- arguments of a step -----------------------------------------------------------------------------------------
@@ -390,11 +398,3 @@ class BlockManager:
     def _check_moved(self) -> None:
         if self.space.has_moves:
             raise RuntimeError("do_moves must be called before a step")
-
-
-def some_tokens(tokens: Tokens) -> Ids:
-    """Return tokens as an int32 array. Raise ValueError if there are none."""
-    array = as_tokens(tokens)
-    if len(array) == 0:
-        raise ValueError("tokens must hold at least one token, got none")
-    return array

@@ -6,7 +6,8 @@ give(m)   a match's blocks come back from the host, the rest is free blocks
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from operator import add
+from typing import NamedTuple, Protocol
 
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
 from kvpage.blocks.load_or_compute import LoadOrCompute
@@ -16,6 +17,25 @@ from kvpage.blocks.states import Ids
 from kvpage.blocks.stats import SpaceStats
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.values import check_at_least
+
+
+class Query(NamedTuple):
+    """A prompt that is counted. num_part_tokens: that it shares in a part of a block. num_refused: host blocks."""
+
+    num_tokens: int
+    num_part_tokens: int = 0
+    num_refused: int = 0
+
+
+class PromptCounts(NamedTuple):
+    """Tokens of prompts; see SpaceStats."""
+
+    query: int = 0
+    device_hit: int = 0
+    host_hit: int = 0
+    part_hit: int = 0
+    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +94,9 @@ class BlockSpace:
         self.pins = UserPins(self.tree, pin_quota)
         self._moves = BlockMoves()
         self._watcher: SpaceWatcher | None = None
-        self._counts = dict.fromkeys(("query", "device_hit", "host_hit", "part_hit", "refused"), 0)
+        self._counts = PromptCounts()
         self._blocks = dict.fromkeys(("evicted", "demoted", "written", "promoted"), 0)
+        self._num_host_evicted = 0
 
     def watch(self, watcher: SpaceWatcher) -> None:
         """Tell a watcher of all changes from now on."""
@@ -117,30 +138,32 @@ class BlockSpace:
         return self.pool.num_free + self.tree.num_evictable
 
     @property
-    def num_host_hit_tokens(self) -> int:
-        """Number of prompt tokens that were found on the host, so far."""
-        return self._counts["host_hit"]
+    def num_promoted_blocks(self) -> int:
+        """Number of blocks that came back from the host, so far."""
+        return self._blocks["promoted"]
 
-    def take(self, num_blocks: int) -> Ids:
+    def take(self, num_blocks: int, num_spare: int = 0) -> Ids:
         """Take free device blocks. Where too few are free, cached blocks are evicted, and pins end if that helps.
+
+        num_spare: So many more are to be left that are free, or can be evicted.
 
         Raises:
             OutOfBlocks: There is no room. Nothing is evicted, and no pin ends except those whose time was over.
         """
-        self.make_room(num_blocks)
+        self.make_room(num_blocks, num_spare)
         return self.pool.allocate(num_blocks)
 
-    def make_room(self, num_blocks: int) -> None:
+    def make_room(self, num_blocks: int, num_spare: int = 0) -> None:
         """Make so many device blocks free, as `take` does. Raise as it does."""
-        if num_blocks <= self.pool.num_free:
-            return
-        if num_blocks > self.num_free:
+        check_at_least("num_spare", num_spare, 0)
+        num_needed = num_blocks + num_spare
+        if num_needed > self.num_free:
             self.pins.expire()
-        if num_blocks > self.num_free:
-            self.pins.give_up(num_blocks - self.num_free)
+        if num_needed > self.num_free:
+            self.pins.give_up(num_needed - self.num_free)
+        if num_needed > self.num_free:
+            raise OutOfBlocks(num_needed, self.num_free)
         lacking = num_blocks - self.pool.num_free
-        if lacking > self.tree.num_evictable:
-            raise OutOfBlocks(num_blocks, self.num_free)
         if lacking > 0:
             self._evict(lacking)
 
@@ -161,8 +184,10 @@ class BlockSpace:
         """Free host blocks."""
         self.host_pool.release(host_ids)
 
-    def give(self, match: Match, num_blocks: int) -> Ids:
+    def give(self, match: Match, num_blocks: int, num_spare: int = 0, query: Query | None = None) -> Ids:
         """Bring the host blocks of a match to the device, and take free blocks up to `num_blocks` in all.
+
+        num_spare: As of `take`. query: The prompt, where it is one that was not counted before.
 
         Returns:
             The free blocks, int32.
@@ -172,8 +197,10 @@ class BlockSpace:
         """
         num_on_device = match.num_device_blocks
         num_host = match.num_blocks - num_on_device
-        taken = self.take(num_blocks - num_on_device)
-        self._count_hits(num_on_device, num_host)
+        taken = self.take(num_blocks - num_on_device, num_spare)
+        if query is not None:
+            self.tree.count_hit(match)
+            self._count_query(query, num_on_device * self.block_size, num_host * self.block_size)
         if num_host:
             self._promote(match, taken[:num_host])
         if self.host_policy.after_hits:
@@ -187,23 +214,24 @@ class BlockSpace:
         self.tree.release(part.match)
         return part.num_tokens
 
-    def match(self, tokens: Ids, namespace: bytes, priority: int = 0, num_left_over: int = 1) -> Match:
-        """Return the cached prefix of `tokens`, without host blocks that are likely computed faster than loaded.
+    def match(self, tokens: Ids, namespace: bytes, priority: int = 0, num_left_over: int = 1) -> tuple[Match, int]:
+        """Return the cached prefix of `tokens`, which does not count as a hit yet.
 
         num_left_over: At least so many tokens are left to compute.
+
+        Returns:
+            The match, and how many host blocks were left out of it: they are likely computed faster than loaded.
         """
-        match = self.tree.match(tokens, namespace, priority, num_left_over)
+        match = self.tree.match(tokens, namespace, priority, num_left_over, is_hit=False)
         num_host = match.num_blocks - match.num_device_blocks if self.tree.has_host_tier else 0
-        if num_host and not self.should_load(num_host):
-            self.tree.trim(match)
-        return match
+        if not num_host or self.should_load(num_host):
+            return match, 0
+        self.tree.trim(match)
+        return match, num_host
 
     def should_load(self, num_host: int) -> bool:
-        """Return whether so many host blocks are worth their way back. Those that are not are counted as refused."""
-        if self.rule is None or self.rule.should_load(num_host):
-            return True
-        self._counts["refused"] += num_host * self.block_size
-        return False
+        """Return whether so many host blocks are worth their way back."""
+        return self.rule is None or self.rule.should_load(num_host)
 
     @property
     def writes_at_once(self) -> bool:
@@ -300,26 +328,22 @@ class BlockSpace:
 
     # --- questions ---
 
-    def count_begun(self, num_tokens: int, num_cached: int, num_part_tokens: int, num_evicted: int) -> None:
-        """Count a prompt's tokens, those cached on the device, those of them in a part of a block, and evictions."""
-        self.count_query(num_tokens, num_part_tokens)
-        self._counts["device_hit"] += num_cached - num_part_tokens
+    def count_begun(self, query: Query | None, num_device_tokens: int, num_evicted: int) -> None:
+        """Count a prompt that has begun on the device. query: None for one that was counted before."""
         self._blocks["evicted"] += num_evicted
-
-    def count_query(self, num_tokens: int, num_part_tokens: int) -> None:
-        """Count a prompt's tokens, and those that it shares in a part of a block."""
-        self._counts["query"] += num_tokens
-        self._counts["part_hit"] += num_part_tokens
+        if query is not None:
+            self._count_query(query, num_device_tokens, 0)
 
     def stats(self) -> SpaceStats:
         """Return the counters, and the state of the host tier now."""
         return SpaceStats(
-            **{f"{name}_tokens": count for name, count in self._counts.items()},
+            **{f"{name}_tokens": count for name, count in self._counts._asdict().items()},
             **{f"{name}_blocks": count for name, count in self._blocks.items()},
             num_host_blocks=self.host_pool.num_blocks,
             num_free_host_blocks=self.host_pool.num_free,
             num_cached_host_blocks=self.tree.num_host_cached,
             num_pinned_blocks=self.pins.num_blocks,
+            host_evicted_blocks=self._host_evicted(),
         )
 
     def check_host(self, owned_ids: list[int]) -> None:
@@ -334,9 +358,15 @@ class BlockSpace:
 
     # --- inside ---
 
+    def _host_evicted(self) -> int:
+        """Return how many cached blocks have left the host. Amid a demotion in another thread, it is the last count."""
+        num_left = self._blocks["demoted"] + self._blocks["written"] - self.tree.num_host_cached
+        self._num_host_evicted = max(self._num_host_evicted, num_left)
+        return self._num_host_evicted
+
     def _match_all(self, tokens: Tokens, namespace: bytes) -> Match:
         """Return the match, also of a prompt that is cached to its last token."""
-        return self.tree.match(as_tokens(tokens), namespace, num_left_over=0)
+        return self.tree.match(as_tokens(tokens), namespace, num_left_over=0, is_hit=False)
 
     def _evict(self, num_blocks: int) -> None:
         self._blocks["evicted"] += num_blocks
@@ -362,6 +392,8 @@ class BlockSpace:
             self._watcher.blocks_moved(pairs, to_host)
         return pairs
 
-    def _count_hits(self, num_on_device: int, num_host: int) -> None:
-        self._counts["device_hit"] += num_on_device * self.block_size
-        self._counts["host_hit"] += num_host * self.block_size
+    def _count_query(self, query: Query, num_device_tokens: int, num_host_tokens: int) -> None:
+        """Count a prompt and all that was found of it at once: another thread may read the counters."""
+        num_tokens, num_part, num_refused = query
+        more = num_tokens, num_device_tokens, num_host_tokens, num_part, num_refused * self.block_size
+        self._counts = PromptCounts(*map(add, self._counts, more))

@@ -10,12 +10,12 @@ class SpaceStats:
     """Counters of both tiers, in tokens or blocks as the names say, and the state of the host tier now.
 
     Attributes:
-        query_tokens: Tokens of all prompts.
+        query_tokens: Tokens of all prompts. A prompt counts once, when it first gets blocks, and so does all that is
+            found of it then.
         device_hit_tokens: Prompt tokens found on the device.
         host_hit_tokens: Prompt tokens found on the host.
         part_hit_tokens: Prompt tokens found in parts of blocks, and copied.
-        refused_tokens: Tokens found on the host and left there, since computing them was expected to be faster. They
-            count once for each try.
+        refused_tokens: Prompt tokens found on the host and left there, since computing them was expected to be faster.
         evicted_blocks: Cached blocks that have left the device.
         demoted_blocks: Those of them that were copied to the host for it.
         written_blocks: Blocks that were copied to the host before their eviction.
@@ -24,6 +24,7 @@ class SpaceStats:
         num_free_host_blocks: Host blocks that are free.
         num_cached_host_blocks: Host blocks in the tree.
         num_pinned_blocks: Blocks that users have pinned. A block of two pins counts twice.
+        host_evicted_blocks: Cached blocks that have left the host, also those that were dropped.
     """
 
     query_tokens: int
@@ -39,16 +40,12 @@ class SpaceStats:
     num_free_host_blocks: int
     num_cached_host_blocks: int
     num_pinned_blocks: int
+    host_evicted_blocks: int
 
     @property
     def miss_tokens(self) -> int:
         """Prompt tokens that were not found."""
         return self.query_tokens - self.device_hit_tokens - self.host_hit_tokens - self.part_hit_tokens
-
-    @property
-    def host_evicted_blocks(self) -> int:
-        """Cached blocks that have left the host, also those that were dropped."""
-        return self.demoted_blocks + self.written_blocks - self.num_cached_host_blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,14 @@ def as_tokens(tokens: Tokens, name: str = "tokens") -> npt.NDArray[np.int32]:
     return array.astype(np.int32)
 
 
+def some_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
+    """Return tokens as `as_tokens` does. Raise ValueError if there are none, too."""
+    array = as_tokens(tokens)
+    if len(array) == 0:
+        raise ValueError("tokens must hold at least one token, got none")
+    return array
+
+
 def _check_not_text(tokens: Tokens, array: npt.NDArray[Any], name: str) -> None:
     if isinstance(tokens, Mapping):
         raise TypeError(f"{name} must be token ids, got a {type(tokens).__name__}: take the row of its 'input_ids'")

@@ -42,7 +42,7 @@ class BranchWorld:
     def snapshot(self) -> object:
         """Not which of the trie's branches live: they end where blocks lack, also for a call that then fails."""
         branches = [(b.token_ids.tolist(), b.num_computed, b.num_room, b in self.branches) for b in self.live]
-        return branches, len(self.branches), self.engine.scheduler.num_preemptions
+        return branches, len(self.branches), self.engine.scheduler.preemptions.num
 
     def check(self) -> None:
         self.engine.manager.check()

@@ -8,6 +8,7 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.serving.loop.batch.batch import Batch
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
+from kvpage.serving.loop.turns import Turns
 from kvpage.serving.params.sampling import SamplingParams
 
 B = 4
@@ -20,6 +21,13 @@ def request_of(number: int, num_tokens: int, max_tokens: int = 8, n: int = 1, fi
     return Request(f"r{number}", np.arange(begin, begin + num_tokens, dtype=np.int32), params, number)
 
 
+class HeldTurns(Turns):
+    """Something comes for some requests, as long as `is_held` says so."""
+
+    def __init__(self, is_held: Callable[[Request], bool]) -> None:
+        self.holds = is_held
+
+
 def scheduler_of(
     num_blocks: int = 64,
     max_num_seqs: int = 8,
@@ -28,7 +36,7 @@ def scheduler_of(
     is_held: Callable[[Request], bool] = lambda request: False,
     **options,
 ) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, B, **options), max_num_seqs, budget, window, is_held=is_held)
+    return Scheduler(BlockManager(num_blocks, B, **options), max_num_seqs, budget, window, turns=HeldTurns(is_held))
 
 
 def plan(batch: Batch) -> list[tuple[str, int, int]]:
@@ -47,4 +55,4 @@ def step(scheduler: Scheduler, tried: Sequence[Request] = ()) -> list[tuple[str,
 
 
 def counters(scheduler: Scheduler) -> tuple[int, int, int, int]:
-    return scheduler.num_preemptions, scheduler.num_swaps, scheduler.num_prompt_tokens, scheduler.num_cached_tokens
+    return *scheduler.preemptions, scheduler.num_prompt_tokens, scheduler.num_cached_tokens

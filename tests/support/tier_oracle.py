@@ -199,8 +199,16 @@ class TierTree:
             self.used.remove(other)
             del self.blocks[other]
 
+    def newest_copy(self) -> Key | None:
+        """The block of the lowest priority whose host block was used last, if that is a copy of one on the device."""
+        for priority in range(NUM_PRIORITIES):
+            keys = [key for key in self.used if self.blocks[key].host and self.blocks[key].priority == priority]
+            if keys and self.blocks[keys[-1]].device is not None:
+                return keys[-1]
+        return None
+
     def evict_host_one(self) -> bool:
-        key = self.oldest("host")
+        key = self.newest_copy() or self.oldest("host")
         if key is None:
             return False
         if self.blocks[key].device is None:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from kvpage.blocks.explain import Explanation
 from kvpage.blocks.groups.successor_manager import SuccessorManager
-from kvpage.blocks.manager import BlockManager, some_tokens
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation, SeqId
 from kvpage.checks.interrupts import uninterrupted
-from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.tokens import Tokens, as_tokens, some_tokens
 from kvpage.checks.values import as_list
 
 

@@ -19,10 +19,10 @@ import numpy as np
 
 from kvpage.blocks.explain import MOST_NAMESPACES, Explanation, GroupReach, reach_of_attention
 from kvpage.blocks.lives.growth import tokens_left_over
-from kvpage.blocks.manager import BlockManager, some_tokens
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.checks.errors import OutOfBlocks
-from kvpage.checks.tokens import Tokens
+from kvpage.checks.tokens import Tokens, some_tokens
 from kvpage.checks.values import as_integer, check_namespace
 
 _TOKEN_BYTES = 4
@@ -74,6 +74,9 @@ class SuccessorManager(BlockManager):
         priority: int = 0,
         max_cached_tokens: int | None = None,
         num_left_over: int = 1,
+        *,
+        num_spare: int = 0,
+        is_counted: bool = True,
     ) -> Allocation:
         """Give blocks to a new sequence: room for as many positions as the target has tokens.
 
@@ -84,6 +87,8 @@ class SuccessorManager(BlockManager):
             priority: 0 to 7. Blocks cached by a sequence of higher priority are evicted later.
             max_cached_tokens: The most positions to share; None for no limit.
             num_left_over: At least so many positions are left to compute. The last one always is.
+            num_spare: As for BlockManager.
+            is_counted: As for BlockManager.
 
         Returns:
             How many positions need no computation once the moves are done, and the blocks.
@@ -96,7 +101,8 @@ class SuccessorManager(BlockManager):
         num_left_over = as_integer("num_left_over", num_left_over)
         places, name = _places(tokens, namespace)
         left = num_left_over if num_left_over < 0 else max(num_left_over, 1)
-        return super().allocate(seq_id, places, name, priority, max_cached_tokens, left)
+        about = places, name, priority, max_cached_tokens, left
+        return super().allocate(seq_id, *about, num_spare=num_spare, is_counted=is_counted)
 
     def foresee(self, tokens: Tokens, namespace: bytes = b"", max_cached_tokens: int | None = None) -> int:
         """Return how many positions `allocate` would share now. It changes only how recently blocks were used.
@@ -113,7 +119,7 @@ class SuccessorManager(BlockManager):
         """
         places, name = _places(tokens, namespace)
         left = tokens_left_over(len(places), max_cached_tokens, 1, self.enable_prefix_caching)
-        match = self.tree.match(places, name, 0, left)
+        match = self.tree.match(places, name, 0, left, is_hit=False)
         try:
             num_needed = self._sequences.blocks_for(len(places)) - match.num_device_blocks
             part = self.tree.match_part(match, places, left) if self.share_parts else None
@@ -147,12 +153,13 @@ class SuccessorManager(BlockManager):
         if num_lacking > 0:
             self.append([seq_id], num_lacking)  # blocks that it has just freed
 
-    def swap_in(self, seq_id: SeqId, tokens: Tokens) -> Allocation:
+    def swap_in(self, seq_id: SeqId, tokens: Tokens, *, num_spare: int = 0) -> Allocation:
         """Give device blocks to a sequence that is swapped out, with their contents.
 
         Args:
             seq_id: A sequence that is swapped out.
             tokens: All of the target's tokens: more than there are committed positions.
+            num_spare: As for BlockManager.
 
         Returns:
             The blocks. num_cached_tokens is the number of positions committed before, or less where cached blocks were
@@ -162,7 +169,7 @@ class SuccessorManager(BlockManager):
             OutOfBlocks: The device lacks room.
             ValueError: There are fewer tokens than that.
         """
-        return super().swap_in(seq_id, _places(tokens, b"")[0])
+        return super().swap_in(seq_id, _places(tokens, b"")[0], num_spare=num_spare)
 
     def reach(self, tokens: Tokens, namespace: bytes = b"") -> GroupReach:
         """Return how far cached positions reach into a prompt, and why not further. Nothing is changed.

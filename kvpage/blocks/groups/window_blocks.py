@@ -134,6 +134,14 @@ class WindowBlocks:
         """Return how many blocks the last window before so many tokens has, whole blocks."""
         return num_tokens // self.block_size - min(self.first_block(num_tokens), num_tokens // self.block_size)
 
+    def num_left_by(self, full_ids: Ids) -> int:
+        """Return how many blocks can be handed out once a sequence uses those beside these.
+
+        Args:
+            full_ids: The tree's ids, each of which has one.
+        """
+        return self.num_free - sum(block_id in self._unused for block_id in self._beside[full_ids].tolist())
+
     # --- what is cached ---
 
     def has(self, full_ids: Ids) -> npt.NDArray[np.bool_]:

@@ -20,11 +20,11 @@ from kvpage.blocks.groups.window_reach import reach_of_window
 from kvpage.blocks.groups.window_table import WindowTable
 from kvpage.blocks.groups.windowed_tables import WindowedTables
 from kvpage.blocks.lives.growth import tokens_left_over
-from kvpage.blocks.manager import some_tokens
+from kvpage.blocks.space import Query
 from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
-from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.tokens import Tokens, as_tokens, some_tokens
 from kvpage.checks.values import as_integer, as_list, as_positions, check_namespace
 
 
@@ -56,6 +56,9 @@ class WindowedManager(WindowedTables):
         priority: int = 0,
         max_cached_tokens: int | None = None,
         num_left_over: int = 1,
+        *,
+        num_spare: int = 0,
+        is_counted: bool = True,
     ) -> Allocation:
         """Give blocks to a new sequence. It begins after the longest prefix of whole blocks that all groups have.
 
@@ -68,6 +71,8 @@ class WindowedManager(WindowedTables):
             priority: 0 to 7. Blocks of full layers cached by a sequence of higher priority are evicted later.
             max_cached_tokens: The longest prefix to share; None for no limit.
             num_left_over: At least so many tokens are left to compute. 0 where the last logits are not needed.
+            num_spare: As for BlockManager: of the full layers' blocks.
+            is_counted: As for BlockManager.
 
         Returns:
             The tokens that need no computation, and the full layers' blocks of the whole prompt.
@@ -81,10 +86,11 @@ class WindowedManager(WindowedTables):
         self._sequences.check_new(seq_id)
         tokens = some_tokens(tokens)
         left = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, self.enable_prefix_caching)
-        match = self.tree.match(tokens, namespace, priority, left)
+        query = Query(len(tokens)) if is_counted else None
+        match = self.tree.match(tokens, namespace, priority, left, is_hit=False)
         try:
             self.tree.shorten(match, self._num_usable(match.block_ids))
-            taken = self.space.give(match, self._sequences.blocks_for(len(tokens)))
+            taken = self.space.give(match, self._sequences.blocks_for(len(tokens)), num_spare, query)
         except BaseException:
             self.tree.release(match)
             raise
@@ -102,7 +108,6 @@ class WindowedManager(WindowedTables):
             namespace=namespace,
             is_private=False,
         )
-        self.space.count_query(len(tokens), 0)
         return Allocation(num_cached, self.block_ids(seq_id))
 
     @uninterrupted
@@ -307,7 +312,7 @@ class WindowedManager(WindowedTables):
         check_namespace(namespace)
         for seq_id in self._tables:
             self._move_on(seq_id)
-        match = self.tree.match(tokens, namespace, num_left_over=0)
+        match = self.tree.match(tokens, namespace, num_left_over=0, is_hit=False)
         held = hold(match, self.windows, lambda: self._let_go(held, match))
         self._held.append(held)
         return held

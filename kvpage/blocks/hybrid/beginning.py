@@ -13,7 +13,7 @@ from kvpage._C import Match
 from kvpage.blocks.hybrid.checkpoint import Checkpoint
 from kvpage.blocks.hybrid.state_space import StateSpace
 from kvpage.blocks.lives.sequences import Sequences
-from kvpage.blocks.space import BlockSpace
+from kvpage.blocks.space import BlockSpace, Query
 from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.checks.errors import OutOfSlots
 
@@ -27,6 +27,8 @@ class Prompt(NamedTuple):
         priority: 0 to 7.
         num_left_over: At least so many tokens are left to compute.
         is_private: Whether no other sequence finds its blocks.
+        num_spare: How many more blocks are to be left over.
+        is_counted: Whether the prompt counts in the statistics.
     """
 
     tokens: Ids
@@ -34,6 +36,8 @@ class Prompt(NamedTuple):
     priority: int
     num_left_over: int
     is_private: bool = False
+    num_spare: int = 0
+    is_counted: bool = False
 
     @property
     def most(self) -> int:
@@ -48,11 +52,13 @@ class Found(NamedTuple):
         match: The blocks before the checkpoint.
         checkpoint: The checkpoint to begin at; None to begin at the first token.
         diverged_at: How many tokens have K and V in cached blocks.
+        num_refused: Host blocks that are likely computed faster than loaded.
     """
 
     match: Match
     checkpoint: Checkpoint | None
     diverged_at: int
+    num_refused: int
 
     @property
     def num_tokens(self) -> int:
@@ -78,30 +84,30 @@ class Beginnings:
             OutOfBlocks: The blocks do not fit, or there is no slot. Nothing is changed.
         """
         found = self.find(prompt)
-        num_blocks = self._sequences.blocks_for(len(prompt.tokens))
+        num_blocks, num_tail = self._sequences.blocks_for(len(prompt.tokens)), found.num_tokens - found.match.num_tokens
+        query = Query(len(prompt.tokens), num_tail, found.num_refused) if prompt.is_counted else None
         try:
             takes_over = self._takes_over(found.checkpoint)
-            taken = self._space.give(found.match, num_blocks)
+            taken = self._space.give(found.match, num_blocks, prompt.num_spare, query)
         except BaseException:
             self._space.tree.release(found.match)
             raise
         slot = self._restore(found.checkpoint, taken, takes_over)
         block_ids = self._add(seq_id, prompt, found, taken)
-        self._space.count_query(len(prompt.tokens), found.num_tokens - found.match.num_tokens)
         return Allocation(found.num_tokens, block_ids), found, slot
 
     def find(self, prompt: Prompt) -> Found:
         """Return what is cached of a prompt. The match pins its blocks until it is released."""
         tree, size = self._space.tree, self._space.block_size
-        match = tree.match(prompt.tokens, prompt.namespace, prompt.priority, prompt.num_left_over)
+        match = tree.match(prompt.tokens, prompt.namespace, prompt.priority, prompt.num_left_over, is_hit=False)
         try:
             diverged_at = match.num_tokens + self._num_part_tokens(match, prompt)
-            checkpoint = self._checkpoint(match, prompt)
+            checkpoint, num_refused = self._checkpoint(match, prompt)
             tree.shorten(match, checkpoint.num_tokens // size if checkpoint else 0)
         except BaseException:
             tree.release(match)
             raise
-        return Found(match, checkpoint, diverged_at)
+        return Found(match, checkpoint, diverged_at, num_refused)
 
     def _num_part_tokens(self, match: Match, prompt: Prompt) -> int:
         part = self._space.tree.match_part(match, prompt.tokens, prompt.num_left_over)
@@ -110,14 +116,14 @@ class Beginnings:
         self._space.tree.release(part.match)
         return part.num_tokens
 
-    def _checkpoint(self, match: Match, prompt: Prompt) -> Checkpoint | None:
-        """Return the longest checkpoint whose host blocks are worth their way back."""
+    def _checkpoint(self, match: Match, prompt: Prompt) -> tuple[Checkpoint | None, int]:
+        """Return the longest checkpoint whose host blocks are worth their way back, and how many others were not."""
         num_on_device = match.num_device_blocks
         found = self._find(match, prompt, match.num_blocks)
         num_host = 0 if found is None else found.num_tokens // self._space.block_size - num_on_device
         if num_host > 0 and not self._space.should_load(num_host):
-            return self._find(match, prompt, num_on_device)
-        return found
+            return self._find(match, prompt, num_on_device), num_host
+        return found, 0
 
     def _find(self, match: Match, prompt: Prompt, num_blocks: int) -> Checkpoint | None:
         return self._states.find(match, prompt.tokens, prompt.namespace, prompt.most, num_blocks)

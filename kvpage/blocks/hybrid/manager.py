@@ -26,14 +26,14 @@ from kvpage.blocks.hybrid.state_space import StateSpace
 from kvpage.blocks.hybrid.swaps import SwapsIn
 from kvpage.blocks.lives.growth import tokens_left_over
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.manager import BlockManager, some_tokens
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove
 from kvpage.blocks.space import HostPolicy
 from kvpage.blocks.states import Allocation, SeqId
 from kvpage.blocks.stats import BlockStats
 from kvpage.checks.errors import OutOfSlots
 from kvpage.checks.interrupts import uninterrupted
-from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.checks.tokens import Tokens, as_tokens, some_tokens
 from kvpage.checks.values import as_integer, check_at_least, check_namespace
 
 
@@ -92,10 +92,9 @@ class HybridManager(BlockManager):
         self.checkpoint_every = checkpoint_every
         self.states = StateSpace(self.space, num_slots, num_host_slots, num_checkpoints)
         self._states_of = SequenceStates(self.states, self._sequences, enable_prefix_caching)
-        self._beginnings = Beginnings(self.space, self._sequences, self.states)
-        self._swaps_in = SwapsIn(
-            self.space, self._sequences, self.states, self._states_of, self._beginnings, enable_prefix_caching
-        )
+        parts = self.space, self._sequences, self.states
+        self._beginnings = Beginnings(*parts)
+        self._swaps_in = SwapsIn(*parts, self._states_of, self._beginnings, enable_prefix_caching)
 
     def do_state_moves(self, do_move: Callable[[BlockMove], object]) -> None:
         """Make all moves of states in order, before the next step.
@@ -118,6 +117,9 @@ class HybridManager(BlockManager):
         max_cached_tokens: int | None = None,
         num_left_over: int = 1,
         cache_at: Sequence[int] = (),
+        *,
+        num_spare: int = 0,
+        is_counted: bool = True,
     ) -> Allocation:
         """Give blocks and a state slot to a new sequence, which begins at the longest position with K, V and a state.
 
@@ -129,6 +131,8 @@ class HybridManager(BlockManager):
             max_cached_tokens: The longest prefix to share; None for no limit.
             num_left_over: At least so many tokens are left to compute. 0 where the last logits are not needed.
             cache_at: Positions of the prompt, 1 to its length, at which to keep the state for others.
+            num_spare: As for BlockManager.
+            is_counted: As for BlockManager.
 
         Returns:
             The exact number of tokens that need no computation once the moves are done, and the blocks of the prompt.
@@ -141,10 +145,9 @@ class HybridManager(BlockManager):
         check_namespace(namespace)
         self._sequences.check_new(seq_id)
         tokens = some_tokens(tokens)
-        named = as_cache_at(cache_at, len(tokens))
-        is_caching = self.enable_prefix_caching
+        named, is_caching = as_cache_at(cache_at, len(tokens)), self.enable_prefix_caching
         left = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
-        prompt = Prompt(tokens, namespace, priority, left)
+        prompt = Prompt(tokens, namespace, priority, left, False, num_spare, is_counted)
         allocation, found, slot = self._beginnings.begin(seq_id, prompt)
         marks = self._marks(prompt, found, named, int(num_left_over > 0)) if is_caching else {}
         self._states_of.add(seq_id, slot, priority, found.checkpoint, marks, tokens)
@@ -314,26 +317,23 @@ class HybridManager(BlockManager):
         self._states_of.move(seq_id, self.states.take_host(), on_host=True)
 
     @uninterrupted
-    def swap_in(self, seq_id: SeqId, tokens: Tokens) -> Allocation:
+    def swap_in(self, seq_id: SeqId, tokens: Tokens, *, num_spare: int = 0) -> Allocation:
         """Give device blocks and a slot to a sequence that is swapped out, with their contents.
 
         Args:
             seq_id: A sequence that is swapped out.
             tokens: All of its tokens, at least the committed ones.
+            num_spare: As for BlockManager.
 
         Returns:
             The blocks. num_cached_tokens is the number of tokens committed before. Where cached blocks were evicted
-            meanwhile, the state is of no use, and it is the longest checkpoint's position. The rest has to be computed
-            again.
+            meanwhile, the state is of no use, and it is the longest checkpoint's position. The rest is computed again.
 
         Raises:
             OutOfBlocks: The device lacks room for the blocks, or for the state (OutOfSlots).
             ValueError: There are fewer tokens than committed ones.
         """
-        swapped, tokens = self._sequences.swapped[seq_id], some_tokens(tokens)
-        if len(tokens) < swapped.num_written:
-            raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
-        return self._swaps_in.swap_in(seq_id, tokens)
+        return self._swaps_in.swap_in(seq_id, some_tokens(tokens), num_spare)
 
     # --- beside a store ----------------------------------------------------------------------------------------------
 

@@ -255,7 +255,7 @@ class StateSpace:
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
         """Forget the checkpoints of tokens whose blocks were dropped, where no other prompt shares them."""
         self.drop_stale()
-        match = self._space.tree.match(tokens, namespace, num_left_over=0)
+        match = self._space.tree.match(tokens, namespace, num_left_over=0, is_hit=False)
         try:
             anchor, num_tokens = self._anchor_at_end(match, namespace), match.num_tokens
         finally:

@@ -32,20 +32,22 @@ class SwapsIn:
         self._beginnings = beginnings
         self._is_caching = is_caching
 
-    def swap_in(self, seq_id: SeqId, tokens: Ids) -> Allocation:
+    def swap_in(self, seq_id: SeqId, tokens: Ids, num_spare: int) -> Allocation:
         """Give device blocks and a slot to a sequence that is swapped out; see HybridManager.swap_in."""
         swapped = self._sequences.swapped[seq_id]
+        if len(tokens) < swapped.num_written:
+            raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
         num_shared = swapped.num_written if self._is_caching else 0
         if swapped.is_private:
             num_shared = swapped.first_block * self._sequences.block_size
         num_left = len(tokens) - num_shared
-        prompt = Prompt(tokens, swapped.namespace, swapped.priority, num_left, swapped.is_private)
+        prompt = Prompt(tokens, swapped.namespace, swapped.priority, num_left, swapped.is_private, num_spare)
         return self._resume(seq_id, prompt) or self._begin_again(seq_id, prompt)
 
     def _resume(self, seq_id: SeqId, prompt: Prompt) -> Allocation | None:
         """Bring back the blocks and the state; None, and nothing is changed, where some blocks are gone."""
         swapped, tree = self._sequences.swapped[seq_id], self._space.tree
-        match = tree.match(prompt.tokens, prompt.namespace, prompt.priority, prompt.num_left_over)
+        match = tree.match(prompt.tokens, prompt.namespace, prompt.priority, prompt.num_left_over, is_hit=False)
         if match.num_blocks < swapped.first_block:
             tree.release(match)
             return None
@@ -53,7 +55,7 @@ class SwapsIn:
             if not self._states.can_take():
                 raise OutOfSlots(1, 0)
             num_blocks = self._sequences.blocks_for(len(prompt.tokens)) - swapped.num_left
-            taken = self._space.give(match, max(num_blocks, match.num_blocks))
+            taken = self._space.give(match, max(num_blocks, match.num_blocks), prompt.num_spare)
         except BaseException:
             tree.release(match)
             raise

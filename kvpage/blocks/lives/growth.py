@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvpage._C import PartMatch
 from kvpage.blocks.lives.sequences import Rows, Sequences
-from kvpage.blocks.space import BlockSpace
+from kvpage.blocks.space import BlockSpace, Query
 from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
@@ -24,6 +24,8 @@ def begin(
     priority: int,
     num_left_over: int,
     share_parts: bool,
+    num_spare: int,
+    is_counted: bool,
 ) -> Allocation:
     """Give blocks to a new sequence; the arguments are those of BlockManager.allocate.
 
@@ -37,14 +39,24 @@ def begin(
         given = None
         if not space.tree.has_host_tier:
             given = sequences.rows.begin(
-                sequences.on_device, seq_id, tokens, namespace, priority, num_left_over, share_parts
+                sequences.on_device,
+                seq_id,
+                tokens,
+                namespace,
+                priority,
+                num_left_over,
+                share_parts,
+                num_spare,
+                is_counted,
             )
         if given is None:
-            return _begin_by_moves(space, sequences, seq_id, tokens, namespace, priority, num_left_over, share_parts)
+            about = tokens, namespace, priority, num_left_over, share_parts, num_spare, is_counted
+            return _begin_by_moves(space, sequences, seq_id, *about)
         num_cached, num_evicted, part_from, part_to, block_ids = given
         if part_from >= 0:
             space.add_move("copy", [(part_from, part_to)])
-        space.count_begun(len(tokens), num_cached, num_cached % space.block_size, num_evicted)
+        num_part = num_cached % space.block_size
+        space.count_begun(Query(len(tokens), num_part) if is_counted else None, num_cached - num_part, num_evicted)
         return Allocation(num_cached, block_ids)
     except BaseException:  # Ctrl-C, after the blocks were given
         sequences.discard(seq_id)
@@ -61,13 +73,20 @@ def _begin_by_moves(
     priority: int,
     num_left_over: int,
     share_parts: bool,
+    num_spare: int,
+    is_counted: bool,
 ) -> Allocation:
     """Do the same where blocks may have to come from the host, or pins to end."""
-    match = space.match(tokens, namespace, priority, num_left_over)
+    match, num_refused = space.match(tokens, namespace, priority, num_left_over)
     part = space.tree.match_part(match, tokens, num_left_over) if share_parts else None
     num_blocks = sequences.blocks_for(len(tokens))
+
+    def give(num_part: int) -> Ids:
+        query = Query(len(tokens), num_part, num_refused) if is_counted else None
+        return space.give(match, num_blocks, num_spare, query)
+
     try:
-        taken = _with_or_without(space, part, lambda: space.give(match, num_blocks))
+        taken = _with_or_without(space, part, give)
     except BaseException:
         space.tree.release(match)
         raise
@@ -86,19 +105,21 @@ def _begin_by_moves(
         namespace=namespace,
         is_private=False,
     )
-    space.count_query(len(tokens), num_part)
     return Allocation(num_cached, sequences.rows.ids(row))
 
 
-def _with_or_without(space: BlockSpace, part: PartMatch | None, give: Callable[[], Ids]) -> Ids:
-    """Return the result of `give`. Without room, the part's block is released: it is not worth a request."""
+def _with_or_without(space: BlockSpace, part: PartMatch | None, give: Callable[[int], Ids]) -> Ids:
+    """Return the result of `give`, which is told the tokens of the part.
+
+    Without room, the part's block is released: it is not worth a request.
+    """
     if part is None:
-        return give()
+        return give(0)
     try:
-        return give()
+        return give(part.num_tokens)
     except OutOfBlocks:
         space.tree.release(part.match)
-        return give()
+        return give(0)
     except BaseException:
         space.tree.release(part.match)
         raise

@@ -32,7 +32,13 @@ def swap_out(space: BlockSpace, sequences: Sequences, seq_id: SeqId) -> None:
 
 @uninterrupted
 def swap_in(
-    space: BlockSpace, sequences: Sequences, seq_id: SeqId, tokens: Ids, num_left_over: int, is_caching: bool
+    space: BlockSpace,
+    sequences: Sequences,
+    seq_id: SeqId,
+    tokens: Ids,
+    num_left_over: int,
+    is_caching: bool,
+    num_spare: int,
 ) -> int:
     """Give device blocks to a sequence that is swapped out.
 
@@ -43,6 +49,7 @@ def swap_in(
         tokens: All tokens of the sequence.
         num_left_over: How many tokens at the end not to look up in the tree.
         is_caching: Whether sequences find each other's blocks.
+        num_spare: How many more blocks are to be left over.
 
     Returns:
         The number of leading tokens whose K and V are in the blocks once the moves are done.
@@ -51,9 +58,10 @@ def swap_in(
         OutOfBlocks: The device lacks room. Nothing is changed.
     """
     swapped = sequences.swapped[seq_id]
-    match = space.match(tokens, swapped.namespace, swapped.priority, num_left_over)
+    match, _ = space.match(tokens, swapped.namespace, swapped.priority, num_left_over)
     try:
-        taken = space.give(match, max(sequences.blocks_for(len(tokens)) - swapped.num_left, match.num_blocks))
+        num_blocks = max(sequences.blocks_for(len(tokens)) - swapped.num_left, match.num_blocks)
+        taken = space.give(match, num_blocks, num_spare)
     except BaseException:
         space.tree.release(match)
         raise

@@ -75,7 +75,7 @@ class EngineCore(EnginePrompts):
             config.max_num_seqs,
             config.max_num_batched_tokens,
             parts.window,
-            is_held=self._connectors.holds,
+            turns=self._connectors,
             reclaimers=[self._connectors.reclaim],
         )
         of_steps = StepStates(manager, states) if states and isinstance(manager, HybridManager) else None
@@ -245,14 +245,15 @@ class EngineCore(EnginePrompts):
             The numbers. Another thread may ask while the engine works; then they are not all of one moment.
         """
         loop, scheduler, connectors = self._loop, self.scheduler, self._connectors
+        preemptions = scheduler.preemptions
         return EngineStats(
             num_steps=self._batch_runner.num_passes,
             num_computed_tokens=self._batch_runner.num_computed_tokens,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_generated_tokens=loop.num_generated_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_swaps=scheduler.num_swaps,
+            num_preemptions=preemptions.num,
+            num_swaps=preemptions.num_swaps,
             num_finished=loop.num_finished,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -360,7 +361,7 @@ class EngineCore(EnginePrompts):
         Args:
             reclaimer: Gives back some blocks; returns False if it cannot.
         """
-        self.scheduler.add_reclaimer(reclaimer)
+        self.scheduler.reclaimers.append(reclaimer)
 
     def remove_reclaimer(self, reclaimer: Callable[[], bool]) -> None:
         """Ask a reclaimer no more. Removing one that is not there does nothing.
@@ -368,4 +369,5 @@ class EngineCore(EnginePrompts):
         Args:
             reclaimer: As it was added.
         """
-        self.scheduler.remove_reclaimer(reclaimer)
+        reclaimers = self.scheduler.reclaimers
+        reclaimers[:] = [one for one in reclaimers if one != reclaimer]

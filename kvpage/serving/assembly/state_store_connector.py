@@ -86,22 +86,22 @@ class StateStoreConnector(StoreConnector):
     def _into_blocks(self, load: StoreLoad, num_tokens: int, given: Allocation) -> "Future[int]":
         self._make_moves()
         tokens, start, slot = load.tokens[:num_tokens], given.num_cached_tokens, self._hybrid.slot_of(load)
+        block_ids = given.block_ids[: -(-num_tokens // self._hybrid.block_size)]
         stream = side_stream(self._cache.device)
 
         def load_all() -> int:
             begin = time.perf_counter()
             with stream():
-                end = self._stored.load(tokens, start, given.block_ids, slot, load.namespace)
+                end = self._stored.load(tokens, start, block_ids, slot, load.namespace)
             self._saw_load(max(end - start, 0), time.perf_counter() - begin)
             return end
 
         return self._loaders.submit(load_all)
 
-    def _finish(self, load: StoreLoad, num_loaded: int) -> None:
+    def _finish(self, load: StoreLoad, num_loaded: int) -> bool:
         """Commit the tokens that have come, and let others go on from the state after them."""
-        try:
-            if load.num_cached < num_loaded <= load.num_wanted:
-                self._commit(load, num_loaded)
-                self._hybrid.keep_end(load, goes_on=True)
-        finally:
-            self._manager.release(load)
+        if not load.num_cached < num_loaded <= load.num_wanted:
+            return False
+        self._commit(load, num_loaded)
+        self._hybrid.keep_end(load, goes_on=True)
+        return True

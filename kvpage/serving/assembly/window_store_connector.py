@@ -91,7 +91,8 @@ class WindowStoreConnector(StoreConnector):
         for blocks, cache in zip(self._windowed.windows, self._caches, strict=True):
             blocks.do_moves(cache.do_move)  # they read blocks that may have been given to this load
         rows = [self._windowed.window_tables(group, [load])[0] for group in range(len(self._caches))]
-        tables, stream = [given.block_ids, *rows], side_stream(self._cache.device)
+        full_ids = given.block_ids[: num_tokens // self._windowed.block_size]
+        tables, stream = [full_ids, *rows], side_stream(self._cache.device)
 
         def load_all() -> int:
             begin = time.perf_counter()

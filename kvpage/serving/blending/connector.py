@@ -197,7 +197,7 @@ class BlendConnector:
     def _start(self, prompt: BlendedPrompt) -> None:
         spans, namespace, may_reuse = prompt.spans, prompt.namespace, prompt.may_reuse
         is_measured = prompt.copy_at is not None
-        match = self._manager.tree.match(prompt.tokens, namespace)
+        match = self._manager.tree.match(prompt.tokens, namespace, is_hit=False)
         num_cached = match.num_tokens
         self._manager.tree.release(match)
 

@@ -17,16 +17,16 @@ from kvpage.serving.loop.batch.batch import Portion
 from kvpage.serving.loop.moves.layer_saves import Growth
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.store_connector import StoreConnector
+from kvpage.serving.loop.turns import Turns
 
 
-class Connectors:
+class Connectors(Turns):
     """Both may be None. All methods are for the engine's thread."""
 
     def __init__(self) -> None:
         self.store: StoreConnector | None = None
         self.blend: BlendConnector | None = None
         self._num_queued: int | None = None  # when the queue was last read
-        self._has_asked_store = False  # for all requests that waited then
 
     @property
     def blender(self) -> Blender | None:
@@ -35,7 +35,7 @@ class Connectors:
 
     def connect_store(self, store: StoreConnector) -> None:
         """Ask a store from now on."""
-        self.store, self._has_asked_store = store, False
+        self.store = store
 
     def connect_blend(self, blend: BlendConnector) -> None:
         """Look up and keep segments from now on."""
@@ -46,14 +46,13 @@ class Connectors:
     def ask(self, waiting: Sequence[Request], num_queued: int | None = None) -> None:
         """Go on with everything under way, and ask for all that the waiting requests can use.
 
-        num_queued: how often requests were queued so far. The queue is read only where that has changed, or the store
-            was too busy to be asked for all; so a step costs nothing for requests that wait long. None reads it.
+        num_queued: how often requests were queued so far. Segments are looked up only where that has changed; so a step
+            costs nothing for requests that wait long. A store is asked for the first of them. None reads the queue.
         """
         is_new = num_queued is None or num_queued != self._num_queued
         self._num_queued = num_queued
         if self.store:
-            asks = is_new or not self._has_asked_store
-            self._has_asked_store = self.store.ask([one for one in waiting if not one.scores_prompt] if asks else ())
+            self.store.ask(request for request in waiting if not request.scores_prompt)
         if self.blend:
             prompts = (request.blending for request in waiting if request.blending is not None)
             self.blend.ask(prompts if is_new else ())
@@ -63,6 +62,19 @@ class Connectors:
         if self.store and self.store.holds(request):
             return True
         return bool(self.blend and request.blending is not None and self.blend.holds(request.blending))
+
+    def has_blocks(self, request: Request) -> bool:
+        """Whether the store's load has taken blocks for all of its tokens."""
+        return self.store is not None and self.store.has_blocks(request)
+
+    def begin(self, request: Request, num_spare: int) -> bool:
+        """Ask the store for a request whose turn has come, or load it; return whether it is to wait."""
+        return self.store is not None and not request.scores_prompt and self.store.begin(request, num_spare)
+
+    def hand_over(self, request: Request) -> None:
+        """Give back the blocks of its load. It is admitted now."""
+        if self.store:
+            self.store.hand_over(request)
 
     def wait(self, limit: WaitLimit | None = None) -> None:
         """Wait until something has come, or is late; no longer than the limit."""
@@ -132,8 +144,7 @@ class Connectors:
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
-        if self.store:
-            self.store.forget(request)
+        self.hand_over(request)
         if self.blend and request.blending is not None:
             self.blend.forget(request.blending)
 

@@ -39,6 +39,7 @@ class SampleGroup:
     samples: the requests that exist by now, the first one first. priority: requests with a lower one come first.
     num_cached_tokens: at the first admission. num_loaded_tokens: that the host tier or a store gave for it before.
     answer_rules: of the engine; None gives no answers.
+    is_asked, is_found: whether a store was asked for its prompt, and has had some of it.
     """
 
     arrival: int
@@ -51,6 +52,8 @@ class SampleGroup:
     first_token_time: float | None = None
     num_loaded_tokens: int = 0
     answer_rules: AnswerRules | None = None
+    is_asked: bool = False
+    is_found: bool = False
 
     def note_token(self, now: float) -> None:
         """Note that a sample has a new token: the first of all has its time kept."""
@@ -68,6 +71,21 @@ class SampleGroup:
         """Note tokens that were loaded for it; those after its first admission are no part of what it found."""
         if self.num_cached_tokens is None:
             self.num_loaded_tokens += num_tokens
+
+    def note_asked(self) -> bool:
+        """Note that a store is asked for its prompt; return whether that is the first time."""
+        is_first, self.is_asked = not self.is_asked, True
+        return is_first
+
+    def note_found(self) -> bool:
+        """Note that a store has some of its prompt; return whether that is the first time."""
+        is_first, self.is_found = not self.is_found, True
+        return is_first
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether its prompt has had blocks once."""
+        return self.num_cached_tokens is not None
 
     def abort(self) -> None:
         """Note that the caller has ended all samples."""

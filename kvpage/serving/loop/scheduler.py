@@ -16,9 +16,13 @@ Every request finishes, once those before it in order have:
   blocks enough: all others are free or evictable. So it gets to its end, then the next one does. Of the samples of one
   prompt, each a request from its first token on, the first one comes first.
 - The first waiting request is passed over only while another's prefill computes blocks that it will share, or while a
-  store sends K and V for it. That prefill ends or is preempted; the store has a deadline.
-- With nothing running it is admitted: all blocks are free, or held by something that is no request (`Branches`). Then
-  the reclaimers are asked for blocks. If that is not enough, `schedule` raises OutOfBlocks.
+  store sends K and V for it. That prefill ends or is preempted; the store has a deadline. Loads take their blocks at
+  their requests' turns, and by the same rule as admissions, so that what was loaded finds a place.
+- With nothing running it is admitted: all blocks are free, or held by something that is no running request (`Branches`,
+  loads for those behind it). Then the reclaimers are asked for blocks. If that is not enough, `schedule` raises
+  OutOfBlocks.
+
+Whether a request fits is checked before anything changes for it, so that one that waits costs nobody a cached block.
 """
 
 from bisect import insort
@@ -34,7 +38,9 @@ from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion, add_portion
 from kvpage.serving.loop.batch.prefills import Prefills
 from kvpage.serving.loop.batch.request_states import RequestStates
 from kvpage.serving.loop.batch.window_room import WindowRoom
+from kvpage.serving.loop.preemptions import Preemptions
 from kvpage.serving.loop.request import Request
+from kvpage.serving.loop.turns import Turns
 
 Reclaimer = Callable[[], bool]
 """Gives back some blocks that it holds for no request; False if it cannot."""
@@ -44,7 +50,7 @@ class Scheduler:
     """Requests in two lists, with their blocks in `manager`. A batch ends in `complete`, and if it fails in `requeue`.
 
     window: of the attention of all layers; None if one of them sees everything.
-    is_held: whether a waiting request is to be passed over for now; for a finite time.
+    turns: what waiting requests get when their turns come.
     reclaimers: asked for blocks, in order, where running requests cannot give any.
     """
 
@@ -55,7 +61,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         window: int | None = None,
         *,
-        is_held: Callable[[Request], bool] = lambda request: False,
+        turns: Turns | None = None,
         reclaimers: Iterable[Reclaimer] = (),
     ) -> None:
         check_at_least("max_num_seqs", max_num_seqs, 1)
@@ -65,13 +71,13 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.num_preemptions = self.num_swaps = 0  # the latter: those that kept computed K and V on the host
+        self.preemptions = Preemptions()
         self.num_prompt_tokens = self.num_cached_tokens = 0  # at first admissions
-        self.num_left = 0  # how often requests have left `running`
-        self.num_queued = 0  # how often requests were put into `waiting`, or are to be looked at anew there
+        # How often requests have left `running`; were put into `waiting`, or are to be looked at anew there.
+        self.num_left = self.num_queued = 0
         self._decodes = Decodes([], np.empty(0, np.int64))  # of the last step
         self._has_priorities = False
-        self._is_held, self.reclaimers = is_held, list(reclaimers)
+        self._turns, self.reclaimers = turns or Turns(), list(reclaimers)
 
     def add(self, request: Request) -> None:
         """Queue a request. ValueError as `check`."""
@@ -89,14 +95,6 @@ class Scheduler:
                 f"{self.manager.block_size} tokens, got {request.num_prompt_tokens} + {request.params.max_tokens} "
                 f"tokens, {needed} blocks"
             )
-
-    def add_reclaimer(self, reclaimer: Reclaimer) -> None:
-        """Ask one more for blocks, after the others."""
-        self.reclaimers.append(reclaimer)
-
-    def remove_reclaimer(self, reclaimer: Reclaimer) -> None:
-        """Ask it no more. Removing one that is not there does nothing."""
-        self.reclaimers[:] = [one for one in self.reclaimers if one != reclaimer]
 
     def schedule(self, tried: Sequence[Request] = ()) -> Batch:
         """Return the next step. The blocks of its portions are allocated.
@@ -119,7 +117,8 @@ class Scheduler:
         """Return what fits now; in windows that are short, maybe nothing. admits: whether one that waits may run."""
         self._windows.begin()
         decodes = self._room_for_decodes()
-        prefilling = self._prefilling() if len(decodes.requests) < len(self.running) else []
+        are_mixed = len(decodes.requests) < len(self.running)
+        prefilling = [one for one in self.running if one.num_computed < one.num_room] if are_mixed else []
         if decodes.requests:
             decodes.begin()
         portions: list[Portion] = []
@@ -210,8 +209,7 @@ class Scheduler:
     def preempt_last(self) -> None:
         """Take the blocks of the running request that is last in order; it waits again. If that fails, it runs on."""
         last = max(self.running, key=attrgetter("order"))
-        self._give_back(last)
-        self.num_preemptions += 1
+        self.preemptions = self.preemptions.plus(is_swap=self._give_back(last))
         self.running.remove(last)
         self.num_left += 1
         self._queue(last)
@@ -236,7 +234,8 @@ class Scheduler:
             first = self.waiting[0]
             num_seqs = len(self.running) + 1 + first.num_forks_due
             num_blocks = self._blocks_for(first.num_tokens) + num_seqs - 1  # one for each other to go on
-            if self._is_held(first) or (num_seqs <= self.max_num_seqs and num_blocks <= self.manager.num_free_blocks):
+            waits = self._turns.holds(first) or self._turns.has_blocks(first)
+            if waits or (num_seqs <= self.max_num_seqs and num_blocks <= self.manager.num_free_blocks):
                 return
             self.preempt_last()
 
@@ -253,21 +252,18 @@ class Scheduler:
         self.manager.release(request.seq_id)
         request.leave_blocks()
 
-    def _give_back(self, request: Request) -> None:
-        """Free its device blocks: computed K and V go to the host if there is room, else they are computed again."""
+    def _give_back(self, request: Request) -> bool:
+        """Free its device blocks: computed K and V go to the host if there is room, else they are computed again.
+
+        Return whether they go to the host.
+        """
         self._commit(request)
-        if request.scores_prompt or not self._swapped_out(request):
+        is_swapped = not request.scores_prompt and self._states.swapped_out(request)
+        if not is_swapped:
             self.keep_state(request, goes_on=True)
             self.manager.release(request.seq_id)
         request.leave_blocks()
-
-    def _swapped_out(self, request: Request) -> bool:
-        try:
-            self.manager.swap_out(request.seq_id)
-        except OutOfBlocks:
-            return False
-        self.num_swaps += 1
-        return True
+        return is_swapped
 
     def _commit(self, request: Request) -> None:
         self.manager.commit(request.seq_id, request.tokens[request.num_committed : request.num_computed])
@@ -304,9 +300,6 @@ class Scheduler:
             self._decodes = Decodes(requests, self.manager.rows.of([request.seq_id for request in requests]))
         return self._decodes
 
-    def _prefilling(self) -> list[Request]:
-        return [request for request in self.running if request.num_computed < request.num_room]
-
     # --- admission ---------------------------------------------------------------------------------------------------
 
     def _admit(self, batch: Batch, prefilling: Sequence[Request], tried: Sequence[Request]) -> None:
@@ -321,16 +314,30 @@ class Scheduler:
             num_most = max(num_seqs + num_more, num_passed_over)
             if self._windows.is_short or num_most > self.max_num_seqs or not (budget or self._states.are_kept):
                 break
-            if self._is_held(request) or (not request.scores_prompt and prefills.will_share(request)):
+            if self._is_passed_over(request, prefills):
                 num_passed_over += 1
+                num_seqs += self._turns.has_blocks(request) * num_more
                 continue
-            num_spare = num_seqs + num_more - 1 if self.running else 0
-            if not budget or batch.is_too_full_for(request, budget) or not self._allocated(request, num_spare):
+            num_spare = num_seqs + num_more - 1 if num_seqs else 0
+            if not budget or batch.is_too_full_for(request, budget):
+                break
+            if self._turns.begin(request, num_spare):
+                num_passed_over += 1
+                num_seqs += num_more
+                continue
+            if not self._allocated(request, num_spare, is_first=num_seqs == 0):
                 break
             num_seqs += num_more
             budget -= min(add_portion(batch.prefills, request, budget, self._windows), budget)
             if not request.reuse:
                 prefills.add(request)
+
+    def _is_passed_over(self, request: Request, prefills: Prefills) -> bool:
+        """Whether something comes that it does better to wait for. What was loaded for it need not wait for others."""
+        if self._turns.holds(request):
+            return True
+        needs_all = request.scores_prompt or self._turns.has_blocks(request)
+        return not needs_all and prefills.will_share(request)
 
     def _first_waiting(self, tried: Sequence[Request]) -> list[Request]:
         """Return the waiting requests that are looked at in one step, in order: never all of a long queue."""
@@ -338,12 +345,14 @@ class Scheduler:
             return [request for request in self.waiting if request in tried]
         return self.waiting[: 2 * self.max_num_seqs + 1]  # as many may be admitted, and as many and one passed over
 
-    def _allocated(self, request: Request, num_spare: int) -> bool:
-        """Move a request from waiting to running, as `_allocate`; False if blocks are short and others run."""
-        if self._allocate(request, num_spare):
-            return True
-        if self.running:
-            return False
+    def _allocated(self, request: Request, num_spare: int, is_first: bool) -> bool:
+        """Move a request from waiting to running, as `_allocate`; False if blocks are short and others come first.
+
+        is_first: whether none runs, and nothing comes for one before it.
+        """
+        has_begun = self._allocate(request, num_spare)
+        if has_begun or not is_first:
+            return has_begun
         while not self._allocate(request, 0):  # all blocks are free but for those that others hold
             if not any(reclaim() for reclaim in self.reclaimers):
                 raise OutOfBlocks(self._blocks_for(request.num_tokens), self.manager.num_free_blocks)
@@ -359,23 +368,25 @@ class Scheduler:
     def _allocate(self, request: Request, num_spare: int) -> bool:
         """Move a request from waiting to running; False if blocks are short.
 
-        num_spare: blocks to leave over, one for each request that will run. Else the next decodes would preempt the
-        newcomer.
+        num_spare: blocks to leave over, one for each request that will run: else the next decodes would preempt the
+        newcomer. A request with blocks of a load has left them when it got these.
         """
-        tokens = request.tokens[: request.num_tokens]
-        was_swapped = self.manager.is_swapped(request.seq_id)
-        num_loaded = self.manager.space.num_host_hit_tokens
+        tokens, space = request.tokens[: request.num_tokens], self.manager.space
+        was_swapped, num_promoted = self.manager.is_swapped(request.seq_id), space.num_promoted_blocks
+        if self._turns.has_blocks(request):
+            self._turns.hand_over(request)
+            num_spare = 0
+        elif not self._windows.has_room(request):
+            return False
         try:
             if was_swapped:
-                given = self.manager.swap_in(request.seq_id, tokens)
+                given = self.manager.swap_in(request.seq_id, tokens, num_spare=num_spare)
             else:
-                given = self._states.allocate(request, tokens, 0 if request.scores_prompt else None)
+                given = self._states.allocate(request, tokens, num_spare)
         except OutOfBlocks:
             return False
-        if self.manager.num_free_blocks < num_spare:
-            self._refuse(request, was_swapped)
-            return False
-        request.group.note_loaded(self.manager.space.num_host_hit_tokens - num_loaded)
+        self._turns.hand_over(request)
+        request.group.note_loaded((space.num_promoted_blocks - num_promoted) * self.manager.block_size)
         if request.admit(given.num_cached_tokens):
             self.num_prompt_tokens += request.num_prompt_tokens
             self.num_cached_tokens += given.num_cached_tokens
@@ -384,17 +395,6 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         return True
-
-    def _refuse(self, request: Request, was_swapped: bool) -> None:
-        """Take back the blocks that a waiting request has just been given."""
-        if not was_swapped:
-            self.manager.release(request.seq_id)
-            return
-        try:
-            self._give_back(request)
-        except BaseException:
-            self.manager.release(request.seq_id)
-            raise
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.manager.block_size)

@@ -56,7 +56,11 @@ def request_states(scheduler: Scheduler, connectors: Connectors, limit: int) -> 
     running = list(islice(scheduler.running, limit))
     waiting = islice(scheduler.waiting, limit - len(running))
     states = [_state_of(one, "prefill" if one.num_generated == 0 else "decode") for one in running]
-    return states + [_state_of(one, "loading" if connectors.holds(one) else "waiting") for one in waiting]
+    return states + [_state_of(one, "loading" if _is_loading(one, connectors) else "waiting") for one in waiting]
+
+
+def _is_loading(request: Request, connectors: Connectors) -> bool:
+    return connectors.holds(request) or connectors.has_blocks(request)
 
 
 def _state_of(request: Request, stage: Stage) -> RequestState:

@@ -203,8 +203,8 @@ def test_a_request_that_comes_back_within_one_schedule_is_looked_up_anew(num_hos
             assert decodes.rows.tolist() == scheduler.manager.rows.of([one.seq_id for one in decodes.requests]).tolist()
         if number % 3 == 2:
             scheduler.preempt_last()
-    assert scheduler.num_preemptions == 2 and len(scheduler.running) == 3
-    assert scheduler.num_swaps > 0 or not num_host_blocks
+    assert scheduler.preemptions.num == 2 and len(scheduler.running) == 3
+    assert scheduler.preemptions.num_swaps > 0 or not num_host_blocks
     while scheduler.running or scheduler.waiting:
         step(scheduler)
     assert [request.num_generated for request in requests] == [24, 24, 24]

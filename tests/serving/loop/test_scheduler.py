@@ -147,7 +147,11 @@ def test_the_simulation_preempts_swaps_caches_and_fails() -> None:
     for simulation in simulations:
         simulation.run(150)
     schedulers = [simulation.scheduler for simulation in simulations]
-    assert sum(scheduler.num_preemptions for scheduler in schedulers) > sum(s.num_swaps for s in schedulers) > 10
+    assert (
+        sum(scheduler.preemptions.num for scheduler in schedulers)
+        > sum(s.preemptions.num_swaps for s in schedulers)
+        > 10
+    )
     assert sum(scheduler.num_cached_tokens for scheduler in schedulers) > 100
     assert sum(simulation.num_failures for simulation in simulations) > 10
     assert sum(simulation.num_swapped for simulation in simulations) > 100
@@ -202,7 +206,7 @@ def test_the_youngest_is_preempted_and_finds_its_blocks_again() -> None:
     assert plan(run_step(scheduler)) == [("r0", 0, 8), ("r1", 0, 7)]
     assert plan(run_step(scheduler)) == [("r0", 8, 9), ("r1", 7, 8)]
     assert plan(run_step(scheduler)) == [("r0", 9, 10)]  # r1 needs a block, and the fifth went to r0
-    assert scheduler.num_preemptions == 1
+    assert scheduler.preemptions.num == 1
     assert [request.request_id for request in scheduler.waiting] == ["r1"]
     while scheduler.running or scheduler.waiting:
         last = run_step(scheduler)

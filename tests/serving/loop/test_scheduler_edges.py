@@ -213,7 +213,7 @@ def test_a_decode_alone_asks_the_reclaimers(can_reclaim):
     scheduler.manager.allocate("holder", [1])
     scheduler.add_reclaimer(lambda: can_reclaim and scheduler.manager.release("holder") is None)
     if can_reclaim:
-        assert step(scheduler) == [("r0", 8, 9)] and scheduler.num_preemptions == 0
+        assert step(scheduler) == [("r0", 8, 9)] and scheduler.preemptions.num == 0
     else:
         with pytest.raises(OutOfBlocks):
             scheduler.schedule()
@@ -386,7 +386,7 @@ def test_nobody_overtakes_a_request_that_does_not_fit():
         if number == 0:
             step(scheduler)
     assert step(scheduler) == [("r0", 7, 8)]
-    assert [request.group.arrival for request in scheduler.waiting] == [1, 2] and scheduler.num_swaps == 0
+    assert [request.group.arrival for request in scheduler.waiting] == [1, 2] and scheduler.preemptions.num_swaps == 0
     assert not scheduler.manager.is_swapped("r1")
 
 

@@ -1,7 +1,7 @@
 """Scheduler over windows that are short, step by step."""
 
 import numpy as np
-from support.scheduler_steps import B, step
+from support.scheduler_steps import B, HeldTurns, step
 
 from kvpage import Window, WindowedManager
 from kvpage.serving.loop.request import Request
@@ -13,7 +13,7 @@ NUM_TOKENS = 6  # of the window: two blocks at the border of one, and three with
 
 def scheduler_of(num_window_blocks: int, held: set[str]) -> Scheduler:
     manager = WindowedManager(64, B, windows=[Window(NUM_TOKENS, num_window_blocks)])
-    return Scheduler(manager, 8, B, is_held=lambda request: request.request_id in held)
+    return Scheduler(manager, 8, B, turns=HeldTurns(lambda request: request.request_id in held))
 
 
 def request_of(name: str, number: int, tokens: range, priority: int = 0) -> Request:
@@ -37,7 +37,7 @@ def test_one_that_has_made_way_does_not_come_back_in_the_same_step() -> None:
     scheduler.add(request_of("newcomer", 2, range(13), priority=1))
     scheduler.add(request_of("urgent", 3, range(200, 203)))
     assert step(scheduler) == [("running", 8, 12)]
-    assert scheduler.num_preemptions == 1
+    assert scheduler.preemptions.num == 1
     held.clear()
     done = [portion for _ in range(9) for portion in step(scheduler)]
     assert not scheduler.running and not scheduler.waiting

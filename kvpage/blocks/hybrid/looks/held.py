@@ -41,7 +41,7 @@ class HeldCheckpoints:
 
     def __init__(self, space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes) -> None:
         self._space, self._states = space, states
-        self._match = space.tree.match(tokens, namespace, num_left_over=0)
+        self._match = space.tree.match(tokens, namespace, num_left_over=0, is_hit=False)
         if self._match.num_device_blocks < self._match.num_blocks:
             space.tree.trim(self._match)
         found = sorted(_all_of(states, self._match, tokens, namespace), key=lambda one: one.num_tokens)

@@ -6,6 +6,7 @@ import numpy.typing as npt
 from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation
+from kvpage.checks.errors import OutOfBlocks
 from kvpage.serving.loop.request import Request
 
 
@@ -36,12 +37,28 @@ class RequestStates:
         if self._states is not None:
             self._states.mark(request.seq_id, num_tokens)
 
-    def allocate(self, request: Request, tokens: npt.NDArray[np.int32], max_cached: int | None) -> Allocation:
-        """Give a waiting request blocks, and a state where there are some. Raises: OutOfBlocks: nothing has changed."""
+    def allocate(self, request: Request, tokens: npt.NDArray[np.int32], num_spare: int) -> Allocation:
+        """Give a waiting request blocks, and a state where there are some. Its prompt counts once, the first time.
+
+        num_spare: blocks to leave over.
+
+        Raises:
+            OutOfBlocks: It does not fit. Nothing has changed.
+        """
+        max_cached, is_counted = 0 if request.scores_prompt else None, not request.group.is_admitted
         about = request.seq_id, tokens, request.namespace, request.params.priority, max_cached
         if self._states is None:
-            return self._manager.allocate(*about)
-        return self._states.allocate(*about, cache_at=request.cache_at)
+            return self._manager.allocate(*about, num_spare=num_spare, is_counted=is_counted)
+        named = request.cache_at
+        return self._states.allocate(*about, cache_at=named, num_spare=num_spare, is_counted=is_counted)
+
+    def swapped_out(self, request: Request) -> bool:
+        """Move its computed K and V, and its state, to the host. Return False, and change nothing, without room."""
+        try:
+            self._manager.swap_out(request.seq_id)
+        except OutOfBlocks:
+            return False
+        return True
 
     def keep_marks(self, request: Request) -> None:
         """Make checkpoints of the states that a portion of its prefill has left at its marks. It is committed."""

@@ -31,6 +31,15 @@ class WindowRoom:
         """Plan a step anew."""
         self.is_short = False
 
+    def has_room(self, request: Request) -> bool:
+        """Whether windows have a block for a waiting request, beside those that it would find cached."""
+        if self._windows is None:
+            return True
+        tokens, tree = request.tokens[: request.num_tokens], self._windows.tree
+        num_cached = self._windows.num_cached(tokens, request.namespace)
+        ids = tree.look(tokens[:num_cached], request.namespace)[0][0]
+        return all(blocks.num_left_by(ids[blocks.first_block(num_cached) :]) for blocks in self._windows.windows)
+
     def open(self, requests: Sequence[Request]) -> None:
         """Make room for the newest tokens, which have room in the full layers.
 

@@ -1,5 +1,6 @@
 """StoreLoad: a prompt on its way out of a store."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -14,7 +15,7 @@ from kvpage.cache.layered_moves import Arrival
 from kvpage.serving.loop.moves.block_store import is_count
 from kvpage.serving.loop.request import Request
 
-__all__ = ["StoreLoad", "count_of", "num_cached", "num_seen"]
+__all__ = ["StoreLoad", "count_of", "num_cached", "num_seen", "num_shared"]
 
 
 class StoreLoad:
@@ -22,15 +23,21 @@ class StoreLoad:
 
     future: what is under way; its result is a number of tokens. verified: how many tokens are verified, and when their
         layers will be there, told before `future` is done; None where it is taken, or never told.
+    num_found: leading tokens that the store had when it was asked. is_outdated: whether it may have more now.
+    deadline: when its request, whose turn has come, stops waiting for the store; None while it does not wait.
+    is_ready: whether all is there that is to come, in blocks that are kept for the request.
     num_cached: tokens that its blocks had at once. num_wanted: tokens that are to be there at its end.
     num_early: tokens that were committed before its end. arrival: theirs.
     """
 
-    def __init__(self, request: Request, deadline: float) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
         self.tokens = request.tokens[: request.num_tokens].copy()
         self.namespace = request.namespace
-        self.deadline = deadline
+        self.num_found: int | None = None
+        self.is_outdated = self.is_ready = False
+        self.deadline: float | None = None
+        self._seconds_left: float | None = None  # that its request waits for the store; None for all of them
         self.future: Future[int] | None = None
         self.verified: Future[tuple[int, Arrival]] | None = None
         self.block_ids: Ids = np.empty(0, np.int32)
@@ -43,9 +50,39 @@ class StoreLoad:
         """What is under way, and done when there is something new."""
         return [future for future in (self.future, self.verified) if future is not None]
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something comes that is not there yet."""
+        return self.future is not None and not self.is_ready
+
+    def set_waiting(self, waits: bool, seconds: float) -> None:
+        """Note whether its request waits for the store. Its time for that stands still while it does not.
+
+        seconds: that it waits in all.
+        """
+        if waits and self.deadline is None:
+            left = seconds if self._seconds_left is None else self._seconds_left
+            self.deadline = time.monotonic() + left
+        elif not waits and self.deadline is not None:
+            self._seconds_left, self.deadline = self.deadline - time.monotonic(), None
+
     def begin(self, future: "Future[int]") -> None:
-        """Wait for this from now on."""
+        """Wait for the answer of a lookup from now on."""
         self.future = future
+
+    def take_answer(self, num_found: int, is_outdated: bool = False) -> None:
+        """Note how many leading tokens the store has."""
+        self.num_found, self.is_outdated = num_found, is_outdated
+
+    def note_saved(self, tokens: Ids, namespace: bytes, block_size: int) -> None:
+        """Note that tokens are being stored: the answer is outdated if the prompt shares more of them."""
+        if self.num_found is not None and namespace == self.namespace:
+            num_same = _num_same(self.tokens[:-1], tokens, block_size)
+            self.is_outdated = self.is_outdated or num_same >= self.num_found + block_size
+
+    def set_ready(self) -> None:
+        """Note that all is there that is to come."""
+        self.is_ready, self.deadline = True, None
 
     def begin_in(self, given: Allocation, num_wanted: int, future: "Future[int]") -> None:
         """Wait for the load into these blocks."""
@@ -68,10 +105,14 @@ class StoreLoad:
             return partial(store.load_by_layer, *to_blocks, self._teller())
         return partial(store.load_blocks, *to_blocks)
 
-    def take_verified(self) -> tuple[int, Arrival] | None:
-        """Return, once, what is verified; None if there is nothing new."""
-        if self.verified is None or not self.verified.done():
-            return None
+    @property
+    def is_verified(self) -> bool:
+        """Whether there is something new to take."""
+        return self.verified is not None and self.verified.done()
+
+    def take_verified(self) -> tuple[int, Arrival]:
+        """Return, once, what is verified."""
+        assert self.verified is not None
         found, self.verified = self.verified.result(), None
         return found
 
@@ -94,9 +135,26 @@ class StoreLoad:
 
 def num_cached(manager: BlockManager, tokens: Ids, namespace: bytes, num_left_over: int = 1) -> int:
     """Return how many leading tokens can be found. num_left_over: at least so many are left out."""
-    match = manager.tree.match(tokens, namespace, num_left_over=num_left_over)
+    match = manager.tree.match(tokens, namespace, num_left_over=num_left_over, is_hit=False)
     manager.tree.release(match)
     return match.num_tokens
+
+
+def num_shared(one: StoreLoad, other: StoreLoad, block_size: int) -> int:
+    """Return how many leading tokens of one prompt another one's load brings."""
+    if one.namespace != other.namespace:
+        return 0
+    coming = other.tokens[: other.num_wanted] if other.has_blocks else other.tokens
+    return _num_same(one.tokens[:-1], coming, block_size)
+
+
+def _num_same(one: Ids, other: Ids, block_size: int) -> int:
+    """Return how many leading tokens are the same; 0 for less than a block."""
+    length = min(len(one), len(other))
+    if length < block_size or not np.array_equal(one[:block_size], other[:block_size]):
+        return 0
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
 
 
 def num_seen(manager: BlockManager, tokens: Ids, namespace: bytes) -> int:

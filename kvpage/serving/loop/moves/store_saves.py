@@ -100,7 +100,7 @@ class StoreSaves(Saves):
     def begin(self, tokens: TokenIds, namespace: bytes) -> None:
         """Store tokens that are committed, as far as they are cached in whole blocks on the device."""
         tree = self._manager.tree
-        match = tree.match(tokens, namespace, num_left_over=0)
+        match = tree.match(tokens, namespace, num_left_over=0, is_hit=False)
         if match.num_device_blocks < match.num_blocks:
             tree.trim(match)
         if match.num_blocks == 0:

@@ -1,0 +1,40 @@
+"""StoreConnectorStats: what an engine and its store have done."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StoreConnectorStats:
+    """Counters since the engine was made.
+
+    Attributes:
+        num_lookups: Prompts that the store was asked for. One that is asked for again counts once.
+        num_lookup_tokens: Their tokens.
+        num_found_tokens: Tokens that the store had beyond those that were cached, when a prompt could first be loaded.
+        num_loads: Loads that have reached the prefix tree. One prompt may have several, as after a preemption.
+        num_loaded_tokens: Their tokens.
+        num_early_loads: Those of them whose bytes were on their way still.
+        num_refused_tokens: Tokens found and left there: computing was expected to be faster.
+        num_late: Loads that their requests did not wait for.
+        num_errors: Exceptions of the store, and answers that are no counts.
+        num_stores: Prompts that were handed to the store.
+        num_stored_tokens: Tokens that it held afterwards.
+        num_skipped: Prompts that were not stored because too many were on their way.
+        load_seconds: Time that the threads spent on loads.
+        store_seconds: The same for storing.
+    """
+
+    num_lookups: int = 0
+    num_lookup_tokens: int = 0
+    num_found_tokens: int = 0
+    num_loads: int = 0
+    num_loaded_tokens: int = 0
+    num_early_loads: int = 0
+    num_refused_tokens: int = 0
+    num_late: int = 0
+    num_errors: int = 0
+    num_stores: int = 0
+    num_stored_tokens: int = 0
+    num_skipped: int = 0
+    load_seconds: float = 0.0
+    store_seconds: float = 0.0
