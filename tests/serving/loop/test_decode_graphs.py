@@ -250,7 +250,7 @@ def test_default_sizes() -> None:
 def test_progress_and_a_second_warmup() -> None:
     engine, told = captured(), []
     engine.warmup(told.append)
-    assert told == [1] * 6 and engine.stats().graphs.sizes == (1, 2, 4, 6)
+    assert told == [1] * 7 and engine.stats().graphs.sizes == (1, 2, 4, 6)
     cpu = make_engine()
     cpu.warmup(told.append)
-    assert told == [1] * 8 and cpu.stats().graphs is None and run(cpu) == run(engine)
+    assert told == [1] * 10 and cpu.stats().graphs is None and run(cpu) == run(engine)
