@@ -57,6 +57,11 @@ def most_blocks(servable: ServableModel, config: EngineConfig) -> int:
     return 4 * config.max_num_seqs * -(-longest // config.cache_config.block_size)
 
 
+def is_host(device: torch.device) -> bool:
+    """Return whether the blocks are in host memory, which steps share with everything else."""
+    return device.type == "cpu"
+
+
 def _num_fitting(shape: ModelConfig, config: EngineConfig, num_bytes: int) -> int:
     block_bytes = cache_block_bytes(config.cache_config, shape, ParallelConfig())
     return max(num_bytes, 0) // block_bytes if block_bytes else STATE_BLOCKS
@@ -66,7 +71,7 @@ def _bytes_for_blocks(
     servable: ServableModel, config: EngineConfig, make_capturer: Callable[[torch.device], Capturer]
 ) -> int:
     device = servable.runner.model.device
-    if device.type == "cpu":
+    if is_host(device):
         return min(CPU_BYTES, DeviceConfig(device).free_memory() // 2)
     free = free_bytes(device)
     needed = _bytes_of_steps(servable, config, free, make_capturer) + _bytes_of_states(servable, config, free)

@@ -23,7 +23,7 @@ CASES = {
     "gemma2": ({"head_dim": 128}, {}, {}),
     "gpt2": ({"n_layer": 1, "n_positions": LONGEST}, {}, {}),
     "qwen3": ({"head_dim": 128}, {"cache_dtype": "fp8_e4m3"}, {}),
-    "deepseek_v3": ({"num_hidden_layers": 2}, {"backend": "mla"}, {}),
+    "deepseek_v3": ({"kv_lora_rank": 24}, {"backend": "mla"}, {}),
     "gpt_oss": ({"head_dim": 64}, {}, {"num_window_blocks": 200}),
 }
 

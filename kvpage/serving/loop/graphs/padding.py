@@ -18,9 +18,9 @@ from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.states.state_pass import StatePass, StateRow
 from kvpage.serving.model.step import PackedTokens, Step
 
-MOST_QUERIES = 128
+NUM_QUERIES = 1, 2, 3, 5, 9, 17, 33, 65
 MOST_KEYS = 2048
-"""From so many queries and keys of a sequence on, no kernel is compiled for how many they are."""
+"""Kernels are compiled anew from some power of two of queries on, and up to so many keys of a sequence."""
 
 
 class StepLimits(NamedTuple):
@@ -42,12 +42,12 @@ class Padding(NamedTuple):
 def every_kind(limits: StepLimits) -> list[Padding]:
     """Return steps that ask for all kernels which the steps of an engine ask for.
 
-    Attention is compiled for few, some or many queries of a sequence, and for keys that are split or not. Which these
-    are is the kernels' own affair, so the queries are doubled up to the most that makes a difference. Each sequence goes
-    on from tokens in blocks: latents are read there only then.
+    Attention is compiled for one, few, some or many queries of a sequence, and for keys that are split or not. How many
+    these are is the kernels' own affair, so all numbers that may make a difference are tried. Each sequence goes on from
+    tokens in blocks: latents are read there only then.
     """
     most = min(limits.num_tokens, limits.seq_len)
-    counts = [count for count in (1, 2, 4, 8, 16, 32, 64, MOST_QUERIES) if count < most]
+    counts = [count for count in NUM_QUERIES if count < most]
     steps = [(count, length) for count in [*counts, most] for length in (count + 1, count + MOST_KEYS)]
     return [Padding(1, *step) for step in dict.fromkeys((count, min(end, limits.seq_len)) for count, end in steps)]
 

@@ -46,7 +46,12 @@ def _adds_to(bar: tqdm) -> Progress:
     return add
 
 
-def prepare_steps(steps: PaddedSteps, limits: StepLimits, tell: Progress, announce: Progress = lambda num: None) -> None:
+def prepare_steps(
+    steps: PaddedSteps,
+    limits: StepLimits,
+    tell: Progress = lambda num: None,
+    announce: Progress = lambda num: None,
+) -> None:
     """Compile what steps within these limits ask for, and compute the largest ones.
 
     tell: called with 1 after each part. announce: called with the numbers of parts to come.
