@@ -38,6 +38,7 @@ class FakeDevice:
     def __init__(self) -> None:
         self.launches: list[tuple[str, tuple[int, int, int], list[Any]]] = []
         self.keeps, self.utils = True, self
+        self.sequences: list[ops.Sequences] = []
 
     def get_current_device(self) -> int:
         return NUMBER
@@ -68,7 +69,9 @@ class FakeDevice:
         return cache
 
     def forget(self) -> None:
-        """Let the next launch of each kernel be the first."""
+        """Let the next launch of each kernel be the first, and those of `sequences`."""
+        for each in self.sequences:
+            each.launches.clear()
         for module in KERNELS:
             module._kinds = PreparedKinds()
         attention_launch._plans = PreparedKinds()

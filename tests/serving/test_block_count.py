@@ -82,7 +82,7 @@ class Capturer(CpuCapturer):
 def sized(monkeypatch, memory, *, of_step=10 * MIB, of_modules=0, captures=(0, 0), **options) -> EngineConfig:
     """The config with blocks, of a model on a CPU that counts as a device: its steps take `of_step`."""
     config = EngineConfig(CacheConfig(16), **{"max_num_seqs": 2, "max_num_batched_tokens": 64, **options})
-    servable = check_servable(make_model("llama", max_position_embeddings=1 << 20), config)
+    servable = check_servable(make_model("llama"), config)
     compute, taken = block_count.prepare_steps, []
 
     def prepare_steps(steps, limits):
@@ -93,6 +93,7 @@ def sized(monkeypatch, memory, *, of_step=10 * MIB, of_modules=0, captures=(0, 0
 
     monkeypatch.setattr(block_count, "prepare_steps", prepare_steps)
     monkeypatch.setattr(block_count, "is_host", lambda device: False)
+    monkeypatch.setattr(block_count, "most_blocks", lambda servable, config: 1 << 30)
     found = with_blocks(servable, config, make_capturer=lambda device: Capturer(memory, *captures))
     assert [(limits.num_seqs, limits.num_tokens) for limits in taken] == [(2, 64)]
     return found
