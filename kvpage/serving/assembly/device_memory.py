@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from kvpage.checks.device_lock import synchronize
+
 
 class Taken(NamedTuple):
     """Bytes beyond those before some work. most: while it was done. kept: once it was done, and nothing is cached."""
@@ -18,7 +20,7 @@ def free_bytes(device: torch.device) -> int:
     """Return the device's free memory, once torch's allocator keeps nothing that nobody uses."""
     with torch.cuda.device(device):
         gc.collect()
-        torch.cuda.synchronize(device)
+        synchronize(device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
 
