@@ -184,9 +184,7 @@ def check_out_pair(out: tuple[torch.Tensor, torch.Tensor | None], has_values: bo
         raise ValueError("key and value must not be in the same memory")
 
 
-def check_out(
-    name: str, rows: torch.Tensor, lengths: list[int], cache: torch.Tensor, layout: CacheLayout
-) -> None:
+def check_out(name: str, rows: torch.Tensor, lengths: list[int], cache: torch.Tensor, layout: CacheLayout) -> None:
     """Check an output of gather_cache."""
     num_seqs, heads, size = len(lengths), layout.num_kv_heads, rows.shape[-1] if rows.dim() else 0
     if rows.dim() not in (3, 4):

@@ -1,7 +1,7 @@
 """Compiling ahead: the kernels that some calls of a device's operations ask for, compiled before they are needed.
 
-    rehearse(work)        ops.attend, ops.reshape_and_cache, ops.sample_rows ─► kernels are noted, not launched
-    compile_all(kernels)  side by side, in threads
+rehearse(work)        ops.attend, ops.reshape_and_cache, ops.sample_rows ─► kernels are noted, not launched
+compile_all(kernels)  side by side, in threads
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """How many blocks an engine has whose config leaves it open: as many as fit beside all that its steps take.
 
-    free memory, the weights are loaded
-    '-- steps, at most --'-- graphs --'-- states --'-- blocks: gpu_memory_utilization of the rest ------'-- spare --'
-        of padding, over a cache of one block       and never more than requests can fill
+free memory, the weights are loaded
+'-- steps, at most --'-- graphs --'-- states --'-- blocks: gpu_memory_utilization of the rest ------'-- spare --'
+    of padding, over a cache of one block       and never more than requests can fill
 """
 
 import logging

@@ -118,7 +118,7 @@ def choose_for_nobody(logits: torch.Tensor) -> None:
     """Choose a token from each row of logits that belongs to no sequence, where kernels choose: they are compiled."""
     if not ops.can_sample_rows(logits):
         return
-    num_rows = len(logits)
+    num_rows, logits = len(logits), logits if logits.stride(1) == 1 else logits.contiguous()
     rows = DeviceRows([_NOBODY] * num_rows, np.frombuffer(GREEDY * num_rows, ROW), logits.shape[1], logits.device)
     rows.begin(logits, np.zeros(num_rows, np.int64))
 

@@ -254,7 +254,9 @@ def test_a_capture_without_memory_costs_its_size_alone(
     assert stats.sizes == tuple(kept) and capturer.num_releases == len(failing)
     inputs = engine._batch_runner.graphs._inputs.num_bytes
     assert stats.num_bytes == inputs + 1000 * len(kept)
-    assert caplog.text.count("rows are not captured, because the device's memory does not suffice (CUDA") == len(failing)
+    assert caplog.text.count("rows are not captured, because the device's memory does not suffice (CUDA") == len(
+        failing
+    )
     assert run(engine) == run(make_engine())
     assert bool(engine.stats().graphs.num_replays) is bool(kept)
 
