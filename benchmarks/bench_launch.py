@@ -49,6 +49,7 @@ def make_calls(device: FakeDevice) -> dict[str, Call]:
     query, slots = torch.zeros(NUM_SEQS, 16, 128, dtype=torch.bfloat16), torch.arange(NUM_SEQS)
     tables = torch.zeros(NUM_SEQS, 32, dtype=torch.int32)
     sequences = ops.Sequences.of_step(cache, NUM_SEQS, tables, torch.full((NUM_SEQS,), 400), None, 1, 512)
+    device.sequences.append(sequences)
     chunk = torch.zeros(NUM_LAYERS, 2, CHUNK_TOKENS, 8, 128, dtype=torch.bfloat16)
     attention, angles = Attention(128**-0.5, value_size=128), torch.zeros(NUM_SEQS, 64)
     rotation, views = Rotation(angles, angles, 128, 0, False), LAYOUT.views(caches[0])

@@ -42,6 +42,7 @@ class FakeDevice(CompilingDriver):
     def __init__(self, capability: int = 90) -> None:
         super().__init__(NUMBER, capability, MULTIPROCESSORS[capability])
         self.launches: list[tuple[str, tuple[int, int, int], list[Any]]] = []
+        self.sequences: list[ops.Sequences] = []
         self.keeps = True
         self.facts = MULTIPROCESSORS[capability], capability, SHARED_MEMORY[capability]
 
@@ -57,7 +58,9 @@ class FakeDevice(CompilingDriver):
         return cache
 
     def forget(self) -> None:
-        """Let the next launch of each kernel be the first."""
+        """Let the next launch of each kernel be the first, and those of `sequences`."""
+        for each in self.sequences:
+            each.launches.clear()
         for module in KERNELS:
             module._kinds = PreparedKinds()
         attention_launch._plans = PreparedKinds()

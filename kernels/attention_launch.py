@@ -5,6 +5,7 @@ its other sequences    tiles of many tokens, a launch of their own
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from kvpage.kernels.attention_plan import (
     choose_tile,
     min_keys_of_split,
 )
-from kvpage.kernels.prepared import HAS_DEPENDENT_LAUNCH, VERSION, Prepared, PreparedKinds, form
+from kvpage.kernels.prepared import HAS_DEPENDENT_LAUNCH, VERSION, Grid, Prepared, PreparedKinds, addresses_of, form
 from kvpage.kernels.quantize import INTERPRETED
 from kvpage.layout.attention import Attention
 
@@ -124,22 +125,23 @@ def paged_attention(
     sequences: DeviceSequences,
     attention: Attention,  # scale is given, sinks are fp32, positions on the device
     device: Device,
-) -> None:
+) -> "list[AttentionLaunch]":
     """Launch attention, and the merging of its splits if there are several; decodes apart from the other sequences.
 
-    Tiles for many queries would be mostly empty for one, and never split.
+    Tiles for many queries would be mostly empty for one, and never split. Returns the launches, for other layers.
     """
     num_decodes, num_seqs = sequences.num_decodes, len(sequences.seq_lens)
     if not 0 < num_decodes < num_seqs:
-        _launch(query, out, key, value, sequences, attention, device)
-        return
+        return _launch(query, out, key, value, sequences, attention, device, 0)
+    made = []
     for rows, part in (
         (slice(0, num_decodes), sequences.decodes()),
         (slice(num_decodes, None), sequences.prefills()),
     ):
         positions = None if attention.query_positions is None else attention.query_positions[rows]
         options = replace(attention, query_positions=positions)
-        _launch(query[rows], out[rows], key, value, part, options, device)
+        made += _launch(query[rows], out[rows], key, value, part, options, device, rows.start)
+    return made
 
 
 def _launch(
@@ -150,12 +152,14 @@ def _launch(
     sequences: DeviceSequences,
     attention: Attention,
     device: Device,
-) -> None:
+    first_row: int,
+) -> "list[AttentionLaunch]":
     num_tokens, num_heads, value_size = out.shape
     if num_tokens == 0 or len(sequences.seq_lens) == 0 or sequences.max_query_len == 0:
-        return
+        return []
     known = _known(query, out, key, value, sequences, attention, device)
     plan, partial, sums = known.plan, None, None
+    num_partial = plan.num_items * plan.tile_tokens * num_heads if plan.num_pieces else 0
     if plan.num_pieces:
         partial_rows = plan.num_items * plan.tile_tokens, num_heads
         partial = out.new_empty(*partial_rows, value_size, dtype=torch.float32)
@@ -164,24 +168,61 @@ def _launch(
     stored = as_loaded(key, known.key_pairs), as_loaded(values, known.value_pairs)
     capacity = sequences.block_tables.shape[1] * key.data.shape[1]
     window = min(attention.sliding_window or 0, 2**31 - 1)
+    grids = (plan.num_items * plan.head_tiles, 1, 1), (num_tokens * num_heads, 1, 1)
+    numbers = (
+        *(*_factors(attention), window, plan.num_items, plan.num_pieces, key.data.shape[2], len(lengths)),
+        *(num_tokens, len(key.data), capacity, *query.stride()[:2], *out.stride()[:2]),
+        sequences.block_tables.stride(0),
+    )
+    merged = len(lengths), num_heads, plan.num_items, plan.num_pieces, capacity, window
     known.attention.launch(
-        (plan.num_items * plan.head_tiles, 1, 1),
+        grids[0],
         (
             *(query, out, *stored, key.scales, values.scales, attention.sinks),
             *(sequences.block_tables, lengths, counts, attention.query_positions, partial, sums, device.error),
         ),
-        (
-            *(*_factors(attention), window, plan.num_items, plan.num_pieces, key.data.shape[2], len(lengths)),
-            *(num_tokens, len(key.data), capacity, *query.stride()[:2], *out.stride()[:2]),
-            sequences.block_tables.stride(0),
-        ),
+        numbers,
     )
     if partial is not None:
-        known.merge.launch(
-            (num_tokens * num_heads, 1, 1),
-            (out, partial, sums, lengths, counts),
-            (len(lengths), num_heads, plan.num_items, plan.num_pieces, capacity, window),
+        known.merge.launch(grids[1], (out, partial, sums, lengths, counts), merged)
+    steps = first_row * query.stride(0) * query.element_size(), first_row * out.stride(0) * out.element_size()
+    places = addresses_of((sequences.block_tables, lengths, counts))
+    return [AttentionLaunch(known, steps, grids, numbers, merged, (num_partial, value_size), places)]
+
+
+class AttentionLaunch(NamedTuple):
+    """A launch that can be made again for another layer of a step, whose rows have the same form.
+
+    steps: bytes from the beginning of the query, and of the output, to the launch's own rows. partial: rows of partial
+    results and elements of each. places: addresses of the tables and lengths, which stay.
+    """
+
+    known: "_Known"
+    steps: tuple[int, int]
+    grids: tuple[Grid, Grid]
+    numbers: tuple[float, ...]
+    merged: tuple[int, ...]
+    partial: tuple[int, int]
+    places: list[int]
+
+    def again(self, query: torch.Tensor, out: torch.Tensor, cache: Sequence[int], error: torch.Tensor) -> bool:
+        """Launch. cache: addresses of K and V and their scales. Return False if it must be launched anew."""
+        rows, size = self.partial
+        partial = sums = 0
+        if rows:
+            room = out.new_empty(rows * (size + 2), dtype=torch.float32)
+            partial = room.data_ptr()
+            sums = partial + 4 * rows * size
+        out_address = out.data_ptr() + self.steps[1]
+        tables, lengths, counts = self.places
+        addresses = (
+            *(query.data_ptr() + self.steps[0], out_address, *cache, 0),
+            *(tables, lengths, counts, 0, partial, sums, error.data_ptr()),
         )
+        if not self.known.attention.repeat(self.grids[0], addresses, self.numbers):
+            return False
+        to_merge = out_address, partial, sums, lengths, counts
+        return not rows or self.known.merge.repeat(self.grids[1], to_merge, self.merged)
 
 
 class _Known(NamedTuple):

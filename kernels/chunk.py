@@ -17,7 +17,8 @@ from kvpage.kernels.arguments import (
     row_constants,
 )
 from kvpage.kernels.constants import Constants
-from kvpage.kernels.prepared import ALIGNMENT, Prepared, PreparedKinds, addresses_of, form, form_of_scales
+from kvpage.kernels.prepared import Prepared, PreparedKinds, addresses_of, form, form_of_scales
+from kvpage.kernels.rehearsal import ALIGNMENT
 from kvpage.kernels.rows import at, into_cache, out_of_cache, report, rows_of_tile
 from kvpage.layout.kv_scales import KVScales
 
@@ -246,7 +247,7 @@ class _Tables:
             if len(self._known) >= self._capacity:
                 if device.type == "cuda":  # kernels of other streams may still read tables
                     for other in {other for other, _ in self._known}:
-                        torch.cuda.synchronize(other)
+                        synchronize(other)
                 self._known.clear()
             self._known[device, places] = table
         return table

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -168,7 +169,7 @@ def gather_cache(
     if max(lengths, default=0) == 0:
         return
     ends = list(itertools.accumulate(lengths))
-    sequences = torch.tensor([lengths, starts, ends], dtype=torch.int64)
+    sequences = torch.from_numpy(np.array([lengths, starts, ends], np.int64))
     if out[0].is_cuda:  # pinned, so that the copy waits for nothing
         sequences = sequences.pin_memory().to(out[0].device, non_blocking=True)
     packed = out[0].dim() == 3

@@ -18,10 +18,9 @@ from triton.language.extra import cuda
 from triton.runtime import driver
 
 from kvpage.kernels.arguments import as_bits
+from kvpage.kernels.rehearsal import ALIGNMENT, LARGEST, note, rehearsed
 from kvpage.layout.kv_scales import KVScales
 
-ALIGNMENT = 16  # bytes: kernels are compiled anew for addresses that are no multiple of it
-LARGEST = 2**31 - 1  # larger numbers are of another type: kernels are compiled anew for these
 CAPACITY = 4096
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -57,13 +56,17 @@ class Prepared:
         self._compiled: _Compiled | None = None
 
     def launch(self, grid: Grid, tensors: Sequence[torch.Tensor | None], numbers: tuple[float, ...]) -> None:
-        """Launch on the current stream of the tensors' device, which is the current one."""
+        """Launch on the current stream of the tensors' device, which is the current one; or note it, in a rehearsal."""
         addresses = addresses_of(tensors)
         if self.repeat(grid, addresses, numbers):
             return
         bits = self._num_bits
         rows = [None if tensor is None else as_bits(tensor) for tensor in tensors[:bits]]
-        found = self._kernel[grid](*rows, *tensors[bits:], *numbers, *self._fixed, **self._options)
+        arguments = *rows, *tensors[bits:], *numbers, *self._fixed
+        if (variants := rehearsed.get()) is not None:
+            note(variants, self._kernel, arguments, self._options)
+            return
+        found = self._kernel[grid](*arguments, **self._options)
         if isinstance(found, CompiledKernel) and self._is_usual(addresses, numbers):
             self._compiled = _Compiled.of(found, self._kernel, self._fixed)
 
@@ -79,7 +82,7 @@ class Prepared:
         bits = 0
         for place in self._aligned:
             bits |= addresses[place]
-        return bits % ALIGNMENT == 0 and max(numbers) <= LARGEST
+        return bits % ALIGNMENT == 0 and max(numbers, default=0) <= LARGEST
 
 
 class _Compiled(NamedTuple):

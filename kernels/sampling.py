@@ -50,12 +50,12 @@ BOUND_SLACK = tl.constexpr(0.125)
 
 @triton.jit(do_not_specialize_on_alignment=["record_ptr", "position_ptr"])
 def survey_kernel(
-    logits_ptr, logits_stride,  # [num_rows, vocab_size], as integers
+    logits_ptr,  # [num_rows, vocab_size], as integers
     record_ptr,  # int64 [num_rows, RECORD_WORDS]
     position_ptr,  # int64 [num_rows]
     top_ptr,  # fp32 [num_rows, block_stride]: the greatest logit of each block; +inf where a logit is none
     share_ptr,  # int64 [num_rows, block_stride]: the sum of the shares of each block
-    vocab_size, block_stride,
+    logits_stride, vocab_size, block_stride,
     SHAPE: tl.constexpr,  # SamplingShape
 ):  # fmt: skip
     BLOCK: tl.constexpr = SHAPE.value.BLOCK
@@ -175,12 +175,11 @@ def draw_kept(
 
 @triton.jit(do_not_specialize_on_alignment=["record_ptr", "position_ptr", "token_ptr"])
 def choose_kernel(
-    logits_ptr, logits_stride,  # as survey_kernel's
-    record_ptr, position_ptr, top_ptr, share_ptr,
+    logits_ptr, record_ptr, position_ptr, top_ptr, share_ptr,  # as survey_kernel's
     list_ptr,  # int32 [num_rows, block_stride]
     held_ptr,  # int32 [num_rows, 2, CAPACITY]
     token_ptr,  # int32 [num_rows]: -1 where no token can be chosen
-    vocab_size, block_stride,
+    logits_stride, vocab_size, block_stride,
     SHAPE: tl.constexpr,  # SamplingShape
 ):  # fmt: skip
     CAPACITY: tl.constexpr = SHAPE.value.CAPACITY

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from kvpage.kernels.arguments import _ROWS, as_bits
+from kvpage.kernels.arguments import _ROWS
 from kvpage.kernels.constants import Constants
+from kvpage.kernels.prepared import Prepared, PreparedKinds
 from kvpage.kernels.sampling import choose_kernel, survey_kernel
 
 BLOCK = 256
@@ -56,10 +57,27 @@ def sample_rows(
     held: torch.Tensor,
 ) -> None:
     """See kvpage.ops.sample_rows, which has checked everything, and its SamplingMemory."""
-    num_rows, vocab_size = logits.shape
+    num_rows, _ = logits.shape
     if num_rows == 0:
         return
-    shape, num_blocks = sampling_shape(vocab_size, logits.dtype), tops.shape[1]
-    rows = as_bits(logits), logits.stride(0), records, positions, tops, shares
-    survey_kernel[(num_blocks // SURVEY_BLOCKS, num_rows, 1)](*rows, vocab_size, num_blocks, shape, **SURVEY_OPTIONS)
-    choose_kernel[(num_rows, 1, 1)](*rows, lists, held, out, vocab_size, num_blocks, shape, **CHOOSE_OPTIONS)
+    survey, choose = _prepared(logits, tops)
+    rows = logits, records, positions, tops, shares
+    survey.launch((tops.shape[1] // SURVEY_BLOCKS, num_rows, 1), rows, ())
+    choose.launch((num_rows, 1, 1), (*rows, lists, held, out), ())
+
+
+_kinds = PreparedKinds()
+
+
+def _prepared(logits: torch.Tensor, tops: torch.Tensor) -> tuple[Prepared, Prepared]:
+    """Return the launches of rows like these: of one dtype, vocabulary and stride."""
+    kind = logits.device, logits.dtype, logits.shape[1], logits.stride(0), tops.shape[1]
+    known: tuple[Prepared, Prepared] | None = _kinds.get(kind)
+    if known is None:
+        fixed = logits.stride(0), logits.shape[1], tops.shape[1], sampling_shape(logits.shape[1], logits.dtype)
+        known = (
+            Prepared(survey_kernel, fixed, SURVEY_OPTIONS, 1, (0, 3, 4)),
+            Prepared(choose_kernel, fixed, CHOOSE_OPTIONS, 1, (0, 3, 4, 5, 6)),
+        )
+        _kinds.keep(kind, known)
+    return known

@@ -237,7 +237,7 @@ class CacheConfig:
 
     Args:
         block_size: Tokens of a block.
-        num_gpu_blocks: Blocks of the device tier, over all pipeline stages.
+        num_gpu_blocks: Blocks of the device tier, over all pipeline stages. An Engine takes 0 for as many as fit.
         num_cpu_blocks: Blocks of the host tier, over all pipeline stages.
         cache_dtype: "auto" (the model's), "fp32", "fp16" or "bf16", or a dtype that quantises. "fp8_e4m3" and
             "fp8_e5m2" have scales for each layer (KVScales). "int8" has a scale for each token and head inside its

@@ -66,7 +66,7 @@ class CudaRegistrar:
 
     def unregister(self, address: int) -> None:
         for index in _devices_with_context():  # a copy under way still uses the pages
-            torch.cuda.synchronize(index)
+            synchronize(index)
         with torch.cuda.device(self._device):
             code = int(self._runtime.cudaHostUnregister(address))
             if code:

@@ -109,6 +109,10 @@ def attend(
         ValueError: query, out or an option does not fit, a table entry names no block, or the memory of the cache or
             the tables is another than when they were bound. Nothing is written then.
     """
+    if cache.is_cuda and out is None and cache.library is None:
+        again = cuda.attend_again(query, cache, sequences, attention)
+        if again is not None:
+            return again
     cache.check()
     query = readable("query", query)
     _check_query(query, cache)

@@ -19,6 +19,7 @@ from kvpage.ops.args.tokens import (
     check_device_lengths,
     check_dtype,
     check_open_out,
+    check_out,
     check_out_pair,
     check_pair,
     check_size,
@@ -154,10 +155,11 @@ def gather_cache(
     starts, lengths = _host_spans(seq_starts, seq_lens, num_seqs, block_tables.shape[1] * layout.block_size)
     if out is None:
         out = _new_rows(sum(lengths), held, dtype)
-    offsets = _out_offsets(out, lengths, held)
+    _check_out(out, lengths, held)
     if held.is_cuda:
         cuda.gather_cache(held, block_tables, lengths, starts, out)
         return out
+    offsets = [out_offsets(rows, lengths) for rows in out]
     parts = native_parts(held, *out)
     _C.gather_cache(parts, tables, starts, lengths, offsets, layout.num_kv_heads, torch.get_num_threads())
     return out
@@ -175,20 +177,17 @@ def _host_spans(
     return starts, lengths
 
 
-def _out_offsets(
-    out: tuple[torch.Tensor, torch.Tensor | None], lengths: list[int], cache: BoundCache
-) -> list[list[int]]:
-    """Check an output of gather_cache; bytes from K's and V's address to the first row of each sequence."""
+def _check_out(out: tuple[torch.Tensor, torch.Tensor | None], lengths: list[int], cache: BoundCache) -> None:
+    """Check an output of gather_cache."""
     check_out_pair(out, cache.value is not None)
     key, value = out
-    key_offsets = out_offsets("key", key, lengths, cache.tensor, cache.layout)
+    check_out("key", key, lengths, cache.tensor, cache.layout)
     if value is None:
-        return [key_offsets, []]
-    value_offsets = out_offsets("value", value, lengths, cache.tensor, cache.layout)
+        return
+    check_out("value", value, lengths, cache.tensor, cache.layout)
     if (key.dim(), key.dtype) != (value.dim(), value.dtype):
         kinds = f"{key.dim()} of {key.dtype} and {value.dim()} of {value.dtype}"
         raise ValueError(f"key and value must have as many dimensions and one dtype, got {kinds}")
-    return [key_offsets, value_offsets]
 
 
 def _new_rows(

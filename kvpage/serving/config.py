@@ -32,7 +32,9 @@ class EngineConfig:
     """The settings of an engine. It checks itself. `Engine.from_model` checks the rest with the model.
 
     Attributes:
-        cache_config: The cache of both tiers. The host tier, of `num_cpu_blocks`, takes evicted and preempted blocks.
+        cache_config: The cache of both tiers. With `num_gpu_blocks` 0 `Engine.from_model` takes as many as fit: on a
+            GPU `gpu_memory_utilization` of the memory that weights, steps and captured steps leave free, by a trial
+            that compiles what they need; on a CPU 4 GiB or half of the free memory. The host tier, of `num_cpu_blocks`, takes evicted and preempted blocks.
             With the backend "mla" blocks keep the latents of models that have them (DeepSeek's and others with MLA), in
             a fraction of the bytes. With any other they keep the K and V of heads.
         max_num_seqs: Sequences that run at once.
@@ -130,10 +132,6 @@ class EngineConfig:
         self._check_graphs()
         self._check_ranks()
         self._check_windows()
-        if self.cache_config.num_gpu_blocks == 0:
-            raise ValueError(
-                "num_gpu_blocks must be positive, got 0; CacheConfig.for_memory and CacheConfig.for_device choose it"
-            )
         if self.blend is not None and not self.enable_prefix_caching:
             raise ValueError("blend needs enable_prefix_caching, which keeps K and V until they are kept as segments")
         if self.attention_backend not in get_args(AttentionBackendName):
@@ -166,6 +164,8 @@ class EngineConfig:
             return
         check_at_least("num_window_blocks", self.num_window_blocks, 1)
         library = None if self.attention_backend in ("auto", "kvpage") else self.attention_backend
+        if not self.cache_config.num_gpu_blocks:
+            raise ValueError("num_gpu_blocks must be positive with num_window_blocks, got 0")
         for name, refused, rule in (
             ("num_cpu_blocks", self.cache_config.num_cpu_blocks, "0"),
             ("backend", self.cache_config.backend == "mla" and "'mla'", "another than 'mla'"),

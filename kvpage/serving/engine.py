@@ -16,6 +16,7 @@ from kvpage.blend.segments import SegmentCache
 from kvpage.checks.interrupts import HeldInterrupts, made_or_undone
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_namespace
+from kvpage.serving.assembly.block_count import with_blocks
 from kvpage.serving.assembly.core import EngineCore
 from kvpage.serving.assembly.parts import assemble, assemble_rank, check_arguments, check_servable, default_segments
 from kvpage.serving.config import EngineConfig
@@ -114,6 +115,7 @@ class Engine(EngineCore):
         # To name another way it computes, which ranks only do together.
         with names_alternative(model, config.cache_config) if lead is None else nullcontext():
             servable = check_servable(model, config, takes_states=lead is None)
+        config = with_blocks(servable, config) if lead is None else with_blocks(servable, config, lead.ranks.least)
         parts = assemble(servable, config)
         if segments is not None and parts.blender is None:
             raise ValueError("segments must be None without blend")
@@ -147,7 +149,7 @@ class Engine(EngineCore):
         with HeldInterrupts():
             with ranks.together(), ranks.watch.waiting():
                 servable = check_servable(model, config)
-                cache = assemble_rank(servable, config).cache
+                cache = assemble_rank(servable, with_blocks(servable, config, ranks.least)).cache
                 follower_store = None if store is None else StoreFollower(store, cache, ranks)
                 ranks.meet()
             Follower(ranks, servable.runner, cache, follower_store).run()

@@ -24,11 +24,13 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="type of the cache, as CacheConfig names it")] = "auto",
     block_size: Annotated[int, typer.Option(help="tokens of a block")] = 16,
-    num_gpu_blocks: Annotated[int | None, typer.Option(help="blocks of the device tier")] = None,
+    num_gpu_blocks: Annotated[int | None, typer.Option(help="blocks of the device tier; else as many as fit")] = None,
     num_cpu_blocks: Annotated[int, typer.Option(help="blocks of the host tier")] = 0,
     num_window_blocks: Annotated[int | None, typer.Option(help="blocks of layers with windows, apart")] = None,
     kv_cache_memory: Annotated[str | None, typer.Option(help="memory of the device tier, as 4GiB")] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="part of a GPU's free memory for blocks")] = 0.9,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="part of the memory that steps leave, for blocks")
+    ] = 0.9,
     state_memory: Annotated[str, typer.Option(help="memory of checkpoints of recurrent states")] = "1GiB",
     host_state_memory: Annotated[str, typer.Option(help="the same on the host, for those evicted")] = "0",
     checkpoint_every: Annotated[int | None, typer.Option(help="a checkpoint each so many tokens, too")] = None,

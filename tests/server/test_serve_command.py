@@ -30,7 +30,7 @@ from kvpage.server.command import draining_server  # noqa: E402
 from kvpage.server.command import serve as serve_module  # noqa: E402
 from kvpage.server.command.bounded_http import MAX_HEAD_BYTES, BoundedHttp  # noqa: E402
 from kvpage.server.command.draining_server import DrainingServer  # noqa: E402
-from kvpage.server.command.loading import STATE_BLOCKS, cache_config, engine_config, load  # noqa: E402
+from kvpage.server.command.loading import cache_config, engine_config, load  # noqa: E402
 from kvpage.server.command.open_files import allow_open_files  # noqa: E402
 from kvpage.server.command.options import ServeOptions  # noqa: E402
 from kvpage.server.command.serve import bound_socket, first_command, server_config, url_of  # noqa: E402
@@ -125,8 +125,8 @@ def test_limits_of_requests_are_options(folder):
 def test_blocks_are_as_many_as_asked_for_or_as_requests_can_fill(folder):
     model = make_model("llama")
     assert cache_config(ServeOptions(folder, num_gpu_blocks=7), model).num_gpu_blocks == 7
-    few = cache_config(ServeOptions(folder, max_num_seqs=2, max_model_len=40), model)
-    assert few.num_gpu_blocks == 4 * 2 * 3
+    few = Engine.from_model(model, engine_config(ServeOptions(folder, max_num_seqs=2, max_model_len=40), model))
+    assert few.manager.num_blocks == 4 * 2 * 3
     assert cache_config(ServeOptions(folder, kv_cache_memory="64KiB"), model).num_gpu_blocks < 64
 
 
@@ -135,10 +135,10 @@ def test_models_with_states_get_checkpoints_and_blocks(folder):
         model = make_state_model(kind)
         options = ServeOptions(folder, state_memory="1MiB", checkpoint_every=8, max_num_seqs=2, max_model_len=64)
         config = engine_config(options, model)
-        assert config.cache_config.num_gpu_blocks == 4 * 2 * 4
         assert config.states == StateConfig(2**20, 0, 8)
-        assert Engine.from_model(model, config).stats().blocks.slots.num_slots > 2
-    assert cache_config(ServeOptions(folder), make_state_model("mamba2")).num_gpu_blocks <= STATE_BLOCKS
+        engine = Engine.from_model(model, config)
+        assert engine.manager.num_blocks == 4 * 2 * 4
+        assert engine.stats().blocks.slots.num_slots > 2
 
 
 def test_a_port_in_use_is_an_error_that_names_it():

@@ -36,7 +36,6 @@ WRONG_VALUES = [
     ({"cudagraph_capture_sizes": []}, "cudagraph_capture_sizes must not be empty: enforce_eager=True captures nothing"),
     ({"cudagraph_max_bytes": -1}, "cudagraph_max_bytes must be an integer of at least 0, got -1"),
     ({"blend": BlendConfig(), "enable_prefix_caching": False}, "blend needs enable_prefix_caching"),
-    ({"cache_config": CacheConfig(4, 0)}, "num_gpu_blocks must be positive, got 0; CacheConfig.for_memory"),
 ]
 WRONG_TYPES = [
     ({"cache_config": 16}, "cache_config must be a CacheConfig, got int"),

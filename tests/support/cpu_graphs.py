@@ -28,6 +28,7 @@ class CpuCapturer:
     def __init__(self, num_bytes: int = 100, finds_waits: bool = False) -> None:
         self._num_bytes, self._finds_waits = num_bytes, finds_waits
         self.beside: list[Replay | None] = []
+        self.num_releases = 0
 
     def capture(self, work: Callable[[], None], beside: Replay | None) -> CpuReplay:
         self.beside.append(beside)
@@ -36,6 +37,9 @@ class CpuCapturer:
             with WaitFinder():
                 work()
         return CpuReplay(work, self._num_bytes)
+
+    def release_memory(self) -> None:
+        self.num_releases += 1
 
 
 class LateFetch:

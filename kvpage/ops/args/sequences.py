@@ -37,6 +37,7 @@ class Sequences:
         "_host_lengths",
         "_uploaded",
         "block_tables",
+        "launches",
         "max_query_len",
         "max_seq_len",
         "native_tables",
@@ -84,6 +85,7 @@ class Sequences:
         self._uploaded: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._host_lengths: tuple[list[int], list[int]] | None = None
         self.plans: dict[Any, Any] = {}
+        self.launches: dict[Any, Any] = {}  # those of layers so far, by the form of their rows
 
     @classmethod
     def of_step(
@@ -122,7 +124,7 @@ class Sequences:
         self.seq_lens, self.query_lens = seq_lens, query_lens
         self.max_query_len, self.max_seq_len, self._uploaded = max_query_len, max_seq_len, None
         self.num_decodes = num_decodes
-        self._host_lengths, self.plans = host_lengths, {}
+        self._host_lengths, self.plans, self.launches = host_lengths, {}, {}
         return self
 
     def host_lengths(self) -> tuple[list[int], list[int]] | None:

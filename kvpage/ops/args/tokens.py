@@ -184,26 +184,28 @@ def check_out_pair(out: tuple[torch.Tensor, torch.Tensor | None], has_values: bo
         raise ValueError("key and value must not be in the same memory")
 
 
-def out_offsets(
-    name: str, rows: torch.Tensor, lengths: list[int], cache: torch.Tensor, layout: CacheLayout
-) -> list[int]:
-    """Checks an output of gather_cache; bytes from its address to the first row of each sequence."""
+def check_out(name: str, rows: torch.Tensor, lengths: list[int], cache: torch.Tensor, layout: CacheLayout) -> None:
+    """Check an output of gather_cache."""
     num_seqs, heads, size = len(lengths), layout.num_kv_heads, rows.shape[-1] if rows.dim() else 0
     if rows.dim() not in (3, 4):
         raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(rows.shape)}")
     check_size(name, rows, layout)
     check_dtype(name, rows, row_dtypes(layout))
-    stride = rows.stride(0) * rows.element_size()
     if rows.dim() == 3:
-        ends = [0, *itertools.accumulate(lengths)]
-        check_tensor(name, rows, rows.dtype, (ends[-1], heads, size), cache.device)
-        offsets = [end * stride for end in ends[:-1]]
-    else:
-        check_tensor(name, rows, rows.dtype, (num_seqs, rows.shape[1], heads, size), cache.device)
-        if max(lengths, default=0) > rows.shape[1]:
-            raise ValueError(f"{name} must have room for {max(lengths)} tokens a sequence, got {rows.shape[1]}")
-        offsets = [seq * stride for seq in range(num_seqs)]
-    return offsets
+        check_tensor(name, rows, rows.dtype, (sum(lengths), heads, size), cache.device)
+        return
+    check_tensor(name, rows, rows.dtype, (num_seqs, rows.shape[1], heads, size), cache.device)
+    if max(lengths, default=0) > rows.shape[1]:
+        raise ValueError(f"{name} must have room for {max(lengths)} tokens a sequence, got {rows.shape[1]}")
+
+
+def out_offsets(rows: torch.Tensor | None, lengths: list[int]) -> list[int]:
+    """Return the bytes from an output's address to the first row of each sequence; none for None."""
+    if rows is None:
+        return []
+    stride = rows.stride(0) * rows.element_size()
+    firsts = range(len(lengths)) if rows.dim() == 4 else [0, *itertools.accumulate(lengths)][:-1]
+    return [first * stride for first in firsts]
 
 
 def check_device_lengths(

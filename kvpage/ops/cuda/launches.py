@@ -67,7 +67,7 @@ class Launches:
 
 def _kind(key: torch.Tensor, value: torch.Tensor | None, cache: BoundCache, slots: torch.Tensor) -> Kind | None:
     """Return all that is checked and that a kernel is compiled for, but for numbers of rows; None for rare tensors."""
-    if not (_is_plain(key) and _is_plain(slots) and (value is None or _is_plain(value))):
+    if not (is_plain(key) and is_plain(slots) and (value is None or is_plain(value))):
         return None
     shape = key.shape
     if len(shape) != 3 or slots.stride() != (1,):
@@ -82,7 +82,7 @@ def _kind(key: torch.Tensor, value: torch.Tensor | None, cache: BoundCache, slot
     return cache.geometry, slots.dtype, slots.get_device(), keys, values
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether its numbers are those in memory, by its strides."""
     return (
         type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg()

@@ -11,6 +11,7 @@ import warnings
 
 import torch
 
+from kvpage.checks.device_lock import synchronize
 from kvpage.ops import reference
 from kvpage.ops.args.bound_cache import BoundCache
 from kvpage.ops.cuda.launches import Launches
@@ -41,7 +42,7 @@ def check_device(device: torch.device | str = "cuda") -> None:
     device = _with_index(torch.device(device))
     if device not in _error_words:
         return
-    torch.cuda.synchronize(device)
+    synchronize(device)
     word = int(_error_words[device].item())
     if word:
         clear_error_word(device)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import transformers
 
-from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
+from kvpage.layout.config import CacheConfig, ModelConfig
 from kvpage.observe.events.config import EventConfig
 from kvpage.server.command.options import ServeOptions
 from kvpage.serving import AsyncEngine, AsyncEngineConfig, Engine, EngineConfig, StateConfig
@@ -19,9 +19,6 @@ from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.config import parse_size
 
 logger = logging.getLogger(__name__)
-CPU_BYTES = 4 << 30  # of blocks on a CPU, where no option says how many; half of the free memory at most
-
-STATE_BLOCKS = 1 << 16  # at most, of a model without K and V: they only count tokens, and take no memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,27 +139,17 @@ def event_config(options: ServeOptions) -> EventConfig | None:
 
 
 def cache_config(options: ServeOptions, model: Any) -> CacheConfig:
-    """Return the cache: of the blocks or the memory that the options name, or of the device's free memory."""
+    """Return the cache: of the blocks or the memory that the options name, or of as many blocks as the engine finds."""
     fields: dict[str, Any] = {
         "block_size": options.block_size,
         "cache_dtype": options.kv_cache_dtype,
         "gpu_memory_utilization": options.gpu_memory_utilization,
     }
-    if options.num_gpu_blocks is not None:
-        return CacheConfig(num_gpu_blocks=options.num_gpu_blocks, num_cpu_blocks=options.num_cpu_blocks, **fields)
+    num_blocks = options.num_gpu_blocks or 0
     shape = ModelConfig.from_hf(model.config, model.dtype)
-    if shape.is_attention_free:
-        num_blocks = min(STATE_BLOCKS, most_blocks(options, model))
-        return CacheConfig(num_gpu_blocks=num_blocks, num_cpu_blocks=options.num_cpu_blocks, **fields)
-    device = DeviceConfig(model.device)
-    free = device.free_memory()
-    num_bytes = int(free * options.gpu_memory_utilization)
-    if options.kv_cache_memory is not None:
-        num_bytes = parse_size(options.kv_cache_memory)
-    elif model.device.type == "cpu":
-        num_bytes = min(CPU_BYTES, free // 2)
-    found = CacheConfig.for_memory(num_bytes, shape, **fields)
-    num_blocks = min(found.num_gpu_blocks, most_blocks(options, model))
+    if options.kv_cache_memory is not None and not shape.is_attention_free:
+        found = CacheConfig.for_memory(parse_size(options.kv_cache_memory), shape, **fields)
+        num_blocks = min(found.num_gpu_blocks, most_blocks(options, model))
     return CacheConfig(num_gpu_blocks=num_blocks, num_cpu_blocks=options.num_cpu_blocks, **fields)
 
 

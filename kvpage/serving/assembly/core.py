@@ -36,8 +36,8 @@ from kvpage.serving.loop.batch.step_states import StepStates
 from kvpage.serving.loop.batch.step_windows import StepWindows
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.graphs.capture import Capturer, CudaCapturer
-from kvpage.serving.loop.graphs.capture_sizes import default_sizes
-from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
+from kvpage.serving.loop.graphs.decode_graphs import captures_decodes, graphs_of
+from kvpage.serving.loop.graphs.padding import PaddedSteps, StepLimits
 from kvpage.serving.loop.graphs.warmup import warm_up
 from kvpage.serving.loop.intake import Intake, Prompt
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
@@ -97,7 +97,7 @@ class EngineCore(EnginePrompts):
         runs_ahead = config.async_scheduling is not False
         draws = attends_in_place(device) and self._runner.model.dtype in COMPUTE_DTYPES  # by kernels of kvpage's
         self._loop.use_decoder(DeviceDecoder(self._batch_runner, self.scheduler, runs_ahead, draws))
-        if not config.enforce_eager:
+        if captures_decodes(config):
             self._use_graphs(CudaCapturer(device))
 
     @property
@@ -105,10 +105,15 @@ class EngineCore(EnginePrompts):
         return isinstance(self.manager, HybridManager | WindowedManager)
 
     def _use_graphs(self, capturer: Capturer) -> None:
-        config = self.config
-        sizes = config.cudagraph_capture_sizes or default_sizes(config.max_num_seqs)
-        limits = self.max_model_len, config.cudagraph_max_bytes
-        self._batch_runner.use_graphs(DecodeGraphs(self._runner, self.cache, capturer, sizes, *limits))
+        graphs = graphs_of(self._runner, self.cache, capturer, self.config, self._longest)
+        self._batch_runner.use_graphs(graphs)
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of a sequence at most, by the model and the blocks."""
+        if not self.cache.layer_ids:
+            return self.max_model_len
+        return min(self.max_model_len, self.cache.num_gpu_blocks * self.cache.layout.block_size)
 
     def use_store(self, store: BlockStore, rule: LoadOrCompute | None = None) -> None:
         """Ask a store for all that the blocks do not hold, and store finished prefills, from now on.
@@ -150,11 +155,13 @@ class EngineCore(EnginePrompts):
         self._connectors.connect_blend(BlendConnector(blender, segments, self.cache, self.manager, dtype))
 
     def warmup(self, progress: Callable[[int], object] | None = None) -> None:
-        """Compute steps of padding, so that later ones find everything compiled; capture decode steps as CUDA graphs.
+        """Compile all kernels that steps ask for, and compute some of padding; capture decode steps as CUDA graphs.
 
-        Call it once, before the first request. A call between two steps is allowed, and captures anew: after weights or
-        modules of the model were replaced, for example. Where nothing can be captured, the log says why, and decode
-        steps run as without it. On a CPU nothing is captured.
+        Kernels are compiled side by side, in threads. Those of blending and of a store are compiled when they are first
+        needed. Call it once, before the first request. A call between two steps is allowed, and captures anew: after
+        weights or modules of the model were replaced, for example. A size that the memory does not suffice for is left
+        out. Where nothing can be captured, the log says why, and decode steps run as without it. On a CPU nothing is
+        compiled or captured.
 
         Args:
             progress: Called with the number of finished parts, like the `update` of a progress bar. None shows a bar on
@@ -164,13 +171,11 @@ class EngineCore(EnginePrompts):
             RuntimeError: A step is under way.
             ValueError: The model is in training mode.
         """
-        cache, config = self.cache, self.config
-        if self._has_groups:
-            return  # a step of padding would need states or windows of its own, and nothing of the model is captured
-        longest = min(self.max_model_len, cache.num_gpu_blocks * cache.layout.block_size)
-        num_tokens = min(config.max_num_batched_tokens, longest)
-        graphs = self._batch_runner.graphs
-        self._loop.between_requests(lambda: warm_up(self._runner, cache, graphs, num_tokens, progress, self._lead))
+        config, graphs = self.config, self._batch_runner.graphs
+        num_seqs = config.max_num_seqs if self.states is None else 1  # each has a state of its own, beside the slots
+        limits = StepLimits(num_seqs, config.max_num_batched_tokens, self._longest)
+        steps = PaddedSteps(self._runner, self.cache, self.window_caches, self._lead)
+        self._loop.between_requests(lambda: warm_up(steps, graphs, limits, progress))
 
     def close(self) -> None:
         """Wait for all that is on its way to a store and to kept segments, and publish the last events.

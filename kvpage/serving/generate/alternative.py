@@ -26,7 +26,7 @@ def names_alternative(model: PreTrainedModel, cache_config: CacheConfig) -> Iter
 
 
 def _is_servable_by_pool(model: PreTrainedModel, cache_config: CacheConfig) -> bool:
-    if not isinstance(cache_config, CacheConfig) or cache_config.num_gpu_blocks == 0:
+    if not isinstance(cache_config, CacheConfig):
         return False  # the config was refused, not the model
     small = replace(cache_config, num_gpu_blocks=NUM_PROBE_BLOCKS, num_cpu_blocks=0, cache_dtype="auto")
     try:

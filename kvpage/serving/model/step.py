@@ -324,7 +324,8 @@ class Step:
         query_lens = [self.query_lens[index] for index in indices]
         seq_lens = [self.seq_lens[index] for index in indices]
         tables, device_lens = self.block_tables[at], self.device_seq_lens[at]
-        device_queries = None if self.device_query_lens is None else self.device_query_lens[at]
+        is_decode = all(count == 1 for count in query_lens)
+        device_queries = None if self.device_query_lens is None or is_decode else self.device_query_lens[at]
         return replace(
             self,
             block_tables=tables,

@@ -17,6 +17,7 @@ import torch
 from kvpage import ops
 from kvpage.ops import SAMPLING_RECORD as RECORD
 from kvpage.ops.cuda.uploads import upload
+from kvpage.serving.sampling.native_rows import GREEDY, ROW
 from kvpage.serving.sampling.sampled_row import SampledRow
 from kvpage.serving.sampling.token_tables import TokenTables
 
@@ -59,7 +60,7 @@ class DeviceRows:
         self._sequences, self._vocab_size, self._device = sequences, vocab_size, device
         rows = [sequence.sampled_row for sequence in sequences]
         self._tables = [None if row is None else row.tables_on(device, vocab_size) for row in rows]
-        self._records = _device_records(rows, self._tables, records).to(device)
+        (self._records,) = upload([_packed_records(rows, self._tables, records)], device)
         self._positions = torch.zeros(len(rows), dtype=torch.int64, device=device)
         self._staged = torch.zeros(len(rows), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._out = torch.empty(len(rows), dtype=torch.int32, device=device)
@@ -113,14 +114,33 @@ class DeviceRows:
         return chosen
 
 
-def _device_records(
+def choose_for_nobody(logits: torch.Tensor) -> None:
+    """Choose a token from each row of logits that belongs to no sequence, where kernels choose: they are compiled."""
+    if not ops.can_sample_rows(logits):
+        return
+    num_rows, logits = len(logits), logits if logits.stride(1) == 1 else logits.contiguous()
+    rows = DeviceRows([_NOBODY] * num_rows, np.frombuffer(GREEDY * num_rows, ROW), logits.shape[1], logits.device)
+    rows.begin(logits, np.zeros(num_rows, np.int64))
+
+
+class _Nobody(NamedTuple):
+    """A sequence without rules and tokens."""
+
+    sampled_row: None = None
+    tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
+
+
+_NOBODY = _Nobody()
+
+
+def _packed_records(
     rows: Sequence[SampledRow | None], tables: Sequence[TokenTables | None], records: npt.NDArray[np.void]
-) -> torch.Tensor:
-    """Return the records of `ops.sample_rows`, int64 [num_rows, words of a record]. They hold the tables' addresses."""
+) -> npt.NDArray[np.int64]:
+    """Return the records of `ops.sample_rows`, [num_rows, words of a record]. They hold the tables' addresses."""
     packed = np.array([_record(row, held) for row, held in zip(rows, tables, strict=True)], RECORD)
     for name in SAME_FIELDS:
         packed[name] = records[name]
-    return torch.from_numpy(packed.view(np.int64).reshape(len(rows), ops.SAMPLING_RECORD_WORDS))
+    return packed.view(np.int64).reshape(len(rows), ops.SAMPLING_RECORD_WORDS)
 
 
 def _record(row: SampledRow | None, tables: TokenTables | None) -> tuple[float, ...]:

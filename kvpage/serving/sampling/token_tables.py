@@ -48,13 +48,13 @@ class TokenTables:
         self.words: torch.Tensor | None = None
         self._always_barred: torch.Tensor | None = None  # bits of words, where a mask bars others
         if named.counts or named.are_barred:
-            self.words = torch.from_numpy(self._fixed_words()).to(device)
+            (self.words,) = upload([self._fixed_words()], device)
         self.biases: torch.Tensor | None = None
         if len(named.biased_ids):
             is_token = (named.biased_ids >= 0) & (named.biased_ids < vocab_size)
             biases = np.zeros(vocab_size, np.float32)
             biases[named.biased_ids[is_token]] = named.biases[is_token]
-            self.biases = torch.from_numpy(biases).to(device)
+            (self.biases,) = upload([biases], device)
 
     @property
     def counts(self) -> bool:
@@ -73,7 +73,8 @@ class TokenTables:
         prompt, generated = (self._in_vocabulary(part) for part in (tokens[:num_prompt], tokens[num_prompt:]))
         words[prompt] |= SEEN
         words += np.bincount(generated, minlength=self._vocab_size).astype(np.int32)
-        self.words.copy_(torch.from_numpy(words))
+        (given,) = upload([words], self.device)
+        self.words.copy_(given)
 
     def allow(self, mask: npt.NDArray[np.uint32]) -> None:
         """Let only tokens of a mask come next: token i if bit i % 32 of mask[i // 32] is set. Nothing is waited for."""
@@ -81,7 +82,7 @@ class TokenTables:
         if self._always_barred is None:
             fixed = np.zeros(self._vocab_size, np.int32)
             fixed[self._in_vocabulary(self._named.suppressed_ids)] = SUPPRESSED
-            self._always_barred = torch.from_numpy(fixed).to(self.device)
+            (self._always_barred,) = upload([fixed], self.device)
         (given,) = upload([mask.view(np.int32)], self.device)
         is_allowed = (given[:, None] >> torch.arange(32, dtype=torch.int32, device=self.device) & 1).flatten()
         barred = (1 - is_allowed[: self._vocab_size]) * SUPPRESSED

@@ -2,11 +2,13 @@
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from kvpage.checks.device_lock import CAPTURING
 from kvpage.serving.loop.graphs.capture import CannotCapture, CudaCapturer, WaitFinder
 
 MIB = 2**20
@@ -111,6 +113,26 @@ def test_no_garbage_is_collected_amid_a_capture(cuda: FakeCuda, raises: bool) ->
     with pytest.raises(RuntimeError) if raises else contextlib.nullcontext():
         CudaCapturer(torch.device("cuda", 0)).capture(work, None)
     assert states == [True, True, False] and gc.isenabled()
+
+
+def test_whoever_waits_for_the_device_waits_for_a_recording_first(cuda: FakeCuda) -> None:
+    """CUDA lets no thread wait for all of a device while a stream is captured."""
+    taken: list[bool] = []
+
+    def try_to_wait() -> None:
+        taken.append(CAPTURING.acquire(blocking=False))
+        if taken[-1]:
+            CAPTURING.release()
+
+    def work() -> None:
+        thread = threading.Thread(target=try_to_wait)
+        thread.start()
+        thread.join()
+
+    CudaCapturer(torch.device("cuda", 0)).capture(work, None)
+    assert taken == [True, True, False], "while it is recorded alone"
+    work()
+    assert taken[-1]
 
 
 def test_what_waits() -> None:

@@ -225,6 +225,42 @@ def test_the_memory_budget_is_kept(num_captures: int) -> None:
     assert run(engine) == run(make_engine())
 
 
+class Short(CpuCapturer):
+    """Captures of some numbers of rows fail for want of memory."""
+
+    def __init__(self, failing: set[int], error: RuntimeError) -> None:
+        super().__init__(1000)
+        self.left, self.failing, self.error = [6, 4, 2, 1], failing, error
+
+    def capture(self, work, beside):
+        size = self.left.pop(0)
+        if size in self.failing:
+            work()
+            raise self.error
+        return super().capture(work, beside)
+
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 640.00 MiB")
+
+
+@pytest.mark.parametrize("error", [NO_MEMORY, RuntimeError("CUDA error: out of memory")], ids=["torch", "CUDA"])
+@pytest.mark.parametrize("failing", [{6}, {6, 4}, {2}, {6, 4, 2, 1}], ids=str)
+def test_a_capture_without_memory_costs_its_size_alone(
+    failing: set[int], error: RuntimeError, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, capturer = make_engine(), Short(failing, error)
+    as_on_a_device(engine, capturer=capturer)
+    stats, kept = engine.stats().graphs, sorted({1, 2, 4, 6} - failing)
+    assert stats.sizes == tuple(kept) and capturer.num_releases == len(failing)
+    inputs = engine._batch_runner.graphs._inputs.num_bytes
+    assert stats.num_bytes == inputs + 1000 * len(kept)
+    assert caplog.text.count("rows are not captured, because the device's memory does not suffice (CUDA") == len(
+        failing
+    )
+    assert run(engine) == run(make_engine())
+    assert bool(engine.stats().graphs.num_replays) is bool(kept)
+
+
 def test_captures_share_memory() -> None:
     capturer = CpuCapturer()
     captured(capturer=capturer)
@@ -250,7 +286,7 @@ def test_default_sizes() -> None:
 def test_progress_and_a_second_warmup() -> None:
     engine, told = captured(), []
     engine.warmup(told.append)
-    assert told == [1] * 6 and engine.stats().graphs.sizes == (1, 2, 4, 6)
+    assert told == [1] * 7 and engine.stats().graphs.sizes == (1, 2, 4, 6)
     cpu = make_engine()
     cpu.warmup(told.append)
-    assert told == [1] * 8 and cpu.stats().graphs is None and run(cpu) == run(engine)
+    assert told == [1] * 10 and cpu.stats().graphs is None and run(cpu) == run(engine)

@@ -164,6 +164,7 @@ def test_two_windows_and_8_bit_blocks() -> None:
         ({"num_window_blocks": 2}, rf"num_window_blocks must be at least 3, .* in a window of {WINDOW} tokens, got 2"),
         ({"cache_config": CacheConfig(B, 64, num_cpu_blocks=4)}, "num_cpu_blocks must be 0 with num_window_blocks"),
         ({"cache_config": CacheConfig(B, 64, backend="mla")}, "backend must be another than 'mla'"),
+        ({"cache_config": CacheConfig(B)}, "num_gpu_blocks must be positive with num_window_blocks, got 0"),
         ({"blend": BlendConfig()}, "blend must be None with num_window_blocks"),
         ({"pin_quota": 3}, "pin_quota must be 0 with num_window_blocks, got 3"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 with num_window_blocks, got 2"),

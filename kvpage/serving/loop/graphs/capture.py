@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvpage.checks.device_lock import CAPTURING
+
 WAITS = (
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::is_nonzero", "aten::equal",
     "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::repeat_interleave.Tensor",
@@ -23,6 +25,11 @@ WAITS = (
 
 class CannotCapture(RuntimeError):
     """The work cannot be captured; the message says why, and can follow "because"."""
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether torch's allocator, or CUDA itself, had too little memory."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 class Replay(Protocol):
@@ -48,7 +55,11 @@ class Capturer(Protocol):
 
         Raises:
             CannotCapture: The work waits for the device.
+            torch.OutOfMemoryError: The device's memory does not suffice.
         """
+
+    def release_memory(self) -> None:
+        """Give back what failed captures have left."""
 
 
 class WaitFinder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]  # not annotated
@@ -106,7 +117,7 @@ class CudaCapturer:
     def capture(self, work: Callable[[], None], beside: Replay | None) -> CudaReplay:
         """Record the work as a graph; see Capturer. Errors of the work are raised as they are.
 
-        Other threads may use the device meanwhile.
+        Other threads may use the device meanwhile; those that wait for all of it wait for the recording first.
         """
         with torch.cuda.device(self._device):
             self._stream = stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
@@ -122,19 +133,25 @@ class CudaCapturer:
             finally:
                 current.wait_stream(stream)
 
+    def release_memory(self) -> None:
+        """Give the device back what torch's allocator keeps of captures that failed."""
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()
+
     def _record(self, work: Callable[[], None], beside: Replay | None) -> CudaReplay:
         graph = torch.cuda.CUDAGraph()
         pool = beside.graph.pool() if isinstance(beside, CudaReplay) else None
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # of the runs before
         free, _ = torch.cuda.mem_get_info()
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-        try:
-            work()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # of a recording that is broken; the first error counts
-                graph.capture_end()
-            raise
-        graph.capture_end()
+        with CAPTURING:
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # of a recording that is broken; the first error counts
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.synchronize()
         return CudaReplay(graph, max(free - torch.cuda.mem_get_info()[0], 0))

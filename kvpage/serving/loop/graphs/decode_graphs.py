@@ -21,7 +21,9 @@ import torch
 
 from kvpage.blocks.rows import StepInputs
 from kvpage.cache.cache_engine import CacheEngine
-from kvpage.serving.loop.graphs.capture import CannotCapture, Capturer, Replay
+from kvpage.serving.config import EngineConfig
+from kvpage.serving.loop.graphs.capture import CannotCapture, Capturer, Replay, is_out_of_memory
+from kvpage.serving.loop.graphs.capture_sizes import default_sizes
 from kvpage.serving.loop.graphs.fixed_model import FixedModel, why_not_fixed
 from kvpage.serving.loop.graphs.static_inputs import StaticInputs
 from kvpage.serving.loop.graphs.static_step import StaticStep
@@ -57,11 +59,28 @@ class GraphStats:
     misses: dict[str, int]
 
 
+class _TooLarge(Exception):
+    """A capture keeps more memory than captures may."""
+
+
 class _Captured(NamedTuple):
     """A step and its capture."""
 
     replay: Replay
     step: StaticStep
+
+
+def captures_decodes(config: EngineConfig) -> bool:
+    """Return whether decode steps are captured, where the model allows it."""
+    return not config.enforce_eager and config.tensor_parallel_size == 1 and config.num_window_blocks is None
+
+
+def graphs_of(
+    runner: ModelRunner, cache: CacheEngine, capturer: Capturer, config: EngineConfig, max_seq_len: int
+) -> "DecodeGraphs":
+    """Return the graphs that a config asks for. max_seq_len: see DecodeGraphs."""
+    sizes = config.cudagraph_capture_sizes or default_sizes(config.max_num_seqs)
+    return DecodeGraphs(runner, cache, capturer, sizes, max_seq_len, config.cudagraph_max_bytes)
 
 
 class DecodeGraphs:
@@ -83,9 +102,7 @@ class DecodeGraphs:
     ) -> None:
         self._runner, self._cache, self._capturer = runner, cache, capturer
         self._sizes, self._max_bytes = sorted(set(sizes)), max_bytes
-        num_blocks = min(-(-max_seq_len // cache.layout.block_size), cache.num_gpu_blocks)
-        self._max_seq_len = min(max_seq_len, num_blocks * cache.layout.block_size)
-        self._num_blocks = num_blocks
+        self._max_seq_len, self._num_blocks = max_seq_len, -(-max_seq_len // cache.layout.block_size)
         self._inputs: StaticInputs | None = None
         self._captured: dict[int, _Captured] = {}
         self._fitting: list[int] = []  # the sizes that are captured, ascending
@@ -123,15 +140,16 @@ class DecodeGraphs:
         try:
             self._inputs = inputs = self._make_inputs()
             for size in reversed(self._sizes):
-                self._capture(inputs, size)
+                reason = self._why_not_captured(inputs, size)
+                if reason is not None:
+                    self._leave_out(size, reason)
                 progress(1)
             self._fitting = sorted(self._captured)
             self._model = FixedModel(self._runner, (cache.tensor for cache in self._cache.bound_caches))
-            self._why_none = "cudagraph_max_bytes is too small"
         except Exception as error:
             self._refuse(str(error) if isinstance(error, CannotCapture) else f"{type(error).__name__}: {error}")
         except BaseException:
-            self.forget(self._why_none)
+            self.forget("the capture was interrupted")
             raise
 
     def _make_inputs(self) -> StaticInputs:
@@ -147,15 +165,31 @@ class DecodeGraphs:
         self.forget(reason)
         logger.warning("decode steps are not captured as graphs, because %s", reason)
 
+    def _why_not_captured(self, inputs: StaticInputs, size: int) -> str | None:
+        """Capture a step of so many rows; return why it cannot be. Another size may take less memory."""
+        try:
+            self._capture(inputs, size)
+        except _TooLarge as error:
+            return str(error)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return f"the device's memory does not suffice ({error})"
+        return None
+
+    def _leave_out(self, size: int, reason: str) -> None:
+        self._capturer.release_memory()  # once the error, and what its frames have held, are gone
+        self._why_none = reason
+        logger.warning("decode steps of %d rows are not captured, because %s", size, reason)
+
     def _capture(self, inputs: StaticInputs, size: int) -> None:
-        """Capture a step of so many rows, all of them padding; drop it if it takes too much memory."""
+        """Capture a step of so many rows, all of them padding."""
         inputs.clear()
         step = StaticStep(self._runner, self._cache, inputs, size, self._max_seq_len)
         others = [*self._captured.values()]
         replay = self._capturer.capture(step.compute, others[-1].replay if others else None)
         if self.num_bytes + replay.num_bytes > self._max_bytes:
-            logger.warning("decode steps of %d rows are not captured, because cudagraph_max_bytes is too small", size)
-            return
+            raise _TooLarge("cudagraph_max_bytes is too small")
         self._captured[size] = _Captured(replay, step)
 
     # --- replaying ---------------------------------------------------------------------------------------------------

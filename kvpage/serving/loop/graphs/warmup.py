@@ -1,45 +1,34 @@
 """Warmup: steps of nothing before the first request, after which kernels are compiled and decode steps captured.
 
-a prompt of padding ─► kernels, libraries' workspaces, the most memory that a step takes
-decode steps of padding ─► captured, one for each number of sequences
+steps of every kind      ─► rehearsed: what their kernels are compiled for is noted, and compiled side by side
+the largest steps        ─► computed: libraries' workspaces, the most memory that a step takes
+decode steps of padding  ─► captured, one for each number of sequences
 """
 
 import logging
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 
-import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]  # it comes with transformers
 
-from kvpage.cache.cache_engine import CacheEngine
+from kvpage.ops.cuda.rehearsal import compile_all, rehearse
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
-from kvpage.serving.loop.graphs.static_inputs import PAD_SLOT
-from kvpage.serving.loop.ranks.other_ranks import OtherRanks
-from kvpage.serving.model.runner import ModelRunner
-from kvpage.serving.model.step import PackedTokens, Step
+from kvpage.serving.loop.graphs.padding import PaddedSteps, StepLimits, every_kind, largest
+from kvpage.serving.sampling.device_rows import choose_for_nobody
 
 logger = logging.getLogger(__name__)
+Progress = Callable[[int], object]
 
 
-def warm_up(
-    runner: ModelRunner,
-    cache: CacheEngine,
-    graphs: DecodeGraphs | None,
-    num_tokens: int,
-    progress: Callable[[int], object] | None,
-    others: OtherRanks | None = None,
-) -> None:
-    """Compute a prompt of so many tokens of padding, and a decode step; then capture. Nothing is written into blocks.
+def warm_up(steps: PaddedSteps, graphs: DecodeGraphs | None, limits: StepLimits, progress: Progress | None) -> None:
+    """Compile what steps within these limits ask for, compute some, and capture decodes. No block is written.
 
-    progress: called with 1 after each part; None shows a bar on a terminal. others: the ranks that compute, too.
+    progress: called with 1 after each part; None shows a bar on a terminal.
     """
-    begin, num_parts = time.monotonic(), 2 + (graphs.num_captures if graphs else 0)
-    with tqdm(total=num_parts, desc="warmup", disable=None if progress is None else True) as bar:
+    begin, num_captures = time.monotonic(), graphs.num_captures if graphs else 0
+    with tqdm(total=num_captures, desc="warmup", disable=None if progress is None else True) as bar:
         tell = bar.update if progress is None else progress
-        for num in (num_tokens, 1):
-            _compute_padding(runner, cache, num, others)
-            tell(1)
+        prepare_steps(steps, limits, tell, _adds_to(bar))
         if graphs is not None:
             graphs.capture(tell)
             stats = graphs.stats()
@@ -49,12 +38,37 @@ def warm_up(
             )  # fmt: skip
 
 
-def _compute_padding(runner: ModelRunner, cache: CacheEngine, num_tokens: int, others: OtherRanks | None) -> None:
-    """Compute a sequence of padding. What its attention reads is of no account, and so are its logits."""
-    slots = np.full(num_tokens, PAD_SLOT, np.int64)
-    table = np.zeros((1, -(-num_tokens // cache.layout.block_size)), np.int32)
-    token_ids = np.zeros(num_tokens, np.int32)
-    packed = PackedTokens(token_ids, [0], [num_tokens], np.array([num_tokens - 1]))
-    step = Step.make(cache, slots, table, [0], [num_tokens], packed)
-    with nullcontext() if others is None else others.computing(packed, slots, table):
-        runner.forward(packed, step)
+def _adds_to(bar: tqdm) -> Progress:
+    def add(num: int) -> None:
+        bar.total += num
+        bar.refresh()
+
+    return add
+
+
+def prepare_steps(
+    steps: PaddedSteps,
+    limits: StepLimits,
+    tell: Progress = lambda num: None,
+    announce: Progress = lambda num: None,
+) -> None:
+    """Compile what steps within these limits ask for, and compute the largest ones.
+
+    tell: called with 1 after each part. announce: called with the numbers of parts to come.
+    """
+    real = largest(limits)
+    if steps.launches_kernels and not steps.have_others:
+        kernels = rehearse(lambda: _compute_every_kind(steps, limits))
+        announce(len(kernels))
+        compile_all(kernels, steps.device, tell)
+    elif steps.launches_kernels:  # the others launch whatever they compute, and compile it with this rank
+        real = [*every_kind(limits), *real]
+    announce(len(real))
+    for padding in real:
+        choose_for_nobody(steps.compute(padding))
+        tell(1)
+
+
+def _compute_every_kind(steps: PaddedSteps, limits: StepLimits) -> None:
+    for padding in every_kind(limits):
+        choose_for_nobody(steps.compute(padding))

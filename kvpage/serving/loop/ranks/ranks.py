@@ -91,6 +91,10 @@ class Ranks:
         """Wait until all ranks have made their parts: then each takes what it is told. All call it at once."""
         self.control.gather([self.rank], ASSEMBLY_SECONDS)
 
+    def least(self, number: int) -> int:
+        """Return the least of the numbers that the ranks name. All call it at once."""
+        return min(theirs for (theirs,) in self.control.gather([number], ASSEMBLY_SECONDS))
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Inside, this rank computes with the others; if anything raises, they are told that it has failed."""

@@ -1,0 +1,120 @@
+"""Padding: steps of sequences that belong to nobody. Their tokens are written nowhere, and nothing reads their results.
+
+What their attention reads is of no account: their tables name block 0 again and again. So a cache of one block serves.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.state_cache import StateCache
+from kvpage.serving.loop.graphs.static_inputs import PAD_SLOT
+from kvpage.serving.loop.ranks.other_ranks import OtherRanks
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.states.state_pass import StatePass, StateRow
+from kvpage.serving.model.step import PackedTokens, Step
+
+NUM_QUERIES = 1, 2, 3, 5, 9, 17, 33, 65
+MOST_KEYS = 2048
+"""Kernels are compiled anew from some power of two of queries on, and up to so many keys of a sequence."""
+
+
+class StepLimits(NamedTuple):
+    """What a step of an engine has at most: sequences, tokens of all, and tokens of one with those before."""
+
+    num_seqs: int
+    num_tokens: int
+    seq_len: int
+
+
+class Padding(NamedTuple):
+    """A step of `num_seqs` sequences, each of `num_queries` tokens after others: `seq_len` in all."""
+
+    num_seqs: int
+    num_queries: int
+    seq_len: int
+
+
+def every_kind(limits: StepLimits) -> list[Padding]:
+    """Return steps that ask for all kernels which the steps of an engine ask for.
+
+    Attention is compiled for one, few, some or many queries of a sequence, and for keys that are split or not. How many
+    these are is the kernels' own affair, so all numbers that may make a difference are tried. Each sequence goes on from
+    tokens in blocks: latents are read there only then.
+    """
+    most = min(limits.num_tokens, limits.seq_len)
+    counts = [count for count in NUM_QUERIES if count < most]
+    steps = [(count, length) for count in [*counts, most] for length in (count + 1, count + MOST_KEYS)]
+    return [Padding(1, *step) for step in dict.fromkeys((count, min(end, limits.seq_len)) for count, end in steps)]
+
+
+def largest(limits: StepLimits) -> list[Padding]:
+    """Return the steps that take the most memory: one long prompt, many short ones, and decodes of all sequences."""
+    most = min(limits.num_tokens, limits.seq_len)
+    num_seqs = min(limits.num_seqs, limits.num_tokens)
+    each = min(limits.num_tokens // num_seqs, limits.seq_len)
+    return [Padding(1, most, most), Padding(num_seqs, each, each), Padding(num_seqs, 1, 1)]
+
+
+class PaddedSteps:
+    """Steps of padding for one model. windows: the caches of layers that have blocks of their own.
+
+    others: the ranks that compute, too.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: CacheEngine,
+        windows: Sequence[CacheEngine] = (),
+        others: OtherRanks | None = None,
+    ) -> None:
+        self._runner, self._cache, self._windows, self._others = runner, cache, windows, others
+
+    @property
+    def launches_kernels(self) -> bool:
+        """Whether kernels are launched for the blocks."""
+        return any(layer.is_cuda for layer in self._cache.bound_layers.values())
+
+    @property
+    def have_others(self) -> bool:
+        """Whether other ranks compute, too."""
+        return self._others is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the steps are computed."""
+        return self._cache.device
+
+    def compute(self, padding: Padding) -> torch.Tensor:
+        """Compute a step; return the logits of each sequence's last token: [num_seqs, vocab_size]."""
+        num_seqs, num_queries, seq_len = padding
+        num_tokens, block_size = num_seqs * num_queries, self._block_size
+        slots = np.full(num_tokens, PAD_SLOT, np.int64)
+        tables = np.zeros((num_seqs, -(-seq_len // block_size)), np.int32)
+        starts, ends = [seq_len - num_queries] * num_seqs, [seq_len] * num_seqs
+        wanted = np.arange(1, num_seqs + 1) * num_queries - 1
+        packed = PackedTokens(np.zeros(num_tokens, np.int32), starts, ends, wanted)
+        step = Step.make(self._cache, slots, tables, starts, ends, packed)
+        for cache in self._windows:
+            step.use_window(Step.make(cache, slots, tables, starts, ends))
+        step.use_states(self._states(padding))
+        with nullcontext() if self._others is None else self._others.computing(packed, slots, tables):
+            return self._runner.forward(packed, step)
+
+    @property
+    def _block_size(self) -> int:
+        return self._cache.layout.block_size if self._cache.layer_ids else 1
+
+    def _states(self, padding: Padding) -> StatePass | None:
+        """Return states of the padding's own; None for a model without."""
+        layout = self._runner.state_layout
+        if layout is None:
+            return None
+        num_seqs, num_queries, seq_len = padding
+        states = StateCache(layout, num_seqs, device=self._cache.device)
+        return StatePass(states, [StateRow(slot, seq_len - num_queries, seq_len) for slot in range(num_seqs)])

@@ -1,0 +1,64 @@
+"""Warm-up compiles all kernels that steps ask for: of every length, prefix, portion, mix and rule."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from support.models import make_model
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
+
+from support.kernel_trace import compiled_by_warmup, kernels_asked, keys_asked_by, on_kernels  # noqa: E402
+
+from kvpage import CacheConfig  # noqa: E402
+from kvpage.serving import Engine, EngineConfig, SamplingParams  # noqa: E402
+
+LONGEST = 2048
+LIMITS = {"max_num_seqs": 6, "max_num_batched_tokens": 256}
+CASES = {
+    "llama": ({"head_dim": 128, "num_hidden_layers": 1}, {}, {}),
+    "gemma2": ({"head_dim": 128}, {}, {}),
+    "gpt2": ({"n_layer": 1, "n_positions": LONGEST}, {}, {}),
+    "qwen3": ({"head_dim": 128}, {"cache_dtype": "fp8_e4m3"}, {}),
+    "deepseek_v3": ({"kv_lora_rank": 24}, {"backend": "mla"}, {}),
+    "gpt_oss": ({"head_dim": 64}, {}, {"num_window_blocks": 200}),
+}
+
+
+def make_engine(kind: str) -> Engine:
+    fields, of_cache, options = CASES[kind]
+    model = make_model(kind, max_position_embeddings=LONGEST, **fields).bfloat16()
+    return on_kernels(Engine.from_model(model, EngineConfig(CacheConfig(16, 800, **of_cache), **LIMITS, **options)))
+
+
+def add_random(engine: Engine, rng: np.random.Generator, shared: np.ndarray) -> None:
+    """A prompt of any length, most of them short; a third begins with tokens that others have, too."""
+    length = int(rng.integers(1, (20, 200, LONGEST - 40)[rng.integers(3)]))
+    prompt = rng.integers(2, 190, length)
+    if rng.random() < 0.3:
+        prompt[: length * 3 // 4] = shared[: length * 3 // 4]
+    rules = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}, {"frequency_penalty": 0.5}]
+    params = SamplingParams(max_tokens=int(rng.integers(1, 20)), **{"temperature": 0.0, **rules[rng.integers(4)]})
+    engine.add_request(prompt, params)
+
+
+def run_trace(engine: Engine, num_steps: int, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    shared = rng.integers(2, 190, LONGEST)
+    for _ in range(num_steps):
+        while len(engine.scheduler.waiting) + len(engine.scheduler.running) < rng.integers(1, 8):
+            add_random(engine, rng, shared)
+        engine.step()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_steps_after_warmup_compile_nothing(kind: str) -> None:
+    engine = make_engine(kind)
+    with kernels_asked(), torch.no_grad():
+        compiled = compiled_by_warmup(engine)
+        asked = keys_asked_by(lambda: run_trace(engine, 200 if kind == "llama" else 60))
+    assert asked <= compiled, asked - compiled
+    assert engine.stats().num_generated_tokens > 100
