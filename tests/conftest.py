@@ -21,6 +21,7 @@ LEFT_OUT = pytest.StashKey[Counter[str]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--record-seconds", action="store_true", help=f"write the CPU seconds of tests to {tiers.RECORD}")
+    group.addoption("--cases-each", type=int, help="run at most so many cases of each test, which the seed chooses")
     group.addoption("--time-limit", type=float, help="seconds; tests that may not end within them are skipped")
 
 
@@ -100,15 +101,19 @@ def pytest_collection() -> Iterator[object]:
         gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that are not of the default tier, and skip those of a GPU where none is."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark the tests that are not of the default tier, and skip those of a GPU where none is. Then draw, after `-k`."""
     tier_of = tiers.tiers_of([item.nodeid for item in items], tiers.Record.read(), tiers.seed_of_day())
     for item in items:
         if item.nodeid in tier_of:
             item.add_marker(tier_of[item.nodeid])
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    yield
+    if config.option.cases_each is not None:
+        drawn = tiers.draw([item.nodeid for item in items], config.option.cases_each, tiers.seed_of_day())
+        items[:] = [item for item in items if item.nodeid in drawn]
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

@@ -29,13 +29,42 @@ SECONDS = "cpu_seconds"  # the property of a report
 BUDGET = 1.0  # CPU seconds of one function in the default tier
 LISTED = 0.25  # the record names cases and functions from this many seconds on
 
-# Files and functions whose tier no record decides, since what they cost is not in their calls.
+# Files and functions whose tier no record decides.
 WHOLE: dict[str, str] = {
-    "tests/ops/test_swap_calls.py": "slow",  # nvcc compiles a module for its fixture
+    # Kernels compiled ahead of time, and their machine code. tests/compiled runs some that are compiled.
+    "tests/kernels/test_attention_compile.py": "slow",
+    "tests/kernels/test_attention_launch.py": "slow",
+    "tests/kernels/test_blend_compile.py": "slow",
+    "tests/kernels/test_sampling_compile.py": "slow",
+    "tests/kernels/test_triton_compile.py": "slow",
+    "tests/kernels/test_machine_code.py::test_a_tile_takes_what_the_table_says": "nightly",
+    # nvcc compiles a module for the fixtures.
+    "tests/compiled/test_compiled_copies.py": "slow",
+    "tests/ops/test_swap_calls.py": "slow",
+    # The short forms of all batteries. test_daily.py has a part of them.
+    "tests/reliability/test_batteries.py": "slow",
 }
 
 # What the default tier must show, by functions with the CPU seconds that they may take.
-SHOWN: dict[str, dict[str, float]] = {}
+SHOWN: dict[str, dict[str, float]] = {
+    "the tree, managers, stores and tiers are their oracles, with other work every day": {
+        "tests/reliability/test_daily.py::test_work_of_the_day": 20,
+        "tests/blocks/test_prefix_tree_model.py::test_random_life": 4,
+        "tests/blocks/test_two_tiers_model.py::test_random_life_of_two_tiers": 4,
+        "tests/blocks/test_block_manager.py::test_random_lives_read_what_they_wrote": 2,
+    },
+    "each kernel by the interpreter": {
+        "tests/kernels/test_interpreted.py::test_each_kernel_is_the_reference": 60,
+    },
+    "each kind of kernel as it is compiled": {
+        "tests/compiled/test_compiled_attention.py::test_attention": 8,
+        "tests/compiled/test_compiled_blend.py::test_deviations": 4,
+        "tests/compiled/test_compiled_blend.py::test_rows_are_mixed": 4,
+        "tests/compiled/test_compiled_rows.py::test_chunks_are_stored_and_loaded": 4,
+        "tests/compiled/test_compiled_rows.py::test_rows_are_cached_and_gathered": 4,
+        "tests/compiled/test_compiled_sampling.py::test_tokens_are_those_of_the_cpu": 8,
+    },
+}
 
 
 def function_of(case: str) -> str:
@@ -94,23 +123,38 @@ class Record:
     def default_cases(self, function: str, cases: Iterable[str], seed: int) -> set[str]:
         """Return the cases of a function that the default tier runs on the day of `seed`."""
         seconds = self.seconds_of(function, cases)
-        order = sorted(seconds)
-        random.Random(f"{seed} {function}").shuffle(order)
         left, chosen = budget_of(function), set()
-        for case in order:
+        for case in shuffled(function, seconds, seed):
             if seconds[case] <= left:
                 left -= seconds[case]
                 chosen.add(case)
         return chosen
 
 
+def by_function(cases: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for case in cases:
+        groups.setdefault(function_of(case), []).append(case)
+    return groups
+
+
+def shuffled(function: str, cases: Iterable[str], seed: int) -> list[str]:
+    """Return the cases of a function in the order of the day: the same, whichever order they came in."""
+    order = sorted(cases)
+    random.Random(f"{seed} {function}").shuffle(order)
+    return order
+
+
+def draw(cases: Iterable[str], num_each: int, seed: int) -> set[str]:
+    """Return at most `num_each` cases of each function."""
+    groups = by_function(cases).items()
+    return {case for function, group in groups for case in shuffled(function, group, seed)[:num_each]}
+
+
 def tiers_of(cases: Iterable[str], record: Record, seed: int) -> dict[str, str]:
     """Return the tier of each case that is not in the default one: `slow` or `nightly`. `cases`: of whole functions."""
-    by_function: dict[str, list[str]] = {}
-    for case in cases:
-        by_function.setdefault(function_of(case), []).append(case)
     tiers = {}
-    for function, group in by_function.items():
+    for function, group in by_function(cases).items():
         whole = whole_tier(function)
         default = set() if whole else record.default_cases(function, group, seed)
         tiers |= {case: whole or "slow" for case in group if case not in default}

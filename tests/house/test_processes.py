@@ -30,8 +30,9 @@ def project(tmp_path: Path) -> Path:
         (tmp_path / "tests" / name).parent.mkdir(exist_ok=True)
         shutil.copy(TESTS / name, tmp_path / "tests" / name)
     (tmp_path / "tests" / "test_some.py").write_text(MODULE)
+    options = ["testpaths = tests", "pythonpath = tests", "addopts = -rP --strict-markers"]
     (tmp_path / "pytest.ini").write_text(
-        "[pytest]\ntestpaths = tests\npythonpath = tests\naddopts = -rP --strict-markers\nmarkers =\n gpu\n slow\n nightly\n"
+        "\n".join(["[pytest]", *options, "markers =", " gpu", " slow", " nightly", ""])
     )
     return tmp_path
 
