@@ -47,16 +47,46 @@ WHOLE: dict[str, str] = {
 
 # What the default tier must show, by functions with the CPU seconds that they may take.
 SHOWN: dict[str, dict[str, float]] = {
-    "the tree, managers, stores and tiers are their oracles, with other work every day": {
-        "tests/reliability/test_daily.py::test_work_of_the_day": 20,
+    "every public name is called": {  # in "fuzzing of entry points" of test_work_of_the_day
+        "tests/reliability/test_fuzz_targets.py::test_every_public_name_is_fuzzed_or_excused": 2,
+        "tests/ops/test_torch_ops.py::test_registration": 4,
+    },
+    "tokens are the model's own": {
+        "tests/serving/model/test_families.py::test_a_type": 40,
+        "tests/serving/model/test_latents.py::test_chunks_of_seven_then_wholly_cached": 4,
+        "tests/serving/windows/test_engine_windows.py::test_requests_together_in_few_blocks": 4,
+        "tests/serving/states/test_engine_families.py::test_prefixes_that_diverge_end_and_go_on": 8,
+        "tests/serving/generate/test_kvpage_cache.py::test_first_call_then_shared_beginnings_then_the_whole_prompt": 4,
+        "tests/serving/generate/test_kvpage_cache_generate.py::test_sampling_with_a_seed": 2,
+        "tests/serving/generate/test_stateful_cache.py::test_first_call_then_whole_prompt_then_the_answer_goes_on": 6,
+        "tests/serving/test_engine.py::test_seeds_give_the_same_tokens_alone_together_and_after_preemption": 2,
+    },
+    "trees, managers, stores and tiers are their oracles": {
+        "tests/reliability/test_daily.py::test_work_of_the_day": 40,
         "tests/blocks/test_prefix_tree_model.py::test_random_life": 4,
         "tests/blocks/test_two_tiers_model.py::test_random_life_of_two_tiers": 4,
         "tests/blocks/test_block_manager.py::test_random_lives_read_what_they_wrote": 2,
+        "tests/store/tiers/test_memory_tier.py::test_against_a_dict_with_eviction_and_open_readers": 2,
+        "tests/store/disk/test_disk.py::test_against_a_dict_over_many_openings": 4,
     },
-    "each kernel by the interpreter": {
+    "a changed record is a miss": {
+        "tests/store/bytes/test_byte_damage.py::test_any_changed_byte_in_memory_is_a_miss": 4,
+        "tests/store/disk/test_disk.py::test_every_corrupted_byte_is_a_miss_or_exact": 8,
+    },
+    "a refused call changes nothing": {
+        "tests/blocks/test_block_manager.py::test_bad_calls_raise_and_change_nothing": 2,
+        "tests/blocks/test_block_manager_refusals.py::test_whatever_fails_leaves_no_pin": 2,
+        "tests/ops/test_reshape.py::test_a_refused_reshape_writes_nothing": 2,
+        "tests/store/tiers/test_memory_tier.py::test_a_refused_commit_publishes_nothing": 2,
+    },
+    "a client is served over HTTP": {
+        "tests/server/test_clients.py::test_openai_chats_and_its_second_turn_is_cached": 4,
+        "tests/server/test_clients.py::test_openai_streams_what_it_answers_whole": 4,
+    },
+    "each kernel is the reference, by the interpreter": {
         "tests/kernels/test_interpreted.py::test_each_kernel_is_the_reference": 60,
     },
-    "each kind of kernel as it is compiled": {
+    "each kind of kernel is the reference, as it is compiled": {
         "tests/compiled/test_compiled_attention.py::test_attention": 8,
         "tests/compiled/test_compiled_blend.py::test_deviations": 4,
         "tests/compiled/test_compiled_blend.py::test_rows_are_mixed": 4,

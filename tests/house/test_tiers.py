@@ -101,3 +101,28 @@ def functions_in(path: Path) -> set[str]:
 def test_what_the_rule_names_is_there(name):
     path, _, function = name.partition("::")
     assert (ROOT / path).exists() and (not function or function in functions_in(ROOT / path))
+
+
+PROMISES = {  # which the default tier shows, whatever a later record says
+    "every public name is called",
+    "tokens are the model's own",
+    "trees, managers, stores and tiers are their oracles",
+    "a changed record is a miss",
+    "a refused call changes nothing",
+    "a client is served over HTTP",
+    "each kernel is the reference, by the interpreter",
+    "each kind of kernel is the reference, as it is compiled",
+}
+MOST_SHOWN = 280  # CPU seconds of all of them together
+
+
+def test_each_promise_has_tests_in_the_default_tier():
+    assert tiers.SHOWN.keys() >= PROMISES and all(tiers.SHOWN.values())
+    assert sum(seconds for functions in tiers.SHOWN.values() for seconds in functions.values()) <= MOST_SHOWN
+
+
+@pytest.mark.parametrize("function", sorted(name for names in tiers.SHOWN.values() for name in names))
+def test_a_budget_pays_the_dearest_case_of_what_is_shown(function):
+    cases = {case: s for case, s in tiers.recorded().cases.items() if tiers.function_of(case) == function}
+    assert tiers.whole_tier(function) is None
+    assert max(cases.values(), default=0.0) <= tiers.budget_of(function), max(cases, key=cases.__getitem__)
