@@ -12,6 +12,7 @@ import pytest
 import tiers
 import torch
 from support.gpu_cases import without_gpu_cases
+from support.seeds import VARIABLE, replay, todays_seed
 
 TESTS = Path(__file__).parent
 MAX_PROCESSES = 4  # each holds a torch of its own, and threads of its own
@@ -30,7 +31,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Decide once for all processes of a run: the tier, the seed of the day, when time is over, how many they are."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    os.environ[tiers.SEED] = str(tiers.seed_of_day())
+    os.environ[VARIABLE] = str(todays_seed())
     if config.option.time_limit is not None:
         config.option.time_limit += time.time()
     choose_tier(config)
@@ -78,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    return f"seed of the day: {tiers.seed_of_day()} (the environment variable {tiers.SEED} gives another)"
+    return f"random tests: {replay()} repeats them"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -104,7 +105,7 @@ def pytest_collection() -> Iterator[object]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark the tests that are not of the default tier, and skip those of a GPU where none is. Then draw, after `-k`."""
-    tier_of = tiers.tiers_of([item.nodeid for item in items], tiers.Record.read(), tiers.seed_of_day())
+    tier_of = tiers.tiers_of([item.nodeid for item in items], tiers.Record.read(), todays_seed())
     for item in items:
         if item.nodeid in tier_of:
             item.add_marker(tier_of[item.nodeid])
@@ -112,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     yield
     if config.option.cases_each is not None:
-        drawn = tiers.draw([item.nodeid for item in items], config.option.cases_each, tiers.seed_of_day())
+        drawn = tiers.draw([item.nodeid for item in items], config.option.cases_each, todays_seed())
         items[:] = [item for item in items if item.nodeid in drawn]
 
 
@@ -136,8 +137,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     left_out = config.stash[LEFT_OUT]
     if left_out:
         counts = " and ".join(f"{left_out[tier]:,} {tier} tests" for tier in tiers.TIERS if left_out[tier])
-        seed = f"{tiers.SEED}={tiers.seed_of_day()}"
-        terminalreporter.write_line(f"left out: {counts}; `pytest -m ''` runs all, {seed} makes the same choice again")
+        terminalreporter.write_line(f"left out: {counts}. `pytest -m ''` runs all; {replay()} leaves out the same")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -160,9 +160,3 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(scope="session")
-def seed_of_day() -> int:
-    """The seed of random work that is other work every day. The head of the run says it."""
-    return tiers.seed_of_day()

@@ -10,10 +10,8 @@ cases. A function that the record does not know is in the default tier. SHOWN gi
 promise rests; tests/house/test_tiers.py holds that the default tier keeps them.
 """
 
-import datetime
 import functools
 import json
-import os
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,7 +20,6 @@ from pathlib import Path
 import pytest
 
 RECORD = Path(__file__).with_name("recorded_seconds.json")
-SEED = "KVPAGE_TEST_SEED"
 TIERS = ("slow", "nightly")  # besides the default one
 DEFAULT = "not slow and not nightly"  # as in pyproject.toml
 SECONDS = "cpu_seconds"  # the property of a report
@@ -100,11 +97,6 @@ SHOWN: dict[str, dict[str, float]] = {
 def function_of(case: str) -> str:
     """Return the function's name in the name of a case: `tests/a.py::test_b` of `tests/a.py::test_b[1-x]`."""
     return case.split("[", 1)[0]
-
-
-def seed_of_day() -> int:
-    """Return the seed that KVPAGE_TEST_SEED gives, else today's date as a number, such as 20261128."""
-    return int(os.environ.get(SEED) or datetime.date.today().strftime("%Y%m%d"))
 
 
 def budget_of(function: str) -> float:

@@ -26,7 +26,7 @@ def test_where(index):
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """Return a project with the conftest of this one and tests that print the processes and threads that they have."""
-    for name in ("conftest.py", "tiers.py", "support/gpu_cases.py"):
+    for name in ("conftest.py", "tiers.py", "support/gpu_cases.py", "support/seeds.py"):
         (tmp_path / "tests" / name).parent.mkdir(exist_ok=True)
         shutil.copy(TESTS / name, tmp_path / "tests" / name)
     (tmp_path / "tests" / "test_some.py").write_text(MODULE)

@@ -68,13 +68,6 @@ def test_a_test_may_take_thrice_its_seconds(monkeypatch, case, seconds, may_end)
     assert tiers.may_end(case, seconds) == may_end
 
 
-def test_the_seed_of_a_day_is_its_date_unless_one_is_set(monkeypatch):
-    monkeypatch.setenv(tiers.SEED, "7")
-    assert tiers.seed_of_day() == 7
-    monkeypatch.delenv(tiers.SEED)
-    assert 20200101 < tiers.seed_of_day() < 99991231
-
-
 def parametrized(*values, **options):
     return pytest.mark.parametrize("where", list(values), **options).mark
 
