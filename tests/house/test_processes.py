@@ -26,11 +26,13 @@ def test_where(index):
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """Return a project with the conftest of this one and tests that print the processes and threads that they have."""
-    (tmp_path / "tests").mkdir()
-    shutil.copy(TESTS / "conftest.py", tmp_path / "tests")
+    for name in ("conftest.py", "tiers.py", "support/gpu_cases.py", "support/seeds.py"):
+        (tmp_path / "tests" / name).parent.mkdir(exist_ok=True)
+        shutil.copy(TESTS / name, tmp_path / "tests" / name)
     (tmp_path / "tests" / "test_some.py").write_text(MODULE)
+    options = ["testpaths = tests", "pythonpath = tests", "addopts = -rP --strict-markers"]
     (tmp_path / "pytest.ini").write_text(
-        "[pytest]\ntestpaths = tests\naddopts = -rP --strict-markers\nmarkers = gpu: ...\n"
+        "\n".join(["[pytest]", *options, "markers =", " gpu", " slow", " nightly", ""])
     )
     return tmp_path
 
