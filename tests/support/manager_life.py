@@ -127,7 +127,11 @@ class ManagerLife(Life):
             self.manager.space.unpin(handle)
         self.manager.check()
         assert self.manager.num_free_blocks == self.manager.num_blocks
+        stats = self.manager.stats()
         self.figures["swapped"] += self.model.num_swapped
+        self.figures["hits"] += stats.hit_tokens
+        self.figures["host_hits"] += stats.space.host_hit_tokens
+        self.figures["written_out"] += stats.space.written_blocks
 
     def some_prompt(self) -> list[int]:
         """Often one of the last ones, with another end."""

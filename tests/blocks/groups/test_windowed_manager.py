@@ -1,8 +1,11 @@
 """WindowedManager: a sequence holds its last window, and a prompt goes on where every group has what it reads."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
-from support.window_life import WindowLife
+from support.seeds import seed_of
+from support.window_life import WORLDS, WindowLife
 
 from kvpage import OutOfBlocks
 from kvpage.blocks.explain import Ending
@@ -187,22 +190,20 @@ def test_a_fork_writes_into_a_copy():
         life.tokens[seq_id] = life.tokens[seq_id] + [50 + i] * B
         life.write(seq_id, len(life.tokens[seq_id]))
         life.check()
-    assert life.num_copied == 3 * 2  # in three groups, for all but the last holder
+    assert life.figures["copied"] == 3 * 2  # in three groups, for all but the last holder
     with pytest.raises(ValueError, match="num_tokens must be all 18 of a sequence with windows, got 12"):
         life.manager.fork(1, 4, 12)
 
 
-@pytest.mark.parametrize("is_caching", [True, False])
-@pytest.mark.parametrize(
-    ("windows", "num_blocks", "num_window_blocks"), [((5,), 64, 64), ((1, 9), 40, 12), ((6, 4), 20, 20)]
-)
-@pytest.mark.parametrize("seed", range(2))
-def test_random_lives(seed, windows, num_blocks, num_window_blocks, is_caching):
-    life = life_of(*windows, num_blocks=num_blocks, num_window_blocks=num_window_blocks, is_caching=is_caching)
-    life.rng.seed(seed)
-    life.live(250)
-    assert (life.num_shared > 0) == is_caching and (num_blocks == 64 or life.num_refused > 0)
-    life.reset()
+def test_random_lives():
+    """The long form is a battery."""
+    figures = Counter()
+    for number, world in enumerate(WORLDS):
+        life = world.life(seed_of(number))
+        life.live(80)
+        figures += life.figures
+        assert world.is_caching or not life.figures["shared"]
+    assert min(figures[name] for name in ("refused", "shared", "copied", "loaded", "kept")) > 0, figures
 
 
 def test_a_step_without_room_in_one_window_makes_none_in_the_others():
