@@ -5,7 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from support.manager_life import WORLDS, B
+from support.block_requests import B, computed
+from support.manager_life import WORLDS
 from support.seeds import seed_of
 
 from kvpage import OutOfBlocks
@@ -48,8 +49,7 @@ def test_nothing_uncommitted_is_found():
 
 def test_generated_tokens_are_found():
     manager = BlockManager(16, B)
-    manager.allocate(0, [1, 2, 3])
-    manager.commit(0, [1, 2, 3])
+    computed(manager, 0, [1, 2, 3])
     for token in (4, 5, 6, 7, 8):
         manager.append([0])
         assert len(manager.take_moves()) == 0
@@ -60,8 +60,7 @@ def test_generated_tokens_are_found():
 
 def test_namespaces_do_not_meet():
     manager, tokens = BlockManager(16, B), list(range(2 * B))
-    manager.allocate(0, tokens, b"one")
-    manager.commit(0, tokens)
+    computed(manager, 0, tokens, b"one")
     assert manager.allocate(1, tokens, b"two").num_cached_tokens == 0
     assert manager.allocate(2, tokens + [0], b"one").num_cached_tokens == 2 * B
 
@@ -80,8 +79,7 @@ def test_equal_prompts_in_flight_end_on_one_set_of_blocks():
 
 def test_fork_copies_the_shared_block_once_per_writer_but_one():
     manager, tokens = BlockManager(16, B), list(range(B + 1))
-    manager.allocate(0, tokens)
-    manager.commit(0, tokens)
+    computed(manager, 0, tokens)
     manager.fork(0, 1)
     manager.fork(0, 2)
     assert manager.stats().num_used_blocks == 2
@@ -98,8 +96,7 @@ def test_fork_copies_the_shared_block_once_per_writer_but_one():
 
 def test_fork_at_a_full_block_copies_nothing():
     manager, tokens = BlockManager(16, B), list(range(2 * B))
-    manager.allocate(0, tokens)
-    manager.commit(0, tokens)
+    computed(manager, 0, tokens)
     manager.fork(0, 1)
     manager.append([0, 1])
     assert len(manager.take_moves()) == 0
@@ -135,8 +132,7 @@ def test_out_of_blocks_changes_nothing():
 def test_append_of_several_is_all_or_nothing():
     manager = BlockManager(3, B)
     for seq_id in (0, 1):
-        manager.allocate(seq_id, [seq_id] * B)
-        manager.commit(seq_id, [seq_id] * B)
+        computed(manager, seq_id, [seq_id] * B)
     with pytest.raises(OutOfBlocks):
         manager.append([0, 1])
     assert [len(manager.block_ids(seq_id)) for seq_id in (0, 1)] == [1, 1]
