@@ -1,13 +1,11 @@
 """BlockManager: its promises one by one, and random lives beside a model of its slots."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
 from support.block_requests import B, computed
+from support.life import lived, total
 from support.manager_life import WORLDS
-from support.seeds import seed_of
 
 from kvpage import OutOfBlocks
 from kvpage.blocks.manager import BlockManager
@@ -15,12 +13,9 @@ from kvpage.blocks.manager import BlockManager
 
 def test_random_lives_read_what_they_wrote():
     """Blocks are scarce. The long form is a battery."""
-    figures = Counter()
-    for number, world in enumerate(WORLDS):
-        life = world.life(seed_of(number))
-        life.live(300)
-        figures += life.figures
-        assert world.is_caching or not life.figures["hits"]
+    lives = lived(WORLDS, 300)
+    assert not any(life.figures["hits"] for life in lives if not life.manager.enable_prefix_caching)
+    figures = total(lives)
     expected = ("refused", "parts", "part_forks", "left_blocks", "decoded", "restored", "swapped", "hits", "host_hits")
     assert min(figures[name] for name in (*expected, "written_out")) > 0, figures
 

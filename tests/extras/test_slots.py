@@ -1,13 +1,13 @@
 """SlotAllocator and PrefixCacheManager: promises one by one, errors that change nothing, lives beside their oracles."""
 
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from support.life import lived, total
 from support.seeds import seed_of
-from support.slot_life import CAPACITIES, AllocatorLife, SlotLife
+from support.slot_life import WORLDS, AllocatorLife
 
 from kvpage.extras.slots import PrefixCacheManager, PrefixHit, SlotAllocator
 
@@ -232,12 +232,8 @@ def test_capacity_is_not_negative():
 
 def test_random_lives():
     """The long form is a battery."""
-    figures = Counter()
-    for number, capacity in enumerate(CAPACITIES):
-        life = SlotLife(seed_of(number), capacity)
-        life.live(300)
-        figures += life.figures
-    assert min(figures[name] for name in ("hits", "stale", "over")) > 0
+    figures = total(lived(WORLDS, 300))
+    assert min(figures[name] for name in ("hits", "stale", "over")) > 0, figures
 
 
 @pytest.mark.parametrize("max_slots", [1, 64, 200, 5000])

@@ -13,9 +13,7 @@ WINDOWS = ("gemma3", "mistral", "cohere2", "gpt_oss", "gemma2")
 LEAST, MOST = 40, 500  # requests of a life
 
 
-def run(
-    kind: Callable[[str, int], Crowd], models: tuple[str, ...], seed: int, count: int, advance: Advance
-) -> Figures:
+def run(kind: Callable[[str, int], Crowd], models: tuple[str, ...], seed: int, count: int, advance: Advance) -> Figures:
     """Lives that the models take turns at; each has one, where the requests suffice."""
     figures: Figures = {}
     life = min(max(LEAST, count // len(models)), MOST)

@@ -1,18 +1,12 @@
 """Random lives of a KVStore beside the set of chunks that it was given. The long form is a battery."""
 
-from collections import Counter
-
-from support.seeds import seed_of
+from support.life import lived, total
 from support.store_life import WORLDS, StoreLife
 
 
 def test_random_lives() -> None:
-    figures: Counter[str] = Counter()
-    for number, world in enumerate(WORLDS):
-        life = StoreLife(seed_of(number), *world)
-        life.live(120)
-        figures += life.figures
-    assert min(figures[name] for name in ("stored", "read", "pinned")) > 0
+    figures = total(lived(WORLDS, 120))
+    assert min(figures[name] for name in ("stored", "read", "pinned")) > 0, figures
 
 
 def test_a_pin_promises_nothing_of_what_was_removed() -> None:

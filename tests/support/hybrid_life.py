@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from support.hybrid_memory import HybridMemory, Prefixes
-from support.life import Life, Operation
+from support.life import Operation, ScarceLife
 from support.whim import Whim
 
 from kvpage import OutOfBlocks
@@ -26,7 +26,7 @@ class Sequence:
     branches: list[int] = field(default_factory=list)
 
 
-class HybridLife(Life):
+class HybridLife(ScarceLife):
     def __init__(self, seed: int, manager: HybridManager) -> None:
         super().__init__(seed)
         self.manager = manager
@@ -43,13 +43,6 @@ class HybridLife(Life):
             self.swap_in: 3, self.make_private: 0.3, self.pin: 0.5, self.unpin: 0.5, self.prefetch: 0.5,
             self.drop: 0.5, self.reset: 0.02,
         }  # fmt: skip
-
-    def do(self, operation: Operation) -> None:
-        try:
-            operation()
-        except OutOfBlocks as error:
-            self.figures["refused"] += 1
-            assert error.needed > error.free
 
     def compare(self) -> None:
         self.manager.check()

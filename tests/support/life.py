@@ -5,9 +5,12 @@ Life(seed) ─► live(num_steps) ─► end()        a short one runs with the 
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from support.seeds import replay
+from support.seeds import replay, seed_of
+
+from kvpage import OutOfBlocks
 
 Operation = Callable[[], object]
 
@@ -38,14 +41,44 @@ class Life:
 
     def live(self, num_steps: int, compare_every: int = 1) -> None:
         """Do so many operations, compare after some of them and the last, and end."""
-        weights = self.operations()
-        for step, operation in enumerate(self.rng.choices(list(weights), list(weights.values()), k=num_steps)):
-            try:
+        weights, done = self.operations(), "its beginning"
+        try:
+            for step, operation in enumerate(self.rng.choices(list(weights), list(weights.values()), k=num_steps)):
+                done = f"step {step}, {getattr(operation, '__name__', operation)}"
                 self.do(operation)
                 if step % compare_every == 0 or step == num_steps - 1:
                     self.compare()
-            except BaseException as error:
-                what = f"step {step}, {getattr(operation, '__name__', operation)}, of {type(self).__name__}"
-                error.add_note(f"{what} with seed {self.seed}; today's: {replay()}")
-                raise
-        self.end()
+            self.end()
+        except BaseException as error:
+            error.add_note(f"{type(self).__name__} with seed {self.seed}, {done}; today's seed: {replay()}")
+            raise
+
+
+class ScarceLife(Life):
+    """A life in which an operation may be refused for lack of blocks or slots."""
+
+    def do(self, operation: Operation) -> None:
+        try:
+            operation()
+        except OutOfBlocks as error:
+            self.figures["refused"] += 1
+            assert error.needed > error.free
+
+
+class World(Protocol):
+    """Where lives begin: sizes and options."""
+
+    def life(self, seed: int) -> Life: ...
+
+
+def lived(worlds: Sequence[World], num_steps: int) -> list[Life]:
+    """Return a life of today in each world, at its end."""
+    lives = [world.life(seed_of(number)) for number, world in enumerate(worlds)]
+    for life in lives:
+        life.live(num_steps)
+    return lives
+
+
+def total(lives: Sequence[Life]) -> Counter[str]:
+    """Return the figures of all."""
+    return sum((life.figures for life in lives), Counter())

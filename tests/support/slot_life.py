@@ -1,13 +1,25 @@
 """SlotLife: SlotAllocator beside a set of free slots, and PrefixCacheManager beside SlotOracle."""
 
+from dataclasses import dataclass
+
 from support.life import Life, Operation
 from support.naive_tree import common_prefix
 from support.slot_oracle import Prefix, SlotOracle
 
 from kvpage.extras.slots import PrefixCacheManager, PrefixHit, SlotAllocator
 
-CAPACITIES = (0, 1, 5, 20, 60)  # of tokens
 NUM_SLOTS, MOST_PINS = 6, 6
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWorld:
+    capacity: int  # tokens
+
+    def life(self, seed: int) -> "SlotLife":
+        return SlotLife(seed, self.capacity)
+
+
+WORLDS = [SlotWorld(capacity) for capacity in (0, 1, 5, 20, 60)]
 
 
 class SlotLife(Life):

@@ -14,8 +14,19 @@ from support.store_kv import FMTS, C, kv_of, make, narrow, same
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 Chunk = tuple[bytes, tuple[int, ...]]  # a namespace and all tokens up to the end of a chunk
-WORLDS = [(fmt, has_room) for fmt in FMTS for has_room in (True, False)]
 MOST_PINS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StoreWorld:
+    fmt: str
+    has_room: bool  # for all chunks
+
+    def life(self, seed: int) -> "StoreLife":
+        return StoreLife(seed, self.fmt, self.has_room)
+
+
+WORLDS = [StoreWorld(fmt, has_room) for fmt in FMTS for has_room in (True, False)]
 
 
 @dataclass(slots=True)

@@ -6,9 +6,8 @@ What no sequence may read is poisoned before each look: free blocks, and those w
 from dataclasses import dataclass
 
 import numpy as np
-from support.life import Life, Operation
+from support.life import Operation, ScarceLife
 
-from kvpage import OutOfBlocks
 from kvpage.blocks.groups.held_blocks import HeldBlocks
 from kvpage.blocks.groups.window_blocks import Window
 from kvpage.blocks.groups.windowed_manager import WindowedManager
@@ -37,7 +36,7 @@ WORLDS = [
 ]
 
 
-class WindowLife(Life):
+class WindowLife(ScarceLife):
     def __init__(self, manager: WindowedManager, seed: int = 0) -> None:
         super().__init__(seed)
         self.manager, self.size = manager, manager.block_size
@@ -167,13 +166,6 @@ class WindowLife(Life):
             self.give_back: 1, self.hide: 0.3, self.drop: 0.5, self.reset: 0.1, self.load: 2, self.keep: 2,
             self.let_go: 2,
         }  # fmt: skip
-
-    def do(self, operation: Operation) -> None:
-        try:
-            operation()
-        except OutOfBlocks as error:
-            self.figures["refused"] += 1
-            assert error.needed > error.free
 
     def compare(self) -> None:
         self.check()

@@ -1,10 +1,8 @@
 """GroupedManager: a target and the model that drafts for it begin where both can, and nothing is done by halves."""
 
-from collections import Counter
-
 import pytest
 from support.grouped_life import WORLDS, B, GroupedLife, managers
-from support.seeds import seed_of
+from support.life import lived, total
 
 from kvpage import OutOfBlocks
 from kvpage.blocks.groups.grouped_manager import GroupedManager
@@ -14,11 +12,7 @@ from kvpage.blocks.hybrid.manager import HybridManager
 
 def test_random_lives():
     """The long form is a battery."""
-    figures = Counter()
-    for number, num_blocks in enumerate(WORLDS):
-        life = GroupedLife(managers(*num_blocks), seed_of(number))
-        life.live(120)
-        figures += life.figures
+    figures = total(lived(WORLDS, 120))
     assert figures["shared"] > 0 and figures["refused"] > 0
 
 

@@ -1,10 +1,8 @@
 """WindowedManager: a sequence holds its last window, and a prompt goes on where every group has what it reads."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
-from support.seeds import seed_of
+from support.life import lived, total
 from support.window_life import WORLDS, WindowLife
 
 from kvpage import OutOfBlocks
@@ -197,12 +195,9 @@ def test_a_fork_writes_into_a_copy():
 
 def test_random_lives():
     """The long form is a battery."""
-    figures = Counter()
-    for number, world in enumerate(WORLDS):
-        life = world.life(seed_of(number))
-        life.live(80)
-        figures += life.figures
-        assert world.is_caching or not life.figures["shared"]
+    lives = lived(WORLDS, 80)
+    assert not any(life.figures["shared"] for life in lives if not life.manager.enable_prefix_caching)
+    figures = total(lives)
     assert min(figures[name] for name in ("refused", "shared", "copied", "loaded", "kept")) > 0, figures
 
 
