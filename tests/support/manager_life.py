@@ -76,7 +76,7 @@ class ManagerWorld:
 
 WORLDS = [
     ManagerWorld(num_host_blocks, after_hits, is_caching, has_whims)
-    for num_host_blocks, after_hits in [(0, None), (12, None), (60, None), (40, 0), (40, 2)]
+    for num_host_blocks, after_hits in [(0, None), (6, None), (60, None), (12, 0), (6, 2)]
     for is_caching, has_whims in [(True, False), (True, True), (False, False)]
 ]
 
