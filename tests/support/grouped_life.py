@@ -86,6 +86,8 @@ class GroupedLife(ScarceLife):
         tokens += [self.rng.randrange(2) for _ in range(num_new)]
         self.compute(seq_id, written, written + num_new, written, written + num_new)
         self.manager.give_back_room(seq_id)
+        managers = self.manager.target, self.manager.drafts
+        assert [manager.state(seq_id).num_tokens for manager in managers] == [len(tokens) - 1] * 2
 
     def begin_any(self) -> None:
         prompt = [int(self.rng.random() < 0.1) for _ in range(self.rng.randrange(1, 5 * B))]
