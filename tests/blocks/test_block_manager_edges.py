@@ -3,24 +3,12 @@
 import tracemalloc
 
 import pytest
+from support.block_requests import B, compute, computed, num_found
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.space import HostPolicy
 
-B = 4
 MINE, OTHERS = list(range(10, 10 + 2 * B)), list(range(50, 50 + 2 * B))
-
-
-def num_found(manager: BlockManager, tokens: list[int], namespace: bytes = b"") -> int:
-    """How many of the tokens a new sequence would share in whole blocks."""
-    match = manager.tree.match([*tokens, 0], namespace)
-    manager.tree.release(match)
-    return match.num_tokens
-
-
-def compute(manager: BlockManager, seq_id: int, tokens: list[int], num_cached: int = 0) -> None:
-    manager.take_moves()
-    manager.commit(seq_id, tokens[num_cached:])
 
 
 @pytest.mark.parametrize("num_swaps", [1, 2])
@@ -28,8 +16,7 @@ def compute(manager: BlockManager, seq_id: int, tokens: list[int], num_cached: i
 def test_a_sequence_keeps_its_priority(num_swaps, num_forks):
     """Off the device and back, and in a fork: what it caches afterwards is evicted after what others cached later."""
     manager = BlockManager(6, B, num_host_blocks=4, share_parts=False)
-    manager.allocate(1, MINE[: B + 1], priority=5)
-    compute(manager, 1, MINE[: B + 1])
+    computed(manager, 1, MINE[: B + 1], priority=5)
     seq_id, num_cached = 1, B + 1
     for _ in range(num_forks):
         manager.fork(1, 2)
@@ -43,8 +30,7 @@ def test_a_sequence_keeps_its_priority(num_swaps, num_forks):
     manager.append([seq_id], B - 1)
     compute(manager, seq_id, MINE, B + 1)
     manager.release(seq_id)
-    manager.allocate(3, OTHERS)
-    compute(manager, 3, OTHERS)
+    computed(manager, 3, OTHERS)
     manager.release(3)
     assert num_found(manager, MINE) == num_found(manager, OTHERS) == 2 * B
     manager.tree.evict(2)
@@ -56,8 +42,7 @@ def test_priority_comes_before_the_last_use(first, second, stays):
     """Without a word it is the lowest."""
     manager = BlockManager(4, B)
     for seq_id, tokens, options in ((1, MINE[:B], first), (2, OTHERS[:B], second)):
-        manager.allocate(seq_id, tokens, **options)
-        compute(manager, seq_id, tokens)
+        computed(manager, seq_id, tokens, **options)
         manager.release(seq_id)
     manager.tree.evict(1)
     assert [num_found(manager, tokens) > 0 for tokens in (MINE[:B], OTHERS[:B])] == [stays == 1, stays == 2]
@@ -67,8 +52,7 @@ def test_priority_comes_before_the_last_use(first, second, stays):
 @pytest.mark.parametrize("share_parts", [True, False])
 def test_parts_of_blocks_are_shared_where_both_flags_say_so(enable_prefix_caching, share_parts):
     manager = BlockManager(8, B, enable_prefix_caching, share_parts=share_parts)
-    manager.allocate(1, MINE)
-    compute(manager, 1, MINE)
+    computed(manager, 1, MINE)
     num_cached = manager.allocate(2, MINE[: 2 * B - 1] + [0]).num_cached_tokens
     assert num_cached == (2 * B - 1 if enable_prefix_caching and share_parts else B if enable_prefix_caching else 0)
     assert len(manager.take_moves()) == (num_cached == 2 * B - 1)
@@ -84,8 +68,7 @@ def test_flags_are_true_or_false(name, value):
 
 def test_no_pins_without_a_quota():
     manager = BlockManager(4, B)
-    manager.allocate(1, MINE[:B])
-    compute(manager, 1, MINE[:B])
+    computed(manager, 1, MINE[:B])
     with pytest.raises(ValueError, match="pins must hold at most 0 blocks"):
         manager.space.pin(MINE[:B])
     manager.release(1)
@@ -95,8 +78,7 @@ def test_no_pins_without_a_quota():
 def test_a_part_whose_block_is_needed_is_not_shared():
     """All four blocks are needed: that of the part, too, which is evicted instead of copied."""
     manager = BlockManager(4, B)
-    manager.allocate(1, MINE[:B])
-    compute(manager, 1, MINE[:B])
+    computed(manager, 1, MINE[:B])
     manager.release(1)
     given = manager.allocate(2, MINE[: B - 1] + [0] * (3 * B + 1))
     assert given.num_cached_tokens == 0 and len(manager.take_moves()) == 0 and len(set(given.block_ids.tolist())) == 4
@@ -106,8 +88,7 @@ def test_a_part_whose_block_is_needed_is_not_shared():
 
 def test_a_query_is_counted_with_what_it_found():
     manager = BlockManager(8, B)
-    manager.allocate(1, MINE)
-    compute(manager, 1, MINE)
+    computed(manager, 1, MINE)
     manager.allocate(2, MINE[: 2 * B - 1] + [0, 0])
     stats = manager.stats()
     assert (stats.query_tokens, stats.hit_tokens) == (4 * B + 1, 2 * B - 1)
@@ -126,8 +107,7 @@ def test_append_makes_room_for_one_token_unless_told_otherwise():
 
 def test_appending_nothing_copies_nothing():
     manager = BlockManager(8, B)
-    manager.allocate(1, MINE[: B + 1])
-    compute(manager, 1, MINE[: B + 1])
+    computed(manager, 1, MINE[: B + 1])
     manager.fork(1, 2)
     before = manager.block_ids(1).tolist()
     manager.append([1, 2], [0, 0])
@@ -137,8 +117,7 @@ def test_appending_nothing_copies_nothing():
 
 def test_a_fork_of_fewer_tokens_caches_its_own():
     manager = BlockManager(8, B, share_parts=False)
-    manager.allocate(1, MINE[: 2 * B - 1])
-    compute(manager, 1, MINE[: 2 * B - 1])
+    computed(manager, 1, MINE[: 2 * B - 1])
     manager.fork(1, 2, B + 1)
     manager.append([2], B)
     compute(manager, 2, OTHERS[:B])
@@ -151,8 +130,7 @@ def test_a_fork_of_fewer_tokens_caches_its_own():
 
 def test_a_fork_begins_at_one_token_and_not_before_what_was_given_back():
     manager = BlockManager(8, B, enable_prefix_caching=False)
-    manager.allocate(1, MINE)
-    compute(manager, 1, MINE)
+    computed(manager, 1, MINE)
     with pytest.raises(ValueError, match=r"num_tokens must be in \[1, 8\], got 0"):
         manager.fork(1, 2, 0)
     assert manager.first_forkable(1) == 1
@@ -167,8 +145,7 @@ def test_a_fork_begins_at_one_token_and_not_before_what_was_given_back():
 
 def test_a_sequence_that_is_swapped_out_can_end():
     manager = BlockManager(4, B, num_host_blocks=2, share_parts=False)
-    manager.allocate(1, MINE[: B + 1])
-    compute(manager, 1, MINE[: B + 1])
+    computed(manager, 1, MINE[: B + 1])
     manager.swap_out(1)
     assert manager.space.host_pool.num_free == 1 and manager.is_swapped(1)
     manager.release(1)
@@ -234,8 +211,7 @@ def test_sequences_that_have_ended_leave_no_memory():
 @pytest.mark.parametrize("num_more", [0, 1])
 def test_whole_blocks_come_back_to_their_last_token(num_more):
     manager = BlockManager(6, B, num_host_blocks=4, share_parts=False)
-    manager.allocate(1, MINE)
-    compute(manager, 1, MINE)
+    computed(manager, 1, MINE)
     manager.swap_out(1)
     assert manager.swap_in(1, MINE + [0] * num_more).num_cached_tokens == 2 * B
     manager.check()
@@ -243,19 +219,16 @@ def test_whole_blocks_come_back_to_their_last_token(num_more):
 
 def test_a_sequence_that_comes_back_computes_a_token_of_what_others_have_cached():
     manager = BlockManager(6, B, num_host_blocks=4, share_parts=False)
-    manager.allocate(1, MINE[: B + 1])
-    compute(manager, 1, MINE[: B + 1])
+    computed(manager, 1, MINE[: B + 1])
     manager.swap_out(1)
-    manager.allocate(2, MINE)
-    compute(manager, 2, MINE, B)
+    computed(manager, 2, MINE)
     assert manager.swap_in(1, MINE).num_cached_tokens == B + 1
     manager.check()
 
 
 def test_a_sequence_comes_back_with_all_that_it_had():
     manager = BlockManager(6, B, num_host_blocks=4)
-    manager.allocate(1, MINE[: B + 1])
-    compute(manager, 1, MINE[: B + 1])
+    computed(manager, 1, MINE[: B + 1])
     manager.swap_out(1)
     before = manager.stats()
     with pytest.raises(ValueError, match="tokens must be at least the 5 committed ones, got 4"):
@@ -269,11 +242,9 @@ def test_a_sequence_comes_back_with_all_that_it_had():
 def test_a_sequence_that_comes_back_finds_what_others_have_cached():
     """More than it had: nothing of its own is copied back then."""
     manager = BlockManager(8, B, num_host_blocks=4, share_parts=False)
-    manager.allocate(1, MINE[: B + 1])
-    compute(manager, 1, MINE[: B + 1])
+    computed(manager, 1, MINE[: B + 1])
     manager.swap_out(1)
-    manager.allocate(2, MINE)
-    compute(manager, 2, MINE, B)
+    computed(manager, 2, MINE)
     given = manager.swap_in(1, MINE + [0])
     assert given.num_cached_tokens == 2 * B and len(given.block_ids) == 3 and len(manager.take_moves()) == 0
     manager.check()
@@ -281,8 +252,7 @@ def test_a_sequence_that_comes_back_finds_what_others_have_cached():
 
 def test_a_private_sequence_comes_back_to_its_own_blocks_only():
     manager = BlockManager(12, B, num_host_blocks=6, share_parts=False)
-    manager.allocate(1, MINE)
-    compute(manager, 1, MINE)
+    computed(manager, 1, MINE)
     manager.release(1)
     tokens = MINE + OTHERS[: B + 1]
     assert manager.allocate(2, tokens).num_cached_tokens == 2 * B
@@ -304,8 +274,7 @@ def test_a_private_sequence_comes_back_to_its_own_blocks_only():
 
 def test_a_block_that_was_begun_before_a_swap_is_cached_whole_after_it():
     manager = BlockManager(8, B, num_host_blocks=4, share_parts=False)
-    manager.allocate(1, MINE[: B + 1])
-    compute(manager, 1, MINE[: B + 1])
+    computed(manager, 1, MINE[: B + 1])
     manager.swap_out(1)
     assert manager.swap_in(1, MINE).num_cached_tokens == B + 1
     compute(manager, 1, MINE, B + 1)
@@ -316,8 +285,7 @@ def test_a_block_that_was_begun_before_a_swap_is_cached_whole_after_it():
 
 def test_hits_of_both_tiers_are_counted():
     manager = BlockManager(4, B, num_host_blocks=4, share_parts=False)
-    manager.allocate(1, MINE)
-    compute(manager, 1, MINE)
+    computed(manager, 1, MINE)
     manager.release(1)
     manager.tree.demote(1)
     manager.allocate(2, MINE + [0])
@@ -340,8 +308,7 @@ def test_check_finds_blocks_that_nobody_has(leak):
 
 def test_what_is_cached_is_copied_at_once_where_the_policy_says_so():
     manager = BlockManager(4, B, num_host_blocks=4, host_policy=HostPolicy(0))
-    manager.allocate(1, MINE)
-    compute(manager, 1, MINE)
+    computed(manager, 1, MINE)
     ((kind, pairs),) = manager.take_moves()
     assert kind == "swap_out" and pairs[:, 0].tolist() == manager.block_ids(1).tolist()
     assert manager.stats().space.written_blocks == 2
@@ -362,8 +329,7 @@ def test_the_name_of_a_sequence_that_is_off_the_device_is_in_use():
 @pytest.mark.parametrize("num_tokens", [1, B - 1, B, B + 1, 2 * B - 1, 2 * B])
 def test_only_a_block_that_was_begun_is_copied_for_a_fork(num_tokens):
     manager = BlockManager(12, B, share_parts=False)
-    manager.allocate(1, MINE[:num_tokens])
-    compute(manager, 1, MINE[:num_tokens])
+    computed(manager, 1, MINE[:num_tokens])
     before = manager.block_ids(1).tolist()
     manager.append([1])
     assert len(manager.take_moves()) == 0
@@ -395,8 +361,7 @@ def test_how_much_is_in_use():
 
 def test_moves_are_done_once():
     manager, done = BlockManager(4, B, num_host_blocks=4), []
-    manager.allocate(1, MINE[:1])
-    compute(manager, 1, MINE[:1])
+    computed(manager, 1, MINE[:1])
     manager.swap_out(1)
     for _ in range(2):
         manager.do_moves(lambda move: done.append((move.kind, len(move.pairs))))
@@ -406,8 +371,7 @@ def test_moves_are_done_once():
 def test_whole_blocks_that_a_fork_shares_are_not_copied():
     """Without caching they are two sequences', and neither writes into them."""
     manager = BlockManager(8, B, enable_prefix_caching=False)
-    manager.allocate(1, MINE[:B])
-    compute(manager, 1, MINE[:B])
+    computed(manager, 1, MINE[:B])
     manager.fork(1, 2)
     manager.append([1, 2], [1, B + 1])
     assert len(manager.take_moves()) == 0 and manager.num_free_blocks == 8 - 1 - 1 - 2

@@ -1,16 +1,11 @@
 """BlockManager: a call that raises leaves everything as it was, whatever it raises."""
 
 import pytest
+from support.block_requests import B, computed
 
 from kvpage import BlockManager, OutOfBlocks
 
-B = 4
 MINE, OTHERS = list(range(10, 10 + 2 * B)), list(range(50, 50 + 2 * B))
-
-
-def compute(manager: BlockManager, seq_id: int, tokens: list[int], num_cached: int = 0) -> None:
-    manager.take_moves()
-    manager.commit(seq_id, tokens[num_cached:])
 
 
 @pytest.mark.parametrize("counts", [[-1, 0], [0, -1], [1, -1]])
@@ -32,11 +27,9 @@ def test_append_takes_no_room_back(counts):
 def test_whatever_fails_leaves_no_pin(monkeypatch, call, error):
     """Neither on the prefix that was found nor on the block that a part of was."""
     manager = BlockManager(12, B, num_host_blocks=4)
-    manager.allocate(1, MINE)
-    compute(manager, 1, MINE)
+    computed(manager, 1, MINE)
     manager.release(1)
-    manager.allocate(2, MINE[: B + 1])
-    compute(manager, 2, MINE[: B + 1], B)
+    computed(manager, 2, MINE[: B + 1])
     manager.swap_out(2)
     before = manager.stats(), manager.tree.num_matches
 
@@ -59,8 +52,7 @@ def test_whatever_fails_leaves_no_pin(monkeypatch, call, error):
 @pytest.mark.parametrize("swapped", [0, 1])
 def test_nothing_is_forgotten_while_there_are_sequences(on_device, swapped):
     manager = BlockManager(8, B, num_host_blocks=4)
-    manager.allocate(1, MINE)
-    compute(manager, 1, MINE)
+    computed(manager, 1, MINE)
     manager.release(1)
     for seq_id in range(2, 2 + on_device + swapped):
         manager.allocate(seq_id, OTHERS[:1])

@@ -1,22 +1,11 @@
 """BlockManager: what a sequence that comes back from the host has, and what it caches afterwards."""
 
 import pytest
+from support.block_requests import B, compute, computed, num_found
 
 from kvpage import BlockManager
 
-B = 4
 MINE, OTHERS = list(range(10, 10 + 2 * B)), list(range(50, 50 + 2 * B))
-
-
-def compute(manager: BlockManager, seq_id: int, tokens: list[int]) -> None:
-    manager.take_moves()
-    manager.commit(seq_id, tokens)
-
-
-def num_found(manager: BlockManager, tokens: list[int]) -> int:
-    match = manager.tree.match(tokens, num_left_over=0)
-    manager.tree.release(match)
-    return match.num_tokens
 
 
 @pytest.mark.parametrize("num_evicted", [0, 1, 2])
@@ -24,8 +13,7 @@ def test_what_follows_an_evicted_prefix_is_computed_again(num_evicted):
     """Its own block comes back from the host only where all before it is still there."""
     manager = BlockManager(8, B, num_host_blocks=4, share_parts=False)
     tokens = [*MINE, 0]
-    manager.allocate(1, tokens)
-    compute(manager, 1, tokens)
+    computed(manager, 1, tokens)
     manager.swap_out(1)
     assert len(manager.take_moves()) == 1 and manager.tree.evict(num_evicted) == num_evicted
     given = manager.swap_in(1, tokens)
@@ -41,8 +29,7 @@ def test_room_for_more_tokens_caches_none_of_them(num_more):
     """Only those that were written before are waiting for their block to be full."""
     manager = BlockManager(8, B, num_host_blocks=4, share_parts=False)
     tokens = MINE + OTHERS
-    manager.allocate(1, tokens[: B + 1])
-    compute(manager, 1, tokens[: B + 1])
+    computed(manager, 1, tokens[: B + 1])
     manager.swap_out(1)
     given = manager.swap_in(1, tokens[: B + 1 + num_more])
     assert given.num_cached_tokens == B + 1 and num_found(manager, tokens) == B
@@ -57,8 +44,7 @@ def test_room_for_more_tokens_caches_none_of_them(num_more):
 def test_a_private_sequence_stays_private(num_swaps):
     manager = BlockManager(8, B, num_host_blocks=8, share_parts=False)
     tokens = MINE + OTHERS
-    manager.allocate(1, tokens[: B + 1])
-    compute(manager, 1, tokens[: B + 1])
+    computed(manager, 1, tokens[: B + 1])
     manager.make_private(1)
     for _ in range(num_swaps):
         manager.swap_out(1)

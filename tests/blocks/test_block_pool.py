@@ -1,4 +1,4 @@
-"""BlockPool: who gets which block, and that a refused call changes nothing. Random life: test_prefix_tree.py."""
+"""BlockPool: who gets which block, and that a refused call changes nothing. Random lives: test_tree_life.py."""
 
 import array
 import threading

@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from support.block_requests import B, computed, num_found
 
 from kvpage import BlockManager, CacheConfig, CacheEngine, ModelConfig, OutOfBlocks
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMoves
 from kvpage.blocks.pins import UserPins
 from kvpage.blocks.space import BlockSpace, HostPolicy
-
-B = 4
 
 
 def listed(moves):
@@ -127,25 +126,15 @@ def filled(num_blocks=8, **options):
     """A manager with one cached prompt of four blocks."""
     manager = BlockManager(num_blocks, B, **options)
     tokens = list(range(4 * B))
-    manager.allocate(0, tokens)
-    manager.commit(0, tokens)
+    computed(manager, 0, tokens)
     manager.release(0)
     return manager, tokens
 
 
 def fill(manager, seq_id, num_blocks):
     tokens = [1000 + seq_id] * (num_blocks * B)
-    manager.allocate(seq_id, tokens)
-    manager.take_moves()
-    manager.commit(seq_id, tokens)
+    computed(manager, seq_id, tokens)
     manager.release(seq_id)
-
-
-def cached(manager, tokens):
-    match = manager.tree.match(np.append(tokens, 0))
-    num_tokens = match.num_tokens
-    manager.tree.release(match)
-    return num_tokens
 
 
 def test_a_pinned_prefix_stays_until_it_is_unpinned():
@@ -153,11 +142,11 @@ def test_a_pinned_prefix_stays_until_it_is_unpinned():
     handle = manager.space.pin(tokens)
     fill(manager, 1, 4)
     fill(manager, 2, 4)
-    assert cached(manager, tokens) == 4 * B and manager.stats().space.num_pinned_blocks == 4
+    assert num_found(manager, tokens) == 4 * B and manager.stats().space.num_pinned_blocks == 4
     manager.space.unpin(handle)
     manager.space.unpin(handle)
     fill(manager, 3, 8)
-    assert cached(manager, tokens) == 0
+    assert num_found(manager, tokens) == 0
     with pytest.raises(KeyError):
         manager.space.unpin(99)
 
@@ -167,7 +156,7 @@ def test_pins_end_before_a_request_lacks_blocks():
     manager.space.pin(tokens[: 2 * B])
     manager.space.pin(tokens)
     fill(manager, 1, 6)
-    assert len(manager.space.pins) == 0 and cached(manager, tokens) == 2 * B
+    assert len(manager.space.pins) == 0 and num_found(manager, tokens) == 2 * B
     with pytest.raises(OutOfBlocks):
         manager.allocate(2, [5] * (9 * B))
     manager.check()
@@ -186,7 +175,7 @@ def test_no_pin_ends_for_a_request_that_does_not_fit():
                 manager.allocate("new", [5] * (num_blocks * B))
             assert (manager.stats(), manager.tree.num_matches) == before and len(manager.space.pins) == 2
     manager.allocate("new", [5] * (2 * B))
-    assert len(manager.space.pins) == 0 and cached(manager, tokens) == 2 * B
+    assert len(manager.space.pins) == 0 and num_found(manager, tokens) == 2 * B
     for handle in handles:
         manager.space.unpin(handle)
     manager.check()
@@ -195,13 +184,12 @@ def test_no_pin_ends_for_a_request_that_does_not_fit():
 def test_only_as_many_pins_end_as_it_takes():
     manager, tokens = filled(pin_quota=8)
     other = [9] * (4 * B)
-    manager.allocate(1, other)
-    manager.commit(1, other)
+    computed(manager, 1, other)
     manager.release(1)
     manager.space.pin(tokens)
     manager.space.pin(other)
     manager.allocate(2, [5] * (4 * B))
-    assert len(manager.space.pins) == 1 and cached(manager, other) == 4 * B and cached(manager, tokens) == 0
+    assert len(manager.space.pins) == 1 and num_found(manager, other) == 4 * B and num_found(manager, tokens) == 0
 
 
 def test_pins_have_a_quota_and_an_end():
@@ -241,11 +229,9 @@ def test_prefetch_brings_a_prefix_back_if_there_is_room():
 def test_drop_forgets_what_nobody_else_uses():
     manager, tokens = filled()
     other = [*tokens[: 2 * B], *[77] * B]
-    manager.allocate(1, other)
-    manager.take_moves()
-    manager.commit(1, other[2 * B :])
+    computed(manager, 1, other)
     assert manager.space.drop(tokens) == 2 * B
-    assert cached(manager, tokens) == 2 * B and cached(manager, other) == 3 * B
+    assert num_found(manager, tokens) == 2 * B and num_found(manager, other) == 3 * B
     assert manager.space.drop(other) == 0  # in use
     manager.release(1)
     assert manager.space.drop([1, 2]) == manager.space.drop(other, b"tenant") == 0

@@ -1,6 +1,4 @@
-"""What a tree remembers of evictions, against an oracle that remembers everything that was ever cached."""
-
-import random
+"""What a tree remembers of evictions. Beside an oracle that remembers all of them: TreeLife."""
 
 import pytest
 
@@ -8,83 +6,6 @@ from kvpage import BlockManager, BlockPool, PrefixTree
 from kvpage.blocks.explain import Ending
 
 B = 3
-NAMESPACES = [b"", b"tenant", b"a tenant with a long name"]
-Key = tuple[bytes, tuple[int, ...]]  # a namespace and all tokens up to the end of a block
-
-
-def cached_keys(tree: PrefixTree) -> set[Key]:
-    keys, entries = set(), tree.entries(10_000)
-    paths: list[tuple[int, ...]] = []
-    for entry in entries:
-        before = () if entry.parent is None else paths[entry.parent]
-        paths.append((*before, *entry.tokens.tolist()))
-        keys |= {(entry.namespace, paths[-1][:end]) for end in range(len(before) + B, len(paths[-1]) + 1, B)}
-    return keys
-
-
-class Life:
-    """Random inserts, matches that split edges, evictions from both tiers, and blocks that come back."""
-
-    def __init__(self, seed: int, num_host_blocks: int) -> None:
-        self.rng = random.Random(seed)
-        self.pool, host = BlockPool(24), BlockPool(num_host_blocks)
-        self.tree = PrefixTree(self.pool, B, host if num_host_blocks else None)
-        self.evicted: set[Key] = set()  # ever
-        self.counts = {"told": 0, "gone": 0, "moved": 0}
-
-    def tokens(self) -> list[int]:
-        return [int(self.rng.random() < 0.2) for _ in range(self.rng.randrange(6 * B + 1))]
-
-    def insert(self) -> None:
-        tokens, name = self.tokens(), self.rng.choice(NAMESPACES)
-        match = self.tree.match(tokens, name, num_left_over=0)
-        self.tree.trim(match)
-        rest = tokens[match.num_tokens : len(tokens) // B * B]
-        self.make_room(len(rest) // B)
-        ids = self.pool.allocate(min(len(rest) // B, self.pool.num_free))
-        self.tree.release(self.tree.insert(rest[: len(ids) * B], ids, after=match))
-
-    def match(self) -> None:
-        self.tree.release(self.tree.match(self.tokens(), self.rng.choice(NAMESPACES)))
-
-    def make_room(self, num_blocks: int) -> None:
-        lacking = max(num_blocks - self.pool.num_free, 0)
-        self.leave(lambda: self.tree.demote(lacking) if self.rng.random() < 0.7 else self.tree.evict(lacking))
-
-    def leave(self, call) -> None:
-        """Evict. A prompt that goes through a block which is gone now is told so at once."""
-        before = cached_keys(self.tree)
-        call()
-        after = cached_keys(self.tree)
-        gone = before - after
-        self.evicted |= gone
-        self.counts["moved"] += self.tree.num_host_cached
-        for name, path in gone:
-            assert self.tree.look(path, name)[3], (name, path)
-        self.counts["gone"] += len(gone)
-
-    def look(self) -> None:
-        tokens, name = self.tokens(), self.rng.choice(NAMESPACES)
-        ids, _, _, was_evicted = self.tree.look(tokens, name)
-        self.counts["told"] += was_evicted
-        assert not was_evicted or (name, tuple(tokens[: (ids.shape[1] + 1) * B])) in self.evicted
-
-    def step(self) -> None:
-        self.rng.choice([self.insert, self.insert, self.match, self.look, self.look, self.look])()
-        if self.rng.random() < 0.1:
-            self.leave(lambda: self.tree.evict_host(self.rng.randrange(4)))
-        self.tree.check(owned_ids=[])
-
-
-@pytest.mark.parametrize("seed, num_host_blocks", [(1, 0), (2, 0), (3, 6), (4, 40)])
-def test_what_is_told_was_evicted_and_what_was_just_evicted_is_told(seed, num_host_blocks):
-    life = Life(seed, num_host_blocks)
-    for _ in range(400):
-        life.step()
-    assert life.counts["told"] > 20 and life.counts["gone"] > 20
-    assert (life.counts["moved"] > 0) == (num_host_blocks > 0)
-    life.tree.clear()
-    assert not any(life.tree.look(path, name)[3] for name, path in life.evicted)
 
 
 def filled(tokens: list[int], num_blocks: int = 8, num_host_blocks: int = 0) -> tuple[BlockPool, PrefixTree]:

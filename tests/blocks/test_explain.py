@@ -4,6 +4,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from support.block_requests import computed
 from support.hybrid_requests import B, manager_of, serve
 
 from kvpage import BlockManager
@@ -16,8 +17,7 @@ TOKENS = list(range(1, 3 * B + 2))
 
 def filled(**options) -> BlockManager:
     manager = BlockManager(16, B, **options)
-    manager.allocate(0, TOKENS)
-    manager.commit(0, TOKENS)
+    computed(manager, 0, TOKENS)
     manager.release(0)
     return manager
 

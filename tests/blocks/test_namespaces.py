@@ -4,18 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
+from support.block_requests import computed
 
 from kvpage import BlockManager
 from kvpage.blocks.namespaces import Content, keyed_tokens, namespace_of
 
 B, IMAGE = 4, 99
-
-
-def cached(manager, seq_id, tokens, namespace=b""):
-    num_cached = manager.allocate(seq_id, tokens, namespace).num_cached_tokens
-    manager.take_moves()
-    manager.commit(seq_id, tokens[num_cached:])
-    return num_cached
 
 
 def prompt(num_placeholders, data, text=(1, 2, 3, 4, 5)):
@@ -27,14 +21,14 @@ def prompt(num_placeholders, data, text=(1, 2, 3, 4, 5)):
 def test_the_same_image_is_shared_and_another_is_not(num_placeholders):
     manager = BlockManager(128, B)
     tokens, namespace = prompt(num_placeholders, b"cat")
-    assert cached(manager, 0, tokens, namespace) == 0
+    assert computed(manager, 0, tokens, namespace).num_cached_tokens == 0
     again = prompt(num_placeholders, b"cat")
     assert np.array_equal(again[0], tokens) and again[1] == namespace
     whole = (len(tokens) - 1) // B * B
-    assert cached(manager, 1, *again) >= whole
+    assert computed(manager, 1, *again).num_cached_tokens >= whole
     other, other_namespace = prompt(num_placeholders, b"dog")
     shared = 5 if num_placeholders >= 9 else 0  # the text before it
-    assert cached(manager, 2, other, other_namespace) == shared
+    assert computed(manager, 2, other, other_namespace).num_cached_tokens == shared
     assert len(tokens) == 8 + num_placeholders and (tokens[5:-3] < 0).all()
 
 

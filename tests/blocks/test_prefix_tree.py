@@ -1,4 +1,4 @@
-"""PrefixTree: its promises one by one. Random life against a naive model: test_prefix_tree_model.py."""
+"""PrefixTree: its promises one by one. Random lives against a naive model: test_tree_life.py."""
 
 import array
 

@@ -153,25 +153,6 @@ def test_threads_share_a_tree():
     assert tree.num_evictable == tree.num_cached
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 20])
-def test_what_matches_alone_pin_is_what_releasing_them_frees(num_host_blocks):
-    rng = random.Random(num_host_blocks)
-    for _ in range(60):
-        pool = BlockPool(40)
-        tree = PrefixTree(pool, 1, BlockPool(num_host_blocks) if num_host_blocks else None)
-        for _ in range(8):
-            tokens = [rng.randrange(2) for _ in range(rng.randint(1, 5))]
-            tree.release(tree.insert(tokens, pool.allocate(len(tokens))))
-        tree.demote(rng.randrange(20))
-        matches = [tree.match([rng.randrange(2) for _ in range(6)]) for _ in range(rng.randrange(7))]
-        some = rng.sample(matches, rng.randint(0, len(matches)))
-        before, found = tree.num_evictable, tree.num_pinned_only_by(some)
-        tree.check()
-        for match in some:
-            tree.release(match)
-        assert tree.num_evictable - before == found
-
-
 def test_what_matches_alone_pin_is_asked_of_live_ones():
     tree, other = (PrefixTree(BlockPool(2), 1) for _ in range(2))
     released = tree.match([1])

@@ -3,18 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from support.block_requests import B, computed
 
 from kvpage import BlockManager, OutOfBlocks
 from kvpage.blocks.space import HostPolicy
-
-B = 4
-
-
-def begun(manager: BlockManager, seq_id: object, tokens: list[int]) -> None:
-    """Allocate and commit."""
-    num_cached = manager.allocate(seq_id, tokens).num_cached_tokens
-    manager.take_moves()
-    manager.commit(seq_id, tokens[num_cached:])
 
 
 def seen(manager: BlockManager) -> object:
@@ -37,7 +29,7 @@ def test_a_step_by_rows_is_a_step_by_ids(num_tokens):
     prompts = {i: [i] * num_tokens for i in range(3)} | {9: [0] * num_tokens + [7]}
     for manager in (one, other):
         for seq_id, tokens in prompts.items():
-            begun(manager, seq_id, tokens)
+            computed(manager, seq_id, tokens)
     ids, rows = list(prompts), one.rows.of(list(prompts))
     lengths = {seq_id: len(tokens) for seq_id, tokens in prompts.items()}
     for token in range(3 * B):
@@ -60,8 +52,8 @@ def test_a_step_by_rows_is_a_step_by_ids(num_tokens):
 
 def test_tables_end_with_zeros():
     manager = BlockManager(16, B)
-    begun(manager, "long", list(range(3 * B)))
-    begun(manager, "short", [9])
+    computed(manager, "long", list(range(3 * B)))
+    computed(manager, "short", [9])
     tables = manager.rows.tables(manager.rows.of(["short", "long"]))
     assert tables.shape == (2, 3) and tables[0, 1:].tolist() == [0, 0]
     assert tables[1].tolist() == manager.block_ids("long").tolist()
@@ -79,11 +71,11 @@ def test_no_rows():
 @pytest.mark.parametrize("leave", ["release", "swap_out"])
 def test_an_old_row_never_names_another_sequence(leave):
     manager = Manager(16, B, num_host_blocks=8)
-    begun(manager, "old", [1])
+    computed(manager, "old", [1])
     old = manager.rows.of(["old"])
     getattr(manager, leave)("old")
     manager.take_moves()
-    begun(manager, "new", [2])
+    computed(manager, "new", [2])
     assert manager.rows.of(["new"])[0] != old[0]
     before = seen(manager)
     for call in (
@@ -101,7 +93,7 @@ def test_an_old_row_never_names_another_sequence(leave):
 @pytest.mark.parametrize("wrong", [-1, 0, 7, 1 << 32 | 7, 3 << 32, -(1 << 63), (1 << 63) - 1])
 def test_numbers_that_are_no_rows_are_refused(wrong):
     manager = Manager(16, B)
-    begun(manager, 0, [1])
+    computed(manager, 0, [1])
     before = seen(manager)
     for call in (manager.rows.append, manager.rows.inputs):
         with pytest.raises(KeyError):
@@ -126,7 +118,7 @@ BAD_CALLS = {
 def test_bad_calls_change_nothing(case):
     call, text = BAD_CALLS[case]
     manager = Manager(16, B)
-    begun(manager, 0, list(range(B + 2)))
+    computed(manager, 0, list(range(B + 2)))
     manager.allocate(1, [9] * (B + 1))  # room that is not written
     before = seen(manager)
     with pytest.raises(ValueError, match=text):
@@ -137,7 +129,7 @@ def test_bad_calls_change_nothing(case):
 def test_without_blocks_nothing_has_grown():
     manager = Manager(3, B, pin_quota=0)
     for seq_id in range(3):
-        begun(manager, seq_id, [seq_id] * B)
+        computed(manager, seq_id, [seq_id] * B)
     before = seen(manager)
     for count in (1, 10**9, 10**30):
         with pytest.raises(OutOfBlocks):
@@ -149,9 +141,9 @@ def test_without_blocks_nothing_has_grown():
 
 def test_cached_blocks_are_evicted_for_a_step():
     manager = BlockManager(3, B)
-    begun(manager, "gone", [5] * (2 * B))
+    computed(manager, "gone", [5] * (2 * B))
     manager.release("gone")
-    begun(manager, 0, [1] * B)
+    computed(manager, 0, [1] * B)
     manager.rows.append(manager.rows.of([0]), B + 1)
     assert len(manager.block_ids(0)) == 3 and manager.stats().evicted_blocks == 2
     manager.check()
@@ -159,7 +151,7 @@ def test_cached_blocks_are_evicted_for_a_step():
 
 def test_forks_are_copied_before_a_step_and_its_inputs_wait_for_the_copies():
     manager = BlockManager(16, B)
-    begun(manager, 0, list(range(B + 1)))
+    computed(manager, 0, list(range(B + 1)))
     for fork in (1, 2):
         manager.fork(0, fork)
     shared = int(manager.block_ids(0)[1])
@@ -176,8 +168,8 @@ def test_forks_are_copied_before_a_step_and_its_inputs_wait_for_the_copies():
 
 def test_what_a_step_caches_is_copied_at_once_where_the_policy_says_so():
     manager = BlockManager(8, B, num_host_blocks=4, host_policy=HostPolicy(0))
-    begun(manager, 0, [1] * (B - 1))
-    begun(manager, 1, [2] * (B - 1))
+    computed(manager, 0, [1] * (B - 1))
+    computed(manager, 1, [2] * (B - 1))
     rows = manager.rows.of([0, 1])
     manager.rows.append(rows)
     manager.rows.commit(rows, [1, 2])
@@ -188,7 +180,7 @@ def test_what_a_step_caches_is_copied_at_once_where_the_policy_says_so():
 def test_rows_of_many_generations():
     manager, seen_rows = BlockManager(8, B), set()
     for seq_id in range(1000):
-        begun(manager, seq_id, [seq_id])
+        computed(manager, seq_id, [seq_id])
         seen_rows.update(manager.rows.of([seq_id]).tolist())
         manager.release(seq_id)
     assert len(seen_rows) == 1000
@@ -215,7 +207,7 @@ def test_lists_of_other_things_are_refused(wrong):
 def test_a_fork_must_not_end_before_the_blocks_that_are_left(num_tokens: int) -> None:
     """What it then wrote would be in a block that is somebody else's by now."""
     manager = Manager(64, B, enable_prefix_caching=False)
-    begun(manager, "a", [1] * (4 * B))
+    computed(manager, "a", [1] * (4 * B))
     rows = manager._sequences.rows
     (row,) = manager.rows.of(["a"])
     assert rows.release_before(row, 2 * B) == 2
@@ -232,7 +224,7 @@ def test_a_fork_must_not_end_before_the_blocks_that_are_left(num_tokens: int) ->
 
 def test_counts_that_no_memory_holds_are_refused_as_blocks_are() -> None:
     manager = Manager(64, B)
-    begun(manager, "a", [1] * B)
+    computed(manager, "a", [1] * B)
     before, rows = seen(manager), manager.rows.of(["a"])
     for count in (1 << 40, 1 << 59):
         with pytest.raises(OutOfBlocks):
@@ -245,7 +237,7 @@ def test_counts_that_no_memory_holds_are_refused_as_blocks_are() -> None:
 def test_a_last_token_whose_block_was_given_back_has_no_slot() -> None:
     """Its entry in the table may be another sequence's block by now."""
     manager = Manager(64, B, enable_prefix_caching=False)
-    begun(manager, "a", [1] * (2 * B))
+    computed(manager, "a", [1] * (2 * B))
     rows = manager.rows.of(["a"])
     assert manager.release_before("a", 2 * B - 1) == 1
     assert manager.rows.inputs(rows).seq_lens.tolist() == [2 * B]

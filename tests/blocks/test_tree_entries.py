@@ -1,63 +1,14 @@
-"""PrefixTree.entries: what it shows is what the naive models hold, in order, bounded, and nothing changes by it."""
+"""PrefixTree.entries: in order, bounded, and nothing changes by it. Beside a model: TreeLife."""
 
 import threading
 
 import numpy as np
 import pytest
-from blocks.test_prefix_tree_model import LIVES, RandomLife
-from support.oracle import Key
+from support.tree_life import path_of
 
 from kvpage import BlockPool, PrefixTree, TreeEntry
 
 B = 2
-
-
-def path_of(entries: list[TreeEntry], entry: TreeEntry) -> tuple[int, ...]:
-    """All tokens up to the entry's end."""
-    before = () if entry.parent is None else path_of(entries, entries[entry.parent])
-    assert entry.start == len(before)
-    return (*before, *entry.tokens.tolist())
-
-
-def keys_of(entries: list[TreeEntry], entry: TreeEntry, block_size: int) -> list[Key]:
-    """As the naive models name its blocks."""
-    path = path_of(entries, entry)
-    assert len(entry.tokens) > 0 and len(entry.tokens) % block_size == 0
-    return [(entry.namespace, path[:end]) for end in range(entry.start + block_size, len(path) + 1, block_size)]
-
-
-def blocks_of(entries: list[TreeEntry], block_size: int) -> dict[Key, tuple[int, int]]:
-    """(device id, pins) of every block; requires that all are on the device."""
-    blocks: dict[Key, tuple[int, int]] = {}
-    for entry in entries:
-        keys = keys_of(entries, entry, block_size)
-        assert not blocks.keys() & set(keys) and len(entry.host_block_ids) == 0
-        for key, block_id in zip(keys, entry.block_ids.tolist(), strict=True):
-            blocks[key] = block_id, entry.num_pins
-    return blocks
-
-
-def eviction_order(entries: list[TreeEntry], block_size: int) -> list[Key]:
-    unpinned = [entry for entry in entries if entry.num_pins == 0]
-    unpinned.sort(key=lambda entry: (entry.priority, entry.last_used, -entry.start))
-    return [key for entry in unpinned for key in reversed(keys_of(entries, entry, block_size))]
-
-
-@pytest.mark.parametrize("seed, num_blocks, block_size, hash_bits", LIVES)
-def test_entries_are_what_the_naive_tree_holds(seed, num_blocks, block_size, hash_bits):
-    life = RandomLife(seed + 100, num_blocks, block_size, hash_bits)
-    most = 0
-    for _ in range(1500):
-        life.step()
-        entries = life.tree.entries(1000)
-        naive = life.naive_tree
-        want = {key: (block.id, block.pins) for key, block in naive.blocks.items()}
-        assert blocks_of(entries, block_size) == want
-        assert eviction_order(entries, block_size) == list(naive.unpinned)
-        assert all((entry.last_used is None) == (entry.num_pins > 0) for entry in entries)
-        assert len(entries) == life.tree.num_nodes
-        most = max(most, len(entries))
-    assert most > 5
 
 
 def branching() -> tuple[BlockPool, PrefixTree]:
@@ -70,7 +21,7 @@ def branching() -> tuple[BlockPool, PrefixTree]:
 
 
 def names_and_paths(entries: list[TreeEntry]) -> list[tuple[bytes, tuple[int, ...]]]:
-    return [(entry.namespace, path_of(entries, entry)) for entry in entries]
+    return [path_of(entries, entry) for entry in entries]
 
 
 def test_they_come_in_the_order_of_names_and_tokens():
@@ -154,7 +105,8 @@ def test_beside_other_threads():
     def look() -> None:
         try:
             while not ended.is_set():
-                blocks_of(tree.entries(1000), B)
+                paths = names_and_paths(tree.entries(1000))
+                assert len(set(paths)) == len(paths)
         except BaseException as error:
             failures.append(error)
 

@@ -1,75 +1,12 @@
-"""PrefixTree.hottest: the runs that most matches have found, beside counts of a naive model, from a bounded look."""
+"""PrefixTree.hottest: the runs that most matches have found, from a bounded look. Beside a model: TreeLife."""
 
 import numpy as np
 import pytest
-from blocks.test_prefix_tree_model import LIVES, RandomLife
-from support.oracle import Key
 
 from kvpage import BlockPool, HotPrefix, PrefixTree
 
 B = 2
 MOST_SEEN = 4096
-
-
-class CountedLife(RandomLife):
-    """Counts for each block how many matches have found it since it was cached."""
-
-    def __init__(self, *args: int) -> None:
-        super().__init__(*args)
-        self.hits: dict[Key, int] = {}
-        self.is_matching = False
-
-    def match(self) -> None:
-        self.is_matching = True
-        super().match()
-        self.is_matching = False
-
-    def keep(self, results) -> None:
-        if results is not None and self.is_matching:
-            self.is_matching = False
-            for key in results[1].keys:
-                self.hits[key] = self.hits.get(key, 0) + 1
-        super().keep(results)
-
-    def counted(self) -> dict[Key, int]:
-        self.hits = {key: self.hits.get(key, 0) for key in self.naive_tree.blocks}
-        return self.hits
-
-
-def path_of(found: list[HotPrefix], prefix: HotPrefix) -> tuple[int, ...]:
-    """All tokens up to the run's end, where `first_tokens` are all of each."""
-    before = () if prefix.parent is None else path_of(found, found[prefix.parent])
-    assert prefix.start == len(before) and prefix.num_tokens == len(prefix.first_tokens)
-    return (*before, *prefix.first_tokens.tolist())
-
-
-def hits_of(found: list[HotPrefix], block_size: int) -> dict[Key, int]:
-    hits = {}
-    for prefix in found:
-        path = path_of(found, prefix)
-        assert prefix.num_blocks * block_size == prefix.num_tokens > 0 == prefix.num_host_blocks
-        for end in range(prefix.start + block_size, len(path) + 1, block_size):
-            hits[prefix.namespace, path[:end]] = prefix.num_hits
-    return hits
-
-
-@pytest.mark.parametrize("seed, num_blocks, block_size, hash_bits", LIVES[:5])
-def test_hits_are_a_naive_count_or_those_of_the_run_that_has_grown(seed, num_blocks, block_size, hash_bits):
-    life = CountedLife(seed + 200, num_blocks, block_size, hash_bits)
-    most = 0
-    for _ in range(1500):
-        life.step()
-        counted = life.counted()
-        found = life.tree.hottest(1000, 1000)
-        hits = hits_of(found, block_size)
-        assert hits.keys() == counted.keys()
-        for (name, path), num_hits in hits.items():
-            before = hits.get((name, path[:-block_size]), num_hits)
-            assert counted[name, path] <= num_hits <= before, "a block that was appended counts as those before it"
-        ranks = [prefix.num_hits for prefix in found]
-        assert ranks == sorted(ranks, reverse=True) and len(found) == life.tree.num_nodes
-        most = max(most, *ranks, 0)
-    assert most > 5
 
 
 def grown(*paths: tuple[bytes, list[int], int]) -> tuple[BlockPool, PrefixTree]:

@@ -1,12 +1,13 @@
-"""SlotAllocator and PrefixCacheManager against their oracles; every documented error, and that it changed nothing."""
+"""SlotAllocator and PrefixCacheManager: promises one by one, errors that change nothing, lives beside their oracles."""
 
-import random
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from support.slot_oracle import SlotOracle
+from support.life import lived, total
+from support.seeds import seed_of
+from support.slot_life import WORLDS, AllocatorLife
 
 from kvpage.extras.slots import PrefixCacheManager, PrefixHit, SlotAllocator
 
@@ -27,30 +28,6 @@ def test_alloc_gives_every_slot_once_and_then_minus_one(max_slots):
         assert allocator.free_count == 1 and allocator.alloc() == slot
         assert allocator.version(slot) == (2 if max_slots > 2 else allocator.version(slot))
     assert allocator.alloc() == -1
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_allocator_as_a_set(seed):
-    rng = random.Random(seed)
-    max_slots = rng.choice([3, 64, 200, 5000])
-    allocator, free, versions = SlotAllocator(max_slots), set(range(max_slots)), [0] * max_slots
-    for _ in range(3000):
-        slot = rng.randrange(max_slots)
-        if rng.random() < 0.55:
-            wanted = min(free, default=-1)
-            assert allocator.alloc() == wanted, seed
-            free.discard(wanted)
-            if wanted >= 0:
-                versions[wanted] += 1
-        elif slot in free:
-            allocator.occupy(slot)
-            free.remove(slot)
-        else:
-            allocator.free(slot)
-            free.add(slot)
-        assert allocator.free_count == len(free) and allocator.is_free(slot) == (slot in free), seed
-    assert taken(allocator) == sorted(set(range(max_slots)) - free)
-    assert [allocator.version(slot) for slot in range(max_slots)] == versions
 
 
 def test_occupy_keeps_the_version():
@@ -250,86 +227,18 @@ def test_capacity_is_not_negative():
         PrefixCacheManager(-1)
 
 
-# --- PrefixCacheManager: a random life ---
+# --- random lives, and large ones ---
 
 
-def random_tokens(rng: random.Random, known: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Often a known sequence cut short, gone on with, or changed in the middle."""
-    base = rng.choice(known) if known and rng.random() < 0.8 else ()
-    base = base[: rng.randint(0, len(base))] if rng.random() < 0.6 else base
-    return base + tuple(rng.randint(0, 2) for _ in range(rng.choice((0, 0, 1, 2, 7))))
+def test_random_lives():
+    """The long form is a battery."""
+    figures = total(lived(WORLDS, 300))
+    assert min(figures[name] for name in ("hits", "stale", "over")) > 0, figures
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_a_random_life_as_the_oracle(seed):
-    rng = random.Random(seed)
-    capacity = rng.choice((0, 1, 5, 20, 60))
-    cache, oracle = PrefixCacheManager(capacity), SlotOracle(capacity)
-    pinned: list[tuple[int, ...]] = []
-    known: list[tuple[int, ...]] = []
-    for step in range(120):
-        tokens, act = random_tokens(rng, known), rng.random()
-        if act < 0.3 and tokens:
-            slot = rng.randrange(6)
-            assert cache.insert(tokens, slot, step) == oracle.insert(tokens, slot, step), (seed, step)
-            known.append(tokens)
-            pinned.append(tokens)
-        elif act < 0.6:
-            call = rng.choice(("find", "pin"))
-            hit, n = getattr(cache, call)(tokens), getattr(oracle, call)(tokens)
-            assert hit.prefix_len == n, (seed, step, call)
-            assert n == 0 or hit[1:] in oracle.slots_with(tokens[:n]), (seed, step, call)
-            if call == "pin":
-                pinned.append(tokens[:n])
-        elif act < 0.95 and pinned:
-            given = pinned.pop(rng.randrange(len(pinned)))
-            cache.release(given)
-            if given:
-                oracle.release(given)
-        else:
-            slot = rng.randrange(6)
-            assert cache.withdraw(slot) == oracle.withdraw(slot), (seed, step)
-        cache.check()
-        seen = (cache.num_tokens, cache.num_slots, cache.num_pins, cache.num_over, cache.num_nodes)
-        wanted = (len(oracle.used), len(oracle.held), oracle.pins.total(), oracle.num_over, len(oracle.edges()))
-        assert seen == wanted, (seed, step)
-    for tokens in known:
-        assert cache.find(tokens).prefix_len == oracle.find(tokens), seed
-    for tokens in pinned:
-        cache.release(tokens)
-    cache.check()
-    assert cache.num_pins == 0 and cache.num_tokens <= capacity
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_only_valid_versions_are_found(seed):
-    rng = random.Random(seed)
-    slots, cache = SlotAllocator(4), PrefixCacheManager(10**6)
-    held: dict[int, tuple[tuple[int, ...], int]] = {}
-    known: list[tuple[int, ...]] = []
-    for step in range(200):
-        tokens = random_tokens(rng, known)
-        if rng.random() < 0.5 and tokens:
-            slot = slots.alloc()
-            if slot < 0:
-                slots.free(rng.randrange(4))
-                continue
-            version = slots.version(slot)
-            if rng.random() < 0.7:  # the others are being written, and nobody knows what they hold
-                cache.insert(tokens, slot, version)
-                cache.release(tokens)
-                held[slot] = (tokens, version)
-                known.append(tokens)
-        else:
-            valid = {s: seq for s, (seq, version) in held.items() if slots.version(s) == version}
-            wanted = max(
-                (n for n in range(len(tokens) + 1) if any(q[:n] == tokens[:n] for q in valid.values())), default=0
-            )
-            hit = cache.find(tokens, slots)
-            assert hit.prefix_len == wanted, (seed, step)
-            assert wanted == 0 or valid[hit.slot][:wanted] == tokens[:wanted], (seed, step)
-            assert wanted == 0 or hit.slot_ver == slots.version(hit.slot), (seed, step)
-        cache.check()
+@pytest.mark.parametrize("max_slots", [1, 64, 200, 5000])
+def test_random_lives_of_an_allocator(max_slots):
+    AllocatorLife(seed_of(max_slots % 1000), 0, max_slots).live(1500, compare_every=300)
 
 
 def test_a_deep_path_of_many_nodes():

@@ -67,59 +67,6 @@ def test_lossy_codecs_say_so_in_the_record() -> None:
 
 
 @pytest.mark.parametrize("fmt", FMTS)
-@pytest.mark.parametrize("seed", range(6))
-def test_random_lives_against_prefixes(fmt: str, seed: int) -> None:
-    """A model that knows which chunks are there: `tokens[:end]` of each."""
-    rng = random.Random(seed)
-    store, there = make(fmt), set()
-    for _ in range(300):
-        tokens = [int(rng.random() < 0.05) for _ in range(rng.randint(0, 4 * C))]
-        namespace = rng.choice([b"", b"x"])
-        ends = [min(begin + C, len(tokens)) for begin in range(0, len(tokens), C)]
-        kv, action = kv_of(tokens, fmt, namespace=namespace), rng.random()
-        if action < 0.4:
-            skip = rng.randint(0, len(tokens) // C) * C
-            mask = np.arange(len(tokens)) >= skip
-            new = [end for end in ends if end > skip and (namespace, *tokens[:end]) not in there]
-            given = narrow(kv, fmt, skip, len(tokens))
-            handle = store.store(
-                tokens,
-                given,
-                mask if skip or rng.random() < 0.5 else None,
-                blocking=rng.random() < 0.5,
-                namespace=namespace,
-            )
-            given.fill_(float("nan")) if not given.numel() else None
-            assert handle.result() == len(new)
-            there |= {(namespace, *tokens[:end]) for end in new}
-        elif action < 0.5:
-            keys = {(namespace, *tokens[:end]) for end in ends}
-            assert store.remove(tokens, namespace) == len(keys & there)
-            there -= keys
-        else:
-            found = 0
-            skip = rng.randint(0, len(tokens)) if action < 0.8 else 0
-            for end in ends:
-                if (namespace, *tokens[:end]) not in there and end > skip // C * C:
-                    break
-                found = end
-            mask = torch.arange(len(tokens)) >= skip
-            kept, ret_mask = store.retrieve(tokens, mask if skip else None, namespace=namespace)
-            count = max(found - skip, 0)
-            assert same(kept, narrow(kv, fmt, skip, skip + count)), (tokens, skip, found)
-            assert ret_mask.tolist() == [skip <= index < skip + count for index in range(len(tokens))]
-            whole = 0
-            for end in ends:
-                if (namespace, *tokens[:end]) not in there:
-                    break
-                whole = end
-            assert store.lookup(tokens, namespace) == whole
-    store.clear()
-    assert store.lookup([0] * C) == 0
-    assert store.stats().hit_tokens > 100 and store.stats().corrupt_records == 0
-
-
-@pytest.mark.parametrize("fmt", FMTS)
 def test_the_first_implementations_cases(fmt: str) -> None:
     """Prefixes of 2000 of 3000 tokens in chunks of 128 and 256; 12000 tokens of which leading ones are skipped."""
     for chunk_size in (128, 256):

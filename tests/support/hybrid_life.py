@@ -1,11 +1,11 @@
 """HybridLife: random operations on a HybridManager, whose states and blocks hold the prefixes they stand for."""
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from support.hybrid_memory import HybridMemory, Prefixes
+from support.life import Operation, ScarceLife
 from support.whim import Whim
 
 from kvpage import OutOfBlocks
@@ -26,32 +26,28 @@ class Sequence:
     branches: list[int] = field(default_factory=list)
 
 
-class HybridLife:
+class HybridLife(ScarceLife):
     def __init__(self, seed: int, manager: HybridManager) -> None:
-        self.rng, self.manager = random.Random(seed), manager
+        super().__init__(seed)
+        self.manager = manager
         self.size = manager.block_size
         self.memory, self.prefixes = HybridMemory(manager), Prefixes()
         self.on_device: dict[int, Sequence] = {}
         self.swapped: dict[int, Sequence] = {}
         self.handles: list[int] = []
         self.next_id = 0
-        self.figures = dict.fromkeys(("refused", "restored", "tails", "whole", "lost", "resumed", "kept_ends"), 0)
-        self.operations = [self.allocate, self.compute, self.decode, self.release, self.fork, self.swap_out]
-        self.operations += [self.swap_in, self.make_private, self.pin, self.unpin, self.prefetch, self.drop, self.reset]
-        self.weights = [8, 12, 6, 7, 1, 2, 3, 0.3, 0.5, 0.5, 0.5, 0.5, 1]
 
-    def live(self, count: int, check_every: int = 1) -> None:
-        for i, operation in enumerate(self.rng.choices(self.operations, self.weights, k=count)):
-            try:
-                operation()
-            except OutOfBlocks as error:
-                self.figures["refused"] += 1
-                assert error.needed > error.free
-            if i % check_every == 0:
-                self.manager.check()
-            if i % 64 == 0:
-                self.check_all()
-        self.check_all()
+    def operations(self) -> dict[Operation, float]:
+        return {
+            self.allocate: 8, self.compute: 12, self.decode: 6, self.release: 7, self.fork: 1, self.swap_out: 2,
+            self.swap_in: 3, self.make_private: 0.3, self.pin: 0.5, self.unpin: 0.5, self.prefetch: 0.5,
+            self.drop: 0.5, self.reset: 0.02,
+        }  # fmt: skip
+
+    def compare(self) -> None:
+        self.manager.check()
+        if self.rng.random() < 0.1:
+            self.check_all()
 
     def check_all(self) -> None:
         self.memory.do_moves()
@@ -270,15 +266,18 @@ class HybridLife:
         self.manager.space.drop(self.some_prompt(), self.rng.choice(NAMESPACES))
 
     def reset(self) -> None:
-        """Forget all, now and then, after a release of all sequences."""
-        if self.rng.random() < 0.02:
-            for seq_id in [*self.on_device, *self.swapped]:
-                self.manager.release(seq_id)
-            self.on_device.clear()
-            self.swapped.clear()
-            self.manager.reset_prefix_cache()
-            self.handles.clear()
-            stats = self.manager.stats()
-            assert stats.slots is not None and stats.slots.num_free_slots == stats.slots.num_slots
-            assert stats.slots.num_free_host_slots == stats.slots.num_host_slots
-            assert stats.num_free_blocks == stats.num_blocks
+        """Forget all, after a release of all sequences: nothing is lost."""
+        for seq_id in [*self.on_device, *self.swapped]:
+            self.manager.release(seq_id)
+        self.on_device.clear()
+        self.swapped.clear()
+        self.manager.reset_prefix_cache()
+        self.handles.clear()
+        stats = self.manager.stats()
+        assert stats.slots is not None and stats.slots.num_free_slots == stats.slots.num_slots
+        assert stats.slots.num_free_host_slots == stats.slots.num_host_slots
+        assert stats.num_free_blocks == stats.num_blocks
+
+    def end(self) -> None:
+        self.check_all()
+        self.reset()

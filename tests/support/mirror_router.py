@@ -8,7 +8,7 @@ import hashlib
 import struct
 
 import msgpack
-from support.oracle import Key
+from support.naive_pool import Key
 
 FIELDS = [
     "block_hashes",

@@ -3,21 +3,43 @@
 What no sequence may read is poisoned before each look: free blocks, and those whose contents have left the tree.
 """
 
-import random
+from dataclasses import dataclass
 
 import numpy as np
+from support.life import Operation, ScarceLife
 
-from kvpage import OutOfBlocks
 from kvpage.blocks.groups.held_blocks import HeldBlocks
+from kvpage.blocks.groups.window_blocks import Window
 from kvpage.blocks.groups.windowed_manager import WindowedManager
 
 POISON = "poison"
+B = 4
 Tokens = list[int]
 
 
-class WindowLife:
+@dataclass(frozen=True, slots=True)
+class WindowWorld:
+    windows: tuple[int, ...]  # tokens of each
+    num_blocks: int
+    num_window_blocks: int  # of each window
+    is_caching: bool = True
+
+    def life(self, seed: int) -> "WindowLife":
+        groups = [Window(window, self.num_window_blocks) for window in self.windows]
+        return WindowLife(WindowedManager(self.num_blocks, B, self.is_caching, windows=groups), seed)
+
+
+WORLDS = [
+    WindowWorld(windows, num_blocks, num_window_blocks, is_caching)
+    for windows, num_blocks, num_window_blocks in [((5,), 64, 64), ((1, 9), 40, 12), ((6, 4), 20, 20)]
+    for is_caching in (True, False)
+]
+
+
+class WindowLife(ScarceLife):
     def __init__(self, manager: WindowedManager, seed: int = 0) -> None:
-        self.rng, self.manager, self.size = random.Random(seed), manager, manager.block_size
+        super().__init__(seed)
+        self.manager, self.size = manager, manager.block_size
         pools = [manager.pool, *(blocks.pool for blocks in manager.windows)]
         self.cells = [np.full((pool.num_blocks, self.size), POISON, object) for pool in pools]
         self.pools = pools
@@ -26,8 +48,7 @@ class WindowLife:
         self.written: dict[int, int] = {}
         self.secret: dict[int, int] = {}
         self.held: list[HeldBlocks] = []
-        self.num_loaded = self.num_kept = 0
-        self.next_id = self.num_shared = self.num_refused = self.num_copied = 0
+        self.next_id = 0
         self.most_held = [0] * len(manager.windows)
 
     # --- the parts of a life ---
@@ -46,7 +67,7 @@ class WindowLife:
         assert given.num_cached_tokens == expected
         self.tokens[self.next_id], self.names[self.next_id] = list(prompt), namespace
         self.written[self.next_id] = given.num_cached_tokens
-        self.num_shared += given.num_cached_tokens
+        self.figures["shared"] += given.num_cached_tokens
         self.check_sequence(self.next_id)
         return given.num_cached_tokens
 
@@ -98,7 +119,7 @@ class WindowLife:
     def copy(self, cells: np.ndarray, kind: str, pairs: np.ndarray) -> None:
         assert kind == "copy"
         cells[pairs[:, 1]] = cells[pairs[:, 0]]
-        self.num_copied += len(pairs)
+        self.figures["copied"] += len(pairs)
 
     def check_sequence(self, seq_id: int) -> None:
         """All that the next token attends to is there, in the full layers and in each window."""
@@ -139,16 +160,18 @@ class WindowLife:
     def any(self, ids: list[int]) -> int | None:
         return self.rng.choice(ids) if ids else None
 
-    def live(self, count: int) -> None:
-        operations = [self.begin_any, self.write_any, self.decode, self.fork_any, self.release_any, self.give_back]
-        operations += [self.hide, self.drop, self.reset, self.load, self.keep, self.let_go]
-        for operation in self.rng.choices(operations, [5, 9, 6, 1, 4, 1, 0.3, 0.5, 0.1, 2, 2, 2], k=count):
-            try:
-                operation()
-            except OutOfBlocks as error:
-                self.num_refused += 1
-                assert error.needed > error.free
-            self.check()
+    def operations(self) -> dict[Operation, float]:
+        return {
+            self.begin_any: 5, self.write_any: 9, self.decode: 6, self.fork_any: 1, self.release_any: 4,
+            self.give_back: 1, self.hide: 0.3, self.drop: 0.5, self.reset: 0.1, self.load: 2, self.keep: 2,
+            self.let_go: 2,
+        }  # fmt: skip
+
+    def compare(self) -> None:
+        self.check()
+
+    def end(self) -> None:
+        self.reset()
 
     def begin_any(self) -> None:
         most = self.rng.choice([None, None, None, self.rng.randrange(8 * self.size)])
@@ -210,7 +233,7 @@ class WindowLife:
             for position, place in zip(range(start, end), places.tolist(), strict=True):
                 assert pool.ref_count(place // self.size) == 1  # nobody else reads it
                 cells[place // self.size, place % self.size] = self.key(seq_id, position)
-        self.num_loaded += end - before
+        self.figures["loaded"] += end - before
         self.manager.commit(seq_id, prompt[before:end])
         self.written[seq_id] = end
 
@@ -222,7 +245,7 @@ class WindowLife:
             for place, block_id in ids:
                 expected = [(name, tuple(tokens[: place * self.size + i + 1]), None) for i in range(self.size)]
                 assert list(cells[block_id]) == expected
-        self.num_kept += sum(len(ids) for _, ids in self.tables_of(held))
+        self.figures["kept"] += sum(len(ids) for _, ids in self.tables_of(held))
         self.held.append(held)
 
     def tables_of(self, held: HeldBlocks) -> list[tuple[np.ndarray, list[tuple[int, int]]]]:

@@ -56,21 +56,11 @@ def test_portions(start, end):
         manager.marks_of(0, start, end)
 
 
-@pytest.mark.parametrize("name", ["slot_of", "keep", "keep_end", "give_up_marks", "release", "swap_out", "fork"])
+@pytest.mark.parametrize("name", ["slot_of", "keep", "keep_end", "give_up_marks"])
 def test_unknown_sequences(name):
     manager = manager_of(num_host_slots=2)
     with pytest.raises(KeyError):
-        getattr(manager, name)(*(("nobody", 1) if name == "fork" else ("nobody",)))
+        getattr(manager, name)("nobody")
     with pytest.raises(KeyError):
         manager.marks_of("nobody", 0, 0)
-    with pytest.raises(KeyError):
-        manager.swap_in("nobody", [1])
-    manager.check()
-
-
-def test_ids_in_use():
-    manager = manager_of()
-    begin(manager, 0, range(8))
-    with pytest.raises(ValueError, match="seq_id must not be in use, 0 is"):
-        begin(manager, 0, range(8))
     manager.check()

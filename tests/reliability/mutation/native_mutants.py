@@ -19,6 +19,7 @@ from pathlib import Path
 
 import native_build
 import pybind11
+from battery_native import LIVES
 
 from mutation.cpp_sites import instrumented
 from mutation.mutant import Mutant, numbered
@@ -26,7 +27,6 @@ from mutation.mutant import Mutant, numbered
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PLACE = ROOT / ".pytest_cache" / "reliability" / "mutants"
-LIVES = ["allocations", "copy_life", "lives", "naive_slots", "naive_tree", "pool_life", "slot_life", "tree_life"]
 PROGRAMS = {"core": ["core"], "memory": ["memory", "failing_allocator"]}
 LINK_FLAGS: dict[str, list[str]] = {"core": [], "memory": ["-Wl,--wrap=realloc"]}
 NO_SUCH_MUTANT = 77  # as in mutants.h

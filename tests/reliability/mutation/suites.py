@@ -45,15 +45,18 @@ TREE = [
     "tests/blocks/test_prefix_tree.py",
     "tests/blocks/test_prefix_tree_eviction.py",
     "tests/blocks/test_tree_hits.py",
+    "tests/blocks/test_tree_life.py",
     "tests/blocks/test_tree_log.py",
     "tests/native/test_left_over.py",
 ]
 COPIES = ["tests/ops/test_copy_plan_edges.py", "tests/ops/test_copy_plan_overlap.py", "tests/ops/test_copy_plan.py"]
 LAUNCHES = ["tests/kernels/test_attention_plan.py", "tests/kernels/test_attention_arguments.py"]
+SLOTS = ["tests/extras/test_slots.py"]
 TOKENS = ["tests/native/test_native_kinds.py"]
 
 SUITES = {
     "kvpage/blocks/manager.py": MANAGER,
+    "kvpage/blocks/space.py": MANAGER,
     "kvpage/blocks/lives/growth.py": MANAGER,
     "kvpage/blocks/lives/swaps.py": MANAGER,
     "kvpage/blocks/lives/sequences.py": MANAGER,
@@ -93,6 +96,8 @@ SUITES = {
     "kvpage/store/states/state_index.py": STATES,
     "kvpage/store/states/state_keys.py": STATES,
     "kvpage/store/states/state_search.py": STATES,
+    "csrc/slots/slot_allocator.cpp": SLOTS,
+    "csrc/slots/slot_tree.cpp": SLOTS,
     "csrc/states/anchor_table.cpp": ["tests/blocks/hybrid/test_anchor_table.py"],
     "csrc/states/slot_pool.cpp": ["tests/blocks/hybrid/test_slot_pool.py"],
     "csrc/tree/prefix_tree.cpp": TREE,

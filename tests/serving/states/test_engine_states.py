@@ -10,7 +10,6 @@ from support.state_engines import (
     B,
     ask,
     check_nothing_held,
-    finished,
     greedy,
     make_engine,
     own_tokens,
@@ -97,49 +96,6 @@ def test_checkpoints_every_so_many_tokens(every: int) -> None:
     ask(engine, PROMPT, 2)
     prompt = [*PROMPT[:14], PROMPT[14] % 90 + 1, 5]
     assert ask(engine, prompt, 4) == (own_tokens(model, prompt, 4), 14 // every * every)
-
-
-def test_namespaces_share_nothing(model) -> None:
-    engine = make_engine(model)
-    expected = own_tokens(model, PROMPT, 2)
-    assert [ask(engine, PROMPT, 2, namespace=name) for name in (b"a", b"b", b"a")] == [
-        (expected, 0),
-        (expected, 0),
-        (expected, len(PROMPT) - 1),
-    ]
-
-
-def test_nothing_is_found_after_a_reset(model) -> None:
-    engine = make_engine(model)
-    expected = own_tokens(model, PROMPT, 2)
-    ask(engine, PROMPT, 2)
-    engine.reset_prefix_cache()
-    poison(engine)
-    assert ask(engine, PROMPT, 2) == (expected, 0)
-    assert ask(engine, PROMPT, 2) == (expected, len(PROMPT) - 1)
-
-
-def test_a_reset_while_requests_run(model) -> None:
-    engine = make_engine(model, max_num_batched_tokens=6)
-    engine.add_request(PROMPT, greedy(6))
-    for _ in range(5):
-        engine.step()
-    engine.reset_prefix_cache()
-    poison(engine)
-    (output,) = finished(engine)
-    assert output.samples[0].token_ids == own_tokens(model, PROMPT, 6)
-    check_nothing_held(engine)
-
-
-def test_aborted_requests_leave_what_is_exact(model) -> None:
-    engine = make_engine(model, max_num_batched_tokens=6)
-    request_id = engine.add_request(PROMPT, greedy(6))
-    for _ in range(2):
-        engine.step()
-    engine.abort(request_id)
-    poison(engine)
-    check_nothing_held(engine)
-    assert ask(engine, PROMPT, 6) == (own_tokens(model, PROMPT, 6), 12)  # the state that the second step left
 
 
 class Failing:

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from support.models import WINDOW, make_model
-from support.state_engines import own_beams, own_tokens, random_prompt
+from support.state_engines import own_tokens, random_prompt
 from support.state_loop import assert_near, own_logits
 from support.window_engines import B, ask, check_nothing_held, finished, greedy, make_engine, poison
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig
 from kvpage.blocks.explain import Ending
-from kvpage.serving import BeamSearchParams, Branches, Engine, EngineConfig, PagedTokenTrie
+from kvpage.serving import Branches, Engine, EngineConfig, PagedTokenTrie
 
 PROMPT = random_prompt(5 * B + 3)
 
@@ -18,23 +18,6 @@ PROMPT = random_prompt(5 * B + 3)
 @pytest.fixture(params=["gemma3", "mistral"])
 def model(request: pytest.FixtureRequest):
     return make_model(request.param)
-
-
-def test_each_fork_writes_into_blocks_of_its_own(model) -> None:
-    engine = make_engine(model, max_num_batched_tokens=7)
-    with Branches(engine) as branches:
-        trunk = branches.start(PROMPT)
-        branches.compute([trunk])
-        assert branches.first_forkable(trunk) == len(PROMPT)
-        with pytest.raises(ValueError, match=f"num_tokens must be all {len(PROMPT)}"):
-            branches.fork(trunk, len(PROMPT) - 1)
-        forks = [trunk, branches.fork(trunk), branches.fork(trunk)]
-        for token, branch in enumerate(forks):
-            branch.append([token + 5, token + 1])
-        logits = branches.compute(forks)
-        for row, branch in zip(logits, forks, strict=True):
-            assert_near(row, own_logits(model, branch.token_ids.tolist())[-1])
-    check_nothing_held(engine)
 
 
 def test_branches_take_the_blocks_of_requests(model) -> None:
@@ -48,42 +31,6 @@ def test_branches_take_the_blocks_of_requests(model) -> None:
     (output,) = finished(engine)
     assert output.samples[0].token_ids == own_tokens(model, PROMPT, 9)
     check_nothing_held(engine)
-
-
-def test_beams_are_those_of_generate(model) -> None:
-    engine = make_engine(model, max_num_batched_tokens=7)
-    params = BeamSearchParams(num_beams=3, num_return_sequences=3, max_tokens=6, ignore_eos=True)
-    first, again = (engine.beam_search([PROMPT], params)[0] for _ in range(2))
-    expected = own_beams(model, PROMPT, 3, 6)
-    assert [beam.token_ids for beam in first.beams] == [beam.token_ids for beam in again.beams] == expected
-    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 5 * B)
-    check_nothing_held(engine)
-
-
-def test_scored_prompts(model) -> None:
-    engine = make_engine(model, max_num_batched_tokens=7)
-    engine.add_request(PROMPT, greedy(2, prompt_logprobs=0))
-    (output,) = finished(engine)
-    expected = own_logits(model, PROMPT).log_softmax(-1)
-    found = [one.logprob for one in output.prompt_logprobs[1:]]
-    wanted = [expected[place, token].item() for place, token in enumerate(PROMPT[1:])]
-    assert found == pytest.approx(wanted, abs=1e-4)
-
-
-def test_nothing_is_found_after_a_reset(model) -> None:
-    engine = make_engine(model)
-    expected = own_tokens(model, PROMPT, 2)
-    assert [ask(engine, PROMPT, 2) for _ in range(2)] == [(expected, 0), (expected, 5 * B)]
-    engine.reset_prefix_cache()
-    assert all(stats.num_free_blocks == stats.num_blocks for stats in engine.stats().windows)
-    assert ask(engine, PROMPT, 2) == (expected, 0)
-
-
-def test_namespaces_share_nothing(model) -> None:
-    engine = make_engine(model)
-    expected = own_tokens(model, PROMPT, 2)
-    found = [ask(engine, PROMPT, 2, namespace=name) for name in (b"a", b"b", b"a")]
-    assert found == [(expected, 0), (expected, 0), (expected, 5 * B)]
 
 
 def test_a_failed_step_is_computed_again(model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,16 +58,6 @@ def test_a_failed_step_is_computed_again(model, monkeypatch: pytest.MonkeyPatch)
         output = outputs[request_id]
         assert output.samples[0].token_ids == own_tokens(model, list(output.prompt_token_ids), 9)
     check_nothing_held(engine)
-
-
-def test_aborted_requests_leave_what_is_exact(model) -> None:
-    engine = make_engine(model, max_num_batched_tokens=6)
-    request_id = engine.add_request(PROMPT, greedy(6))
-    for _ in range(2):
-        engine.step()
-    engine.abort(request_id)
-    check_nothing_held(engine)
-    assert ask(engine, PROMPT, 4) == (own_tokens(model, PROMPT, 4), 3 * B)
 
 
 def test_explain_names_each_window() -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 from support.disk_folders import SEGMENT_BYTES, is_right, make
+from support.seeds import seed_of
 from support.store_records import get, key, put, record
+from support.tier_life import TierLife
 
 from kvpage.store.disk import segment as disk_segment
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
@@ -24,57 +26,13 @@ from kvpage.store.tiers.tier import TierError
 
 @pytest.mark.parametrize("num_paths", [1, 3])
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
-@pytest.mark.parametrize("seed", range(2))
-def test_against_a_dict_over_many_openings(tmp_path: Path, seed: int, policy: str, num_paths: int) -> None:
-    rng = random.Random(seed)
+def test_random_life_over_many_openings(tmp_path: Path, policy: str, num_paths: int) -> None:
     paths = [tmp_path / str(n) for n in range(num_paths)]
-    open_tier = lambda: DiskTier(paths, 6 * SEGMENT_BYTES, policy, SEGMENT_BYTES)  # noqa: E731
-    tier, model, readers = open_tier(), {}, []
-    for step in range(400):
-        action, name = rng.random(), key(rng.randrange(20))
-        if action < 0.4:
-            data = record(name, 4 * rng.randint(1, 10 * SLOT_BYTES // 4), seed=step)
-            writer = tier.create(name, len(data))
-            if writer is None:
-                continue
-            with writer:
-                for begin in range(0, len(data), 5000):
-                    piece = data[begin : begin + 5000]
-                    writer.piece(begin, begin + len(piece))[:] = piece
-                if rng.random() < 0.8:
-                    assert tier.commit([writer]) == [True]
-                    model[name] = data
-        elif action < 0.65:
-            (reader,) = tier.open([name])
-            if reader is not None:
-                readers.append((reader, model[name]))
-        elif action < 0.75:
-            was_there = tier.contains([name])[0]
-            assert tier.remove([name]) == int(was_there)
-            model.pop(name, None)
-        elif action < 0.78:
-            for reader, _ in readers:
-                reader.close()
-            readers.clear()
-            tier.close()
-            tier = open_tier()
-        elif readers:
-            reader, data = readers.pop(rng.randrange(len(readers)))
-            cut = reader.num_bytes // 3
-            assert bytes(reader.piece(0, cut)) + bytes(reader.piece(cut, reader.num_bytes)) == data
-            reader.close()
-        present = {info.key for info in tier.infos()}
-        assert present <= set(model), "a record that was removed, or never committed, is there"
-        model = {name: model[name] for name in present}
-        tier.check()
-        stats = tier.stats()
-        assert (stats.num_records, stats.num_bytes) == (len(model), sum(map(len, model.values())))
-    for reader, data in readers:
-        assert bytes(reader.piece(0, reader.num_bytes)) == data
-    tier.close()
-    tier = open_tier()
-    assert get(tier, list(model)) == list(model.values())
-    assert tier.stats().num_bytes <= 6 * SEGMENT_BYTES and len(model) > 3
+    open_tier = lambda: DiskTier(paths, 4 * SEGMENT_BYTES, policy, SEGMENT_BYTES)  # noqa: E731
+    life = TierLife(seed_of(num_paths), open_tier, 10 * SLOT_BYTES, may_reopen=True)
+    life.live(400)
+    assert min(life.figures[name] for name in ("read", "evicted", "reopened")) > 0
+    assert life.tier.stats().num_bytes <= 4 * SEGMENT_BYTES and len(life.known) > 3
     for path in paths:
         assert len(list(path.glob("*.segment"))) > 0, "a directory is not used"
 

@@ -5,12 +5,13 @@ import gc
 import io
 import random
 import sys
-from collections import OrderedDict
 
 import pytest
 import torch
 from support.pinned import FakeRegistrar
+from support.seeds import seed_of
 from support.store_records import get, key, put, record
+from support.tier_life import TierLife
 
 from kvpage.layout import host_memory, pinned_memory, shown_progress
 from kvpage.store.tiers import memory_tier
@@ -91,57 +92,13 @@ def test_policies_against_sorting(name: str, seed: int) -> None:
         policy.remove(b"nobody")
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_against_a_dict_with_eviction_and_open_readers(seed: int) -> None:
-    """Least recently used records go, open ones stay; a reader sees its own record whatever happens to its key."""
-    rng = random.Random(seed)
-    tier = MemoryTier(24 * UNIT, pin_memory=False)
-    model: OrderedDict[bytes, bytes] = OrderedDict()
-    readers: list[tuple] = []
-    for step in range(500):
-        action, name = rng.random(), key(rng.randrange(12))
-        if action < 0.4:
-            data = record(name, 4 * rng.randint(1, 3 * UNIT // 4), seed=step)
-            writer = tier.create(name, len(data))
-            if writer is None:
-                assert readers
-                continue
-            with writer:
-                writer.piece(0, len(data))[:] = data
-                if rng.random() < 0.8:
-                    assert tier.commit([writer]) == [True]
-                    model.pop(name, None)
-                    model[name] = data
-        elif action < 0.7:
-            (found,) = tier.open([name])
-            if found is not None:
-                model.move_to_end(name)
-                readers.append((found, model[name]))
-            else:
-                assert name not in model or tier.contains([name]) == [False]
-        elif action < 0.8:
-            assert tier.remove([name]) == int(model.pop(name, None) is not None)
-        elif readers:
-            reader, data = readers.pop(rng.randrange(len(readers)))
-            assert bytes(reader.piece(0, reader.num_bytes)) == data
-            reader.close()
-            reader.close()
-        for reader, data in readers:
-            assert bytes(reader.piece(0, reader.num_bytes)) == data
-        present = {info.key for info in tier.infos()}
-        gone = [name for name in model if name not in present]
-        assert gone == list(model)[: len(gone)] or readers, "not the least recently used ones went"
-        for name in gone:
-            del model[name]
-        assert present == set(model)
-        tier.check()
-        stats = tier.stats()
-        assert (stats.num_records, stats.num_bytes) == (len(model), sum(map(len, model.values())))
-    for reader, _ in readers:
-        reader.close()
-    assert get(tier, list(model)) == list(model.values())
-    tier.clear()
-    assert tier.stats().num_bytes == 0 and tier.create(key(99), 24 * UNIT) is not None
+def test_random_life() -> None:
+    """Least recently used records go, and open ones stay."""
+    life = TierLife(seed_of(0), lambda: MemoryTier(24 * UNIT, pin_memory=False), 3 * UNIT, is_lru=True)
+    life.live(800)
+    assert min(life.figures[name] for name in ("read", "evicted")) > 0
+    life.tier.clear()
+    assert life.tier.stats().num_bytes == 0 and life.tier.create(key(99), 24 * UNIT) is not None
 
 
 def test_what_is_not_committed_is_not_there_and_gives_its_room_back() -> None:

@@ -1,18 +1,23 @@
-"""A naive model of PrefixTree with two tiers: a record for every block, lists of keys, and nothing clever.
+"""NaiveTree: PrefixTree with one tier or two as a record for every block, lists of keys, and nothing clever.
 
-Device ids are those of a NaivePool, exactly. Host ids are tokens of the model's own (`Host`): which free host block is
-taken is not promised, so the test maps one to the other.
+Here are no edges, no hashes, no lists of nodes. Device ids are those of a NaivePool, exactly: so the model says which
+block every eviction frees, and in which order. Host ids are the model's own (`Host`): which free host block is taken is
+not promised, so a life maps one to the other.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from support.oracle import Key, NaivePool
+from support.naive_pool import Key, NaivePool
 
-NUM_PRIORITIES = 8
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many items two sequences share at their beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 @dataclass(eq=False)
@@ -23,15 +28,16 @@ class Host:
 
 
 @dataclass
-class TierBlock:
+class NaiveBlock:
     device: int | None
     host: Host | None = None
     pins: int = 0
     priority: int = 0
+    num_hits: int = 0
 
 
 @dataclass
-class TierMatch:
+class NaiveMatch:
     namespace: bytes
     keys: list[Key]
     priority: int
@@ -43,11 +49,11 @@ class TierMatch:
 
 
 @dataclass
-class TierTree:
+class NaiveTree:
     pool: NaivePool
     block_size: int
     num_host_blocks: int
-    blocks: dict[Key, TierBlock] = field(default_factory=dict)
+    blocks: dict[Key, NaiveBlock] = field(default_factory=dict)
     used: list[Key] = field(default_factory=list)  # unpinned ones, least recently used first
     num_free_host: int = 0
 
@@ -68,34 +74,35 @@ class TierTree:
         keys = self.keys(namespace, (), tokens)
         return keys[: next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))]
 
-    def pinned(self, namespace: bytes, keys: list[Key], priority: int) -> TierMatch:
+    def pinned(self, namespace: bytes, keys: list[Key], priority: int) -> NaiveMatch:
         for key in keys:
             block = self.blocks[key]
             block.pins += 1
             block.priority = max(block.priority, priority)
             if key in self.used:
                 self.used.remove(key)
-        return TierMatch(namespace, list(keys), priority)
+        return NaiveMatch(namespace, list(keys), priority)
 
-    def match(self, tokens: Sequence[int], namespace: bytes, priority: int) -> TierMatch:
+    def match(self, tokens: Sequence[int], namespace: bytes, priority: int) -> NaiveMatch:
         keys = self.cached(tokens[: max(len(tokens) - 1, 0)], namespace)
+        for key in keys:
+            self.blocks[key].num_hits += 1
         return self.pinned(namespace, keys, priority)
 
-    def match_part(self, match: TierMatch, tokens: Sequence[int]) -> int:
+    def match_part(self, match: NaiveMatch, tokens: Sequence[int]) -> int:
         """Return the number of tokens of the block after the match that some path shares."""
         rest = tuple(tokens)[len(match.tokens) : max(len(tokens) - 1, 0)]
         depth, best = len(match.tokens), 0
         for namespace, path in self.blocks:
             if namespace == match.namespace and len(path) == depth + self.block_size and path[:depth] == match.tokens:
-                same = [a == b for a, b in zip(path[depth:], rest, strict=False)]
-                best = max(best, next((i for i, equal in enumerate(same) if not equal), len(same)))
+                best = max(best, common_prefix(path[depth:], rest))
         return best
 
-    def pin(self, match: TierMatch) -> TierMatch:
+    def pin(self, match: NaiveMatch) -> NaiveMatch:
         self.check_live(match)
         return self.pinned(match.namespace, match.keys, match.priority)
 
-    def check_live(self, match: TierMatch) -> None:
+    def check_live(self, match: NaiveMatch) -> None:
         if not match.live:
             raise ValueError("released")
 
@@ -105,20 +112,40 @@ class TierTree:
             if self.blocks[key].pins == 0:
                 self.used.append(key)
 
-    def release(self, match: TierMatch) -> None:
+    def release(self, match: NaiveMatch) -> None:
         self.check_live(match)
         match.live = False
         self.unpin(match.keys)
 
-    def trim(self, match: TierMatch) -> None:
+    def trim(self, match: NaiveMatch) -> None:
         self.check_live(match)
-        num_left = self.on_device(match.keys)
-        self.unpin(match.keys[num_left:])
-        del match.keys[num_left:]
+        self.shorten(match, self.on_device(match.keys))
+
+    def shorten(self, match: NaiveMatch, num_blocks: int) -> None:
+        self.check_live(match)
+        if num_blocks > len(match.keys):
+            raise ValueError("more than it has")
+        self.unpin(match.keys[num_blocks:])
+        del match.keys[num_blocks:]
+
+    def num_pinned_only_by(self, matches: Sequence[NaiveMatch]) -> int:
+        counts = Counter(key for match in matches for key in match.keys)
+        return self.on_device([key for key, count in counts.items() if count == self.blocks[key].pins])
+
+    # --- looks ---
+
+    def common(self, tokens: Sequence[int], namespace: bytes) -> tuple[int, set[int]]:
+        """Return how many tokens the longest path shares, and which tokens the cached paths have after them."""
+        paths = [path for name, path in self.blocks if name == namespace]
+        most = max((common_prefix(path, tokens) for path in paths), default=0)
+        return most, {p[most] for p in paths if len(p) > most and common_prefix(p, tokens[:most]) == most}
+
+    def eviction_order(self) -> list[Key]:
+        return sorted(self.used, key=lambda key: self.blocks[key].priority)
 
     # --- copies ---
 
-    def promote(self, match: TierMatch, ids: Sequence[int]) -> list[tuple[Host, int]]:
+    def promote(self, match: NaiveMatch, ids: Sequence[int]) -> list[tuple[Host, int]]:
         self.check_live(match)
         host_only = [key for key in match.keys if self.blocks[key].device is None]
         if len(ids) > len(host_only):
@@ -130,7 +157,7 @@ class TierTree:
             pairs.append((self.blocks[key].host, i))
         return pairs
 
-    def write_out(self, match: TierMatch) -> list[tuple[int, Host]]:
+    def write_out(self, match: NaiveMatch) -> list[tuple[int, Host]]:
         self.check_live(match)
         pairs = []
         for key in match.keys:
@@ -145,8 +172,8 @@ class TierTree:
         return pairs
 
     def insert(
-        self, tokens: Sequence[int], ids: Sequence[int], namespace: bytes, after: TierMatch | None, priority: int
-    ) -> TierMatch:
+        self, tokens: Sequence[int], ids: Sequence[int], namespace: bytes, after: NaiveMatch | None, priority: int
+    ) -> NaiveMatch:
         if len(tokens) != len(ids) * self.block_size:
             raise ValueError("lengths")
         if after and (not after.live or namespace or priority or self.on_device(after.keys) < len(after.keys)):
@@ -161,7 +188,7 @@ class TierTree:
             if key in self.blocks:
                 self.blocks[key].device = i
             else:
-                self.blocks[key] = TierBlock(i)
+                self.blocks[key] = NaiveBlock(i)
         result = self.pinned(namespace, (after.keys if after else []) + keys, priority)
         if after:
             after.live = False
@@ -178,8 +205,7 @@ class TierTree:
     # --- eviction ---
 
     def oldest(self, tier: str) -> Key | None:
-        keys = [key for key in self.used if getattr(self.blocks[key], tier) is not None]
-        return min(keys, key=lambda key: self.blocks[key].priority, default=None)  # the first of the lowest
+        return next((key for key in self.eviction_order() if getattr(self.blocks[key], tier) is not None), None)
 
     def free_device(self, key: Key) -> None:
         block_id = self.blocks[key].device

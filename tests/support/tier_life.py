@@ -1,0 +1,97 @@
+"""TierLife: a tier of records beside a dict, with readers that stay open and eviction."""
+
+from collections.abc import Callable
+
+from support.life import Life, Operation
+from support.store_records import get, key, read, record
+
+from kvpage.store.tiers.tier import Reader, Tier
+
+NUM_KEYS, MOST_READERS = 20, 16
+
+
+class TierLife(Life):
+    """make: opens the tier. may_reopen: whether records outlive it. is_lru: whether the least recently used of what is
+    not open goes first. most_bytes: of a record. A reader sees its own record whatever happens to its key.
+    """
+
+    def __init__(
+        self, seed: int, make: Callable[[], Tier], most_bytes: int, may_reopen: bool = False, is_lru: bool = False
+    ) -> None:
+        super().__init__(seed)
+        self.make, self.most_bytes, self.may_reopen, self.is_lru = make, most_bytes, may_reopen, is_lru
+        self.tier = make()
+        self.known: dict[bytes, bytes] = {}  # least recently used first
+        self.readers: list[tuple[Reader, bytes]] = []
+
+    def operations(self) -> dict[Operation, float]:
+        return {self.put: 8, self.open: 8, self.remove: 1, self.read: 3, self.reopen: 0.6 * self.may_reopen}
+
+    def some_key(self) -> bytes:
+        return key(self.rng.randrange(NUM_KEYS))
+
+    def put(self) -> None:
+        name = self.some_key()
+        data = record(name, 4 * self.rng.randint(1, self.most_bytes // 4), seed=self.rng.getrandbits(30))
+        writer = self.tier.create(name, len(data))
+        if writer is None:
+            assert self.readers
+            self.figures["refused"] += 1
+            return
+        with writer:
+            for begin in range(0, len(data), 5000):
+                end = min(begin + 5000, len(data))
+                writer.piece(begin, end)[:] = data[begin:end]
+            if self.rng.random() < 0.8:
+                assert self.tier.commit([writer]) == [True]
+                self.known.pop(name, None)
+                self.known[name] = data
+
+    def open(self) -> None:
+        name = self.some_key()
+        (reader,) = self.tier.open([name])
+        assert self.tier.contains([name]) == [reader is not None]
+        if reader is not None:
+            self.known[name] = self.known.pop(name)
+            self.readers.append((reader, self.known[name]))
+        while len(self.readers) > MOST_READERS:
+            self.read()
+
+    def remove(self) -> None:
+        name = self.some_key()
+        assert self.tier.remove([name]) == int(self.known.pop(name, None) is not None)
+
+    def read(self) -> None:
+        if self.readers:
+            reader, data = self.readers.pop(self.rng.randrange(len(self.readers)))
+            assert read(reader) == data
+            reader.close()
+            self.figures["read"] += 1
+
+    def reopen(self) -> None:
+        while self.readers:
+            self.read()
+        self.tier.close()
+        self.tier = self.make()
+        self.figures["reopened"] += 1
+
+    def compare(self) -> None:
+        """What was evicted is forgotten here, too."""
+        for reader, data in self.readers:
+            assert bytes(reader.piece(0, reader.num_bytes)) == data
+        present = {info.key for info in self.tier.infos()}
+        assert present <= set(self.known), "a record that was removed, or never committed, is there"
+        gone = [name for name in self.known if name not in present]
+        assert not self.is_lru or self.readers or gone == list(self.known)[: len(gone)]
+        self.figures["evicted"] += len(gone)
+        self.known = {name: data for name, data in self.known.items() if name in present}
+        self.tier.check()
+        stats = self.tier.stats()
+        assert (stats.num_records, stats.num_bytes) == (len(present), sum(map(len, self.known.values())))
+
+    def end(self) -> None:
+        while self.readers:
+            self.read()
+        if self.may_reopen:
+            self.reopen()
+        assert get(self.tier, list(self.known)) == list(self.known.values())
