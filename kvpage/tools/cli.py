@@ -89,6 +89,9 @@ def demo(
     plot: Annotated[Path, typer.Option(help="where to draw the use of blocks over time")] = Path("kvpage-demo.png"),
     cache_dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, fp8_e4m3, fp8_e5m2 or int8")] = "auto",
     store: Annotated[Path | None, typer.Option(help="keep K and V in this folder; a second run starts warm")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run the folder's Python code")
+    ] = False,
     save: Annotated[Path | None, typer.Option(help="only write a random model here, for `kvpage serve`")] = None,
 ) -> None:
     """Serve conversations with shared system prompts, and compare the tokens with those of model.generate."""
@@ -103,7 +106,7 @@ def demo(
             raise typer.Exit
         options = DemoOptions(
             model, prompts, requests, turns, max_tokens, blocks, block_size, layer_layout, sample, seed, device, plot,
-            cache_dtype, store,
+            cache_dtype, store, trust_remote_code,
         )  # fmt: skip
         identical = run(options, Console())
     except (ValueError, OSError) as error:

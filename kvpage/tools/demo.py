@@ -23,6 +23,7 @@ from rich.table import Table
 
 from kvpage.layout.config import CacheConfig, DeviceConfig
 from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams
+from kvpage.serving.assembly.model_files import load_model_files, load_tokenizer_files
 from kvpage.serving.assembly.weights_digest import weights_digest
 from kvpage.serving.params.generation_defaults import unserved_fields
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
@@ -50,6 +51,7 @@ class DemoOptions:
     plot: Path = Path("kvpage-demo.png")
     cache_dtype: str = "auto"
     store: Path | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if torch.device(DeviceConfig(self.device).device).type == "cuda" and not torch.cuda.is_available():
@@ -174,9 +176,9 @@ def load_model(options: DemoOptions) -> tuple[Any, Any]:
         return small_llama(options.seed).to(options.device), ByteTokenizer()
     if not options.model.is_dir():
         raise ValueError(f"--model must be a folder, got {options.model}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, local_files_only=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, local_files_only=True)
-    return model.train(False).to(options.device), tokenizer
+    tokenizer = load_tokenizer_files(options.model, options.trust_remote_code)
+    model = load_model_files(options.model, torch.float32, options.trust_remote_code)
+    return model.to(options.device), tokenizer
 
 
 def small_llama(seed: int, vocab_size: int = 256, max_model_len: int = 8192) -> Any:

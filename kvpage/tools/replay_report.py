@@ -84,7 +84,7 @@ def block_bytes_of(model_config: Path, block_size: int, cache_dtype: str, tensor
     """Return the bytes of a block in all layers of one rank, from the config.json of a Hugging Face model."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(model_config))
+    config = AutoConfig.from_pretrained(str(model_config), trust_remote_code=False)
     is_latent = getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
     model = ModelConfig.from_hf(config, use_mla=is_latent)
     cache = CacheConfig(block_size=block_size, cache_dtype=cache_dtype, backend="mla" if is_latent else "flash")

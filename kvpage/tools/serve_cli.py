@@ -45,6 +45,9 @@ def serve(
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="capture no CUDA graphs")] = False,
     enable_prefix_caching: Annotated[bool, typer.Option(help="reuse the blocks of other requests")] = True,
     generation_config: Annotated[str, typer.Option(help="defaults: served, model or ignore")] = "served",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run the folder's Python code")
+    ] = False,
     store: Annotated[list[str] | None, typer.Option(help="URL of a store's tier; repeatable")] = None,
     store_chunk_size: Annotated[int, typer.Option(help="tokens of a store's chunk")] = 256,
     events: Annotated[str | None, typer.Option(help="publish the cache's events, as tcp://127.0.0.1:5557")] = None,

@@ -56,6 +56,7 @@ class ServeOptions:
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     generation_config: str = "served"
+    trust_remote_code: bool = False
     stores: tuple[str, ...] = ()
     store_chunk_size: int = 256
     events: str | None = None
