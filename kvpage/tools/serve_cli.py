@@ -39,7 +39,7 @@ def serve(
     pin_quota: Annotated[int, typer.Option(help="blocks that hints may pin")] = 0,
     tenant_pin_quota: Annotated[int | None, typer.Option(help="those of one tenant")] = None,
     max_retain_priority: Annotated[int, typer.Option(help="of kv.retain, at most")] = 100,
-    min_priority: Annotated[int | None, typer.Option(help="the least priority of a request")] = None,
+    min_priority: Annotated[int | None, typer.Option(help="refuse a request's priority below this")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(help="processes, started by torchrun")] = 1,
     attention_backend: Annotated[str, typer.Option(help="on a GPU; as EngineConfig names it")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="capture no CUDA graphs")] = False,
@@ -64,6 +64,8 @@ def serve(
     max_open_bytes: Annotated[str | None, typer.Option(help="bytes of the bodies of all of them; then 503")] = None,
     drain_timeout: Annotated[float, typer.Option(help="seconds to finish requests in after SIGTERM")] = 30.0,
     access_log: Annotated[bool, typer.Option("--access-log", help="log each request")] = False,
+    strict_fields: Annotated[bool, typer.Option("--strict-fields", help="refuse fields that are not served")] = False,
+    open_metrics: Annotated[bool, typer.Option(help="answer /metrics without a key")] = True,
 ) -> None:
     """Serve a model with OpenAI's API. It needs the extra `server`."""
     given = dict(locals())
