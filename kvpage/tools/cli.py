@@ -83,7 +83,7 @@ def demo(
     blocks: Annotated[int, typer.Option(min=1, help="blocks of the device tier")] = 768,
     block_size: Annotated[int, typer.Option(min=1, help="tokens of a block")] = 16,
     layer_layout: Annotated[str, typer.Option(help="separate or packed")] = "separate",
-    sample: Annotated[int, typer.Option(min=0, help="requests to compare with model.generate")] = 12,
+    sample: Annotated[int, typer.Option(min=0, help="requests to compare with model.generate")] = 6,
     seed: Annotated[int, typer.Option(help="seed of the random weights")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     plot: Annotated[Path, typer.Option(help="where to draw the use of blocks over time")] = Path("kvpage-demo.png"),
@@ -149,6 +149,7 @@ def replay(
     import sys
 
     from kvpage.tools import replay_report as report
+    from kvpage.tools.picture_file import check_picture
     from kvpage.tools.replay import ReplayConfig, read_trace
 
     def blocks(tier: str, count: int | None, gib: float | None, block_bytes: int) -> int | None:
@@ -158,6 +159,7 @@ def replay(
 
     try:
         swept = report.Sweep.parse(sweep) if sweep else None
+        check_picture(plot or report.PICTURE)
         size = report.block_bytes_of(model_config, block_size, cache_dtype, tensor_parallel_size) if model_config else 0
         on_device = blocks("device", device_blocks, device_gib, size)
         if on_device is None and not (swept and swept.name.startswith("device")):

@@ -42,7 +42,7 @@ OUT_OF_RANGE = {
     "model": ["gpt-4", "", "x" * 100_000],
     "n": [0, -1, 129, 2**31, 10**30], "seed": [2**63, -(2**63) - 1], "temperature": [-0.1, 1e308 * 10, 10**400],
     "top_p": [0, -1, 1.5], "top_k": [-2, 2**31], "min_p": [-0.1, 1.1], "presence_penalty": [2.1, -2.1],
-    "frequency_penalty": [2.1, -2.1], "repetition_penalty": [0, -1],
+    "frequency_penalty": [2.1, -2.1], "repetition_penalty": [0, -1, 1e-320, 101],
     "logit_bias": [{"x": 1}, {"-1": 1}, {"1": 101}, {"999999": 1}, {"1": "a"}, {str(i): 0 for i in range(1025)}],
     "max_tokens": [0, -2, 2**63], "min_tokens": [-1, 100], "stop": ["", ["a", ""], ["a"] * 17, "a" * 1025],
     "stop_token_ids": [[-1], [2**31], ["a"], [[1]], [1.5], list(range(1025))], "truncate_prompt_tokens": [0, -1],

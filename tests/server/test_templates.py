@@ -14,8 +14,19 @@ from kvpage.server.text.chat_template import ChatTemplate
 
 CALL_ID = "call12345"
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-BAD_ARGUMENTS = ['{"value": "', '{"value": "He said "hello" and left"}', "[1]", "3", "null", '{"a": 1}{"b": 2}', "", "NaN",
-                 '{"value": "a\nb"}', '{"value": NaN}', "[" * 500 + "]" * 500]  # fmt: skip
+BAD_ARGUMENTS = [
+    '{"value": "',
+    '{"value": "He said "hello" and left"}',
+    "[1]",
+    "3",
+    "null",
+    '{"a": 1}{"b": 2}',
+    "",
+    "NaN",
+    '{"value": "a\nb"}',
+    '{"value": NaN}',
+    "[" * 500 + "]" * 500,
+]
 
 
 def rendered(template: str, messages: list, **fields) -> str:
@@ -104,7 +115,8 @@ def test_a_message_that_a_template_leaves_out_is_named():
 
 
 def test_developers_are_systems_where_a_template_knows_no_developers():
-    template = "{% for m in messages %}{% if m.role in ('user', 'system') %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    shown = "{% if m.role in ('user', 'system') %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    template = "{% for m in messages %}" + shown + "{% endfor %}"
     turns = [said("developer", "be short"), said("user", "hello")]
     assert rendered(template, turns) == "<system>be short<user>hello"
     assert rendered(PLAIN, turns) == "<developer>be short<user>hello"
@@ -148,8 +160,10 @@ def test_fields_of_thinking_reach_the_template(fields, expected):
     )
 
 
-@pytest.mark.parametrize("expression", ["1 / 0", "2.0 ** 9999", "[] | first | int + {}", "nothing.at.all", "messages[99].x",
-                                        "raise_exception('no')", "recursive()"])  # fmt: skip
+FAILURES = ["1 / 0", "2.0 ** 9999", "[] | first | int + {}", "nothing.at.all", "messages[99].x", "recursive()"]
+
+
+@pytest.mark.parametrize("expression", [*FAILURES, "raise_exception('no')"])
 def test_errors_of_a_template_are_the_requests(expression):
     template = "{% macro recursive() %}{{ recursive() }}{% endmacro %}{{ " + expression + " }}" + PLAIN
     assert refused(template, [said("user", "x")]).startswith("messages do not suit the chat template: ")

@@ -26,17 +26,38 @@ PATTERNS = ["a", "[0-9]{1,3}", "(", "a{1000000}", "(a?){1000}a{1000}", "\\p{L}+"
 GRAMMARS = ['root ::= "a" | "b"', 'start: "a" | "b"', 'start: start "a" |', "root ::= root", "start: /[/", "%import x"]
 CHOICES = [["yes", "no"], ["x"], [str(i) + "xy" * 500 for i in range(64)], ["\0", "\u00e4"]]
 SCHEMAS = [
-    {}, {"type": "object"}, {"type": "array", "items": {"type": "integer"}}, {"type": ["string", "null"]}, {"enum": [1, "a"]},
-    {"type": "string", "pattern": "a{1000000}"}, {"$ref": "#"}, {"$ref": "http://x/y"}, {"type": "nothing"}, {"allOf": 3},
-    {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}, "required": ["a"]}, {"minimum": 1e308},
-    {"type": "string", "minLength": 5, "maxLength": 2}, {"x-guidance": {"whitespace_pattern": "("}}, {"const": {"a": [1]}},
-    {"type": "integer", "multipleOf": 0}, {"type": "object", "patternProperties": {"(": {}}}, {"oneOf": [{}, {}]},
-]  # fmt: skip
+    {},
+    {"type": "object"},
+    {"type": "array", "items": {"type": "integer"}},
+    {"type": ["string", "null"]},
+    {"enum": [1, "a"]},
+    {"type": "string", "pattern": "a{1000000}"},
+    {"$ref": "#"},
+    {"$ref": "http://x/y"},
+    {"type": "nothing"},
+    {"allOf": 3},
+    {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}, "required": ["a"]},
+    {"minimum": 1e308},
+    {"type": "string", "minLength": 5, "maxLength": 2},
+    {"x-guidance": {"whitespace_pattern": "("}},
+    {"const": {"a": [1]}},
+    {"type": "integer", "multipleOf": 0},
+    {"type": "object", "patternProperties": {"(": {}}},
+    {"oneOf": [{}, {}]},
+]
 SPECIAL = {
-    "guided_regex": PATTERNS, "regex": PATTERNS, "guided_grammar": GRAMMARS, "grammar": GRAMMARS, "guided_choice": CHOICES,
-    "choice": CHOICES, "guided_json": SCHEMAS, "json": SCHEMAS, "schema": SCHEMAS, "role": ["user", "assistant", "system", "tool"],
+    "guided_regex": PATTERNS,
+    "regex": PATTERNS,
+    "guided_grammar": GRAMMARS,
+    "grammar": GRAMMARS,
+    "guided_choice": CHOICES,
+    "choice": CHOICES,
+    "guided_json": SCHEMAS,
+    "json": SCHEMAS,
+    "schema": SCHEMAS,
+    "role": ["user", "assistant", "system", "tool"],
     "arguments": ['{"a": 1}', "{", "[" * 500 + "]" * 500, '"', "", {"a": 1}, None, 3],
-}  # fmt: skip
+}
 ODD_KEYS = ["", "x", "temprature", "n_predict", "messages", "\u00e4", "__class__", "model_config", "a.b", "x" * 300]
 
 

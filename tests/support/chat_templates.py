@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a template's line is read as one
 """Chat templates in the idioms of 32 model families, written here: how each takes content, calls, results and thoughts.
 
 SYSTEM, TOOLS: the families whose template takes system messages, and calls of tools.

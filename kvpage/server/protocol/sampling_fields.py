@@ -24,6 +24,8 @@ MAX_BIASES, MAX_STOP_TOKENS, MAX_CHOICES, MAX_POSITIONS = 1024, 1024, 4096, 64
 Count = Annotated[Integer, Field(ge=0, le=MAX_INT)]
 Positive = Annotated[Integer, Field(ge=1, le=MAX_INT)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Factor = Annotated[float, Field(ge=0.01, le=100)]
+"""A logit times it is a finite number."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 MaxTokens = Annotated[Integer, Field(ge=-1, lt=2**63)]
@@ -97,7 +99,7 @@ class SamplingFields(RequestModel):
     min_p: float | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: Factor | None = None
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] | None = None
     max_tokens: MaxTokens | None = None
     min_tokens: Count | None = None
