@@ -8,6 +8,7 @@ from server.test_completions import ask
 from support.server_app import NAME
 
 from kvpage.server.protocol.sampling_fields import within
+from kvpage.server.running.refusals import as_api_error
 
 HELLO = [{"role": "user", "content": "Hello"}]
 FUNCTION = {"name": "exec", "description": "Run", "parameters": {"type": "object", "properties": {}}}
@@ -107,6 +108,11 @@ def test_an_error_of_length_is_about_what_is_too_long(server):
     assert error["code"] == "context_length_exceeded"
     error = check_refused(ask_raw(server, prompt=[5] * (longest - 3), max_tokens=9, min_tokens=8), param="min_tokens")
     assert error["code"] is None and error["message"] == "min_tokens must be at most max_tokens=3, got 8"
+
+
+def test_a_prompt_that_no_blocks_hold_has_the_code_of_a_long_one():
+    error = as_api_error(ValueError("prompt and max_tokens must fit into 100 blocks of 16 tokens, got 1500 + 200"))
+    assert (error.status, error.param, error.code) == (400, "prompt", "context_length_exceeded")
 
 
 def ask_raw(server, **fields):

@@ -105,6 +105,13 @@ def test_ignored_fields_are_named_and_counted(server):
     assert answer.headers["x-ignored-fields"] == "other"
 
 
+def test_a_body_of_many_unknown_fields_names_some(server):
+    tool = {"type": "function", "function": {"name": "f"}}
+    tools = [{**tool, **{f"{number}-{i}": 1 for i in range(200)}} for number in range(20)]
+    answer = asyncio.run(server.post(CHATS, {**GOOD[CHATS], "tools": tools, "suffix": "", "use_beam_search": False}))
+    assert answer.status_code == 200 and len(answer.headers["x-ignored-fields"].split(", ")) == 32
+
+
 def test_names_that_clients_make_up_are_counted_up_to_a_bound():
     counts = HttpCounts()
     for number in range(2 * MAX_COUNTED):

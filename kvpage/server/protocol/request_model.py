@@ -7,6 +7,7 @@ A wrong body costs no more than a right one: a list is left at its first wrong e
 """
 
 import re
+from itertools import islice
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
@@ -86,7 +87,7 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, given: Any, info: ValidationInfo) -> Any:
+    def _asked_fields(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, dict):
             return given
         if len(given) > MAX_FIELDS:
@@ -96,7 +97,8 @@ class RequestModel(BaseModel):
         if ignored is None or cls.model_config["extra"] == "ignore":
             return asked
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        ignored.update(f"{cls.called}{name}" for name in asked if name not in known)
+        others = (f"{cls.called}{name}" for name in asked if name not in known)
+        ignored.update(islice(others, max(MAX_FIELDS - len(ignored), 0)))
         return {name: value for name, value in asked.items() if name in known}
 
 
@@ -127,7 +129,7 @@ def read_model(
     asked = {name: value for name, value in fields.items() if name not in HARMLESS}
     if ignored is not None:
         ignored.update(NEVER_REFUSED & {name for name, value in asked.items() if value})
-    asked = {name: value for name, value in asked.items() if name not in NEVER_REFUSED}
+    asked = {name: value for name, value in asked.items() if name not in NEVER_REFUSED and name not in REFUSED}
     try:
         return kind.model_validate(asked, context=ignored)
     except ValidationError as error:

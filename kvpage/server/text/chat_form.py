@@ -7,15 +7,18 @@ Templates are written for one model each, and differ in what they take as conten
     arguments               {"city": "Bonn"}, or '{"city": "Bonn"}'
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from kvpage.server.text.chat_message import Call, ChatMessage, call_mark, text_mark
+from kvpage.server.text.chat_message import MARK, Call, ChatMessage, call_marks, text_mark
 
 ArgumentsForm = Literal["object", "wrapped", "text"]
 """Objects, with other text as it is; objects, with other text within one; all as text."""
+MARKS = re.compile(rf"{MARK}\d+[tc]\d+z(?:0key0|0val0)?")
+MISSPELT = re.compile(rf"""(?:\{{'|\\")({MARK}\d+c\d+z)0key0""")
 DEVELOPER, SYSTEM = "developer", "system"
 
 
@@ -66,15 +69,16 @@ class ChatForm:
 def possible_forms(messages: Sequence[ChatMessage]) -> Iterator[ChatForm]:
     """Yield the forms that differ for these messages, the most common ones first."""
     calls = [call for message in messages for call in message.calls]
-    is_odd = any(call.arguments is None for call in calls)
-    arguments: list[ArgumentsForm] = ["object", "wrapped", "text"] if is_odd else ["object", "text"]
+    arguments: list[ArgumentsForm] = ["object"]
+    if any(call.arguments is None for call in calls):
+        arguments.append("wrapped")
+    if calls:
+        arguments.append("text")
     no_content = (None, "") if any(message.is_bare_call for message in messages) else (None,)
     splits = (False, True) if any(message.texts and message.calls for message in messages) else (False,)
     developers = (DEVELOPER, SYSTEM) if any(message.role == DEVELOPER for message in messages) else (DEVELOPER,)
-    for developer, split, arguments_form, empty in product(
-        developers, splits, arguments[: 3 if calls else 1], no_content
-    ):
-        yield ChatForm(frozenset(), arguments_form, empty, split, developer)
+    for developer, split, of_calls, nothing in product(developers, splits, arguments, no_content):
+        yield ChatForm(frozenset(), of_calls, nothing, split, developer)
 
 
 def with_parts(form: ChatForm, roles: set[str]) -> ChatForm:
@@ -82,28 +86,24 @@ def with_parts(form: ChatForm, roles: set[str]) -> ChatForm:
     return replace(form, part_roles=frozenset(roles))
 
 
-def hidden_texts(prompt: str, messages: Sequence[ChatMessage]) -> list[int]:
-    """Return the places of the messages whose text is not all in the prompt of their twins."""
-    each = enumerate(messages)
-    return [i for i, one in each if any(text_mark(i, number) not in prompt for number in range(len(one.texts)))]
+def marks_in(prompt: str) -> set[str]:
+    """Return the marks that a prompt of twins shows as a model writes them.
 
-
-def hidden_calls(prompt: str, messages: Sequence[ChatMessage]) -> list[int]:
-    """Return the places of the messages whose calls are not all there as the model has written them.
-
-    Wrong are Python's spelling of an object, and text that was taken for a string of JSON.
+    Python's spelling of an object is none, and neither is an object within a string of JSON.
     """
-    return [
-        i
-        for i, one in enumerate(messages)
-        if any(_is_hidden(prompt, call_mark(i, number), call) for number, call in enumerate(one.calls))
-    ]
+    return set(MARKS.findall(prompt)) - set(MISSPELT.findall(prompt))
 
 
-def _is_hidden(prompt: str, mark: str, call: Call) -> bool:
-    if f"'{mark}k': " in prompt or f'\\"{mark}k' in prompt:
-        return True
-    return mark not in prompt.replace(f"{mark}v", "").replace(f"{mark}k", "") or f"{mark}v" not in prompt
+def hidden_texts(marks: Set[str], messages: Sequence[ChatMessage]) -> list[int]:
+    """Return the places of the messages whose text is not all there. marks: those of the prompt of their twins."""
+    each = enumerate(messages)
+    return [i for i, one in each if any(text_mark(i, number) not in marks for number in range(len(one.texts)))]
+
+
+def hidden_calls(marks: Set[str], messages: Sequence[ChatMessage]) -> list[int]:
+    """Return the places of the messages whose calls are not all there, by name and by arguments."""
+    each = enumerate(messages)
+    return [i for i, one in each if any(not call_marks(i, number) <= marks for number in range(len(one.calls)))]
 
 
 def num_nones(prompt: str) -> int:

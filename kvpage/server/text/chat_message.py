@@ -29,8 +29,8 @@ class Call:
 
     def marked(self, mark: str) -> "Call":
         """Return a call of the same shape whose name and arguments hold the mark."""
-        arguments = None if self.arguments is None else {f"{mark}k": f"{mark}v"}
-        text = f"{mark}v" if arguments is None else f'{{"{mark}k": "{mark}v"}}'
+        arguments = None if self.arguments is None else {f"{mark}0key0": f"{mark}0val0"}
+        text = f"{mark}0val0" if arguments is None else f'{{"{mark}0key0": "{mark}0val0"}}'
         return replace(self, name=mark, text=text, arguments=arguments)
 
 
@@ -75,3 +75,9 @@ def text_mark(index: int, number: int) -> str:
 def call_mark(index: int, number: int) -> str:
     """Return the mark of a call."""
     return f"{MARK}{index}c{number}z"
+
+
+def call_marks(index: int, number: int) -> set[str]:
+    """Return the marks that show a call: that of its name, and that of its arguments."""
+    mark = call_mark(index, number)
+    return {mark, f"{mark}0val0"}

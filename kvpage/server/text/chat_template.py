@@ -14,7 +14,15 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvpage.server.protocol.errors import ApiError, bad_request
-from kvpage.server.text.chat_form import ChatForm, hidden_calls, hidden_texts, num_nones, possible_forms, with_parts
+from kvpage.server.text.chat_form import (
+    ChatForm,
+    hidden_calls,
+    hidden_texts,
+    marks_in,
+    num_nones,
+    possible_forms,
+    with_parts,
+)
 from kvpage.server.text.chat_message import ChatMessage
 
 NO_TEMPLATE = (
@@ -83,39 +91,42 @@ class ChatTemplate:
 
     def form_of(self, tokenizer: Any, chat: Chat) -> ChatForm:
         """Return the form in which the template shows every message. ApiError 400, by the message, for none."""
-        twin, first, partly = chat.twin(), None, None
+        twin, errors, partly = chat.twin(), list[ApiError](), list[ChatForm]()
         for form in possible_forms(chat.messages):
             try:
                 form, prompt = self._shown(tokenizer, twin, form)
             except FAILURES as error:
-                first = first or _unsuitable(error)
+                errors.append(_unsuitable(error))
                 continue
-            calls, texts = hidden_calls(prompt, chat.messages), hidden_texts(prompt, chat.messages)
+            marks = marks_in(prompt)
+            calls, texts = hidden_calls(marks, chat.messages), hidden_texts(marks, chat.messages)
             if not calls and not texts:
                 return form
             if not calls and all(chat.messages[index].calls for index in texts):
-                partly = partly or form  # the template's way: beside calls it shows no text
-            first = first if isinstance(first, _Hidden) else _Hidden(chat.messages, calls, texts)
-        if partly is not None:
-            return partly
-        assert first is not None, "there is a form, and it was tried"
-        raise first
+                partly.append(form)  # the template's way: beside calls it shows no text
+            errors.append(_Hidden(chat.messages, calls, texts))
+        if partly:
+            return partly[0]
+        raise next((error for error in errors if isinstance(error, _Hidden)), errors[0])
 
     def _shown(self, tokenizer: Any, twin: Chat, form: ChatForm) -> tuple[ChatForm, str]:
         """Return the form and its prompt, with content in parts for the roles that are not shown otherwise."""
         roles = {message.role for message in twin.messages if message.texts}
         try:
             prompt = self._rendered(tokenizer, twin, form)
-        except FAILURES:
+        except FAILURES as error:
             form = with_parts(form, roles)
-            return form, self._rendered(tokenizer, twin, form)
-        if hidden := {twin.messages[index].role for index in hidden_texts(prompt, twin.messages)}:
+            try:
+                return form, self._rendered(tokenizer, twin, form)
+            except FAILURES:
+                raise error from None  # the one about text is the plainer one
+        if hidden := {twin.messages[index].role for index in hidden_texts(marks_in(prompt), twin.messages)}:
             other = with_parts(form, hidden)
             try:
                 in_parts = self._rendered(tokenizer, twin, other)
             except FAILURES:
                 in_parts = prompt
-            if len(hidden_texts(in_parts, twin.messages)) < len(hidden_texts(prompt, twin.messages)):
+            if len(marks_in(in_parts)) > len(marks_in(prompt)):
                 form, prompt = other, in_parts
         self._check_nones(tokenizer, twin, form, prompt)
         return form, prompt
@@ -128,16 +139,14 @@ class ChatTemplate:
                 raise ValueError("content must not be none")
 
     def _rendered(self, tokenizer: Any, chat: Chat, form: ChatForm) -> str:
-        template = tokenizer.get_chat_template(self._template, chat.tools)
-        [text], _ = (
-            render_jinja_template(  # apply_chat_template leaves out content that is none; some templates ask for it
-                conversations=[form.written(chat.messages)],
-                tools=chat.tools,
-                chat_template=template,
-                add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
-                continue_final_message=chat.continue_final_message,
-                **(tokenizer.special_tokens_map | chat.more),
-            )
+        """Return the prompt. apply_chat_template would leave out content that is none, for which some templates ask."""
+        [text], _ = render_jinja_template(
+            conversations=[form.written(chat.messages)],
+            tools=chat.tools,
+            chat_template=tokenizer.get_chat_template(self._template, chat.tools),
+            add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
+            continue_final_message=chat.continue_final_message,
+            **(tokenizer.special_tokens_map | chat.more),
         )
         assert isinstance(text, str), "a template makes text"
         return text
