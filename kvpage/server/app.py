@@ -1,6 +1,6 @@
 """create_app: the routes of a server put together.
 
-request ─► Gate: host, key, size of the body ─► routes ─► Service: tokenizer, runner, engine
+request ─► RequestLog ─► Gate: host, key, size of the body ─► routes ─► Service: tokenizer, runner, engine
 """
 
 import logging
@@ -11,16 +11,18 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
 from kvpage.server.access.gate import Gate, error_response
+from kvpage.server.access.request_log import CLIENT_GONE, RequestLog
 from kvpage.server.config import ServerConfig
 from kvpage.server.protocol.errors import ApiError, failed
 from kvpage.server.routes import chats, completions, health, models, page, tokens
-from kvpage.server.routes.responding import CLIENT_GONE
 from kvpage.server.service import Service
 from kvpage.serving import AsyncEngine
 
+ROUTES = completions, chats, models, tokens, health, page
 logger = logging.getLogger(__name__)
 
 
@@ -48,13 +50,15 @@ def create_app(engine: AsyncEngine, tokenizer: PreTrainedTokenizerBase, config: 
     service = Service(engine, tokenizer, config)
     app = FastAPI(title="kvpage", docs_url=None, redoc_url=None, openapi_url=None, lifespan=_lifespan)
     app.state.service, app.state.registry = service, health.make_registry(service)
-    for routes in (completions, chats, models, tokens, health, page):
+    for routes in ROUTES:
         app.include_router(routes.router)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_failure)
     app.add_middleware(Gate, config=config)
+    paths = {route.path for routes in ROUTES for route in routes.router.routes if isinstance(route, Route)}
+    app.add_middleware(RequestLog, counts=service.http, paths=paths, logs=config.access_log)
     return app
 
 

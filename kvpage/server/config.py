@@ -11,6 +11,7 @@ LIMITS = {
     "max_stop_characters": 1, "max_logprobs": 0, "max_batch_tokens": 1, "max_scored_tokens": 1,
     "max_cut_characters": 1, "num_tokenizer_threads": 1,
 }  # fmt: skip
+FLAGS = ("return_tokens_as_ids", "strict_fields", "open_metrics", "access_log")
 MAX_LOGPROBS = 20  # of an engine
 MAX_PRIORITY = 100  # of a hint to retain a prompt
 
@@ -47,7 +48,8 @@ class ServerConfig:
         served_model_names: The names by which requests may ask for the model. The first one is in the answers.
         api_keys: Who may ask. None at all lets everybody who reaches the port ask.
         allowed_hosts: Names in the URL that the server answers to, such as "localhost"; any other is refused. It keeps
-            web pages that rename their host out of a server on this machine. None at all allows every name.
+            web pages that rename their host out of a server on this machine. IP addresses and probes of health are
+            always answered. None at all allows every name.
         chat_template: A Jinja template in place of the tokenizer's own. None takes that.
         max_body_bytes: Bytes of a request's body at most; beyond it 413.
         max_body_seconds: Seconds in which all of a body must come; beyond it 408.
@@ -65,8 +67,8 @@ class ServerConfig:
         tenant_pin_quota: Blocks that the pins of one tenant hold at most. None means all of the engine's `pin_quota`.
         max_retain_priority: Priority of a prompt's blocks, 0 to 100, that a hint may ask for at most; more counts as so
             much.
-        min_priority: The least `priority` that a request may name: lower ones run first. At most 0, which is that of
-            requests that name none. None allows all.
+        min_priority: The least `priority` that a request may name: lower ones run first. It is at most 0, since a
+            request without one has 0. None allows all.
         send_timeout: Seconds after which a client that reads nothing of its stream has gone. None means never.
         max_n: Samples of a prompt at most.
         max_prompts: Prompts of a batch at most.
@@ -75,6 +77,10 @@ class ServerConfig:
         max_logprobs: Likeliest tokens beside each chosen one at most, at most 20.
         num_tokenizer_threads: Threads that tokenize and render chats.
         return_tokens_as_ids: Show tokens in `logprobs` as "token_id:17", unless a request says otherwise.
+        strict_fields: Refuse fields of a body that are not served; else they are left aside, counted, and named by the
+            header X-Ignored-Fields.
+        open_metrics: Whether `/metrics` needs no key.
+        access_log: Whether each request is a line in the log.
 
     Raises:
         ValueError: A value is out of its range.
@@ -105,6 +111,9 @@ class ServerConfig:
     max_logprobs: int = MAX_LOGPROBS
     num_tokenizer_threads: int = 2
     return_tokens_as_ids: bool = False
+    strict_fields: bool = False
+    open_metrics: bool = True
+    access_log: bool = False
 
     def __post_init__(self) -> None:
         for name, least in LIMITS.items():
@@ -122,7 +131,8 @@ class ServerConfig:
         self._check_hints()
         if not isinstance(self.chat_template, str | None):
             raise TypeError(f"chat_template must be a str or None, got {type(self.chat_template).__name__}")
-        check_flag("return_tokens_as_ids", self.return_tokens_as_ids)
+        for name in FLAGS:
+            check_flag(name, getattr(self, name))
         self._check_names("served_model_names")
         self._check_names("allowed_hosts")
         if not self.served_model_names:

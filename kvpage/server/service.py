@@ -11,6 +11,7 @@ from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
 from kvpage.server.access.keys import Caller
+from kvpage.server.access.request_log import HttpCounts
 from kvpage.server.config import ServerConfig
 from kvpage.server.metrics.latencies import Latencies
 from kvpage.server.page.feed import Feed
@@ -44,6 +45,7 @@ class Service:
         vocabulary: The tokens one by one.
         runner: Runs jobs.
         latencies: Times of requests.
+        http: Counts of HTTP requests.
         feed: Pictures for the page.
         limits: Limits and defaults of the model.
         max_prompt_tokens: Tokens of a prompt at most.
@@ -61,7 +63,7 @@ class Service:
         self.limits = ModelLimits(longest, temperature, config.max_retain_priority)
         lengths = self.max_prompt_tokens, config.max_cut_characters
         self.text = TextService(tokenizer, config.chat_template, *lengths, config.num_tokenizer_threads)
-        self.vocabulary, self.latencies = Vocabulary(tokenizer), Latencies()
+        self.vocabulary, self.latencies, self.http = Vocabulary(tokenizer), Latencies(), HttpCounts()
         self.feed = Feed(engine, tokenizer)
         self.runner = Runner(engine, self.latencies, self.feed.ended, config.tenant_pin_quota)
         self.is_draining, self.created = False, int(time.time())

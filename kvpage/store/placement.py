@@ -109,9 +109,13 @@ class TierFactories:
 
     def make(self, url: TierURL) -> Tier:
         """Return the URL's tier. Raises ValueError for an unknown scheme, and the factory's errors."""
+        self.check(url)
+        return self._factories[url.scheme](url)
+
+    def check(self, url: TierURL) -> None:
+        """Raise ValueError for an unknown scheme. Nothing is opened."""
         if url.scheme not in self._factories:
             raise ValueError(f"scheme must be one of {', '.join(sorted(self._factories))}, got {url.scheme!r}")
-        return self._factories[url.scheme](url)
 
 
 FACTORIES = TierFactories()

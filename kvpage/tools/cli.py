@@ -83,12 +83,15 @@ def demo(
     blocks: Annotated[int, typer.Option(min=1, help="blocks of the device tier")] = 768,
     block_size: Annotated[int, typer.Option(min=1, help="tokens of a block")] = 16,
     layer_layout: Annotated[str, typer.Option(help="separate or packed")] = "separate",
-    sample: Annotated[int, typer.Option(min=0, help="requests to compare with model.generate")] = 12,
+    sample: Annotated[int, typer.Option(min=0, help="requests to compare with model.generate")] = 6,
     seed: Annotated[int, typer.Option(help="seed of the random weights")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     plot: Annotated[Path, typer.Option(help="where to draw the use of blocks over time")] = Path("kvpage-demo.png"),
     cache_dtype: Annotated[str, typer.Option(help="auto, fp32, fp16, bf16, fp8_e4m3, fp8_e5m2 or int8")] = "auto",
     store: Annotated[Path | None, typer.Option(help="keep K and V in this folder; a second run starts warm")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run the folder's Python code")
+    ] = False,
     save: Annotated[Path | None, typer.Option(help="only write a random model here, for `kvpage serve`")] = None,
 ) -> None:
     """Serve conversations with shared system prompts, and compare the tokens with those of model.generate."""
@@ -103,7 +106,7 @@ def demo(
             raise typer.Exit
         options = DemoOptions(
             model, prompts, requests, turns, max_tokens, blocks, block_size, layer_layout, sample, seed, device, plot,
-            cache_dtype, store,
+            cache_dtype, store, trust_remote_code,
         )  # fmt: skip
         identical = run(options, Console())
     except (ValueError, OSError) as error:
@@ -146,6 +149,7 @@ def replay(
     import sys
 
     from kvpage.tools import replay_report as report
+    from kvpage.tools.picture_file import check_picture
     from kvpage.tools.replay import ReplayConfig, read_trace
 
     def blocks(tier: str, count: int | None, gib: float | None, block_bytes: int) -> int | None:
@@ -155,6 +159,7 @@ def replay(
 
     try:
         swept = report.Sweep.parse(sweep) if sweep else None
+        check_picture(plot or report.PICTURE)
         size = report.block_bytes_of(model_config, block_size, cache_dtype, tensor_parallel_size) if model_config else 0
         on_device = blocks("device", device_blocks, device_gib, size)
         if on_device is None and not (swept and swept.name.startswith("device")):

@@ -23,10 +23,12 @@ from rich.table import Table
 
 from kvpage.layout.config import CacheConfig, DeviceConfig
 from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams
+from kvpage.serving.assembly.model_files import load_model_files, load_tokenizer_files
 from kvpage.serving.assembly.weights_digest import weights_digest
 from kvpage.serving.params.generation_defaults import unserved_fields
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.tools.demo_text import show_answers, tier_in_words
+from kvpage.tools.picture_file import check_picture
 
 NUM_SYSTEM_PROMPTS = 4
 SYSTEM_BYTES, TURN_BYTES = 768, 96
@@ -44,18 +46,18 @@ class DemoOptions:
     num_blocks: int = 768
     block_size: int = 16
     layer_layout: str = "separate"
-    num_checked: int = 12
+    num_checked: int = 6
     seed: int = 0
     device: str = "cpu"
     plot: Path = Path("kvpage-demo.png")
     cache_dtype: str = "auto"
     store: Path | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if torch.device(DeviceConfig(self.device).device).type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"--device must be usable, torch finds no CUDA device for {self.device!r}")
-        if not self.plot.parent.is_dir():
-            raise ValueError(f"--plot must be in an existing folder, {self.plot.parent} is none")
+        check_picture(self.plot)
 
 
 class Tokenizer(Protocol):
@@ -106,13 +108,17 @@ def run(options: DemoOptions, console: Console) -> bool:
     record = serve(engine, conversations, params, console)
     if store:
         show_store(engine, store, options, console)
-    num_equal, num_compared = compare(model, record.outputs, options, console)
+    began = time.perf_counter()
+    compared = compare(model, record.outputs, options, console)
+    num_equal, num_compared = sum(is_equal for _, is_equal in compared), len(compared)
+    own_pace = sum(len(output.token_ids) for output, _ in compared) / (time.perf_counter() - began)
     if options.model is not None:  # answers of random weights are no text
         show_answers(record.outputs, tokenizer, console)
-    show(engine, record, console)
+    show(engine, record, own_pace, console)
     draw(record, options)
     console.print(f"blocks over time: {options.plot}")
-    console.print(f"{num_equal} of {num_compared} compared requests have the very tokens of model.generate")
+    compared_of_all = f"{num_compared} of {len(record.outputs)} requests were computed by model.generate, too"
+    console.print(f"{compared_of_all}: {num_equal} of them have its very tokens")
     if options.cache_dtype in ("auto", "fp32"):
         return num_equal == num_compared
     console.print(f"a cache of {options.cache_dtype} rounds keys and values: tokens may differ")
@@ -174,9 +180,9 @@ def load_model(options: DemoOptions) -> tuple[Any, Any]:
         return small_llama(options.seed).to(options.device), ByteTokenizer()
     if not options.model.is_dir():
         raise ValueError(f"--model must be a folder, got {options.model}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, local_files_only=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, local_files_only=True)
-    return model.train(False).to(options.device), tokenizer
+    tokenizer = load_tokenizer_files(options.model, options.trust_remote_code)
+    model = load_model_files(options.model, torch.float32, options.trust_remote_code)
+    return model.to(options.device), tokenizer
 
 
 def small_llama(seed: int, vocab_size: int = 256, max_model_len: int = 8192) -> Any:
@@ -262,17 +268,19 @@ def ask(engine: Engine, conversation: Conversation, params: SamplingParams) -> s
     return engine.add_request(conversation.history, params)
 
 
-def compare(model: Any, outputs: list[RequestOutput], options: DemoOptions, console: Console) -> tuple[int, int]:
-    """Compare an even sample of the requests with model.generate. Return the numbers of equal and of all ones."""
+def compare(
+    model: Any, outputs: list[RequestOutput], options: DemoOptions, console: Console
+) -> list[tuple[RequestOutput, bool]]:
+    """Compare an even sample of the requests with model.generate. Return each of them, and whether it is equal."""
     step = max(1, len(outputs) // max(1, options.num_checked))
     chosen = outputs[::step][: options.num_checked]
     columns = TextColumn("comparing with model.generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         equal = list(progress.track((equals_generate(model, output) for output in chosen), total=len(chosen)))
-    differing = [output for output, is_equal in zip(chosen, equal, strict=True) if not is_equal]
-    for output in differing[:3]:
+    compared = list(zip(chosen, equal, strict=True))
+    for output in [output for output, is_equal in compared if not is_equal][:3]:
         console.print(difference(model, output), markup=False)
-    return len(chosen) - len(differing), len(chosen)
+    return compared
 
 
 def equals_generate(model: Any, output: RequestOutput) -> bool:
@@ -305,14 +313,15 @@ def difference(model: Any, output: RequestOutput) -> str:
 # --- output ---------------------------------------------------------------------------------------------
 
 
-def show(engine: Engine, record: Record, console: Console) -> None:
-    """Print the table of figures."""
+def show(engine: Engine, record: Record, own_pace: float, console: Console) -> None:
+    """Print the table of figures. own_pace: tokens a second of model.generate, for one request after the other."""
     stats, blocks = engine.stats(), engine.manager.stats()
     first_token = [1e3 * ((o.first_token_time or o.finish_time) - o.arrival_time) for o in record.outputs]
     num_generated = sum(len(output.token_ids) for output in record.outputs)
     rows = {
         "requests": f"{len(record.outputs)}",
         "generated tokens/s": f"{num_generated / record.seconds[-1]:.0f}",
+        "tokens/s of model.generate": f"{own_pace:.0f}" if own_pace else "not compared",
         "time to first token, p50": f"{np.percentile(first_token, 50):.0f} ms",
         "time to first token, p99": f"{np.percentile(first_token, 99):.0f} ms",
         "prompt tokens from the cache": f"{100 * blocks.hit_rate:.1f} %",

@@ -19,6 +19,9 @@ from kvpage.tools.hybrid_replay import replay_of
 from kvpage.tools.replay import ReplayConfig, ReplayReport, TraceRequest
 
 GIB = 1 << 30
+PICTURE = Path("kvpage-replay.png")
+"""Where a sweep is drawn, unless another file is named."""
+NAME_WIDTH, COLUMN_WIDTH = 28, 16  # characters of a table's names, and of a column
 SWEPT = {
     "device-gib": "device_blocks",
     "host-gib": "host_blocks",
@@ -84,7 +87,7 @@ def block_bytes_of(model_config: Path, block_size: int, cache_dtype: str, tensor
     """Return the bytes of a block in all layers of one rank, from the config.json of a Hugging Face model."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(str(model_config))
+    config = AutoConfig.from_pretrained(str(model_config), trust_remote_code=False)
     is_latent = getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
     model = ModelConfig.from_hf(config, use_mla=is_latent)
     cache = CacheConfig(block_size=block_size, cache_dtype=cache_dtype, backend="mla" if is_latent else "flash")
@@ -156,9 +159,18 @@ def figures(config: ReplayConfig, report: ReplayReport) -> dict[str, Any]:
 
 
 def show(configs: list[ReplayConfig], reports: list[ReplayReport], console: Console) -> None:
-    """Print a table with a column for each replay."""
+    """Print tables with a column for each replay, as many in one as fit: none is cut."""
     columns = [figures(config, report) for config, report in zip(configs, reports, strict=True)]
-    table = Table("", *(str(i + 1) for i in range(len(columns))), title="kvpage replay")
+    num_columns = max(1, (console.width - NAME_WIDTH) // COLUMN_WIDTH)
+    for first in range(0, len(columns), num_columns):
+        console.print(_table(columns[first : first + num_columns], first + 1))
+    if any(report.busy_share > 1 for report in reports):
+        console.print("busy share above 1: one machine is too slow for this trace, and its queue grows to the end")
+
+
+def _table(columns: list[dict[str, Any]], first: int) -> Table:
+    """Return the table of some replays. first: the number of the first one."""
+    table = Table("", *(str(first + i) for i in range(len(columns))), title="kvpage replay")
     for name in columns[0] if columns else ():
         values = [column[name] for column in columns]
         if name.endswith("gib") and not any(values):
@@ -166,9 +178,7 @@ def show(configs: list[ReplayConfig], reports: list[ReplayReport], console: Cons
         table.add_row(
             name.replace("_", " "), *(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in values)
         )
-    console.print(table)
-    if any(report.busy_share > 1 for report in reports):
-        console.print("busy share above 1: one machine is too slow for this trace, and its queue grows to the end")
+    return table
 
 
 def as_json(configs: list[ReplayConfig], reports: list[ReplayReport]) -> str:
@@ -185,7 +195,7 @@ def give(
     else:
         show(configs, reports, Console())
     if path is None and sweep:
-        path = Path("kvpage-replay.png")
+        path = PICTURE
     if path:
         plot(sweep, configs, reports, path)
         Console(stderr=True).print(f"drawn: {path}")

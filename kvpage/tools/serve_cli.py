@@ -41,12 +41,15 @@ def serve(
     pin_quota: Annotated[int, typer.Option(help="blocks that hints may pin")] = 0,
     tenant_pin_quota: Annotated[int | None, typer.Option(help="those of one tenant")] = None,
     max_retain_priority: Annotated[int, typer.Option(help="of kv.retain, at most")] = 100,
-    min_priority: Annotated[int | None, typer.Option(help="the least priority of a request")] = None,
+    min_priority: Annotated[int | None, typer.Option(help="refuse a request's priority below this")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(help="processes, started by torchrun")] = 1,
     attention_backend: Annotated[str, typer.Option(help="on a GPU; as EngineConfig names it")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="capture no CUDA graphs")] = False,
     enable_prefix_caching: Annotated[bool, typer.Option(help="reuse the blocks of other requests")] = True,
     generation_config: Annotated[str, typer.Option(help="defaults: served, model or ignore")] = "served",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run the folder's Python code")
+    ] = False,
     store: Annotated[list[str] | None, typer.Option(help="URL of a store's tier; repeatable")] = None,
     store_chunk_size: Annotated[int, typer.Option(help="tokens of a store's chunk")] = 256,
     events: Annotated[str | None, typer.Option(help="publish the cache's events, as tcp://127.0.0.1:5557")] = None,
@@ -63,6 +66,8 @@ def serve(
     max_open_bytes: Annotated[str | None, typer.Option(help="bytes of the bodies of all of them; then 503")] = None,
     drain_timeout: Annotated[float, typer.Option(help="seconds to finish requests in after SIGTERM")] = 30.0,
     access_log: Annotated[bool, typer.Option("--access-log", help="log each request")] = False,
+    strict_fields: Annotated[bool, typer.Option("--strict-fields", help="refuse fields that are not served")] = False,
+    open_metrics: Annotated[bool, typer.Option(help="answer /metrics without a key")] = True,
 ) -> None:
     """Serve a model with OpenAI's API. It needs the extra `serve`."""
     given = dict(locals())

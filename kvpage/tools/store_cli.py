@@ -18,7 +18,7 @@ from kvpage.store.config import parse_size
 from kvpage.store.disk.disk_view import DiskView
 from kvpage.store.tiers.tier import Tier, TierError
 
-store_app = typer.Typer(no_args_is_help=True, help="Looks into a store of chunks, by a tier's URL.")
+store_app = typer.Typer(no_args_is_help=True, help="Look into a store of chunks, by a tier's URL.")
 Url = Annotated[str, typer.Argument(help="such as disk:///var/kv, disk:kv (relative) or redis://host:6379/0")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -41,7 +41,7 @@ def opened(url: str, open_tier: Callable[[str], Tier]) -> Iterator[Tier]:
 
 @store_app.command()
 def ls(url: Url, as_json: AsJson = False) -> None:
-    """Lists the records."""
+    """List the records."""
     with opened(url, inspection.view_tier) as tier:
         records = list(inspection.summaries(tier))
     if as_json:
@@ -58,7 +58,7 @@ def ls(url: Url, as_json: AsJson = False) -> None:
 
 @store_app.command()
 def stat(url: Url, as_json: AsJson = False) -> None:
-    """Counts records, tokens and bytes, by model."""
+    """Count records, tokens and bytes, by model."""
     with opened(url, inspection.view_tier) as tier:
         rows = inspection.by_model(list(inspection.summaries(tier)))
         stats = tier.stats()  # afterwards: without records that are gone
@@ -76,7 +76,7 @@ def stat(url: Url, as_json: AsJson = False) -> None:
 
 @store_app.command()
 def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="remove broken records")] = False) -> None:
-    """Reads every record and compares its checksum. Exit code 1 if one is broken, or the tier itself is damaged."""
+    """Read every record, and compare its checksum. Exit code 1 if one is broken, or the tier itself is damaged."""
     open_tier = inspection.open_tier if delete else inspection.view_tier
     with opened(url, open_tier) as tier, Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("verifying", total=tier.stats().num_records)
@@ -99,7 +99,7 @@ def gc(
     free: Annotated[str | None, typer.Option(help="bytes to free, such as 10GiB: the least recently used go")] = None,
     older_than: Annotated[str | None, typer.Option(help="age since the last use, such as 12h or 7d")] = None,
 ) -> None:
-    """Makes room. A disk tier that a process has open is refused: that process makes room by itself."""
+    """Make room. A disk tier that a process has open is refused: that process makes room by itself."""
     if (free is None) == (older_than is None):
         raise SystemExit("kvpage store: give either --free or --older-than")
     with opened(url, inspection.open_tier) as tier:

@@ -91,11 +91,28 @@ def test_no_tenant_is_believed_without_a_gateways_key(server, guarded):
 
 def test_only_named_hosts_are_answered():
     with running_server(ServerConfig([NAME], allowed_hosts=["LocalHost", "[::1]", "[FE80::A]"])) as server:
-        for host in ("localhost", "localhost:8000", "LOCALHOST", "[::1]:80", "[::1]", "[fe80::a]:1"):
+        by_address = "127.0.0.1", "10.1.2.3:8000", "[::2]:80"  # no web page can have such a name for its own
+        for host in ("localhost", "localhost:8000", "LOCALHOST", "[::1]:80", "[::1]", "[fe80::a]:1", *by_address):
             assert asyncio.run(server.get("/v1/models", host=host)).status_code == 200, host
-        for host in ("evil.example", "localhost.evil.example", "[::2]", "127.0.0.1", ""):
+        for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[evil]", ""):
             error = asyncio.run(server.get("/v1/models", host=host)).json()["error"]
             assert error["code"] == "host_not_allowed", host
+            assert asyncio.run(server.get("/health", host=host)).status_code == 200, "probes come by any name"
+
+
+def test_two_hosts_are_refused(server):
+    async def ask():
+        async with server.client() as client:
+            return await client.get("/v1/models", headers=[("host", "localhost"), ("host", "evil.example")])
+
+    assert check_refused(asyncio.run(ask()))["code"] == "invalid_host"
+
+
+def test_metrics_need_a_key_where_they_are_not_open():
+    with running_server(ServerConfig([NAME], KEYS, open_metrics=False)) as server:
+        assert asyncio.run(server.get("/metrics")).status_code == 401
+        assert asyncio.run(server.get("/metrics", authorization="Bearer open")).status_code == 200
+        assert asyncio.run(server.get("/health")).status_code == 200
 
 
 def hints(*actions: tuple[str, dict], version: str = "1.0") -> dict:

@@ -108,6 +108,20 @@ def test_an_answer_is_stopped_and_its_request_goes(browser, served, monkeypatch)
     assert server.live.stats().num_unfinished == 0 and texts(browser, ".message .error") == []
 
 
+def test_a_refused_message_ends_no_conversation(browser, served):
+    url, _ = served
+    browser.open(url)
+    browser.wait_for(LIVE)
+    browser.click("#new")
+    say(browser, "x" * 9000)
+    assert len(texts(browser, ".message .error")) == 1
+    say(browser, "the quick brown fox")
+    assert len(texts(browser, ".message .error")) == 1, "the next message is answered"
+    browser.value("document.querySelectorAll('.message.user .act')[0].click()")
+    assert browser.value("document.querySelector('#prompt').value.length") == 9000
+    assert texts(browser, ".message") == [], "it is taken back, and so is what followed"
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width, height", [(360, 700), (800, 700), (1600, 900)])
 def test_nothing_is_wider_than_the_window(browser, served, scheme, width, height):

@@ -62,6 +62,9 @@ def folder(tmp_path_factory) -> Path:
         ({"max_body_bytes": "none"}, "none"),
         ({"max_open_bytes": "many"}, "a size must be like 8GiB, .* got 'many'"),
         ({"stores": ("nowhere",)}, "nowhere"),
+        ({"stores": ("nowhere://x",)}, "scheme must be one of .*, got 'nowhere'"),
+        ({"drain_timeout": -1.0}, "--drain-timeout must be at least 0 seconds, got -1.0"),
+        ({"max_model_len": 0}, "--max-model-len must be an integer of at least 1, got 0"),
         ({"stores": ("memory://",), "tensor_parallel_size": 2}, "--tensor-parallel-size must be 1 with it"),
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size must be an integer of at least 1, got 0"),
         ({"events_replay": "tcp://127.0.0.1:1"}, "--events-replay needs --events"),
@@ -108,6 +111,26 @@ def test_keys_come_from_options_the_environment_and_a_file(folder, tmp_path, mon
     assert config.served_model_names == (str(folder),)
     assert "localhost" in config.allowed_hosts
     assert server_config(ServeOptions(folder, host="0.0.0.0")).allowed_hosts == ()
+
+
+def test_allowed_hosts_are_added_to_the_machines_own(folder):
+    for host in ("127.0.0.1", "0.0.0.0"):
+        found = server_config(ServeOptions(folder, host=host, allowed_hosts=("my.example",))).allowed_hosts
+        assert {"localhost", "127.0.0.1", "[::1]", "my.example"} <= set(found)
+
+
+def test_a_template_that_is_none_is_refused_before_a_model_is_loaded(folder, tmp_path):
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}\n{% endfro %}")
+    with pytest.raises(ValueError, match="--chat-template must be a Jinja template, .* line 2: "):
+        server_config(ServeOptions(folder, chat_template=tmp_path / "t.jinja"))
+    for text in ("{{ messages[7].content.x.y }}", "{% generation %}{{ messages }}{% endgeneration %}"):
+        (tmp_path / "t.jinja").write_text(text)
+        assert server_config(ServeOptions(folder, chat_template=tmp_path / "t.jinja")).chat_template == text
+
+
+def test_a_length_beyond_the_models_is_refused(folder):
+    with pytest.raises(ValueError, match="max_model_len must be in .* for this model, got 1000000"):
+        load(ServeOptions(folder, max_model_len=1_000_000, num_gpu_blocks=64))
 
 
 def test_limits_of_requests_are_options(folder):
@@ -173,7 +196,7 @@ def test_a_process_serves_from_its_greeting_to_sigterm(folder):
         try:
             greeting, command = process.stdout.readline(), process.stdout.readline()
             assert re.match(
-                r"kvpage serves tiny \(LlamaForCausalLM, .*, cpu; 64 blocks of 8 tokens\) at http", greeting
+                r"kvpage serves tiny \(LlamaForCausalLM, .*, cpu; 64 blocks of 8 tokens, \d+ MiB\) at http", greeting
             )
             page = re.search(r"and a page at (http://127.0.0.1:\d+/); try:", greeting).group(1)
             assert "<title>" in httpx.get(page).text
@@ -185,7 +208,10 @@ def test_a_process_serves_from_its_greeting_to_sigterm(folder):
             assert events_of(answer.text)[-1]["choices"][0]["finish_reason"] in ("length", "stop")
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0, process.stderr.read()
-            assert "secret" not in process.stderr.read() + greeting + command
+            log = process.stderr.read()
+            assert "secret" not in log + greeting + command
+            dated = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO kvpage\S+: "
+            assert re.search(dated + "SIGTERM: 0 requests have 30 s to end", log), log
         finally:
             process.kill()
             process.wait()
@@ -246,7 +272,7 @@ def draining(monkeypatch):
 LONG = {"prompt": "the fox", "max_tokens": 100, "ignore_eos": True, "stream": True, "temperature": 0}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_requests_end_and_takes_no_more(draining, number):
     found = {}
 
@@ -281,6 +307,15 @@ def test_a_signal_while_the_model_loads_ends_with_exit_code_0(folder, monkeypatc
     with pytest.raises(SystemExit) as caught:
         serve_module.serve(ServeOptions(folder, port=0))
     assert caught.value.code == 0 and signal.getsignal(number) is before
+
+
+def test_a_signal_that_nohup_ignores_is_left_alone():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in draining_server.taken_signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.SIGHUP in draining_server.taken_signals()
 
 
 def test_what_has_not_ended_in_time_is_aborted_with_an_error(draining):
@@ -333,6 +368,26 @@ def test_a_folder_that_is_none_is_refused_before_anything_large_is_imported():
     assert done.stdout.startswith("kvpage serve: MODEL must be a folder")
 
 
+def check_next_turn(loaded, messages: list) -> None:
+    """Check that answers of the demo's model are read as the very tokens that it wrote: the next turn finds them."""
+
+    def tokens_of(turns: list) -> list[int]:
+        text = loaded.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    for temperature in (0.0, 1.0, 3.0):
+        params = SamplingParams(max_tokens=80, temperature=temperature, seed=1)
+        output = asyncio.run(loaded.engine.generate(tokens_of(messages), params))
+        messages = [
+            *messages,
+            {"role": "assistant", "content": output.samples[0].text},
+            {"role": "user", "content": "a"},
+        ]
+        turns = tokens_of(messages)
+        both = [*output.prompt_token_ids, *output.token_ids]
+        assert turns[: len(both)] == both
+
+
 def test_the_small_model_of_the_demo_chats(tmp_path):
     from kvpage.tools.demo_model import save_model
 
@@ -345,6 +400,7 @@ def test_the_small_model_of_the_demo_chats(tmp_path):
         assert loaded.tokenizer.decode(token_ids) == text == "<|user|>Hello, na\u00efve caf\u00e9<|end|><|assistant|>"
         output = asyncio.run(loaded.engine.generate(token_ids, SamplingParams(max_tokens=6)))
         assert len(output.token_ids) == 6 and len(set(output.token_ids)) > 1
+        check_next_turn(loaded, messages)
     finally:
         loaded.close()
     with pytest.raises(ValueError, match="--save must name a new folder, .* holds a model"):
@@ -356,9 +412,15 @@ def test_a_head_that_does_not_end_is_refused(draining):
 
     async def work(client) -> None:
         address = client.base_url
+        for target in ("http://evil.example/health", "ftp:/x"):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert (await reader.read(12)) == b"HTTP/1.1 400"
+            writer.close()
         body = {"nonsense": "x" * 2 * MAX_HEAD_BYTES}
         for _ in range(3):  # bodies, and the heads of several requests of a connection, do not count
-            assert "nonsense" in (await client.post("/v1/completions", json=body | {"prompt": "x"})).text
+            answer = await client.post("/v1/completions", json=body | {"prompt": "x", "max_tokens": 1})
+            assert answer.headers["x-ignored-fields"] == "nonsense"
         assert (await client.get("/version", headers={"x-long": "x" * 10_000})).status_code == 200
         reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(b"GET /health HTTP/1.1\r\nX-Long: ")

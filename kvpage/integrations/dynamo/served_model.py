@@ -41,8 +41,8 @@ class ServedModel:
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-        model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+        tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype, trust_remote_code=False)
         model = model.to(options.device).eval()
         engine = Engine.from_model(model, engine_config(options), tokenizer=tokenizer)
         try:

@@ -64,7 +64,7 @@ class Gateway:
         self._settings = chosen = AppSettings(**settings)
         rules = RemoteSettings(chosen.max_tries, chosen.min_prefill_tokens)
         loop = RemoteLoop(ServeWorkers(decode), None if prefill is None else ServeWorkers(prefill), rules)
-        self._tokenizer = AutoTokenizer.from_pretrained(chosen.model)
+        self._tokenizer = AutoTokenizer.from_pretrained(chosen.model, trust_remote_code=False)
         self._engine = RemoteEngine(skeleton_of(chosen), chosen.engine_config("both"), loop, self._tokenizer)
         self._live = AsyncEngine(
             self._engine, AsyncEngineConfig(chosen.max_num_waiting, drain_timeout=chosen.drain_timeout)
@@ -123,7 +123,8 @@ def skeleton_of(settings: AppSettings) -> Any:
     """Return the model without its weights, by which requests are checked."""
     classes: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model = classes.from_config(AutoConfig.from_pretrained(settings.model))
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
+        model = classes.from_config(config, trust_remote_code=False)
     try:
         model.generation_config = GenerationConfig.from_pretrained(settings.model)
     except OSError:  # the model has none of its own

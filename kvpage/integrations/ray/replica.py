@@ -26,7 +26,7 @@ class Replica:
 
     def __init__(self, settings: dict[str, Any], role: Role = "both") -> None:
         self._settings = AppSettings(**settings)
-        tokenizer = AutoTokenizer.from_pretrained(self._settings.model)
+        tokenizer = AutoTokenizer.from_pretrained(self._settings.model, trust_remote_code=False)
         model, config = _load_model(self._settings), self._settings.engine_config(role)
         engine = Engine.from_model(model, config, tokenizer=tokenizer)
         self._store, arriving = self._connect_store(engine, model, role)
@@ -95,5 +95,6 @@ def _replica_name() -> str:
 
 def _load_model(settings: AppSettings) -> Any:
     device = "cuda" if torch.cuda.is_available() and settings.num_gpus else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.torch_dtype())
+    dtype = settings.torch_dtype()
+    model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, trust_remote_code=False)
     return model.to(device).eval()

@@ -4,6 +4,7 @@ It is plain ASGI, in front of all routes, those of mounted applications too. A b
 is refused at its first bytes beyond the limit, and nothing of it is kept.
 """
 
+import ipaddress
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -20,7 +21,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/", "/favicon.ico", "/health", "/ping", "/version", "/metrics"})
+PROBES = frozenset({"/health", "/ping"})  # they tell nothing: those who watch may ask by any name
+METRICS = "/metrics"
+OPEN_PATHS = PROBES | {"/", "/favicon.ico", "/version"}
 OPEN_FOLDERS = ("/page/",)
 """The page's own files. All that it shows comes from paths that need a key."""
 
@@ -36,6 +39,7 @@ class Gate:
         self._keys = Keys(config.api_keys)
         self._hosts = frozenset(host.lower() for host in config.allowed_hosts)
         self._max_bytes = config.max_body_bytes
+        self._open_paths = OPEN_PATHS | ({METRICS} if config.open_metrics else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a connection."""
@@ -51,14 +55,21 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if self._hosts and host_name(headers.get("host", "")) not in self._hosts:
-            raise ApiError(403, "the host in the URL is none that this server answers to", code="host_not_allowed")
         path = scope["path"]
-        if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDERS):
+        self._check_host(headers.getlist("host"), path)
+        if path not in self._open_paths and not path.startswith(OPEN_FOLDERS):
             scope["caller"] = self._keys.caller(headers)
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self._max_bytes:
             raise self._too_large()
+
+    def _check_host(self, hosts: list[str], path: str) -> None:
+        """Refuse other names. An address is none: a web page reaches a server by it only where it is the server's."""
+        if len(hosts) > 1:
+            raise ApiError(400, f"the header Host must come once, got {len(hosts)}", code="invalid_host")
+        name = host_name(hosts[0] if hosts else "")
+        if self._hosts and path not in PROBES and name not in self._hosts and not is_address(name):
+            raise ApiError(403, "the host in the URL is none that this server answers to", code="host_not_allowed")
 
     def _limited(self, receive: Receive) -> Receive:
         num_bytes = 0
@@ -82,6 +93,15 @@ def host_name(host: str) -> str:
     """Return the name in a Host header, without the port."""
     name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
     return name.lower()
+
+
+def is_address(name: str) -> bool:
+    """Return whether the name in a Host header is an IP address."""
+    try:
+        ipaddress.ip_address(name[1:-1] if name.startswith("[") else name)
+    except ValueError:
+        return False
+    return True
 
 
 def error_response(error: ApiError, closes: bool = False) -> Response:

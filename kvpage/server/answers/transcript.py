@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from kvpage.server.answers.choice import Choice
 from kvpage.server.answers.formats import Piece
 from kvpage.server.answers.logprobs import Logprobs, LogprobsFormat
-from kvpage.server.protocol.errors import ApiError
+from kvpage.server.protocol.errors import ApiError, bad_request
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.text.token_logprobs import TokenLogprobs
 
+GUIDE_FAILED = "the guide cannot go on"  # the begin of an engine's error
 TOKENS_AT_ONCE = 512  # of a prompt with log-probabilities: other streams go on between two pieces
 
 
@@ -144,6 +145,8 @@ class Transcript:
 
 def check_outcome(reason: str, error: str | None) -> None:
     """Raise ApiError for a sample that did not come to its end."""
+    if reason == "error" and (error or "").startswith(GUIDE_FAILED):
+        raise bad_request(f"the form of the answer needs too much work: {error}", code="form_too_large")
     if reason == "error":
         raise ApiError(500, f"the request could not be computed: {error}", code="request_failed")
     if reason == "abort" and error == "deadline":

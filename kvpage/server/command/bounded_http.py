@@ -8,6 +8,7 @@ answers   `send_timeout` in which a client reads nothing of what waits for it
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 64 * 2**10
@@ -53,6 +54,12 @@ class BoundedHttp(HttpToolsProtocol):
             self._read_within(BODY_TIMEOUT)
         super().data_received(data)
 
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the path. Only proxies get whole URLs, whose host may be another than the header's."""
+        if not self.url and not url.startswith((b"/", b"*")):
+            raise httptools.HttpParserError("a path must begin with /")
+        super().on_url(url)
+
     def on_headers_complete(self) -> None:
         """Begin the body."""
         self._num_head_bytes = None
@@ -64,6 +71,9 @@ class BoundedHttp(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._read_within(None)
         super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: any client may ask for WebSockets, and gets an answer without them."""
 
     def pause_writing(self) -> None:
         """Begin to wait for a client that does not read."""

@@ -1,7 +1,7 @@
 """DrainingServer: uvicorn, which finishes what it has begun before it ends.
 
-before it serves:         a SIGTERM or SIGINT ends the process ─► exit code 0
-first SIGTERM or SIGINT:  /health is 503, no new requests, those under way go on ─► exit code 0
+before it serves:         a SIGTERM, SIGINT or SIGHUP ends the process ─► exit code 0
+first of them:            /health is 503, no new requests, those under way go on ─► exit code 0
 second one:               the process ends at once
 """
 
@@ -19,7 +19,12 @@ from kvpage.server.service import Service
 from kvpage.serving import EngineClosed
 
 logger = logging.getLogger(__name__)
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def taken_signals() -> list[signal.Signals]:
+    """Return the signals that end a server: all but those that whoever has started it ignores, as nohup does."""
+    return [one for one in SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
@@ -31,7 +36,7 @@ def ended_by_signals() -> Iterator[None]:
         logger.info("ended before it served")
         raise SystemExit(0)
 
-    before = {one: signal.signal(one, end) for one in SIGNALS}
+    before = {one: signal.signal(one, end) for one in taken_signals()}
     try:
         yield
     finally:
@@ -65,18 +70,21 @@ class DrainingServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Have signals drain the server, within the block."""
         loop = asyncio.get_running_loop()
-        for one in SIGNALS:
+        taken = taken_signals()
+        for one in taken:
             loop.add_signal_handler(one, self._on_signal, one)
         try:
             yield
         finally:
-            for one in SIGNALS:
+            for one in taken:
                 loop.remove_signal_handler(one)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._draining is not None:
             print("kvpage serve: ended before its requests", flush=True)
             os._exit(128 + number)
+        num_left = self._service.engine.stats().num_unfinished
+        logger.info("%s: %d requests have %g s to end", number.name, num_left, self._drain_timeout)
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:

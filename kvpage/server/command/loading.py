@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,6 +11,7 @@ from kvpage.layout.config import CacheConfig, ModelConfig
 from kvpage.observe.events.config import EventConfig
 from kvpage.server.command.options import ServeOptions
 from kvpage.serving import AsyncEngine, AsyncEngineConfig, Engine, EngineConfig, StateConfig
+from kvpage.serving.assembly.model_files import load_model_files, load_tokenizer_files
 from kvpage.serving.assembly.weights_digest import weights_digest
 from kvpage.serving.config import AttentionBackendName
 from kvpage.serving.params.defaults import GenerationDefaults
@@ -54,10 +54,10 @@ def load(options: ServeOptions) -> Loaded:
         What is served.
 
     Raises:
-        ValueError: The folder has no tokenizer, or the model cannot be served, with the reason.
-        OSError: A file is missing or broken.
+        ValueError: The folder has no tokenizer or no whole model, or the model cannot be served, with the reason.
     """
-    tokenizer, model = load_tokenizer(options.model), load_model(options)
+    tokenizer = load_tokenizer_files(options.model, options.trust_remote_code)
+    model = load_model(options)
     config = engine_config(options, model)
     engine = Engine.from_model(model, config, tokenizer=tokenizer)
     store = open_store(options, engine, model)
@@ -68,28 +68,13 @@ def load(options: ServeOptions) -> Loaded:
     return Loaded(AsyncEngine(engine, limits), tokenizer, model, store)
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """Return the folder's tokenizer. ValueError if there is none."""
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"MODEL must hold a tokenizer, {folder} has none that can be read: {one_line(error)}"
-        ) from error
-
-
 def load_model(options: ServeOptions) -> Any:
     """Return the folder's model on its device, in eval mode."""
     dtype = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
     plan = split_over_processes() if options.tensor_parallel_size > 1 else {}
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            options.model, dtype=dtype, local_files_only=True, **plan
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"MODEL must be a language model of transformers: {one_line(error)}") from error
-    served = model.train(False)
-    return served if plan else served.to(device_of(options))
+    device = None if plan else device_of(options)
+    model = load_model_files(options.model, dtype, options.trust_remote_code, **plan)
+    return model if device is None else model.to(device)
 
 
 def split_over_processes() -> dict[str, Any]:
@@ -167,8 +152,3 @@ def open_store(options: ServeOptions, engine: Engine, model: Any) -> KVStore | N
     store = KVStore(config, metadata_of(engine.cache, weights_digest(model)))
     engine.use_store(store)
     return store
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's text as one line."""
-    return " ".join(str(error).split())

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from kvpage.checks.values import check_at_least
 from kvpage.layout.model_folder import check_model_folder
 from kvpage.server.config import MAX_PRIORITY, ApiKey
 from kvpage.store.config import TierURL, parse_size
+from kvpage.store.placement import FACTORIES
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -56,6 +58,7 @@ class ServeOptions:
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     generation_config: str = "served"
+    trust_remote_code: bool = False
     stores: tuple[str, ...] = ()
     store_chunk_size: int = 256
     events: str | None = None
@@ -72,6 +75,8 @@ class ServeOptions:
     max_open_bytes: str | None = None
     drain_timeout: float = 30.0
     access_log: bool = False
+    strict_fields: bool = False
+    open_metrics: bool = True
 
     def __post_init__(self) -> None:
         check_model_folder(self.model)
@@ -94,11 +99,16 @@ class ServeOptions:
             parse_size(size)
         if self.checkpoint_every is not None:
             check_at_least("--checkpoint-every", self.checkpoint_every, 1)
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"):
+            if (number := getattr(self, name)) is not None:
+                check_at_least(f"--{name.replace('_', '-')}", number, 1)
+        if not self.drain_timeout >= 0:
+            raise ValueError(f"--drain-timeout must be at least 0 seconds, got {self.drain_timeout}")
         check_at_least("--tensor-parallel-size", self.tensor_parallel_size, 1)
         if self.stores and self.tensor_parallel_size > 1:
             raise ValueError("--store is for one process: --tensor-parallel-size must be 1 with it")
         for url in self.stores:
-            TierURL.parse(url)
+            FACTORIES.check(TierURL.parse(url))
         for name in ("events_topic", "events_replay"):
             if getattr(self, name) and self.events is None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --events")
@@ -126,10 +136,10 @@ class ServeOptions:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names in URLs that are answered: for a server of this machine alone, this machine's."""
-        if self.allowed_hosts:
-            return self.allowed_hosts
-        return tuple(dict.fromkeys((*LOOPBACK, self.host))) if self.is_local else ()
+        """The names in URLs that are answered; none at all are all names, for a server that others reach."""
+        if not self.is_local and not self.allowed_hosts:
+            return ()
+        return tuple(dict.fromkeys((*LOOPBACK, self.host, socket.gethostname().lower(), *self.allowed_hosts)))
 
     def keys(self) -> list[ApiKey]:
         """Return the API keys: of the options, of the environment's KVPAGE_API_KEY, and of the file.

@@ -7,12 +7,13 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import transformers
 import uvicorn
-from rich.console import Console
-from rich.logging import RichHandler
+from jinja2 import TemplateSyntaxError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvpage.server.app import create_app
 from kvpage.server.command.bounded_http import BoundedHttp
@@ -21,13 +22,14 @@ from kvpage.server.command.loading import Loaded, engine_config, load, load_mode
 from kvpage.server.command.open_files import allow_open_files
 from kvpage.server.command.options import ServeOptions
 from kvpage.server.config import ServerConfig
+from kvpage.server.text.chat_template import FAILURES
 from kvpage.serving import Engine
 from kvpage.store.config import parse_size
 
 logger = logging.getLogger(__name__)
 SAME_NAMES = (
     "max_n", "max_prompts", "max_prompt_tokens", "max_batch_tokens", "max_scored_tokens", "max_logprobs",
-    "max_open_requests",
+    "max_open_requests", "strict_fields", "open_metrics", "access_log",
 )  # fmt: skip
 CLOSING_SECONDS = 5  # that connections have to send the rest of their answers
 KEEP_ALIVE_SECONDS = 65  # longer than the 60 s for which proxies keep connections
@@ -76,7 +78,7 @@ def run(options: ServeOptions, config: ServerConfig, loaded: Loaded, bound: sock
         http=http,
         ws="none",
         log_config=None,
-        access_log=options.access_log,
+        access_log=False,  # RequestLog's has the time that a request took
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=CLOSING_SECONDS,
@@ -90,7 +92,7 @@ def run(options: ServeOptions, config: ServerConfig, loaded: Loaded, bound: sock
 
 def server_config(options: ServeOptions) -> ServerConfig:
     """Return the settings of the application."""
-    template = None if options.chat_template is None else options.chat_template.read_text()
+    template = None if options.chat_template is None else read_template(options.chat_template)
     return ServerConfig(
         options.names,
         options.keys(),
@@ -103,6 +105,18 @@ def server_config(options: ServeOptions) -> ServerConfig:
         max_open_bytes=None if options.max_open_bytes is None else parse_size(options.max_open_bytes),
         **{name: getattr(options, name) for name in SAME_NAMES},
     )
+
+
+def read_template(path: Path) -> str:
+    """Return the template in a file. ValueError for one that is none: better now than with the first chat."""
+    template = path.read_text()
+    try:
+        render_jinja_template(conversations=[[{"role": "user", "content": "x"}]], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"--chat-template must be a Jinja template, {path} line {error.lineno}: {error}") from error
+    except FAILURES:  # of a template that asks for more than this
+        pass
+    return template
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -151,13 +165,21 @@ def url_of(host: str, bound: socket.socket) -> str:
 
 
 def in_words(config: ServerConfig, loaded: Loaded) -> str:
-    """Return text such as "tiny (LlamaForCausalLM, 4.9 M parameters, float32, cpu; 512 blocks of 16 tokens)"."""
+    """Return "tiny (LlamaForCausalLM, 4.9 M parameters, float32, cpu; 512 blocks of 16 tokens, 48 MiB)"."""
     model, engine = loaded.model, loaded.engine.engine
     num_parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     dtype = str(model.dtype).removeprefix("torch.")
     kind = f"{type(model).__name__}, {num_parameters:,.1f} M parameters, {dtype}, {engine.cache.device}"
     blocks = f"{engine.manager.num_blocks:,} blocks of {engine.manager.block_size} tokens"
+    if num_bytes := bytes_of_blocks(engine):
+        blocks += f", {num_bytes / 2**20:,.0f} MiB"
     return f"{config.served_model_names[0]} ({kind}; {blocks})"
+
+
+def bytes_of_blocks(engine: Engine) -> int:
+    """Return the memory of all blocks of the device tier; 0 for a model without any."""
+    tensors = getattr(engine.cache, "gpu_cache", ())
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def warn_of_open_doors(options: ServeOptions, config: ServerConfig) -> None:
@@ -172,9 +194,7 @@ def warn_of_open_doors(options: ServeOptions, config: ServerConfig) -> None:
 
 def prepare_logs() -> None:
     """Log warnings of all libraries and kvpage's own news to standard error; draw bars on a terminal only."""
-    handler: Any = RichHandler(console=Console(stderr=True), show_path=False, show_time=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("kvpage").setLevel(logging.INFO)
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, model_validator
 
 from kvpage.server.protocol.errors import bad_request
-from kvpage.server.protocol.sampling_fields import Count, Positive, SamplingFields
+from kvpage.server.protocol.sampling_fields import Count, Positive, SamplingFields, within
 
 DEFAULT_MAX_TOKENS = 16
 OnePrompt = str | list[int]
@@ -60,7 +60,7 @@ class CompletionRequest(SamplingFields):
         """Return how many tokens are generated at most."""
         if self.max_tokens == 0 and self.echo:
             return 1  # it is not shown
-        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return within(DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens, num_left)
 
     @model_validator(mode="after")
     def _best_is_all(self) -> "CompletionRequest":

@@ -11,7 +11,7 @@
 Actions of other types or versions are left aside: a hint is no command.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -43,6 +43,7 @@ class Retain(RequestModel, extra="ignore"):
 class KvHintAction(RequestModel):
     """One hint."""
 
+    called: ClassVar[str] = "kv_hints.actions."
     action_id: Text
     action_type: Text
     action_version: Text
@@ -56,6 +57,7 @@ class KvHintAction(RequestModel):
 class KvHints(RequestModel):
     """The hints of one request."""
 
+    called: ClassVar[str] = "kv_hints."
     protocol_version: Literal["0.1"]
     message_id: Text
     actions: Annotated[list[KvHintAction], Field(max_length=MAX_ACTIONS)]

@@ -1,27 +1,44 @@
 """RequestModel: the body of a request, each field of exactly its type.
 
-A field that is not served is refused by its name. Three kinds are ignored: those that are null, those that change no
-answer here, which are in HARMLESS, and those in UNLESS_ASKED that are false.
+A null is as if the field were not there. A field that is not served is left aside, and named to the client; a server
+with strict fields refuses it. Bookkeeping, in HARMLESS, is left aside without a word.
 
 A wrong body costs no more than a right one: a list is left at its first wrong element, and objects have few fields.
 """
 
-from typing import Any, TypeVar
+import re
+from itertools import islice
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from kvpage.server.protocol.errors import ApiError, bad_request
 
 HARMLESS = frozenset({
-    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "reasoning_effort", "verbosity", "separate_reasoning", "stream_reasoning",
-    "include_reasoning",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 })  # fmt: skip
-"""Fields of OpenAI's clients, and of routers, for bookkeeping, or that a model without them answers all the same."""
+"""Bookkeeping of OpenAI's clients."""
 
-UNLESS_ASKED = frozenset({"no_stop_trim", "return_hidden_states"})
-"""Fields that routers add to each request as false."""
+NEVER_REFUSED = frozenset({
+    "parallel_tool_calls", "verbosity", "separate_reasoning", "stream_reasoning", "include_reasoning", "no_stop_trim",
+    "return_hidden_states",
+})  # fmt: skip
+"""Fields that routers and clients add to each request. They are named as others are, and not refused."""
+
+REFUSED = {
+    "suffix": "text is generated after the prompt only",
+    "use_beam_search": "tokens are sampled one by one",
+}
+"""Fields whose answer would be another one without them, and why they are not served. False and "" ask for nothing."""
 
 MAX_VALUES = 2**21 + 2**16
 """Values in a body at most: each takes up to a hundred times its bytes, and is made while nothing else runs."""
@@ -43,10 +60,23 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(part)
 
 
+def _whole(value: object) -> object:
+    """Take 4.0 for 4: some languages have one kind of number only."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+
+
 class RequestModel(BaseModel):
-    """A part of a request's body: strict types, finite numbers, no other fields."""
+    """A part of a request's body: strict types, finite numbers.
+
+    Attributes:
+        called: Its field in the body, for the names of fields that are left aside; "" for the body itself.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    called: ClassVar[str] = ""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> pydantic_core.CoreSchema:
@@ -57,10 +87,19 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+    def _asked_fields(cls, given: Any, info: ValidationInfo) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if len(given) > MAX_FIELDS:
             raise ValueError(f"an object must have at most {MAX_FIELDS} fields, got {len(given)}")
-        return given
+        asked = {name: value for name, value in given.items() if value is not None}
+        ignored: set[str] | None = info.context
+        if ignored is None or cls.model_config["extra"] == "ignore":
+            return asked
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        others = (f"{cls.called}{name}" for name in asked if name not in known)
+        ignored.update(islice(others, max(MAX_FIELDS - len(ignored), 0)))
+        return {name: value for name, value in asked.items() if name in known}
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -76,22 +115,31 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return found
 
 
-def read_model(kind: type[Model], fields: dict[str, Any], within: str | None = None) -> Model:
+def read_model(
+    kind: type[Model], fields: dict[str, Any], within: str | None = None, ignored: set[str] | None = None
+) -> Model:
     """Check the fields of a body, and return them as `kind`. ApiError with the name of the first wrong one.
 
     within: the field of the body that holds them; None for the body itself.
+    ignored: takes the names of fields that are not served; None refuses these.
     """
     if len(fields) > MAX_FIELDS:
         raise bad_request(f"{within or 'body'} must have at most {MAX_FIELDS} fields, got {len(fields)}", param=within)
-    asked = {name: value for name, value in fields.items() if not _is_ignored(name, value)}
+    _check_refused(fields)
+    asked = {name: value for name, value in fields.items() if name not in HARMLESS}
+    if ignored is not None:
+        ignored.update(NEVER_REFUSED & {name for name, value in asked.items() if value})
+    asked = {name: value for name, value in asked.items() if name not in NEVER_REFUSED and name not in REFUSED}
     try:
-        return kind.model_validate(asked)
+        return kind.model_validate(asked, context=ignored)
     except ValidationError as error:
         raise _as_api_error(error, within) from None
 
 
-def _is_ignored(name: str, value: object) -> bool:
-    return value is None or name in HARMLESS or (value is False and name in UNLESS_ASKED)
+def _check_refused(fields: dict[str, Any]) -> None:
+    for name, why in REFUSED.items():
+        if fields.get(name):
+            raise bad_request(f"{name} is not served: {why}", param=name, code="not_served")
 
 
 def _as_api_error(error: ValidationError, within: str | None) -> ApiError:
@@ -107,7 +155,13 @@ def _as_api_error(error: ValidationError, within: str | None) -> ApiError:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return bad_request(message, param=name)
-    return bad_request(f"{path}: {message}, got {_shown(first['input'])}", param=name)
+    return bad_request(f"{path} {_rule(message)}, got {_shown(first['input'])}", param=name)
+
+
+def _rule(message: str) -> str:
+    """Return a message of pydantic as a rule: "must be a valid integer"."""
+    text = re.sub(r"^\w+ (should|must) ", "must ", message.replace(" after validation", ""))
+    return text if text.startswith("must ") else f"must be right: {text[:1].lower()}{text[1:]}"
 
 
 def _shown(value: object) -> str:

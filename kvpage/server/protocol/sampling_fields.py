@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from kvpage.server.protocol.errors import bad_request
 from kvpage.server.protocol.kv_hints import KvHints
-from kvpage.server.protocol.request_model import RequestModel
+from kvpage.server.protocol.request_model import Integer, RequestModel
 
 MAX_INT = 2**31 - 1
 FORM_FIELDS = (
@@ -21,12 +21,16 @@ FORM_FIELDS = (
     "guided_grammar",
 )
 MAX_BIASES, MAX_STOP_TOKENS, MAX_CHOICES, MAX_POSITIONS = 1024, 1024, 4096, 64
-Count = Annotated[int, Field(ge=0, le=MAX_INT)]
-Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
+Count = Annotated[Integer, Field(ge=0, le=MAX_INT)]
+Positive = Annotated[Integer, Field(ge=1, le=MAX_INT)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Factor = Annotated[float, Field(ge=0.01, le=100)]
+"""A logit times it is a finite number."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
-MaxTokens = Annotated[int, Field(ge=0, le=MAX_INT)]
+MaxTokens = Annotated[Integer, Field(ge=-1, lt=2**63)]
+NO_LIMIT = -1
+"""As max_tokens: all that the model takes."""
 
 
 def _few_biases(value: object) -> object:
@@ -39,6 +43,7 @@ def _few_biases(value: object) -> object:
 class StreamOptions(RequestModel):
     """What a stream tells beside tokens."""
 
+    called: ClassVar[str] = "stream_options."
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
@@ -47,6 +52,7 @@ class StreamOptions(RequestModel):
 class JsonSchema(RequestModel):
     """The schema of a response format."""
 
+    called: ClassVar[str] = "response_format.json_schema."
     name: str | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")] = True
@@ -56,18 +62,24 @@ class JsonSchema(RequestModel):
 class ResponseFormat(RequestModel):
     """The form that an answer must have."""
 
+    called: ClassVar[str] = "response_format."
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(RequestModel):
-    """The form that an answer must have, as vLLM names it. One field is given."""
+    """The form that an answer must have, as vLLM names it. One of the forms is given.
 
+    disable_any_whitespace: no white space outside of strings of JSON.
+    """
+
+    called: ClassVar[str] = "structured_outputs."
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
     choice: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
     grammar: str | None = None
+    disable_any_whitespace: bool = False
 
 
 class SamplingFields(RequestModel):
@@ -80,14 +92,14 @@ class SamplingFields(RequestModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Positive = 1
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    top_k: Annotated[Integer, Field(ge=-1, le=MAX_INT)] | None = None
     min_p: float | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: Factor | None = None
     logit_bias: Annotated[dict[str, Bias], BeforeValidator(_few_biases)] | None = None
     max_tokens: MaxTokens | None = None
     min_tokens: Count | None = None
@@ -108,7 +120,7 @@ class SamplingFields(RequestModel):
     cache_salt: Salt | None = None
     kv_hints: KvHints | None = None
     cache_at: Annotated[list[Positive], Field(max_length=MAX_POSITIONS)] | None = None
-    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] = 0
+    priority: Annotated[Integer, Field(ge=-MAX_INT, le=MAX_INT)] = 0
     timeout: Annotated[float, Field(gt=0)] | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
@@ -147,7 +159,7 @@ class SamplingFields(RequestModel):
 
     def most_tokens(self, num_left: int) -> int:
         """Return how many tokens are generated at most. num_left: those that the model takes after the prompt."""
-        return num_left if self.max_tokens is None else self.max_tokens
+        return within(self.max_tokens, num_left)
 
     @property
     def form_field(self) -> str | None:
@@ -166,3 +178,8 @@ class SamplingFields(RequestModel):
     def continuous_usage(self) -> bool:
         """Whether every chunk of a stream has the usage so far."""
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+def within(max_tokens: int | None, num_left: int) -> int:
+    """Return a limit of tokens, cut to those that are left: clients ask for more than a model takes."""
+    return num_left if max_tokens is None or max_tokens == NO_LIMIT else min(max_tokens, num_left)

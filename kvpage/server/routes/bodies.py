@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvpage.server.access.request_log import record_of
 from kvpage.server.answers.long_lists import long_list
 from kvpage.server.protocol.errors import ApiError
 from kvpage.server.protocol.request_model import RequestModel, parse_json, read_model
@@ -22,7 +23,12 @@ LARGE_BYTES = 2**16
 
 async def body_of(request: Request, kind: type[Model], place: Place) -> Model:
     """Return the body of a request, checked; see `read_body`."""
-    return await read_body(request, partial(read_model, kind), place)
+    return await read_body(request, partial(read_model, kind, ignored=ignored_fields(request)), place)
+
+
+def ignored_fields(request: Request) -> set[str] | None:
+    """Return where the names of fields that are left aside go; None for a server that refuses them."""
+    return None if Service.of(request).config.strict_fields else record_of(request.scope).ignored
 
 
 async def read_body(request: Request, read: Callable[[dict[str, Any]], Result], place: Place) -> Result:

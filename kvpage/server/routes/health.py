@@ -9,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvpage.server.metrics.http_collector import HttpCollector
 from kvpage.server.metrics.vllm_collector import VllmCollector
 from kvpage.server.protocol.errors import ApiError
 from kvpage.server.routes.bodies import answer
@@ -53,8 +54,9 @@ async def metrics(request: Request) -> Response:
 
 
 def make_registry(service: Service) -> CollectorRegistry:
-    """Return a registry with kvpage's metrics and those under vLLM's names."""
+    """Return a registry with kvpage's metrics, those of HTTP, and those under vLLM's names."""
     registry, name = CollectorRegistry(), service.config.served_model_names[0]
     registry.register(EngineCollector(service.engine.engine, {"model_name": name}))
+    registry.register(HttpCollector(service.http, name))
     registry.register(VllmCollector(service.engine, service.latencies, name))
     return registry

@@ -34,20 +34,21 @@ async def prompts_of(service: Service, body: CompletionRequest) -> list[Prompt]:
 async def prompt_of(service: Service, body: ChatRequest) -> Prompt:
     """Return the prompt that the chat template makes."""
     is_cut = body.truncate_prompt_tokens is not None
-    text, token_ids = await service.text.render(lambda: _chat(body), body.add_special_tokens, is_cut)
+    text, token_ids = await service.text.render(lambda: chat_of(body), body.add_special_tokens, is_cut)
     prompt = Prompt(_checked(service, body, token_ids), text)
     _check_sum(service, body, len(prompt.token_ids), 1)
     return prompt
 
 
-def _chat(body: ChatRequest) -> Chat:
+def chat_of(body: ChatRequest) -> Chat:
+    """Return the chat that a body asks for. ApiError 400 for a call without a function."""
     tools = None if body.tool_choice == "none" or not body.tools else body.tools
     return Chat(
         [message.for_template() for message in body.messages],
-        None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools],
+        None if tools is None else [tool.for_template() for tool in tools],
         body.add_generation_prompt,
         body.continue_final_message,
-        body.chat_template_kwargs or {},
+        body.template_arguments,
     )
 
 

@@ -1,7 +1,6 @@
 """respond: a generation as an HTTP answer, whole or as a stream. It ends when its client goes."""
 
 import asyncio
-import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -9,6 +8,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvpage.server.access.request_log import CLIENT_GONE, record_of
 from kvpage.server.answers.event_stream import EventStream, end_tasks, until_gone
 from kvpage.server.answers.whole_answer import WholeAnswer
 from kvpage.server.protocol.chat_request import ChatRequest
@@ -19,7 +19,6 @@ from kvpage.server.running.runner import abort_all
 from kvpage.server.service import Service, caller_of
 from kvpage.server.text.prompt import Prompt
 
-CLIENT_GONE = 499  # nobody reads it
 Result = TypeVar("Result")
 MakePrompts = Callable[[], Coroutine[Any, Any, Sequence[Prompt]]]
 
@@ -70,6 +69,6 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
 
 
 def _answer_id(request: Request, body: AnyRequest) -> str:
-    """Return the answer's id: that of the body, of the header X-Request-Id, or a new one."""
-    asked = body.request_id or request.headers.get("x-request-id", "")[:256]
-    return ("chatcmpl-" if isinstance(body, ChatRequest) else "cmpl-") + (asked or secrets.token_hex(16))
+    """Return the answer's id: that of the body, or that of the request."""
+    asked = body.request_id or record_of(request.scope).request_id
+    return ("chatcmpl-" if isinstance(body, ChatRequest) else "cmpl-") + asked

@@ -12,7 +12,7 @@ from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.errors import ApiError
 from kvpage.server.protocol.request_model import RequestModel, read_model
 from kvpage.server.protocol.sampling_fields import Count
-from kvpage.server.routes.bodies import answer, body_of, long_answer, read_body
+from kvpage.server.routes.bodies import answer, body_of, ignored_fields, long_answer, read_body
 from kvpage.server.routes.prompts import prompt_of
 from kvpage.server.service import Service
 
@@ -47,7 +47,8 @@ async def tokenize(request: Request) -> Response:
     """Return the tokens of a text, or of a chat."""
     service = Service.of(request)
     with service.open_request() as place:
-        body = await read_body(request, _text_or_chat, place)
+        ignored = ignored_fields(request)
+        body = await read_body(request, lambda fields: _text_or_chat(fields, ignored), place)
         service.check_model(body.model)
         if isinstance(body, TokenizeChat):
             token_ids = (await prompt_of(service, body)).token_ids
@@ -58,10 +59,10 @@ async def tokenize(request: Request) -> Response:
         return await asyncio.to_thread(_tokens, service, token_ids, body.return_token_strs)
 
 
-def _text_or_chat(fields: dict[str, Any]) -> TokenizeText | TokenizeChat:
+def _text_or_chat(fields: dict[str, Any], ignored: set[str] | None) -> TokenizeText | TokenizeChat:
     if fields.get("messages") is not None:
-        return read_model(TokenizeChat, fields)
-    return read_model(TokenizeText, fields)
+        return read_model(TokenizeChat, fields, ignored=ignored)
+    return read_model(TokenizeText, fields, ignored=ignored)
 
 
 def _tokens(service: Service, token_ids: list[int], shows_texts: bool) -> Response:

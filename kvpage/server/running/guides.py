@@ -69,9 +69,10 @@ def _of_format(asked: ResponseFormat) -> Guide | None:
 
 
 def _of_structure(asked: StructuredOutputs) -> Guide:
+    compact = asked.disable_any_whitespace
     forms = {
-        "json": None if asked.json_ is None else lambda: Guide.json_schema(asked.json_ or {}),
-        "json_object": Guide.json_object if asked.json_object else None,
+        "json": None if asked.json_ is None else lambda: Guide.json_schema(asked.json_ or {}, compact=compact),
+        "json_object": (lambda: Guide.json_object(compact=compact)) if asked.json_object else None,
         "regex": None if asked.regex is None else lambda: Guide.regex(asked.regex or ""),
         "choice": None if asked.choice is None else lambda: Guide.choice(asked.choice or []),
         "grammar": None if asked.grammar is None else lambda: Guide.grammar(asked.grammar or ""),

@@ -7,6 +7,7 @@ from typing import TypeVar
 from kvpage.server.protocol.errors import ApiError, bad_request, busy
 from kvpage.serving import EngineClosed, QueueFull, SamplingParams
 
+TOO_LONG = "prompt and max_tokens must fit into"  # the begin of an engine's refusal
 Result = TypeVar("Result")
 REFUSED = (ValueError, TypeError, QueueFull, EngineClosed)
 OTHER_NAMES = {
@@ -34,5 +35,5 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineClosed):
         return busy(f"the server takes no more requests: {error}", 5)
     text = str(error)
-    code = "context_length_exceeded" if "max_model_len" in text else None
+    code = "context_length_exceeded" if text.startswith(TOO_LONG) else None
     return bad_request(text, KNOWN.get(text.partition(" ")[0]), code)  # messages begin with the field's name

@@ -323,8 +323,9 @@ class Request:
 
     def why_no_token(self) -> str:
         """Return why no next token could be chosen."""
-        if self.answer is not None and self.answer.guided is not None and (error := self.answer.guided.error):
-            return f"the guide cannot go on after {self.num_generated} tokens: {error}"
+        if self.answer is not None and self.answer.guided is not None:
+            why = self.answer.guided.error or "no token is left by its other rules, or the logits are no finite numbers"
+            return f"the guide cannot go on after {self.num_generated} tokens: {why}"
         return f"the logits after {self.num_tokens} tokens are no finite numbers"
 
     def output(self) -> RequestOutput:

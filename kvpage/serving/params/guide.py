@@ -49,7 +49,7 @@ class Guide:
         Args:
             schema: A JSON schema: a mapping, or its JSON text. True allows any JSON. Keywords that are not supported
                 are refused by `add_request`.
-            compact: Allow no white space outside of strings. Small models may otherwise write spaces without end.
+            compact: Allow no white space outside of strings. Else there may be a space, or a new line and 20 blanks.
 
         Returns:
             The guide.

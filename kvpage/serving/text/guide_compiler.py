@@ -23,6 +23,11 @@ MAX_KEPT = 128
 MAX_KEPT_CHARACTERS = 2**20
 """Characters of all their sources: long ones take megabytes when compiled."""
 
+WHITE_SPACE = r"(\x20|\x0D?\x0A[\x20\x09]{0,20})"
+"""Between the tokens of JSON: a space, or a new line with its indentation. Small models write blanks without end."""
+NUM_WALKS, WALK_TOKENS = 4, 8
+"""Sequences of so many tokens that a guide is tried with."""
+
 
 class GuideCompiler:
     """Makes guides into sequences' matchers. Any thread may call it.
@@ -80,6 +85,8 @@ class GuideCompiler:
         GuidedSequence(matcher, self._num_bits).mask(np.empty(0, np.int32))  # copies then have what it has computed
         if matcher.is_error():
             raise ValueError(f"guide must allow some text, this {guide.kind} allows none: {plain_reason(matcher)}")
+        if reason := failure_of(matcher, self._num_bits):
+            raise ValueError(f"guide must take less work for a token, this {guide.kind} takes too much: {reason}")
         return matcher
 
     def _as_known(self) -> Any:
@@ -106,6 +113,23 @@ class CompiledMatcher:
         return GuidedSequence(self._matcher.deep_copy(), num_bits, end_ids, ignores_eos, self)
 
 
+def failure_of(matcher: Any, num_bits: int) -> str | None:
+    """Return why copies of a matcher fail within the first tokens; None if they do not.
+
+    Large repeats, and many long choices, are compiled and then fail at a token: better here than in a step of all.
+    """
+    for walk in range(NUM_WALKS):
+        sequence, taken = GuidedSequence(matcher.deep_copy(), num_bits), np.empty(0, np.int32)
+        for _ in range(WALK_TOKENS):
+            bits = np.unpackbits(sequence.mask(taken).view(np.uint8), bitorder="little")
+            if sequence.error is not None:
+                return sequence.error
+            if sequence.is_over(taken) or not (allowed := np.flatnonzero(bits)).size:
+                break
+            taken = np.append(taken, allowed[len(allowed) * walk // NUM_WALKS]).astype(np.int32)
+    return None
+
+
 def _library() -> Any:
     try:
         import llguidance
@@ -116,7 +140,7 @@ def _library() -> Any:
 
 def _grammar(library: Any, guide: Guide) -> str:
     if guide.kind == "json_schema":
-        options = {"whitespace_flexible": not guide.compact}
+        options = {"whitespace_flexible": False} if guide.compact else {"whitespace_pattern": WHITE_SPACE}
         grammar: str = library.LLMatcher.grammar_from_json_schema(guide.source, overrides=options)
     elif guide.kind == "regex":
         grammar = library.LLMatcher.grammar_from_regex(guide.source)

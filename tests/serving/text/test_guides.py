@@ -285,3 +285,33 @@ def test_the_words_of_a_device_hold_the_mask() -> None:
         assert torch.equal(tables.words & ~SUPPRESSED, before & ~SUPPRESSED) and 5 not in found
     row.follow_guide(np.array([a, b, c], np.int32))
     assert guided.is_over(np.array([a, b, c], np.int32)) and is_allowed(row.mask, 1)
+
+
+def test_blanks_between_tokens_of_json_are_bounded() -> None:
+    tokenizer = byte_level()
+    compiler = guide_compiler.GuideCompiler(tokenizer, len(tokenizer), [1])
+    for text, is_allowed in (
+        ('{"a": 1, "b": [1, 2]}', True),
+        ('{\n  "a": [\n    1\n  ]\n}', True),
+        ('{\r\n\t"a":1}', True),
+        ('{"a":1}', True),
+        ("{\n" + 20 * " " + '"a":1}', True),
+        ("{\n" + 21 * " " + '"a":1}', False),
+        ('{  "a":1}', False),
+        ('{\n\n"a":1}', False),
+    ):
+        sequence, taken = compiler.sequence(Guide.json_object(), False), np.empty(0, np.int32)
+        found = True
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            mask = sequence.mask(taken)
+            found = found and bool(int(mask[token // 32]) >> token % 32 & 1)
+            if not found:
+                break
+            taken = np.append(taken, np.int32(token))
+        assert found == is_allowed, text
+
+
+def test_guides_that_fail_at_their_first_tokens_are_refused() -> None:
+    for guide in (Guide.regex("(a?){1000}a{1000}"), Guide.choice([f"{number}" + "xy" * 20 for number in range(4096)])):
+        with pytest.raises(ValueError, match="guide must take less work for a token, this .* takes too much: "):
+            guide_compiler.GuideCompiler(byte_level(), len(byte_level()), [1]).sequence(guide, False)

@@ -96,9 +96,35 @@ function showAll() {
   $("messages").scrollTop = $("messages").scrollHeight;
 }
 
-function messageOf(turn) {
+// A message of the user can be taken back: what follows it goes, too, and its text is in the composer again.
+function takeBack(index) {
+  if (answering) return;
+  const { turns } = conversations[current];
+  $("prompt").value = turns[index].content;
+  turns.splice(index);
+  keep();
+  showAll();
+  fit();
+  $("prompt").focus();
+}
+
+function button(name, onclick) {
+  const made = element("button", "act", name);
+  made.type = "button";
+  made.onclick = onclick;
+  return made;
+}
+
+function messageOf(turn, index) {
   const message = element("div", `message ${turn.role}`, element("p", "", turn.content.trimStart()));
   if (turn.error) message.append(element("div", "facts error", turn.error));
+  if (turn.role === "user" && index != null) message.append(button("Edit", () => takeBack(index)));
+  if (turn.error && index) message.append(button("Retry", () => {
+    if (answering) return;
+    const { turns } = conversations[current], { content } = turns[index - 1];
+    turns.splice(index - 1);
+    send(content);
+  }));
   if (turn.facts) message.append(factsOf(turn.facts));
   return message;
 }
@@ -176,7 +202,7 @@ async function send(text) {
   answering = new AbortController();
   setAnswering(true);
   try {
-    await ask(turns.filter((turn) => !turn.error || turn.content), answer, answering.signal);
+    await ask(answered(turns), answer, answering.signal);
   } catch (error) {
     if (error.name !== "AbortError") answer.error = error.message;
     if (error.status === 401) openSettings(error.message);
@@ -187,6 +213,12 @@ async function send(text) {
   turns.push(answer);
   keep();
   showAll();
+}
+
+// The turns that the next request sends: without those that were refused, so that one of them ends no conversation.
+function answered(turns) {
+  const isRefused = (turn, i) => turn.error && !turn.content || turns[i + 1]?.error && !turns[i + 1].content;
+  return turns.filter((turn, i) => !isRefused(turn, i));
 }
 
 function setAnswering(is) {
@@ -333,10 +365,12 @@ function drawChart(canvas, of, hasAxis) {
   pen.fill();
   pen.save();
   pen.clip();
+  const most = Math.max(0.02, ...shown.map((one) => (of(one).total - of(one).free) / of(one).total));
+  const scaleOf = most < 0.25 ? 0.8 / most : 1; // a cache that is nearly empty is drawn larger, and says so
   const below = shown.map(() => 0);
   for (const state of STATES.slice(0, 3)) {
     const above = shown.map((one, i) => below[i] + of(one)[state] / of(one).total);
-    const y = (part) => plot * (1 - part);
+    const y = (part) => plot * (1 - scaleOf * part);
     pen.fillStyle = color(state);
     pen.beginPath();
     shown.forEach((one, i) => pen.lineTo(x(one.time), y(above[i])));
@@ -345,6 +379,9 @@ function drawChart(canvas, of, hasAxis) {
     above.forEach((part, i) => (below[i] = part));
   }
   pen.restore();
+  pen.fillStyle = color("soft");
+  pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+  if (scaleOf > 1) pen.fillText(`the lowest ${percent(1 / scaleOf)}`, 6, 14);
   if (!hasAxis) return;
   pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
   pen.fillStyle = color("soft");
