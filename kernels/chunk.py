@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvpage.checks.device_lock import synchronize
 from kvpage.kernels.arguments import (
     BAD_BLOCK,
     KVViews,

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kvpage.checks.device_lock import synchronize
 from kvpage.checks.interrupts import HeldInterrupts, interruptible
 from kvpage.checks.started_pool import started_pool
 from kvpage.layout.host_memory import HUGE_PAGE_BYTES, touch

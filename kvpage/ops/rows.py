@@ -159,8 +159,7 @@ def gather_cache(
     if held.is_cuda:
         cuda.gather_cache(held, block_tables, lengths, starts, out)
         return out
-    offsets = [out_offsets(rows, lengths) for rows in out]
-    parts = native_parts(held, *out)
+    parts, offsets = native_parts(held, *out), [out_offsets(rows, lengths) for rows in out]
     _C.gather_cache(parts, tables, starts, lengths, offsets, layout.num_kv_heads, torch.get_num_threads())
     return out
 

@@ -34,7 +34,8 @@ class EngineConfig:
     Attributes:
         cache_config: The cache of both tiers. With `num_gpu_blocks` 0 `Engine.from_model` takes as many as fit: on a
             GPU `gpu_memory_utilization` of the memory that weights, steps and captured steps leave free, by a trial
-            that compiles what they need; on a CPU 4 GiB or half of the free memory. The host tier, of `num_cpu_blocks`, takes evicted and preempted blocks.
+            that compiles what they need; on a CPU 4 GiB or half of the free memory. The host tier, of `num_cpu_blocks`,
+            takes evicted and preempted blocks.
             With the backend "mla" blocks keep the latents of models that have them (DeepSeek's and others with MLA), in
             a fraction of the bytes. With any other they keep the K and V of heads.
         max_num_seqs: Sequences that run at once.

@@ -1,4 +1,4 @@
-"""Launches of a rehearsal are noted once for each machine code, and what was compiled side by side is not compiled again."""
+"""Rehearsals note one launch for each machine code. What was compiled side by side is not compiled again."""
 
 import os
 

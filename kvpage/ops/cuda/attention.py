@@ -93,6 +93,7 @@ def attend_again(
         return None
     cache.check()
     sequences.check(cache, query.shape[0])
+    assert attention.value_size is not None, "every known kind has one"
     out = query.new_empty((*query.shape[:2], attention.value_size))
     _, value, key_scale, value_scale = places = cache.addresses
     if not value:

@@ -43,8 +43,8 @@ def every_kind(limits: StepLimits) -> list[Padding]:
     """Return steps that ask for all kernels which the steps of an engine ask for.
 
     Attention is compiled for one, few, some or many queries of a sequence, and for keys that are split or not. How many
-    these are is the kernels' own affair, so all numbers that may make a difference are tried. Each sequence goes on from
-    tokens in blocks: latents are read there only then.
+    these are is the kernels' own affair, so all numbers that may make a difference are tried. Each sequence goes on
+    from tokens in blocks: latents are read there only then.
     """
     most = min(limits.num_tokens, limits.seq_len)
     counts = [count for count in NUM_QUERIES if count < most]

@@ -7,13 +7,14 @@ decode steps of padding  ─► captured, one for each number of sequences
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]  # it comes with transformers
 
-from kvpage.ops.cuda.rehearsal import compile_all, rehearse
+from kvpage.ops.cuda.rehearsal import Kernels, compile_all, rehearse
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
-from kvpage.serving.loop.graphs.padding import PaddedSteps, StepLimits, every_kind, largest
+from kvpage.serving.loop.graphs.padding import PaddedSteps, Padding, StepLimits, every_kind, largest
 from kvpage.serving.sampling.device_rows import choose_for_nobody
 
 logger = logging.getLogger(__name__)
@@ -25,10 +26,11 @@ def warm_up(steps: PaddedSteps, graphs: DecodeGraphs | None, limits: StepLimits,
 
     progress: called with 1 after each part; None shows a bar on a terminal.
     """
-    begin, num_captures = time.monotonic(), graphs.num_captures if graphs else 0
-    with tqdm(total=num_captures, desc="warmup", disable=None if progress is None else True) as bar:
+    begin, parts = time.monotonic(), _Parts.of(steps, limits)
+    num_parts = parts.num_parts + (graphs.num_captures if graphs else 0)
+    with tqdm(total=num_parts, desc="warmup", disable=None if progress is None else True) as bar:
         tell = bar.update if progress is None else progress
-        prepare_steps(steps, limits, tell, _adds_to(bar))
+        parts.do(steps, tell)
         if graphs is not None:
             graphs.capture(tell)
             stats = graphs.stats()
@@ -38,37 +40,37 @@ def warm_up(steps: PaddedSteps, graphs: DecodeGraphs | None, limits: StepLimits,
             )  # fmt: skip
 
 
-def _adds_to(bar: tqdm) -> Progress:
-    def add(num: int) -> None:
-        bar.total += num
-        bar.refresh()
-
-    return add
+def prepare_steps(steps: PaddedSteps, limits: StepLimits) -> None:
+    """Compile what steps within these limits ask for, and compute the largest ones."""
+    _Parts.of(steps, limits).do(steps, lambda num: None)
 
 
-def prepare_steps(
-    steps: PaddedSteps,
-    limits: StepLimits,
-    tell: Progress = lambda num: None,
-    announce: Progress = lambda num: None,
-) -> None:
-    """Compile what steps within these limits ask for, and compute the largest ones.
+class _Parts(NamedTuple):
+    """What is to be compiled and computed. kernels: see kvpage.ops.cuda.rehearsal."""
 
-    tell: called with 1 after each part. announce: called with the numbers of parts to come.
-    """
-    real = largest(limits)
-    if steps.launches_kernels and not steps.have_others:
-        kernels = rehearse(lambda: _compute_every_kind(steps, limits))
-        announce(len(kernels))
-        compile_all(kernels, steps.device, tell)
-    elif steps.launches_kernels:  # the others launch whatever they compute, and compile it with this rank
-        real = [*every_kind(limits), *real]
-    announce(len(real))
-    for padding in real:
+    kernels: Kernels
+    paddings: list[Padding]
+
+    @classmethod
+    def of(cls, steps: PaddedSteps, limits: StepLimits) -> "_Parts":
+        if not steps.launches_kernels:
+            return cls((), largest(limits))
+        if steps.have_others:  # they launch whatever they compute, and compile it with this rank
+            return cls((), [*every_kind(limits), *largest(limits)])
+        return cls(rehearse(lambda: _compute(steps, every_kind(limits))), largest(limits))
+
+    @property
+    def num_parts(self) -> int:
+        """How many there are."""
+        return len(self.kernels) + len(self.paddings)
+
+    def do(self, steps: PaddedSteps, tell: Progress) -> None:
+        """Compile and compute. tell: called with 1 after each part."""
+        compile_all(self.kernels, steps.device, tell)
+        _compute(steps, self.paddings, tell)
+
+
+def _compute(steps: PaddedSteps, paddings: Sequence[Padding], tell: Progress = lambda num: None) -> None:
+    for padding in paddings:
         choose_for_nobody(steps.compute(padding))
         tell(1)
-
-
-def _compute_every_kind(steps: PaddedSteps, limits: StepLimits) -> None:
-    for padding in every_kind(limits):
-        choose_for_nobody(steps.compute(padding))
