@@ -277,7 +277,8 @@ def run(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, A
     print(f"copy {limits['bytes/s'] / 1e9:.0f} GB/s, bf16 product {limits['operations/s'] / 1e12:.0f} TFLOP/s\n")
     header = f"{'kind':8} {'model':23} {'dtype':13} {'seqs':>4} {'keys':>6} {'us':>9} {'GB/s':>6} {'TFLOP/s':>7}"
     print(header, f"{'of bound':>8} {'x sdpa':>6} {'launch us':>9}")
-    results, deadline = [], time.monotonic() + options.seconds
+    results: list[dict[str, Any]] = []
+    deadline = time.monotonic() + options.seconds
     for kind, name, dtype, num_seqs, length, num_queries in cases(sizes):
         takes_peers = has_peers(sizes, num_seqs, length, num_queries)
         is_large = num_seqs * length * MODELS[name].token_bytes(dtype) > MOST_CACHE_BYTES

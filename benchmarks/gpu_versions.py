@@ -22,18 +22,9 @@ import torch
 
 PROJECT = Path(__file__).parents[1]
 SHOWN = (
-    "torch",
-    "triton",
-    "transformers",
-    "numpy",
-    "pytest",
-    "pytest-xdist",
-    "setuptools",
-    "pybind11",
-    "cmake",
-    "ninja",
+    *("torch", "triton", "transformers", "numpy", "pytest", "pytest-xdist", "setuptools", "pybind11", "cmake", "ninja"),
+    *("flashinfer-python", "flash-attn", "vllm"),
 )
-SHOWN += ("flashinfer-python", "flash-attn", "vllm")
 COPY_BYTES, PRODUCT_SIZE = 1 << 30, 8192
 
 

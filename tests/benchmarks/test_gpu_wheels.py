@@ -61,3 +61,11 @@ def test_no_folder_is_no_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu_wheels.py", str(tmp_path / "none"), str(tmp_path / "target")])
     gpu_wheels.main()
     assert "no wheels in" in capsys.readouterr().out and not (tmp_path / "target").exists()
+
+
+def test_only_wheels_that_fit_the_patterns_are_installed(tmp_path):
+    """FlashInfer comes in a part of its own."""
+    peer, other = (make_wheel(tmp_path, name) for name in ("a_carried_peer", "another_peer"))
+    assert gpu_wheels.install(tmp_path, tmp_path / "one", only=["a_*", "none*"]) == [peer.name]
+    assert gpu_wheels.install(tmp_path, tmp_path / "two", without=["a_*"]) == [other.name]
+    assert gpu_wheels.install(tmp_path, tmp_path / "three", without=["*"]) == []
