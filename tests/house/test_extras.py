@@ -1,4 +1,4 @@
-"""The extras of pyproject.toml: those that pages, errors and examples name exist, and `serve` has all that serving needs."""
+"""The extras of pyproject.toml: those that pages, errors and examples name exist, and `serve` has all of a server."""
 
 import re
 from collections.abc import Iterator
