@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from support.fake_libraries import Fakes
+from support.threads import one_thread  # noqa: F401
 
 from kvpage import CacheLayout, KVScales, ops
 from kvpage.layout.attention import Attention
@@ -35,15 +36,6 @@ OPTIONS = {
     "window": {"sliding_window": 6},
     "softcap": {"softcap": 1.5, "sliding_window": 20},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The sums are tiny."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -3,21 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 for needed in ("fastapi", "httpx", "transformers"):
     pytest.importorskip(needed)
 
 from support.server_app import Server, running_server  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small are slower on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from support.threads import one_thread  # noqa: E402, F401
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ installed.
 """
 
 import argparse
-import sys
-import types
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from support.fake_modules import install
 
 
 class DisaggregationMode(Enum):
@@ -180,13 +180,4 @@ MODULES: dict[str, tuple[Any, ...]] = {
 
 def installed(monkeypatch: Any) -> None:
     """Let `import dynamo...` find these modules until the end of the test."""
-    for name, members in MODULES.items():
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            package = ".".join(parts[:end])
-            if package not in sys.modules or not hasattr(sys.modules[package], "is_fake"):
-                module = types.ModuleType(package)
-                module.is_fake, module.__path__ = True, []
-                monkeypatch.setitem(sys.modules, package, module)
-        for member in members:
-            setattr(sys.modules[name], member.__name__, member)
+    install(monkeypatch, {name: {one.__name__: one for one in members} for name, members in MODULES.items()})

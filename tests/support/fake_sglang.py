@@ -8,13 +8,13 @@ is installed.
 
 import importlib
 import sys
-import types
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
+from support.fake_modules import install
 
 VERSION = "0.5.23"
 
@@ -150,18 +150,7 @@ BACKEND = "kvpage.integrations.sglang.backend"
 
 def installed(monkeypatch: Any) -> Any:
     """Let `import sglang...` find these modules until the end of the test, and return the backend's module."""
-    for name, members in MODULES.items():
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            package = ".".join(parts[:end])
-            if not hasattr(sys.modules.get(package), "is_fake"):
-                module = types.ModuleType(package)
-                module.is_fake, module.__path__ = True, []
-                monkeypatch.setitem(sys.modules, package, module)
-                if end > 1:
-                    monkeypatch.setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], module, raising=False)
-        for member, value in members.items():
-            setattr(sys.modules[name], member, value)
+    install(monkeypatch, MODULES)
     monkeypatch.delitem(sys.modules, BACKEND, raising=False)
     module = importlib.import_module(BACKEND)
     monkeypatch.setitem(sys.modules, BACKEND, module)

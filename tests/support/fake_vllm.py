@@ -15,6 +15,7 @@ from enum import Enum, auto
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from support.fake_modules import install
 
 VERSION = "0.32.0"
 TIER = "kvpage.integrations.vllm.tier"
@@ -249,14 +250,5 @@ def installed(monkeypatch: Any, version: str = VERSION) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, TIER, types.ModuleType(TIER))  # at the end of the test it goes again
     del sys.modules[TIER]
-    for name, members in MODULES.items():
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            package = ".".join(parts[:end])
-            if not hasattr(sys.modules.get(package), "is_fake"):
-                module = types.ModuleType(package)
-                module.is_fake, module.__path__ = True, []
-                monkeypatch.setitem(sys.modules, package, module)
-        for member in members:
-            setattr(sys.modules[name], member.__name__, member)
+    install(monkeypatch, {name: {one.__name__: one for one in members} for name, members in MODULES.items()})
     monkeypatch.setattr("kvpage.integrations.vllm.interface.vllm_version", lambda: version)

@@ -6,6 +6,7 @@ from support.life import Operation, ScarceLife
 from support.slot_memory import SlotMemory
 from support.whim import Whim
 
+from kvpage import OutOfBlocks
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.space import HostPolicy
 
@@ -239,7 +240,12 @@ class ManagerLife(ScarceLife):
 
     def swap_out(self) -> None:
         if (seq_id := self.any()) is not None:
-            self.manager.swap_out(seq_id)
+            space = self.manager.space
+            try:
+                self.manager.swap_out(seq_id)
+            except OutOfBlocks as error:
+                assert error.free == space.host_pool.num_free + space.tree.num_host_evictable < error.needed
+                raise
             self.swapped[seq_id] = self.model.written.pop(seq_id)
 
     def swap_in(self) -> None:
