@@ -146,8 +146,6 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
 ) -> None:
     """Replay a production trace against pool, tree and tiers, and print how much memory of this size finds again."""
-    import sys
-
     from kvpage.tools import replay_report as report
     from kvpage.tools.picture_file import check_picture
     from kvpage.tools.replay import ReplayConfig, read_trace

@@ -117,8 +117,8 @@ def run(options: DemoOptions, console: Console) -> bool:
     show(engine, record, own_pace, console)
     draw(record, options)
     console.print(f"blocks over time: {options.plot}")
-    compared_of_all = f"{num_compared} of {len(record.outputs)} requests were computed by model.generate, too"
-    console.print(f"{compared_of_all}: {num_equal} of them have its very tokens")
+    verdict = f"{num_equal} of {num_compared} compared requests have the very tokens of model.generate"
+    console.print(f"{verdict}; {len(record.outputs)} were served")
     if options.cache_dtype in ("auto", "fp32"):
         return num_equal == num_compared
     console.print(f"a cache of {options.cache_dtype} rounds keys and values: tokens may differ")

@@ -16,7 +16,7 @@ import torch
 from kvpage.tools.demo import project_text, small_llama
 
 VOCAB_SIZE = 2048
-MAX_MODEL_LEN = 4096
+MAX_MODEL_LEN = 2048
 END, ROLES = "<|end|>", ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SPACE = "\u0120"  # as a byte-level vocabulary spells it
 NEVER = 1e4  # how far below all others the scores of tokens lie that are no words, times the scale of the last norm

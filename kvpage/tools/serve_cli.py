@@ -70,14 +70,12 @@ def serve(
     open_metrics: Annotated[bool, typer.Option(help="answer /metrics without a key")] = True,
 ) -> None:
     """Serve a model with OpenAI's API. It needs the extra `serve`."""
-    given = dict(locals())
-    for name in REPEATABLE:
-        given[f"{name}s"] = tuple(given.pop(name) or ())
-    run_with(given)
+    run_with(dict(locals()))
 
 
 def run_with(given: dict[str, Any]) -> None:
-    """Serve with the options. SystemExit with a line that says why it cannot."""
+    """Serve with the options of the command line. SystemExit with a line that says why it cannot."""
+    given |= {f"{name}s": tuple(given.pop(name) or ()) for name in REPEATABLE}
     try:
         check_model_folder(given["model"])  # the imports below take seconds
     except ValueError as error:

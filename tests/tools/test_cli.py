@@ -62,7 +62,7 @@ def test_demo_serves_and_compares(tmp_path, layer_layout):
     plot = tmp_path / "blocks.png"
     result = run("demo", *SMALL, "--layer-layout", layer_layout, "--plot", str(plot))
     assert result.exit_code == 0, result.output
-    assert "6 of 6 requests were computed by model.generate, too: 6 of them have its very tokens" in result.output
+    assert "6 of 6 compared requests have the very tokens of model.generate; 6 were served" in result.output
     assert re.search(r"prompt tokens from the cache │ [1-9]", result.output)
     assert plot.read_bytes().startswith(b"\x89PNG")
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import pydantic_core
 from pydantic import Field, field_validator
 
+from kvpage.server.protocol.chat_message import Call, ChatMessage
 from kvpage.server.protocol.errors import bad_request
 from kvpage.server.protocol.request_model import RequestModel
-from kvpage.server.text.chat_message import Call, ChatMessage
 
 TEXT_TYPES = frozenset({"text", "input_text", "output_text", "refusal"})
 THOUGHT_TYPES = frozenset({"thinking", "reasoning"})

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from kvpage.server.text.chat_message import MARK, Call, ChatMessage, call_marks, text_mark
+from kvpage.server.protocol.chat_message import MARK, Call, ChatMessage, call_marks, text_mark
 
 ArgumentsForm = Literal["object", "wrapped", "text"]
 """Objects, with other text as it is; objects, with other text within one; all as text."""

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from kvpage.server.protocol.chat_message import ChatMessage
 from kvpage.server.protocol.errors import ApiError, bad_request
 from kvpage.server.text.chat_form import (
     ChatForm,
@@ -23,7 +24,6 @@ from kvpage.server.text.chat_form import (
     possible_forms,
     with_parts,
 )
-from kvpage.server.text.chat_message import ChatMessage
 
 NO_TEMPLATE = (
     "messages need a chat template, and the model's tokenizer has none: start the server with --chat-template FILE, "

@@ -145,7 +145,7 @@ function factsOf({ prompt, cached, generated, first, total }) {
 }
 
 function bodyOf(turns) {
-  const most = Math.min(512, Math.floor((about?.max_model_len ?? 1024) / 2)); // leaves room for the prompt
+  const most = Math.min(512, Math.floor((about?.max_model_len ?? 4096) / 8)); // leaves room for some turns
   const body = {
     model: about?.model, stream: true, stream_options: { include_usage: true },
     max_tokens: Number(settings.maxTokens) || most, temperature: Number(settings.temperature) || 0,
