@@ -80,6 +80,10 @@ SHOWN: dict[str, dict[str, float]] = {
         "tests/server/test_clients.py::test_openai_chats_and_its_second_turn_is_cached": 4,
         "tests/server/test_clients.py::test_openai_streams_what_it_answers_whole": 4,
     },
+    "the import is light, and the pages' examples run": {
+        "tests/house/test_import.py::test_needs_neither_triton_nor_transformers": 6,
+        "tests/house/test_page_examples.py::test_examples_of_a_page_run": 12,
+    },
     "each kernel is the reference, by the interpreter": {
         "tests/kernels/test_interpreted.py::test_each_kernel_is_the_reference": 60,
     },

@@ -103,6 +103,7 @@ PROMISES = {  # which the default tier shows, whatever a later record says
     "a changed record is a miss",
     "a refused call changes nothing",
     "a client is served over HTTP",
+    "the import is light, and the pages' examples run",
     "each kernel is the reference, by the interpreter",
     "each kind of kernel is the reference, as it is compiled",
 }
