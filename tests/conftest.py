@@ -39,8 +39,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def choose_tier(config: pytest.Config) -> None:
-    """Run all that is named: `pytest FILE` its slow tests too, `pytest FILE::TEST` any test."""
-    if config.option.markexpr == tiers.DEFAULT:
+    """Run all that is named: `pytest FILE` its slow tests too, `pytest FILE::TEST` any test. `-m` has its say."""
+    is_chosen = any(str(argument).startswith("-m") for argument in config.invocation_params.args)
+    if config.option.markexpr == tiers.DEFAULT and not is_chosen:
         if all("::" in argument for argument in config.args):
             config.option.markexpr = ""
         elif all("::" in argument or argument.endswith(".py") for argument in config.args):

@@ -11,7 +11,7 @@ import pytest
 import yaml
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
-from support.redis_server import free_port
+from support.ports import free_port
 from support.server_app import NAME, Server, running_server
 from typer.testing import CliRunner
 

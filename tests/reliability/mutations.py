@@ -16,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import pytest  # noqa: E402
+import tiers  # noqa: E402
 from mutation.explained import Explained  # noqa: E402
 from mutation.mutant import Mutant  # noqa: E402
 from mutation.mutation_run import Mutants, MutationRun  # noqa: E402
@@ -38,10 +39,9 @@ OPTIONS = ["-o", "addopts=", "--import-mode=importlib", "-s", "-p", "no:terminal
 OPTIONS += ["-p", "no:cacheprovider"]
 
 
-def try_all(
-    mutants: Mutants, indices: list[int], tests: list[str], num_cases: int, seconds: float
-) -> dict[int, str | None]:
+def try_all(mutants: Mutants, indices: list[int], options: argparse.Namespace) -> dict[int, str | None]:
     """For each of the mutants the test that notices it; None if none does, "" if none reaches it."""
+    arguments = [*OPTIONS, "-m", tiers.DEFAULT if options.default_tier else "", *_tests(options.files)]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("the tests without mutants", total=len(indices))
@@ -52,8 +52,8 @@ def try_all(
                 why = "" if killed_by is None else " (reached by no test)"
                 console.print(f"{mutants.mutants[index]}{why}", markup=False)
 
-        run = MutationRun(mutants, indices, advance, num_cases, seconds)
-        code = pytest.main([*OPTIONS, *tests], plugins=[run])
+        run = MutationRun(mutants, indices, advance, options.cases, options.seconds)
+        code = pytest.main(arguments, plugins=[run])
     if len(run.killed_by) < len(indices):
         raise RuntimeError(f"pytest ended with {code} before all mutants were tried")
     return run.killed_by
@@ -84,8 +84,7 @@ def report(mutants: list[Mutant], killed_by: dict[int, str | None], explained: E
 
 def try_python(options: argparse.Namespace, indices_of: Callable[[list[Mutant]], list[int]]) -> Result:
     mutants = PythonMutants(options.files)
-    tests = _tests(options.files)
-    return mutants.mutants, try_all(mutants, indices_of(mutants.mutants), tests, options.cases, options.seconds)
+    return mutants.mutants, try_all(mutants, indices_of(mutants.mutants), options)
 
 
 def try_native(options: argparse.Namespace, indices_of: Callable[[list[Mutant]], list[int]]) -> Result:
@@ -102,7 +101,7 @@ def try_native(options: argparse.Namespace, indices_of: Callable[[list[Mutant]],
         console.print("building the extension")
         sys.path.insert(0, str(mutants.build_extension()))
         mutants.load(Path(importlib.import_module("kvpage._C").__file__ or ""))
-        killed_by |= try_all(mutants, left, _tests(options.files), options.cases, options.seconds)
+        killed_by |= try_all(mutants, left, options)
     return mutants.mutants, killed_by
 
 
@@ -128,7 +127,10 @@ def main() -> int:
     parser.add_argument("--failures", type=int, default=16_000, help="of allocations in the native program")
     parser.add_argument("--stage", choices=["program", "python", "both"], default="both", help="who is asked of C++")
     parser.add_argument("--again", action="store_true", help="only those neither noticed before nor explained")
+    parser.add_argument("--default-tier", action="store_true", help="ask the tests of a plain `pytest` alone")
     options = parser.parse_args()
+    if options.default_tier:
+        options.stage = "python"
     if len({file.endswith(".cpp") for file in options.files}) > 1:
         parser.error("files must be of one language")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

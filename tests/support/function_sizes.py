@@ -4,6 +4,7 @@ The reader of C++ relies on clang-format's layout: a function ends at the first 
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ class Function(NamedTuple):
     on_device: bool  # a kernel or a helper of one: its body is unrolled into it
 
 
+@functools.cache
 def functions_in(path: Path) -> list[Function]:
     """Return the functions of a file, those inside other functions and classes as well."""
     text = path.read_text()

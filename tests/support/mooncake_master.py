@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from support.redis_server import free_port
+from support.ports import free_port
 
 
 class Master:

@@ -1,7 +1,6 @@
 """Tiny models for several ranks, sharded as transformers does it; and processes that stand for torchrun's."""
 
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import torch
 import transformers as tf
 import transformers.integrations.accelerate as device_maps
 import transformers.modeling_utils as loading
+from support.ports import free_port
 
 VOCAB = 128
 COMMON = {
@@ -81,14 +81,6 @@ def _sharding() -> dict[str, object]:
     if config is not None and "tp_plan" in getattr(config, "__dataclass_fields__", {}):
         return {"distributed_config": config(tp_plan="auto")}
     return {"tp_plan": "auto"}
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody uses now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def run_ranks(size: int, work: Callable[[int], object]) -> list[int]:

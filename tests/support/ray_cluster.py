@@ -1,11 +1,11 @@
 """A cluster of Ray's own on one machine: a head, and worker nodes that can be added and removed."""
 
 import os
-import socket
 from pathlib import Path
 
 import transformers as tf
 from support.models import make_model
+from support.ports import free_port
 
 STORE_BYTES = 80 << 20
 QUIET = {
@@ -30,12 +30,6 @@ def save_model(path: Path) -> Path:
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}|{% endfor %}a:"
     tokenizer.save_pretrained(path)
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
 
 
 class RayCluster:

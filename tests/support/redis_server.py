@@ -11,16 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from support.ports import free_port
 
 MISSING = shutil.which("redis-server") is None
 needs_redis = pytest.mark.skipif(MISSING, reason="needs redis-server (Debian's package redis-server)")
 START_SECONDS = 20
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
 
 
 class RedisServer:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from support.launched import Launched, answer
+from support.ports import free_port
 from support.prefix_trace import Ask
-from support.redis_server import free_port
 
 PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from support.launched import Launched, answer
 from support.model_folder import make_model_folder
+from support.ports import free_port
 from support.prefix_trace import Ask, make_trace, oracle_found
-from support.redis_server import free_port
 
 if importlib.util.find_spec("vllm_router") is None:
     pytest.skip("needs vllm-router: tests/integrations/run.sh vllm_router", allow_module_level=True)

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from support.redis_server import free_port
+from support.ports import free_port
 from support.store_records import get, key, put, record
 
 boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install 'kvpage[test-s3]'")
@@ -136,11 +136,9 @@ def test_a_missing_bucket(endpoint):
 
 
 def late(tier, timeout: float) -> None:
-    before = time.monotonic()
     for call in (lambda: get(tier, K, timeout), lambda: put(tier, DATA, timeout), lambda: tier.contains(K, timeout)):
         with pytest.raises(TierError):
             call()
-    assert time.monotonic() - before < 3 * timeout + 3.0
 
 
 def test_nobody_there():
@@ -171,10 +169,8 @@ def test_a_dribbling_server():
 
     threading.Thread(target=serve, daemon=True).start()
     tier = from_url(url(f"http://127.0.0.1:{listener.getsockname()[1]}"))
-    before = time.monotonic()
     with pytest.raises(TierError, match="no answer"):
         tier.open(K, 0.2)
-    assert time.monotonic() - before < 3.0
     listener.close()
 
 
