@@ -109,12 +109,12 @@ class Life(Onlooker):
         self.rng = random.Random(seed)
         num_blocks = self.rng.randrange(8, 20)
         manager = MANAGERS[kind](num_blocks, self.rng.choice([2, 8, 40]))
-        super().__init__(Scheduler(manager, self.rng.randrange(1, 6), self.rng.choice([3, 7, 64])))
+        super().__init__(Scheduler(manager, self.rng.randrange(2, 8), self.rng.choice([3, 7, 64])))
         self.most, self.unfinished = num_blocks * B, dict[Any, Request]()
 
     def arrive(self) -> None:
         rng, number = self.rng, len(self.requests)
-        length = rng.randrange(1, self.most // 2)
+        length = rng.randrange(1, self.most // 3)
         prompt = np.array(
             [rng.choice([5, 1000 + number]), *(int(rng.random() < 0.04) for _ in range(length))], np.int32
         )
@@ -160,7 +160,7 @@ class Life(Onlooker):
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            if self.rng.random() < 0.3 and len(self.unfinished) < 12:
+            if self.rng.random() < 0.5 and len(self.unfinished) < 12:
                 self.arrive()
             self.step()
         self.manager.check()
@@ -170,12 +170,13 @@ class Life(Onlooker):
 @pytest.mark.parametrize("kind", MANAGERS)
 def test_each_prompt_counts_once_and_no_counter_falls(kind: str) -> None:
     calls: Counter[str] = Counter()
-    for seed in range(3):
+    for seed in range(4):
         life = Life(kind, seed)
-        life.run(120)
+        life.run(150)
         calls += life.calls
-    assert calls["preempt_last"] > 5 and calls["fork"] > 2
-    assert (calls["swap_out"] > 2) == (kind not in ("device", "parts", "windows"))
+    assert calls["preempt_last"] > 9
+    assert (calls["swap_out"] > 9) == (kind != "windows")
+    assert (calls["fork"] > 2) == (kind != "states")  # without a slot, a fork begins again
 
 
 # --- an engine with a store ------------------------------------------------------------------------------------------
