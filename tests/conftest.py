@@ -29,23 +29,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Decide once for all processes of a run: the tier, the seed of the day, when time is over, how many they are."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if hasattr(config, "workerinput"):
         return
     os.environ[VARIABLE] = str(todays_seed())
-    if config.option.time_limit is not None:
-        config.option.time_limit += time.time()
-    choose_tier(config)
+    option = config.option
+    if option.time_limit is not None:
+        option.time_limit += time.time()
+    if option.markexpr == tiers.DEFAULT and not any(str(arg).startswith("-m") for arg in config.invocation_params.args):
+        option.markexpr = tiers.expression_for(config.args, option.record_seconds)
     spread(config)
-
-
-def choose_tier(config: pytest.Config) -> None:
-    """Run all that is named: `pytest FILE` its slow tests too, `pytest FILE::TEST` any test. `-m` has its say."""
-    is_chosen = any(str(argument).startswith("-m") for argument in config.invocation_params.args)
-    if config.option.markexpr == tiers.DEFAULT and not is_chosen:
-        if all("::" in argument for argument in config.args):
-            config.option.markexpr = ""
-        elif all("::" in argument or argument.endswith(".py") for argument in config.args):
-            config.option.markexpr = "not nightly"
 
 
 def spread(config: pytest.Config) -> None:
@@ -55,7 +47,7 @@ def spread(config: pytest.Config) -> None:
     GPU, of which they measure the memory.
     """
     option = config.option
-    if getattr(option, "numprocesses", 0) is not None:
+    if getattr(option, "numprocesses", 0) is not None or "PYTEST_XDIST_WORKER" in os.environ:
         return
     watched = option.usepdb or option.collectonly or option.capture == "no"
     num_processes = min(len(os.sched_getaffinity(0)), MAX_PROCESSES)

@@ -187,6 +187,18 @@ def tiers_of(cases: Iterable[str], record: Record, seed: int) -> dict[str, str]:
     return tiers
 
 
+def expression_for(arguments: Iterable[str], is_recording: bool) -> str:
+    """Return the expression for `-m` where the command line has none. What is named runs, and so does what is recorded.
+
+    `pytest FILE` runs the slow tests of the file, `pytest FILE::TEST` any test.
+    """
+    names = list(arguments)
+    if all("::" in name for name in names):
+        return ""
+    is_of_files = all("::" in name or name.endswith(".py") for name in names)
+    return "not nightly" if is_of_files or is_recording else DEFAULT
+
+
 class Recording:
     """A plugin that writes the seconds of a run's tests to the record."""
 

@@ -68,6 +68,17 @@ def test_a_test_may_take_thrice_its_seconds(monkeypatch, case, seconds, may_end)
     assert tiers.may_end(case, seconds) == may_end
 
 
+@pytest.mark.parametrize("arguments, is_recording, expression", [
+    (["tests"], False, tiers.DEFAULT),
+    (["tests/blocks", "tests/a.py"], False, tiers.DEFAULT),
+    (["tests/a.py", "tests/b.py::test_b"], False, "not nightly"),
+    (["tests/a.py::test_many", "tests/b.py::test_b[1]"], False, ""),
+    (["tests"], True, "not nightly"),
+])  # fmt: skip
+def test_what_is_named_runs(arguments, is_recording, expression):
+    assert tiers.expression_for(arguments, is_recording) == expression
+
+
 def parametrized(*values, **options):
     return pytest.mark.parametrize("where", list(values), **options).mark
 
