@@ -89,7 +89,7 @@ def test_a_prefix_that_many_wait_for_is_loaded_once(warm, num_blocks: int) -> No
 
 
 def test_what_another_request_has_saved_while_one_waited_is_loaded() -> None:
-    """Two families in turn, and blocks for one prompt: by its turn each family's prefix is stored, and partly evicted."""
+    """Two families in turn, and blocks for one prompt: by its turn each prefix is stored, and partly evicted."""
     store = DictStore()
     families = [prompt[:NUM_STORED] for prompt in PROMPTS[:2]]
     prompts = [[*families[number % 2], 100 + number] for number in range(8)]

@@ -46,13 +46,16 @@ class PromptLoads(ABC):
     # --- what the scheduler asks -------------------------------------------------------------------------------------
 
     def ask(self, waiting: Iterable[Request]) -> None:
-        """Go on with everything under way, and look up the first of the waiting, so that their turns begin at once."""
+        """Go on with everything under way, and look up the first of the waiting, so that their turns begin at once.
+
+        The very first one waits for the answer: nobody makes way for it before.
+        """
         self._poll()
-        for request in islice(waiting, self._max_loads // 2):
+        for place, request in enumerate(islice(waiting, self._max_loads // 2)):
             if self._may_ask(request) and self._has_place:
                 load = self._load_of(request)
-                if load.num_found is None and load.future is None:
-                    self._look_up(load)
+                if load.num_found is None and load.future is None and self._look_up(load) and not place:
+                    load.set_waiting(True, self._deadline)
 
     def holds(self, request: Request) -> bool:
         """Whether K and V for the request, whose turn has come, are on their way."""
@@ -233,6 +236,7 @@ class PromptLoads(ABC):
                 self._arrive(load, result, waits)
             else:
                 load.take_answer(result)
+                load.set_waiting(False, self._deadline)
         finally:
             if not waits:
                 self._late.remove(load)
