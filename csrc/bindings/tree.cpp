@@ -110,8 +110,8 @@ py::tuple take_changes(SharedTree& tree) {
   }
 }
 
-py::object match(SharedTree& tree, const py::object& tokens, const py::bytes& name, int priority,
-                 int64_t num_left_over, bool is_hit) {
+py::object match(SharedTree& tree, const py::object& tokens, const py::bytes& name, int priority, int64_t num_left_over,
+                 bool is_hit) {
   const Integers integers(tokens, "tokens");
   const TokenView view = integers.tokens();
   const std::string_view space(name);

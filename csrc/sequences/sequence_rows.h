@@ -64,8 +64,8 @@ class SequenceRows {
   // --- one sequence ---
 
   // Begins a sequence with its longest cached prefix, a part of the next block where `shares_parts`, and free blocks,
-  // some of which are evicted for it. `num_spare` more blocks are left that are free, or can be evicted. Without room it
-  // changes nothing and returns none. `is_hit`: as of PrefixTree::match, once it has begun. InvalidArgument as
+  // some of which are evicted for it. `num_spare` more blocks are left that are free, or can be evicted. Without room
+  // it changes nothing and returns none. `is_hit`: as of PrefixTree::match, once it has begun. InvalidArgument as
   // PrefixTree::match, with a host tier, without tokens, and for a negative num_spare.
   std::optional<BegunSequence> begin(const TokenView& tokens, std::string_view name, int priority,
                                      int64_t num_left_over, bool shares_parts, int64_t num_spare = 0,

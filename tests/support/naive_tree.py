@@ -14,6 +14,8 @@ from itertools import count
 
 from support.naive_pool import Key, NaivePool
 
+NUM_PRIORITIES = 8  # of the tree: 0 to 7
+
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many items two sequences share at their beginning."""

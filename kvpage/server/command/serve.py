@@ -24,6 +24,7 @@ from kvpage.server.command.options import ServeOptions
 from kvpage.server.config import ServerConfig
 from kvpage.server.text.chat_template import FAILURES
 from kvpage.serving import Engine
+from kvpage.serving.live.stepping.served_engine import ServedEngine
 from kvpage.store.config import parse_size
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ def in_words(config: ServerConfig, loaded: Loaded) -> str:
     return f"{config.served_model_names[0]} ({kind}; {blocks})"
 
 
-def bytes_of_blocks(engine: Engine) -> int:
+def bytes_of_blocks(engine: ServedEngine) -> int:
     """Return the memory of all blocks of the device tier; 0 for a model without any."""
     tensors = getattr(engine.cache, "gpu_cache", ())
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -140,14 +140,16 @@ class ChatTemplate:
 
     def _rendered(self, tokenizer: Any, chat: Chat, form: ChatForm) -> str:
         """Return the prompt. apply_chat_template would leave out content that is none, for which some templates ask."""
-        [text], _ = render_jinja_template(
+        tools: Any = chat.tools  # a list is invariant to type checkers
+        rendered: Any = render_jinja_template(
             conversations=[form.written(chat.messages)],
-            tools=chat.tools,
+            tools=tools,
             chat_template=tokenizer.get_chat_template(self._template, chat.tools),
             add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
             continue_final_message=chat.continue_final_message,
             **(tokenizer.special_tokens_map | chat.more),
         )
+        text = rendered[0][0]
         assert isinstance(text, str), "a template makes text"
         return text
 

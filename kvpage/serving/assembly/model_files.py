@@ -58,7 +58,7 @@ def load_model_files(folder: Path, dtype: torch.dtype | str, trusts_code: bool =
         ValueError: A file is missing, damaged or no language model's, lacks weights, or needs code that is not trusted.
     """
     try:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(  # its annotation knows no loading info
             folder,
             dtype=dtype,
             local_files_only=True,
@@ -70,8 +70,9 @@ def load_model_files(folder: Path, dtype: torch.dtype | str, trusts_code: bool =
     except _unreadable() as error:
         _check_trust(folder, error)
         raise ValueError(f"MODEL must be a language model of transformers: {_reason(error)}") from error
+    model, problems = loaded
     for rule, name in (("hold every weight of the model", "missing_keys"), ("have its shapes", "mismatched_keys")):
-        if wrong := sorted(str(key[0] if isinstance(key, tuple) else key) for key in found[name]):
+        if wrong := sorted(str(key[0] if isinstance(key, tuple) else key) for key in problems[name]):
             raise ValueError(f"MODEL must {rule}, {folder} has {len(wrong)} that do not: {', '.join(wrong[:3])}, ...")
     return model.train(False)
 
