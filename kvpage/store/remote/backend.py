@@ -8,38 +8,42 @@ class Mine(Backend):        RemoteTier(Mine(...)) is then a tier, with deadlines
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
+from kvpage.store.remote.fault import Fault
 from kvpage.store.tiers.tier import Key, RecordInfo
 
 
 class Backend(ABC):
     """A store of values by key; subclass it for a remote tier of your own.
 
-    Every batch is one call, and several threads may call at once. A method may raise any error: the tier makes it a
-    TierError. timeout: the seconds that are left, None for no limit. A call that overruns it is abandoned, so it need
-    not be exact. A method that never returns holds a thread forever.
+    Every batch is one call, and several threads may call at once. In place of a key's answer there may be a `Fault`,
+    which is a miss of that key alone. A method may raise any error: the tier makes it a TierError, and each key is a
+    miss. A few of them in a row open the circuit breaker; of raised Faults only those that are the server's count.
+
+    timeout: the seconds that are left, None for no limit. A call that overruns it is abandoned, so it need not be
+    exact. A method that never returns holds a thread forever.
     """
 
     @abstractmethod
     def get(self, keys: Sequence[Key], timeout: float | None) -> Sequence[object]:
-        """Return for each key its value (contiguous, with the buffer protocol), or None.
+        """Return for each key its value (contiguous, with the buffer protocol), None or a Fault.
 
         The tier reads it until the reader is closed, so it must not change.
         """
 
     @abstractmethod
-    def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool]:
-        """Store each value whole or not at all, in place of the old one; return whether it is there now.
+    def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool | Fault]:
+        """Store each value whole or not at all, in place of the old one; return whether it is there now, or a Fault.
 
         The views must not be kept.
         """
 
     @abstractmethod
-    def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool]:
-        """Return for each key whether there is a value."""
+    def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool | Fault]:
+        """Return for each key whether there is a value, or a Fault."""
 
     @abstractmethod
     def remove(self, keys: Sequence[Key], timeout: float | None) -> int:
-        """Remove values; return the number that were there."""
+        """Remove values; return the number that were there. Raises an error if one may be there still."""
 
     def infos(self) -> Iterator[RecordInfo]:
         """Walk over the values; num_bytes is the length of each."""

@@ -6,7 +6,8 @@
           │                                  └──────────── it fails ───────────┘           │
           └──────────────────────────────────────────────── it succeeds ───────────────────┘
 
-Closed, every call is admitted; open, none; half-open, one trial, whose result decides.
+Closed, every call is admitted; open, none; half-open, one trial, whose result decides. The tier decides which calls
+have failed (`fault`).
 """
 
 import threading
@@ -56,13 +57,14 @@ class Breaker:
             self._num_failures, self._opened_at, self._in_trial = 0, None, False
             return was_open
 
-    def failed(self) -> bool:
+    def failed(self, is_new: bool = True) -> bool:
         """Count a failure. A failed trial opens it anew; other late failures change nothing.
 
+        is_new: whether the failure counts while it is closed; False for one that was counted before.
         Returns whether it was closed and is open now.
         """
         with self._lock:
-            self._num_failures += 1
+            self._num_failures += is_new
             opens = self._opened_at is None and self._num_failures >= self._max_failures
             if self._in_trial or opens:
                 self._opened_at, self._in_trial = self._clock(), False

@@ -7,7 +7,7 @@ the process that holds each record. All values pass through a buffer of `buffer_
 foreign value can take. Mooncake evicts by itself. It cannot list its records, so `infos` raises an error.
 
 Its Python binding answers a get with b"" both for a missing value and for a lost master. So if all answers are empty,
-the backend asks whether the first value exists: that call fails without a master.
+the backend asks whether the first value exists: that call fails without a master. FAULTS names the errors' kinds.
 """
 
 import re
@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kvpage.store.remote.backend import Backend
+from kvpage.store.remote.fault import Fault, FaultKind
 from kvpage.store.remote.options import RemoteOptions, num_bytes
 from kvpage.store.remote.remote_tier import RemoteTier
 from kvpage.store.tiers.tier import Key
@@ -26,8 +27,12 @@ from kvpage.store.tiers.tier import Key
 PREFIX = "kvpage:"
 DEFAULT_PORT = 50051
 SEGMENT_SIZE, BUFFER_SIZE = "1GiB", "512MiB"
-NO_SUCH_OBJECT = -704  # the error codes of Mooncake Store
-FULL = frozenset({-200, -600})  # no room in the fleet, none in the buffer
+FAULTS: dict[FaultKind, frozenset[int]] = {  # error codes of Mooncake Store; all others are broken
+    "absent": frozenset({-703, -704, -712}),  # not whole yet, not there, no longer there
+    "full": frozenset({-200, -600, -1700}),  # no room in the fleet, none in the buffer, none for the tenant
+    "forbidden": frozenset({-601}),  # another client's object
+    "busy": frozenset({-500, -705, -706, -707, -708, -714, -800}),  # in use, or its holder is not reached
+}
 Store = Any  # MooncakeDistributedStore
 
 
@@ -67,30 +72,27 @@ class MooncakeBackend(Backend):
         found = dict(zip(names, values, strict=True))
         return [found[self._name(key)] or None for key in keys]
 
-    def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool]:
+    def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool | Fault]:
         """Store all values at once, or else one by one: the binding does not report which one failed."""
         names, values = [self._name(key) for key, _ in items], [value for _, value in items]
         with self._client() as store:
             if store.upsert_batch(names, values) == 0:
                 return [True] * len(names)
             codes = [store.upsert(name, value) for name, value in zip(names, values, strict=True)]
-        if failed := [code for code in codes if code != 0 and code not in FULL]:
-            _raise_if_failed("upsert", failed[0])
-        return [code == 0 for code in codes]
+        return [_fault("upsert", code) or code == 0 for code in codes]
 
-    def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool]:
+    def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool | Fault]:
         with self._client() as store:
             codes = store.batch_is_exist([self._name(key) for key in keys])
-        for code in codes:
-            _raise_if_failed("is_exist", code)
-        return [code == 1 for code in codes]
+        return [_fault("is_exist", code) or code == 1 for code in codes]
 
     def remove(self, keys: Sequence[Key], timeout: float | None) -> int:
         """Remove values, also those with a lease of Mooncake for a recent read: readers have a copy."""
         with self._client() as store:
             codes = store.batch_remove([self._name(key) for key in keys], True)
-        for code in codes:
-            _raise_if_failed("remove", 0 if code == NO_SUCH_OBJECT else code)
+        failed = [code for code in codes if code < 0 and code not in FAULTS["absent"]]
+        if failed:
+            _raise_if_failed("remove", failed[0], is_partial=len(failed) < len(codes))
         return sum(code == 0 for code in codes)
 
     def clear(self) -> None:
@@ -188,6 +190,14 @@ def _connect(store: Store, settings: dict[str, Any]) -> Store:
     return store
 
 
-def _raise_if_failed(call: str, code: int) -> None:
-    if code < 0:
-        raise OSError(f"{call} failed with Mooncake's error {code}")
+def _raise_if_failed(call: str, code: int, is_partial: bool = False) -> None:
+    if fault := _fault(call, code, is_partial):
+        raise fault
+
+
+def _fault(call: str, code: int, is_partial: bool = False) -> Fault | None:
+    """Return the fault that an error code reports; None for the code of a success."""
+    if code >= 0:
+        return None
+    kind: FaultKind = next((kind for kind, codes in FAULTS.items() if code in codes), "broken")
+    return Fault(kind, f"{call} failed with Mooncake's error {code}", is_partial=is_partial)

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kvpage.store.remote.backend import Backend
+from kvpage.store.remote.fault import Fault, FaultKind, raise_if_none
 from kvpage.store.remote.options import MIN_RECORD_BYTES, RemoteOptions, integer
 from kvpage.store.remote.redis_client import Client, connector, disconnect, interrupt, redis
 from kvpage.store.remote.remote_tier import RemoteTier
@@ -24,6 +25,22 @@ from kvpage.store.tiers.tier import Key, RecordInfo
 
 PREFIX = "kvpage:"
 LIST_COUNT = 1000  # keys a round trip of a listing
+FAULTS: dict[FaultKind, tuple[type[Exception], ...]] = {  # all others are broken
+    "full": (redis.exceptions.OutOfMemoryError,),
+    "forbidden": (redis.exceptions.NoPermissionError, redis.exceptions.ReadOnlyError),
+    "busy": (
+        redis.exceptions.AskError,  # and its MovedError, after the client's own tries
+        redis.exceptions.BusyLoadingError,
+        redis.exceptions.ClusterDownError,  # and its MasterDownError
+        redis.exceptions.TryAgainError,
+    ),
+}
+FAULTS_OF_CODES: dict[str, FaultKind] = {  # that redis-py has no class for
+    "BUSY": "busy",  # with a script
+    "MISCONF": "forbidden",  # writes, while nothing can be saved
+    "NOREPLICAS": "forbidden",  # likewise
+    "WRONGTYPE": "absent",  # another client's value
+}
 
 
 class RedisBackend(Backend):
@@ -56,19 +73,20 @@ class RedisBackend(Backend):
     def get(self, keys: Sequence[Key], timeout: float | None) -> Sequence[object]:
         end = self._max_value_bytes
         answers = self._answers([("GETRANGE", self._name(key), 0, end) for key in keys])
-        return [b"" if _is_of_another_type(answer) else _value(answer) for answer in answers]
+        return [_value(answer) for answer in answers]
 
-    def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool]:
+    def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool | Fault]:
         life = () if self._ttl is None else ("EX", self._ttl)
-        return [answer is True for answer in self._answers([("SET", self._name(k), v, *life) for k, v in items])]
+        answers = self._answers([("SET", self._name(k), v, *life) for k, v in items])
+        return [answer if isinstance(answer, Fault) else answer is True for answer in answers]
 
-    def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool]:
+    def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool | Fault]:
         """Return for each key whether a value is there whose length a record can have.
 
         STRLEN finds the lengths, so that a store replaces values that cannot be records. EXISTS would find them there.
         """
         lengths = self._answers([("STRLEN", self._name(key)) for key in keys])
-        return [isinstance(n, int) and MIN_RECORD_BYTES <= n <= self._max_value_bytes for n in lengths]
+        return [n if isinstance(n, Fault) else self._may_be_record(n) for n in lengths]
 
     def remove(self, keys: Sequence[Key], timeout: float | None) -> int:
         return self._remove([self._name(key) for key in keys])
@@ -76,6 +94,7 @@ class RedisBackend(Backend):
     def infos(self) -> Iterator[RecordInfo]:
         for names in self._listed():
             lengths = self._answers([("STRLEN", name) for name in names])
+            raise_if_none(lengths)
             for name, num_bytes in zip(names, lengths, strict=True):
                 if isinstance(num_bytes, int) and num_bytes > 0:
                     yield RecordInfo(bytes.fromhex(name.removeprefix(self._prefix).decode()), num_bytes)
@@ -107,8 +126,14 @@ class RedisBackend(Backend):
     def _name(self, key: Key) -> bytes:
         return self._prefix + key.hex().encode()
 
+    def _may_be_record(self, length: object) -> bool:
+        return isinstance(length, int) and MIN_RECORD_BYTES <= length <= self._max_value_bytes
+
     def _remove(self, names: Sequence[bytes]) -> int:
-        return sum(answer for answer in self._answers([("UNLINK", name) for name in names]) if answer == 1)
+        answers = self._answers([("UNLINK", name) for name in names])
+        if faults := [answer for answer in answers if isinstance(answer, Fault)]:
+            raise Fault(faults[0].kind, str(faults[0]), is_partial=len(faults) < len(answers))
+        return sum(answer == 1 for answer in answers)
 
     def _listed(self) -> Iterator[list[bytes]]:
         """Yield names of records, at most LIST_COUNT at a time. All are found first, since callers need the client."""
@@ -119,21 +144,18 @@ class RedisBackend(Backend):
         yield from (names[i : i + LIST_COUNT] for i in range(0, len(names), LIST_COUNT))
 
     def _answers(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Send commands in one round trip and return the answers.
-
-        An answer may be the server's error for that command, such as a full server's or a missing node's. If all are
-        errors, the first is raised, unless one is about the value and not the server.
-        """
+        """Send commands in one round trip and return the answers, a Fault for each command that has none."""
         with self._client() as client:
             pipeline = client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
-            answers: list[Any] = pipeline.execute(raise_on_error=False)
+            try:
+                answers: list[Any] = pipeline.execute(raise_on_error=False)
+            except redis.RedisError as error:
+                raise _fault(error) from error
         if len(answers) != len(commands):
             raise redis.RedisError(f"{len(commands)} commands were sent, got {len(answers)} answers")
-        if all(isinstance(answer, Exception) for answer in answers) and not any(map(_is_refusal, answers)):
-            raise answers[0]
-        return answers
+        return [_fault(answer) if isinstance(answer, Exception) else answer for answer in answers]
 
     @contextmanager
     def _client(self) -> Iterator[Client]:
@@ -177,14 +199,19 @@ def from_url(url: str) -> RemoteTier:
 
 
 def _value(answer: object) -> object:
-    """Return the value; None for an empty one, GETRANGE's answer for a missing key, and for an error."""
+    """Return the value; None for an empty one, GETRANGE's answer for a missing key; a Fault.
+
+    A value of another type becomes b"", which is not a record, so that it is removed.
+    """
+    if isinstance(answer, Fault):
+        return b"" if answer.kind == "absent" else answer
     return answer if isinstance(answer, bytes | memoryview) and len(answer) else None
 
 
-def _is_of_another_type(answer: object) -> bool:
-    return isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE")
-
-
-def _is_refusal(answer: object) -> bool:
-    """Return whether an error is about the value or about a full server. Other errors mean an unusable server."""
-    return isinstance(answer, redis.exceptions.OutOfMemoryError) or _is_of_another_type(answer)
+def _fault(error: Exception) -> Fault:
+    """Return the fault that an error of redis-py means."""
+    code = str(error).partition(" ")[0]
+    kind: FaultKind = next((kind for kind, classes in FAULTS.items() if isinstance(error, classes)), "broken")
+    if isinstance(error, redis.ResponseError):
+        kind = FAULTS_OF_CODES.get(code, kind)
+    return Fault(kind, f"{type(error).__name__}: {error}")

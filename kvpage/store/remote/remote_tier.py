@@ -8,6 +8,9 @@
 A server is trusted with nothing. A value is a record only if it has the length in its header and the right key.
 Anything else is a miss, counted and removed. Every call ends at its deadline (`deadline_pool`), and a server that fails
 several times in a row is left alone for a while (`breaker`).
+
+A key's fault is that key's miss (`fault`). A call fails if it has an answer for no key. Then the breaker counts
+it, unless the server answers: it refuses, or is busy for keys that it was busy for before.
 """
 
 import functools
@@ -25,6 +28,7 @@ from kvpage.store.records.record import CorruptRecord, RecordHead
 from kvpage.store.remote.backend import Backend
 from kvpage.store.remote.breaker import Breaker
 from kvpage.store.remote.deadline_pool import DeadlinePool
+from kvpage.store.remote.fault import Fault, raise_if_none
 from kvpage.store.remote.options import MAC_BYTES, MIN_RECORD_BYTES, RemoteOptions
 from kvpage.store.tiers.tier import Key, Reader, RecordInfo, Tier, TierError, TierRests, TierStats, Writer
 
@@ -55,20 +59,21 @@ class RemoteTier(Tier):
         self._pool = DeadlinePool(options.max_calls, backend.give_up)
         self._lock = threading.Lock()
         self._num_corrupted, self._num_errors = 0, 0
+        self._busy_keys: set[Key] = set()  # since the last answer
+        self._refused: set[str] = set()  # kinds of calls that the server refused, and that were told
         self._is_closed = False
         self._process = ForkGuard(name)
 
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
         if not keys:
             return []
-        answers = self._call(lambda left: self._backend.contains(keys, left), timeout)
-        return self._flags(answers, len(keys))
+        return self._flags("contains", keys, lambda left: self._backend.contains(keys, left), timeout)
 
     def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
         if not keys:
             return []
         deadline = _Deadline(self._options.timeout if timeout is None else timeout)
-        records, wrong = self._call(lambda _: self._fetch(keys, deadline), deadline.left())
+        records, wrong = self._call("open", keys, lambda _: self._fetch(keys, deadline), deadline.left())
         if wrong:
             self._drop(wrong, deadline)
         return [None if record is None else _RemoteReader(record) for record in records]
@@ -92,24 +97,24 @@ class RemoteTier(Tier):
             return []
         items = [(writer.key, writer.value) for writer in map(self._own, writers)]
         try:
-            answers = self._call(lambda left: self._backend.put(self._sealed(items), left), timeout)
+            keys = [key for key, _ in items]
+            return self._flags("commit", keys, lambda left: self._backend.put(self._sealed(items), left), timeout)
         finally:
             for writer in writers:
                 writer.close()  # one try each: a late one may still be on its way
-        return self._flags(answers, len(items))
 
     def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
         if not keys:
             return 0
-        answer = self._call(lambda left: self._backend.remove(keys, left), timeout)
+        answer = self._call("remove", keys, lambda left: self._backend.remove(keys, left), timeout)
         return answer if isinstance(answer, int) else 0
 
     def infos(self) -> Iterator[RecordInfo]:
-        found = self._call(lambda _: list(self._backend.infos()), None)
+        found = self._call("infos", (), lambda _: list(self._backend.infos()), None)
         return (info._replace(num_bytes=max(info.num_bytes - self._options.mac_bytes, 0)) for info in found)
 
     def clear(self) -> None:
-        self._call(lambda _: self._backend.clear(), None)
+        self._call("clear", (), lambda _: self._backend.clear(), None)
 
     def flush(self, sync: bool = False) -> None:
         """Do nothing: committed records are there. The server decides whether they survive a loss of power."""
@@ -133,7 +138,7 @@ class RemoteTier(Tier):
         finally:
             closer.close()  # its thread would wait for more calls
 
-    def _call(self, function: Callable[[float | None], T], timeout: float | None) -> T:
+    def _call(self, name: str, keys: Sequence[Key], function: Callable[[float | None], T], timeout: float | None) -> T:
         """Call the backend; every call passes here. function: takes the seconds that are left."""
         self._process.check()
         deadline = _Deadline(self._options.timeout if timeout is None else timeout)
@@ -143,24 +148,53 @@ class RemoteTier(Tier):
         except NotImplementedError as error:  # not a failure: the server was not even asked
             self._succeeded()
             raise TierError(f"{self.name}: {error}") from error
+        except Fault as fault:
+            self._count(errors=1)
+            raise self._faulted(name, keys, fault) from fault
         except Exception as error:  # every error of a client library is the tier's trouble
             self._count(errors=1)
             raise self._failed(f"{self.name}: {type(error).__name__}: {error}") from error
         except BaseException as error:
             self._failed(f"{self.name}: {type(error).__name__}")
             raise
-        self._succeeded()
+        self._succeeded(name)
         return result
 
-    def _succeeded(self) -> None:
+    def _succeeded(self, name: str | None = None) -> None:
+        """Note an answer. name: of a kind of call that the server does not refuse."""
+        with self._lock:
+            self._busy_keys.clear()
+            self._refused.discard(name or "")
         if self._breaker.succeeded():
             logger.warning("%s answers again and is asked as before", self.name)
 
-    def _failed(self, message: str) -> TierError:
+    def _faulted(self, name: str, keys: Sequence[Key], fault: Fault) -> TierError:
+        """Return the error of a call that has an answer for no key. A refusal is told once, until it ends."""
+        message = f"{self.name}: {fault}"
+        if fault.is_of_server:
+            return self._failed(message, fault.kind == "broken" or self._is_newly_busy(keys))
+        self._succeeded()
+        with self._lock:
+            is_told = name in self._refused
+            self._refused.add(name)
+        return TierRests(message) if is_told else TierError(message)
+
+    def _is_newly_busy(self, keys: Sequence[Key]) -> bool:
+        """Return whether the server was not busy for one of the keys before: one key alone opens no breaker."""
+        with self._lock:
+            is_new = not keys or not self._busy_keys.issuperset(keys)
+            self._busy_keys.update(keys)
+            return is_new
+
+    def _failed(self, message: str, is_new: bool = True) -> TierError:
         """Count a failure and return its error, which is not logged once the breaker is open."""
-        if self._breaker.failed():
+        if self._breaker.failed(is_new):
             logger.warning("%s: it is left alone until it answers again", message)
-        return TierRests(message) if self._breaker.is_open else TierError(message)
+        if not self._breaker.is_open:
+            return TierError(message)
+        with self._lock:
+            self._busy_keys.clear()
+        return TierRests(message)
 
     def _admit(self, deadline: "_Deadline") -> None:
         if self._is_closed:
@@ -175,15 +209,20 @@ class RemoteTier(Tier):
         """Return the records, and the keys of values that are not records; as many at a time as are sure to fit."""
         records: list[memoryview | None] = []
         wrong: list[Key] = []
+        answers: list[object] = []
         left = self._options.max_batch_bytes
         while len(records) < len(keys) and left >= self._options.max_record_bytes:
             some = keys[len(records) :][: left // self._options.max_record_bytes]
-            for key, value in zip(some, self._listed(self._backend.get(some, deadline.left()), len(some)), strict=True):
-                record = None if value is None else self._record(key, value)
-                if value is not None and record is None:
+            values = self._listed(self._backend.get(some, deadline.left()), len(some))
+            answers += values
+            for key, value in zip(some, values, strict=True):
+                is_value = value is not None and not isinstance(value, Fault)
+                record = self._record(key, value) if is_value else None
+                if is_value and record is None:
                     wrong.append(key)
                 left -= 0 if record is None else record.nbytes
                 records.append(record)
+        self._judge(answers)
         return records + [None] * (len(keys) - len(records)), wrong
 
     def _record(self, key: Key, value: object) -> memoryview | None:
@@ -221,7 +260,7 @@ class RemoteTier(Tier):
         """Remove wrong values, which would keep right ones from being stored."""
         self._count(corrupted=len(keys))
         try:
-            self._call(lambda left: self._backend.remove(keys, left), deadline.left())
+            self._call("remove", keys, lambda left: self._backend.remove(keys, left), deadline.left())
         except TierError:
             return  # counted; the next reader tries again
 
@@ -232,8 +271,25 @@ class RemoteTier(Tier):
         self._count(errors=1)
         return [None] * num_keys
 
-    def _flags(self, answers: object, num_keys: int) -> list[bool]:
-        return [answer is True for answer in self._listed(answers, num_keys)]
+    def _flags(
+        self, name: str, keys: Sequence[Key], function: Callable[[float | None], object], timeout: float | None
+    ) -> list[bool]:
+        """Call the backend for a flag a key. False for a key's fault."""
+
+        def answers(left: float | None) -> Sequence[object]:
+            listed = self._listed(function(left), len(keys))
+            self._judge(listed)
+            return listed
+
+        return [answer is True for answer in self._call(name, keys, answers, timeout)]
+
+    def _judge(self, answers: Sequence[object]) -> None:
+        """Count faults; raise one if there is nothing else."""
+        raise_if_none(answers)
+        faults = [answer for answer in answers if isinstance(answer, Fault) and answer.is_error]
+        if faults:
+            self._count(errors=len(faults))
+            logger.info("%s: no answer for %d of %d keys: %s", self.name, len(faults), len(answers), faults[0])
 
     def _count(self, corrupted: int = 0, errors: int = 0) -> None:
         with self._lock:

@@ -134,6 +134,25 @@ def test_a_master_that_is_gone_is_no_miss():
     assert get(tier, K) == list(DATA.values())
 
 
+def test_an_error_of_one_key_is_its_miss():
+    """-800: the machine that has its value is not reached. -706: it is in use."""
+    tier = fake_tier(fake := Fake())
+    put(tier, DATA)
+    sick, is_exist, upsert = "kvpage:" + K[1].hex(), fake.is_exist, fake.upsert
+    fake.is_exist = lambda name: -800 if name == sick else is_exist(name)
+    fake.upsert = lambda name, value: -800 if name == sick else upsert(name, value)
+    fake.upsert_batch = lambda names, values: -800
+    fake.batch_remove = lambda names, force: [-706 if name == sick else 0 for name in names]
+    fake.values[sick] = b""  # a get does not tell
+    for _ in range(4):
+        assert tier.contains(K[:3]) == [True, False, True]
+        assert get(tier, K[:3]) == [DATA[K[0]], None, DATA[K[2]]]
+        assert put(tier, {k: DATA[k] for k in K[:3]}) == [True, False, True]
+        with pytest.raises(TierError, match="-706"):
+            tier.remove(K[:3])  # one may be there still
+    assert tier.stats().errors == 12
+
+
 def test_it_connects_once_and_again_after_a_failure():
     made, fake = [], Fake()
 

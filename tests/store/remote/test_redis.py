@@ -151,6 +151,22 @@ def test_a_full_server_refuses_and_still_serves(tier, server):
     assert put(tier, {K[1]: DATA[K[1]]}) == [True]
 
 
+def test_a_key_that_is_refused_is_its_miss(tier, server):
+    """A user may reach all keys but one, and only read them."""
+    put(tier, DATA)
+    keys = [f"~{name(k)}" for k in K if k != K[3]]
+    client(server).execute_command("ACL", "SETUSER", "half", "on", ">p", "+getrange", "+strlen", *keys)
+    half = from_url(f"redis://half:p@127.0.0.1:{server.port}/0?cooldown=3600")
+    for _ in range(4):
+        assert half.contains(K) == [k != K[3] for k in K]
+        assert get(half, K) == [None if k == K[3] else DATA[k] for k in K]
+        for call in (lambda: put(half, {K[0]: DATA[K[0]]}), lambda: half.remove(K[:1]), lambda: half.contains([K[3]])):
+            with pytest.raises(TierError, match="NoPermission"):
+                call()
+    assert half.stats().errors == 20
+    half.close()
+
+
 def test_down_at_start_killed_and_restarted(tmp_path):
     port = free_port()
     tier = from_url(f"redis://127.0.0.1:{port}?cooldown=0")
