@@ -21,13 +21,14 @@ POISON = 0xFF  # NaN in each float dtype
 
 
 class Portion(NamedTuple):
-    """Positions [start, end) of a sequence, computed with a slot. marks: (position, slot) each."""
+    """Positions [start, end) of a sequence, computed with a slot. marks: (position, slot) each. num_prompt: see StateRow."""
 
     seq: int
     start: int
     end: int
     slot: int
     marks: tuple[tuple[int, int], ...] = ()
+    num_prompt: int | None = None
 
 
 class StateLoop:
@@ -65,7 +66,7 @@ class StateLoop:
             slots.append(table[at // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + at % BLOCK_SIZE)
         starts, ends = [one.start for one in portions], [one.end for one in portions]
         step = Step.make(self.cache, np.concatenate(slots), tables, starts, ends)
-        rows = [StateRow(one.slot, one.start, one.end, one.marks) for one in portions]
+        rows = [StateRow(one.slot, one.start, one.end, one.marks, one.num_prompt) for one in portions]
         step.use_states(StatePass(self.states, rows))
         return step
 

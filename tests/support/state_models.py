@@ -28,6 +28,8 @@ STEPWISE = {"mamba", "falcon_mamba", "jamba", "zamba"}
 """Those whose mixers read a state only where they compute one token."""
 SCANNED = STEPWISE
 """Those of them whose scans kvpage begins with a state, so that several tokens are one call."""
+APART = {"nemotron_h", "zamba2"} if are_states_served("5.15") else set[str]()
+"""Those whose mixers compute one token after a state by another rule than a prompt: they share no answers."""
 INKLING = ("inkling_text", "inkling2_text", "inkling2_loop_text") if are_states_served("5.18") else ()
 REFUSED = tuple(kind for kind in INKLING if kind in CONFIG_MAPPING)
 """Types with states in their cache, that are refused because of their attention."""

@@ -56,6 +56,7 @@ class HybridManager(BlockManager):
         host_policy: When cached blocks are copied to the host.
         rule: Whether cached blocks on the host are worth their way back; None loads all of them.
         pin_quota: How many blocks `space.pin` may keep. Checkpoints on them are evicted last.
+        shares_answers: Whether generated tokens leave the K, V and states of the same prompt. Callers hide them if not.
 
     Raises:
         ValueError: A number is out of range.
@@ -76,6 +77,7 @@ class HybridManager(BlockManager):
         host_policy: HostPolicy | None = None,
         rule: LoadOrCompute | None = None,
         pin_quota: int = 0,
+        shares_answers: bool = True,
     ) -> None:
         if checkpoint_every is not None:
             check_at_least("checkpoint_every", checkpoint_every, 1)
@@ -89,7 +91,7 @@ class HybridManager(BlockManager):
             rule=rule,
             pin_quota=pin_quota,
         )
-        self.checkpoint_every = checkpoint_every
+        self.checkpoint_every, self.shares_answers = checkpoint_every, shares_answers
         self.states = StateSpace(self.space, num_slots, num_host_slots, num_checkpoints)
         self._states_of = SequenceStates(self.states, self._sequences, enable_prefix_caching)
         parts = self.space, self._sequences, self.states
@@ -238,10 +240,8 @@ class HybridManager(BlockManager):
     def give_up_marks(self, seq_id: SeqId) -> None:
         """Free the reserved slots after a failed step, which may have spoiled the state.
 
-        The sequence is to be released. Until then its state can be neither forked, swapped out nor kept.
-
         Args:
-            seq_id: A sequence on the device.
+            seq_id: A sequence on the device, to be released. Its state can be neither forked, swapped out nor kept.
 
         Raises:
             KeyError: There is no such sequence.

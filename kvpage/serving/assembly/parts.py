@@ -42,7 +42,6 @@ from kvpage.serving.model.limits import limited_model_len
 from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.paged_check import verify_model, verify_quantized
 from kvpage.serving.model.runner import ModelRunner
-from kvpage.serving.model.states.held_states import kept_states
 from kvpage.serving.model.states.model_states import ModelStates
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.store import KVStore
@@ -146,7 +145,7 @@ def check_servable(model: PreTrainedModel, config: EngineConfig, takes_states: b
 
     takes_states: whether there will be state slots, for models whose layers keep states. Others are served as without.
     """
-    with without_autocast(model.device), kept_states(model):
+    with without_autocast(model.device):
         return _tried_out(model, config, found_states(model, config) if takes_states else None)
 
 

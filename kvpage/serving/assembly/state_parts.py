@@ -19,12 +19,13 @@ class SlotCounts:
     """How many state slots each tier has. Each slot has a tail block, which comes after the blocks of its tier.
 
     device: of running sequences and of checkpoints. checkpoints: of the latter, at most. host: of checkpoints and of
-    sequences that are swapped out.
+    sequences that are swapped out. shares_answers: see HybridManager.
     """
 
     device: int
     checkpoints: int
     host: int
+    shares_answers: bool = True
 
     @classmethod
     def of(cls, config: EngineConfig, states: ModelStates) -> "SlotCounts":
@@ -40,7 +41,7 @@ class SlotCounts:
         num_kept = min(num_kept, cache.num_gpu_blocks)
         num_host = slots_within("host_checkpoint_bytes", budget.host_checkpoint_bytes, slot_bytes)
         num_host = min(num_host, cache.num_gpu_blocks + cache.num_cpu_blocks)
-        return cls(config.max_num_seqs + num_kept, num_kept, num_host)
+        return cls(config.max_num_seqs + num_kept, num_kept, num_host, states.shares_answers)
 
     def with_tails(self, cache: CacheConfig) -> CacheConfig:
         """Return the config of a cache that has the tail blocks, too."""
@@ -67,4 +68,5 @@ class SlotCounts:
             host_policy=config.host_policy,
             rule=rule,
             pin_quota=config.pin_quota,
+            shares_answers=self.shares_answers,
         )

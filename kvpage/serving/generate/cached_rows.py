@@ -78,6 +78,7 @@ class CachedRows:
         self._manager, self._engine, self._seq_ids = manager, engine, seq_ids
         self._rows: list[_Row] = []
         self._tokens = np.empty((0, 0), np.int32)  # computed ones, then those of the prompt that are yet to come
+        self._num_prompt = 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -101,6 +102,7 @@ class CachedRows:
         there are states, all rows begin at one position: a state cannot be shortened. cache_at: see KVPageCache.
         """
         self._rows, self._tokens = self._allocate_each(tokens, is_findable, namespace, cache_at=cache_at), tokens
+        self._num_prompt = tokens.shape[1]
         found = [row.num_written for row in self._rows]
         while self._states is not None and max(found) > min(found):
             self._release_all()
@@ -153,7 +155,7 @@ class CachedRows:
         if self._states is None:
             return None
         findable = [not row.is_private for row in self._rows]
-        return self._states.begin([row.seq_id for row in self._rows], findable, start, end)
+        return self._states.begin([row.seq_id for row in self._rows], findable, start, end, self._num_prompt)
 
     def finish(self, tokens: TokenRows, start: int, states: RowPass | None = None) -> None:
         """Count the tokens that `begin` was given: their K and V are written in all layers, their states computed."""
@@ -172,8 +174,7 @@ class CachedRows:
             self.working.write(self._slots(start, self.length))
         for row, tokens in zip(self._rows, self._tokens, strict=True):
             if row.num_written < self.length:
-                self._manager.commit(row.seq_id, tokens[row.num_written : self.length])
-                row.num_written = self.length
+                self._commit_row(row, tokens[: self.length])
         if self._states is not None and self._has_marks:
             self._states.keep([row.seq_id for row in self._rows])
             self._has_marks = False
@@ -271,6 +272,16 @@ class CachedRows:
         allocation = self._manager.allocate(seq_id, tokens, namespace, max_cached_tokens=max_cached, **named)
         return _Row(seq_id, len(tokens), allocation.num_cached_tokens, namespace, is_private)
 
+    def _commit_row(self, row: _Row, tokens: TokenRow) -> None:
+        """Commit the tokens that are not yet: those after the prompt are findable if they leave what a prompt would."""
+        is_hiding = self._states is not None and not self._states.shares_answers
+        if is_hiding and row.num_written <= self._num_prompt < len(tokens):
+            self._manager.commit(row.seq_id, tokens[row.num_written : self._num_prompt])
+            self._manager.make_private(row.seq_id)
+            row.num_written = self._num_prompt
+        self._manager.commit(row.seq_id, tokens[row.num_written :])
+        row.num_written = len(tokens)
+
     def _give_back(self, row: _Row, tokens: TokenRow) -> None:
         self._manager.release(row.seq_id)
         if row.is_private:
@@ -304,11 +315,12 @@ class CachedRows:
             return copied
         # One token more than the row has: a lookup leaves the last one to compute.
         most = None if self._states is None else length
+        if self._states is not None and not self._states.shares_answers:
+            most = min(length, self._num_prompt)
         copied = self._allocate(np.append(tokens, _NO_TOKEN), row.namespace, row.is_private, most)
         if copied.num_written < length:
             self._copy_blocks(row, copied, length)
-            self._manager.commit(copied.seq_id, tokens[copied.num_written : length])
-            copied.num_written = length
+            self._commit_row(copied, tokens[:length])
         if self._states is not None and length:
             self._states.copy(row.seq_id, copied.seq_id)
         return copied

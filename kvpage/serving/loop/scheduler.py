@@ -266,8 +266,7 @@ class Scheduler:
         return is_swapped
 
     def _commit(self, request: Request) -> None:
-        self.manager.commit(request.seq_id, request.tokens[request.num_committed : request.num_computed])
-        request.set_committed()
+        self._states.commit(request)
 
     def _make_private(self, request: Request) -> None:
         """Commit only the tokens before the first reused one: they were computed exactly, those after it were not."""

@@ -37,6 +37,7 @@ from kvpage.serving.model.probe import (
     unquantized,
 )
 from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.states.held_states import without_own_states
 from kvpage.serving.model.states.state_pass import StatePass, StateRow
 from kvpage.serving.model.step import PackedTokens, Step
 
@@ -91,7 +92,8 @@ def _paged_error(
     """Return the relative error of logits over blocks, the blocks' dtype, and the window of each layer."""
     model = runner.model
     sequences = probe_tokens(vocab_size(model))
-    expected = torch.cat([_own_logits(model, tokens) for tokens in sequences])
+    computing = without_own_states(model)
+    expected = torch.cat([_own_logits(computing, tokens) for tokens in sequences])
     blocks_each = -(-max(PROBE_LENGTHS) // cache_config.block_size)
     config = replace(cache_config, num_gpu_blocks=blocks_each * len(sequences), num_cpu_blocks=0)
     engine = CacheEngine(config, model_config, device_config=DeviceConfig(model.device), kv_scales=kv_scales)

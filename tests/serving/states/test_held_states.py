@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.state_engines import ask, make_engine, own_tokens
 from support.state_loop import Portion, StateLoop, assert_near, own_logits, random_tokens
 from support.state_models import make_state_model
 
+from kvpage.serving import BeamSearchParams
 from kvpage.serving.model.states.model_states import ModelStates
 
 PORTIONS = Portion(0, 0, 4, 1), Portion(0, 4, 5, 1), Portion(0, 5, 12, 1, ((7, 0), (8, 2)))
@@ -63,10 +65,46 @@ def test_a_replaced_forward_computes_one_by_one(model: Any, counts: list[int]) -
     assert counts == [4] + [1] * 8
 
 
-def test_another_convolution_computes_one_by_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_not_part_of_the_whole_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, own = blocks(model)[0].conv_1d, blocks(model)[0].conv_1d.forward
     monkeypatch.setattr(first, "forward", lambda columns: own(columns).roll(1, dims=-1))
-    assert [mixer.is_stepwise for mixer in ModelStates.of_model(model).mixers] == [True, False]
+    with pytest.raises(ValueError, match="as a prompt's tokens are, RecurrentGemmaRecurrentBlock does not"):
+        ModelStates.of_model(model)
+
+
+def test_an_engine_computes_beside_the_model(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making one, and its steps, must neither call the model's own blocks nor touch their states."""
+    own_tokens(model, [3, 5, 7], 2)
+    before = [(block.conv1d_state, block.rg_lru.recurrent_states) for block in blocks(model)]
+    called: list[object] = []
+    for module in (part for block in blocks(model) for part in (block, block.rg_lru)):
+        monkeypatch.setattr(type(module), "forward", counting(type(module).forward, module, called))
+    engine = make_engine(model)
+    assert len(ask(engine, [3, 5, 7, 9], 3)[0]) == 3
+    assert not called
+    after = [(block.conv1d_state, block.rg_lru.recurrent_states) for block in blocks(model)]
+    assert all(one is other for pair in zip(before, after, strict=True) for one, other in zip(*pair, strict=True))
+
+
+def counting(own: Any, module: object, called: list[object]) -> Any:
+    def forward(self: object, *args: Any, **kwargs: Any) -> Any:
+        if self is module:
+            called.append(self)
+        return own(self, *args, **kwargs)
+
+    return forward
+
+
+def test_beams_are_those_of_the_logits(model: Any) -> None:
+    """Those of `generate` go on from states of other beams."""
+    prompt, params = [3, 5, 7, 9, 11], BeamSearchParams(num_beams=2, num_return_sequences=2, max_tokens=4, ignore_eos=True)
+    found = make_engine(model).beam_search([prompt], params)[0]
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    for _ in range(4):
+        rows = [(score, tokens, own_logits(model, prompt + tokens)[-1].log_softmax(-1)) for score, tokens in beams]
+        each = [(score + row[token].item(), [*tokens, token]) for score, tokens, row in rows for token in range(len(row))]
+        beams = sorted(each, key=lambda beam: -beam[0])[:2]
+    assert [beam.token_ids for beam in found.beams] == [tokens for _, tokens in beams]
 
 
 def test_a_block_that_leaves_its_convolution_out_later_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

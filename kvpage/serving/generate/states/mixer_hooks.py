@@ -5,6 +5,9 @@
     after     snapshots, and the outputs of all pieces
 
 Other modules compute all tokens at once. Most forwards are one piece: then only the snapshot is taken.
+
+A mixer whose steps are apart would compute one token of a prompt by another rule: see scan_step. Then the last piece is
+computed before the call, too. What the call makes of it is left out.
 """
 
 import weakref
@@ -14,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from kvpage.cache.state_cache import StateKey
 from kvpage.serving.generate.states.hooking import REGISTERING
 from kvpage.serving.generate.states.row_pass import RowPass
 from kvpage.serving.model.states.mixer import PieceForward
@@ -34,6 +38,7 @@ class MixerHooks:
         self._mixer, self._forward = forward.mixer, forward
         self._listener: weakref.ref[StateListener] = weakref.ref(listener)
         self._outputs: list[Any] = []
+        self._after_scan: dict[StateKey, torch.Tensor] | None = None  # states, where the call's are left out
         with REGISTERING:
             self._handles: list[RemovableHandle] = [
                 forward.mixer.module.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -48,19 +53,21 @@ class MixerHooks:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._outputs = []
+        self._outputs, self._after_scan = [], None
         states = self._states(args, kwargs)
         if states is None or kwargs is None:
             return None
         states.states.begin(self._mixer.keys)
-        *pieces, last = states.pieces(self._mixer.is_stepwise, not self._forward.is_stepwise)
-        if not pieces:
-            return None
-        cache: Any = self._listener()
-        for piece in pieces:
+        pieces = states.pieces(self._mixer.is_stepwise, not self._forward.is_stepwise)
+        last, is_left_out = pieces[-1], self._mixer.steps_apart and states.is_scanned(pieces[-1])
+        for piece in pieces if is_left_out else pieces[:-1]:
             given, named = (_cut(one, states.num_tokens, piece) for one in (args, kwargs))
-            self._outputs.append(self._forward.compute(cache, given, named))
+            self._outputs.append(self._forward.compute(self._listener(), given, named))
             states.keep(self._mixer.keys, piece.stop)
+        if is_left_out:
+            self._after_scan = states.copied(self._mixer.keys)
+        if len(pieces) == 1:
+            return None
         return _cut(args, states.num_tokens, last), _cut(kwargs, states.num_tokens, last)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
@@ -68,9 +75,12 @@ class MixerHooks:
         states = self._states(args, kwargs)
         if states is None:
             return None
+        outputs, self._outputs = self._outputs, []
+        if self._after_scan is not None:
+            states.put(self._after_scan)
+            return _join(outputs)
         states.keep(self._mixer.keys, states.num_tokens)
-        outputs, self._outputs = [*self._outputs, output], []
-        return _join(outputs) if len(outputs) > 1 else None
+        return _join([*outputs, output]) if outputs else None
 
     def _states(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> RowPass | None:
         """Return the states of the forward that the call belongs to. The listener belongs to its own thread."""

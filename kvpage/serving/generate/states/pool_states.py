@@ -94,6 +94,7 @@ class PoolStates:
             num_host_blocks=cache.num_cpu_blocks,
             host_policy=host_policy,
             pin_quota=pin_quota,
+            shares_answers=self.found.shares_answers,
         )
         states = RowStates(manager, StateCache(self.found.layout, self.device, self.host, device), self.forwards)
         config = shape.model_config()

@@ -27,6 +27,7 @@ class RowPass:
         start: Tokens before. With 0 there are no states, whatever is in the slots.
         end: Tokens after.
         marks: For each row, (position, slot) with start < position <= end.
+        num_prompt: How many tokens of each row are a prompt's. A single one after them was generated.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class RowPass:
         start: int,
         end: int,
         marks: Sequence[Sequence[tuple[int, int]]],
+        num_prompt: int = 0,
     ) -> None:
         self.states = PieceCache(views, slots, start > 0)
         self._views, self._start, self._end = views, start, end
+        self._is_answer = end - start == 1 and start >= num_prompt
         self._marks = [(position, row, slot) for row, own in enumerate(marks) for position, slot in own]
 
     @property
@@ -50,6 +53,10 @@ class RowPass:
     def num_tokens(self) -> int:
         """Tokens of each row in this forward."""
         return self._end - self._start
+
+    def is_scanned(self, piece: slice) -> bool:
+        """Whether a piece is a single token after a state, that a prompt's scan would have computed."""
+        return not self._is_answer and piece.stop - piece.start == 1 and self._start + piece.start > 0
 
     def pieces(self, is_stepwise: bool, is_scanned: bool) -> list[slice]:
         """Return the tokens of each call of a mixer, counted from the forward's first one.
@@ -73,6 +80,16 @@ class RowPass:
             assert states is not None, "the mixer has computed it"
             for row, slot in here:
                 self._views[key][slot].copy_(states[row])
+
+    def copied(self, keys: Iterable[StateKey]) -> dict[StateKey, torch.Tensor]:
+        """Return copies of the states of a mixer that has computed."""
+        known = {key: self.states.known(key) for key in keys}
+        return {key: states.clone() for key, states in known.items() if states is not None}
+
+    def put(self, states: Mapping[StateKey, torch.Tensor]) -> None:
+        """Set states of a mixer."""
+        for key, of_rows in states.items():
+            self.states.put(key, of_rows)
 
     def is_done(self) -> bool:
         """Return whether every state was computed."""

@@ -22,13 +22,23 @@ class RowStates:
         self.forwards = forwards
         self._manager, self._cache = manager, cache
 
-    def begin(self, seq_ids: Sequence[Hashable], is_findable: Sequence[bool], start: int, end: int) -> RowPass:
-        """Return the states of a forward over the tokens [start, end) of each row. Moves that are due are made."""
+    @property
+    def shares_answers(self) -> bool:
+        """Whether tokens that were generated leave what the same tokens of a prompt would."""
+        return self._manager.shares_answers
+
+    def begin(
+        self, seq_ids: Sequence[Hashable], is_findable: Sequence[bool], start: int, end: int, num_prompt: int
+    ) -> RowPass:
+        """Return the states of a forward over the tokens [start, end) of each row. Moves that are due are made.
+
+        num_prompt: How many of each row's tokens are a prompt's.
+        """
         rows = list(zip(seq_ids, is_findable, strict=True))
         marks = [self._manager.marks_of(seq_id, start, end) if findable else [] for seq_id, findable in rows]
         self._manager.do_state_moves(self._cache.do_move)
         slots = np.array([self._manager.slot_of(seq_id) for seq_id in seq_ids], np.int64)
-        return RowPass(self._cache.views, upload([slots], self._cache.device)[0], start, end, marks)
+        return RowPass(self._cache.views, upload([slots], self._cache.device)[0], start, end, marks, num_prompt)
 
     def keep(self, seq_ids: Sequence[Hashable]) -> None:
         """Make the states at marks findable, whose tokens are committed."""

@@ -90,7 +90,9 @@ class BatchRunner:
         """
         packed = batch.packed()
         if self._has_groups:
-            return self._of_groups([request.seq_id for request in batch.requests], packed, len(batch.decodes))
+            nums_prompt = [request.num_prompt_tokens for request in batch.requests]
+            seq_ids = [request.seq_id for request in batch.requests]
+            return self._of_groups(seq_ids, packed, len(batch.decodes), nums_prompt)
         if not batch.prefills:
             inputs = self._decode_inputs(batch.decodes.rows)
             if self.graphs is not None and (replayed := self.graphs.run(inputs, packed.token_ids)) is not None:
@@ -106,10 +108,15 @@ class BatchRunner:
     def _has_groups(self) -> bool:
         return self._states is not None or self._windows is not None
 
-    def _of_groups(self, seq_ids: Sequence[Hashable], packed: PackedTokens, num_decodes: int) -> torch.Tensor:
-        """Compute a forward pass over all groups. num_decodes: of the first sequences, which have no marks."""
+    def _of_groups(
+        self, seq_ids: Sequence[Hashable], packed: PackedTokens, num_decodes: int, nums_prompt: Sequence[int | None]
+    ) -> torch.Tensor:
+        """Compute a forward pass over all groups.
+
+        num_decodes: of the first sequences, which have no marks. nums_prompt: see StateRow.
+        """
         starts, ends = (np.asarray(column).tolist() for column in (packed.starts, packed.ends))
-        of_step = None if self._states is None else self._states.begin(seq_ids, starts, ends, num_decodes)
+        of_step = None if self._states is None else self._states.begin(seq_ids, starts, ends, num_decodes, nums_prompt)
         step, slots, tables = self._step(self._manager.rows.of(seq_ids), packed)
         step.use_states(of_step)
         if self._windows is not None:
@@ -160,7 +167,7 @@ class BatchRunner:
         """
         seq_ids, packed = [item.seq_id for item in items], _packed(items)
         if self._has_groups:
-            return Computed(self._of_groups(seq_ids, packed, 0), [])
+            return Computed(self._of_groups(seq_ids, packed, 0, [None] * len(seq_ids)), [])
         rows = self._manager.rows.of(seq_ids)
         if not any(item.reuse for item in items):
             return Computed(self._compute(rows, packed), [])

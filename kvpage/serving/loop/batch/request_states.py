@@ -45,12 +45,23 @@ class RequestStates:
         Raises:
             OutOfBlocks: It does not fit. Nothing has changed.
         """
-        max_cached, is_counted = 0 if request.scores_prompt else None, not request.group.is_admitted
+        max_cached, is_counted = self._most_cached(request), not request.group.is_admitted
         about = request.seq_id, tokens, request.namespace, request.params.priority, max_cached
         if self._states is None:
             return self._manager.allocate(*about, num_spare=num_spare, is_counted=is_counted)
         named = request.cache_at
         return self._states.allocate(*about, cache_at=named, num_spare=num_spare, is_counted=is_counted)
+
+    def commit(self, request: Request) -> None:
+        """Make the computed tokens of a request findable: those of its answer only if they are as a prompt's."""
+        begin, end = request.num_committed, request.num_prompt_tokens
+        if self._hides_answers and begin <= end <= request.num_computed:
+            self._manager.commit(request.seq_id, request.tokens[begin:end])
+            self.keep_marks(request)
+            self._manager.make_private(request.seq_id)
+            begin = end
+        self._manager.commit(request.seq_id, request.tokens[begin : request.num_computed])
+        request.set_committed()
 
     def swapped_out(self, request: Request) -> bool:
         """Move its computed K and V, and its state, to the host. Return False, and change nothing, without room."""
@@ -74,3 +85,13 @@ class RequestStates:
         """Note that a step has failed for it: its state is to be kept by nobody."""
         if self._states is not None:
             self._states.give_up_marks(request.seq_id)
+
+    @property
+    def _hides_answers(self) -> bool:
+        return self._states is not None and not self._states.shares_answers
+
+    def _most_cached(self, request: Request) -> int | None:
+        """Return how many tokens may be found at most; None for no limit. Its answer was not computed as a prompt."""
+        if request.scores_prompt:
+            return 0
+        return request.num_prompt_tokens if self._hides_answers else None

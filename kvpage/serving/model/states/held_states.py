@@ -10,8 +10,8 @@ for several tokens a stand-in gives it the columns before them, too.
 A block with which this does not work is found when the model is loaded. It is stepwise.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,15 +25,20 @@ from kvpage.serving.model.attribute_patch import AttributePatch
 from kvpage.serving.model.native.trial import random_rows, relative_error
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.states.piece_cache import PieceCache
+from kvpage.serving.model.twin import twin_of
 
 CACHE_NAME = "past_key_values"
 UNIT, CONV, RECURRENT, CONVOLUTION = "rg_lru", "conv1d_state", "recurrent_states", "conv_1d"
 NO_PLACE = 1_000  # the cache is given by name
 NUM_FIRST, NUM_LATER = 3, 2
+_CUTS = [slice(0, None)], [slice(0, NUM_FIRST), slice(NUM_FIRST, None)], [slice(0, -1), slice(-1, None)]
 
 
 def held_states(model: PreTrainedModel) -> dict[StateMixer, tuple[StatePart, StatePart]]:
-    """Return the mixers whose states are attributes, each with its parts; empty for any other model."""
+    """Return the mixers whose states are attributes, each with its parts; empty for any other model.
+
+    ValueError for a block whose step of one token is not what it computes for several.
+    """
     layers = getattr(model.base_model, "layers", ())
     found = {}
     for layer_id, layer in enumerate(layers):
@@ -46,14 +51,9 @@ def held_states(model: PreTrainedModel) -> dict[StateMixer, tuple[StatePart, Sta
     return found
 
 
-@contextmanager
-def kept_states(model: PreTrainedModel) -> Iterator[None]:
-    """Give a model's own attributes back, after forwards of the model that have set them."""
-    blocks: list[Any] = [module for module in model.modules() if _holds_states(module)]
-    convolutions = {block: block.conv1d_state for block in blocks}
-    recurrences = {block.get_submodule(UNIT): getattr(block, UNIT).recurrent_states for block in blocks}
-    with AttributePatch(CONV, convolutions), AttributePatch(RECURRENT, recurrences):
-        yield
+def without_own_states(model: PreTrainedModel) -> PreTrainedModel:
+    """Return what may compute beside the model's other callers: a twin if its modules hold states, else the model."""
+    return twin_of(model) if any(_holds_states(module) for module in model.modules()) else model
 
 
 def _holds_states(module: nn.Module) -> bool:
@@ -121,21 +121,32 @@ class _Continued:
 
 
 def _goes_on(mixer: StateMixer, parts: Sequence[StatePart]) -> bool:
-    """Try a block out: tokens in two parts must give what they give together. Nobody may have replaced its forward."""
-    block: Any = mixer.module
-    if "forward" in vars(block):
+    """Try a block out: tokens in two parts must give what they give together. Nobody may have replaced its forward.
+
+    ValueError for a block whose step of one token, which is its own for all that goes on, is not part of that.
+    """
+    if "forward" in vars(mixer.module):
         return False
-    weight = block.linear_x.weight
-    rows = random_rows(1, NUM_FIRST + NUM_LATER, block.linear_x.in_features).to(weight)
+    mixer = replace(mixer, module=twin_of(mixer.module))
+    weight: torch.Tensor = mixer.module.get_submodule("linear_x").weight
+    rows = random_rows(1, NUM_FIRST + NUM_LATER, weight.shape[1]).to(weight)
     try:
-        whole = _tried(mixer, parts, rows, [slice(0, None)])
-        found = _tried(mixer, parts, rows, [slice(0, NUM_FIRST), slice(NUM_FIRST, None)])
+        whole, later, step = (_tried(mixer, parts, rows, cuts) for cuts in _CUTS)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):  # it takes other arguments
         return False
     most = torch.finfo(weight.dtype).eps ** 0.5
-    return all(
-        relative_error(one.float().cpu(), other.float().cpu()) <= most for one, other in zip(found, whole, strict=True)
-    )
+    if not _are_near(step, whole, most):
+        raise ValueError(f"a token after a state must be computed as a prompt's tokens are, {_name(mixer)} does not")
+    return _are_near(later, whole, most)
+
+
+def _name(mixer: StateMixer) -> str:
+    return type(mixer.module).__name__
+
+
+def _are_near(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], most: float) -> bool:
+    pairs = zip(found, expected, strict=True)
+    return all(relative_error(one.float().cpu(), other.float().cpu()) <= most for one, other in pairs)
 
 
 def _tried(mixer: StateMixer, parts: Sequence[StatePart], rows: torch.Tensor, cuts: list[slice]) -> list[torch.Tensor]:

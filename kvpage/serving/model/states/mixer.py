@@ -16,6 +16,7 @@ class StateMixer:
     cache_name: the argument of its forward that is the cache. cache_place: its place among the positional ones.
     keys: the parts that it reads and writes.
     is_stepwise: whether it reads its state only where it computes one token.
+    steps_apart: whether it computes one token after a state by another rule than it computes a prompt; see scan_step.
     holds: submodules that hold states as the module itself does, in attributes; empty where states are in the cache.
     """
 
@@ -24,6 +25,7 @@ class StateMixer:
     cache_place: int
     keys: frozenset[StateKey]
     is_stepwise: bool = False
+    steps_apart: bool = False
     holds: tuple[str, ...] = ()
 
 
@@ -36,5 +38,8 @@ class PieceForward(Protocol):
     def is_stepwise(self) -> bool:
         """Whether several tokens after a state must be computed one by one."""
 
-    def compute(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the mixer's own forward for a piece, whose states are in the cache."""
+    def compute(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_answer: bool = False) -> Any:
+        """Call the mixer's own forward for a piece, whose states are in the cache.
+
+        is_answer: Whether its tokens were generated: `generate` computes these one by one.
+        """

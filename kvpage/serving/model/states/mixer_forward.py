@@ -11,6 +11,7 @@ from kvpage.serving.model.states.held_states import with_held_states
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.states.piece_cache import PieceCache
 from kvpage.serving.model.states.scan_start import ScannedForward
+from kvpage.serving.model.states.scan_step import scan_step
 
 
 class MixerForward:
@@ -35,12 +36,24 @@ class MixerForward:
         """Whether several tokens after a state must be computed one by one."""
         return self.mixer.is_stepwise and not (self._scanned and self._scanned.is_current)
 
-    def compute(self, cache: PieceCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the copy's own forward for a piece, whose states are in the cache."""
+    def compute(self, cache: PieceCache, args: tuple[Any, ...], kwargs: dict[str, Any], is_answer: bool = False) -> Any:
+        """Call the copy's own forward for a piece, whose states are in the cache.
+
+        is_answer: Whether its tokens were generated: `generate` computes these one by one.
+        """
         args, kwargs = self._with_cache(args, kwargs, cache)
+        if self.mixer.steps_apart and not is_answer:
+            return self._by_scan()(*args, **kwargs)
         if self._scanned and self._scanned.is_current:
             return self._scanned.compute(cache, args, kwargs)
         return self._computing()(*args, **kwargs)
+
+    def _by_scan(self) -> Callable[..., Any]:
+        """Return the forward that computes one token as several. It is made anew: the class may have another now."""
+        forward = scan_step(self._copy)
+        if forward is None or self._own is not None:
+            raise ValueError(f"the forward of {type(self._copy).__name__} must be that of its class, as at load")
+        return forward
 
     def _computing(self) -> Callable[..., Any]:
         """Return the forward that computes: that of the class, or one that somebody gave to the module."""

@@ -4,6 +4,7 @@ The config does not say it all: a layer may have attention and a state, several 
 another dtype than the model.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,8 +19,10 @@ from kvpage.serving.model.hf_cache.argument import CACHE_ARGUMENTS, checked_cach
 from kvpage.serving.model.hf_cache.seen_cache import SeenCache, SeenState
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.states.continuation import Continuation
-from kvpage.serving.model.states.held_states import held_states
+from kvpage.serving.model.states.held_states import held_states, without_own_states
 from kvpage.serving.model.states.mixer import StateMixer
+from kvpage.serving.model.states.mixer_trial import Shapes
+from kvpage.serving.model.states.scan_step import limits_of, steps_apart
 from kvpage.serving.model.states.several_tokens import takes_several
 from kvpage.serving.model.window_check import cache_windows
 
@@ -43,6 +46,11 @@ class ModelStates:
     kv_shape: KVShape | None
     model_config: ModelConfig
 
+    @property
+    def shares_answers(self) -> bool:
+        """Whether tokens that were generated leave what the same tokens of a prompt would; see scan_step."""
+        return not any(mixer.steps_apart for mixer in self.mixers)
+
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> "ModelStates":
         """Compute two tokens. Raises ValueError, with the reason, for states that do not fit into slots."""
@@ -56,7 +64,7 @@ class ModelStates:
         layout = StateLayout.of_groups(groups)
         assert layout is not None
         kv_shape = KVShape.of_rows(model, seen.rows) if seen.rows else None
-        mixers = _tried(model, _mixers(seen.states), parts)
+        mixers = _tried(model, _mixers(seen.states), {part.key: part.shape for part in parts})
         return cls(groups, layout, (*mixers, *held), kv_shape, _model_config(model, kv_shape, len(seen.layers)))
 
 
@@ -112,6 +120,7 @@ def _model_config(model: PreTrainedModel, kv_shape: KVShape | None, num_layers: 
 
 def _computed(model: PreTrainedModel, use_cache: bool) -> SeenCache:
     seen, argument = SeenCache(model.config), checked_cache_argument(model, CACHE_ARGUMENTS)
+    model = without_own_states(model)
     tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
     try:
         with torch.no_grad():
@@ -157,19 +166,26 @@ def _mixers(states: list[SeenState]) -> tuple[StateMixer, ...]:
     return tuple(_mixer(module, own) for module, own in by_module.items())
 
 
-def _tried(model: PreTrainedModel, mixers: tuple[StateMixer, ...], parts: list[StatePart]) -> tuple[StateMixer, ...]:
-    """Return the mixers, those of a class that does not go on from its state marked. It computes a few tokens."""
-    of_class: dict[type, StateMixer] = {}
+def _tried(model: PreTrainedModel, mixers: tuple[StateMixer, ...], shapes: Shapes) -> tuple[StateMixer, ...]:
+    """Return the mixers, with how those of each kind compute tokens after a state. The model computes a few tokens."""
+    firsts: dict[Hashable, StateMixer] = {}
     for mixer in mixers:
-        of_class.setdefault(type(mixer.module), mixer)
+        firsts.setdefault(_kind(mixer), mixer)
     argument = checked_cache_argument(model, CACHE_ARGUMENTS)
     if IS_EARLY:
-        shapes = {part.key: part.shape for part in parts}
-        goes_on = {kind: takes_several(model, argument, first, shapes) for kind, first in of_class.items()}
+        goes_on = {kind: takes_several(model, argument, first, shapes) for kind, first in firsts.items()}
     else:
-        trial = Continuation(model, argument) if of_class else None
-        goes_on = {kind: bool(trial and trial.goes_on(first)) for kind, first in of_class.items()}
-    return tuple(replace(mixer, is_stepwise=not goes_on[type(mixer.module)]) for mixer in mixers)
+        trial = Continuation(model, argument) if firsts else None
+        goes_on = {kind: bool(trial and trial.goes_on(first)) for kind, first in firsts.items()}
+    apart = {kind: steps_apart(model, argument, first, shapes) for kind, first in firsts.items()}
+    return tuple(
+        replace(mixer, is_stepwise=not goes_on[_kind(mixer)], steps_apart=apart[_kind(mixer)]) for mixer in mixers
+    )
+
+
+def _kind(mixer: StateMixer) -> Hashable:
+    """Return what mixers have in common that compute alike."""
+    return type(mixer.module), limits_of(mixer.module)
 
 
 def _mixer(module: nn.Module, states: list[SeenState]) -> StateMixer:

@@ -5,11 +5,14 @@
     pieces            [ c0 c1 c2 ] ─► mark ─► [ c3 c4 ]            a call each, over a view of the slot
                       [ d8 d9 ]
 
+A mixer whose steps are apart computes tokens of answers by another rule than those of prompts: see scan_step. There, a
+and b are in a call each if one of them ends a prompt, and tokens of an answer are computed one by one.
+
 Marks do not cut the row for other layers: attention computes all of a portion at once.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,21 +31,36 @@ class StateRow(NamedTuple):
     slot: the sequence's working slot, whose state is that after `start` tokens, and becomes that after `end` tokens.
     start: with 0 there is no state before, whatever the slot's bytes are.
     marks: positions in (start, end], ascending, each with the slot that gets the state after so many tokens.
+    num_prompt: the sequence's tokens after so many were generated; None if all are a prompt's.
     """
 
     slot: int
     start: int
     end: int
     marks: Sequence[tuple[int, int]] = ()
+    num_prompt: int | None = None
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is one token after a state."""
+        return self.start > 0 and self.end - self.start == 1
+
+    def is_answer(self, position: int) -> bool:
+        """Return whether the token at a position was generated."""
+        return self.num_prompt is not None and position >= self.num_prompt
 
 
 class _Piece(NamedTuple):
-    """Tokens that a mixer computes in one call. snapshots: (from, to) slots, to be copied after it."""
+    """Tokens that a mixer computes in one call. snapshots: (from, to) slots, to be copied after it.
+
+    is_answer: whether they were generated; for mixers whose steps are apart.
+    """
 
     cut: Cut
     slots: Slots
     has_previous: bool
     snapshots: list[tuple[int, int]]
+    is_answer: bool = False
 
 
 class StatePass:
@@ -62,8 +80,7 @@ class StatePass:
         _check_rows(rows, states.num_slots)
         self._states, self._rows = states, list(rows)
         self._num_tokens = sum(row.end - row.start for row in rows)
-        self._pieces = list(self._cut_row())
-        self._steps: list[_Piece] | None = None  # the pieces for stepwise mixers
+        self._pieces: dict[tuple[bool, bool], list[_Piece]] = {}  # by whether steps are apart, and are all that goes on
         self._computed: set[StateKey] = set()
 
     def check(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
@@ -96,17 +113,18 @@ class StatePass:
         for piece in pieces:
             cache = PieceCache(self._states.views, piece.slots, piece.has_previous)
             given, named = (cut(one, self._num_tokens, piece.cut) for one in (args, kwargs))
-            outputs.append(forward.compute(cache, given, named))
+            outputs.append(forward.compute(cache, given, named, piece.is_answer))
             self._keep(forward, cache, piece)
         return join(outputs, self._num_tokens, [piece.cut for piece in pieces])
 
     def _pieces_of(self, forward: MixerForward) -> list[_Piece]:
         """Return the calls of a mixer. A stepwise one goes on from a state one token after the other."""
-        if not forward.is_stepwise:
-            return self._pieces
-        if self._steps is None:
-            self._steps = [step for piece in self._pieces for step in _tokens_of(piece)]
-        return self._steps
+        kind = is_apart, is_stepwise = forward.mixer.steps_apart, forward.is_stepwise
+        if kind not in self._pieces:
+            pieces = self._cut_row(is_apart)
+            steps = (_tokens_of(piece) if is_stepwise or piece.is_answer else [piece] for piece in pieces)
+            self._pieces[kind] = list(chain.from_iterable(steps))
+        return self._pieces[kind]
 
     def _keep(self, forward: MixerForward, cache: PieceCache, piece: _Piece) -> None:
         keys = forward.mixer.keys
@@ -119,35 +137,39 @@ class StatePass:
                 view = self._states.views[key]
                 view[mark].copy_(view[slot])
 
-    def _cut_row(self) -> Iterator[_Piece]:
-        """Yield the decodes, and then the pieces of all other sequences."""
+    def _cut_row(self, is_apart: bool) -> Iterator[_Piece]:
+        """Yield the decodes, and then the pieces of all other sequences. is_apart: answers are in pieces of their own."""
         firsts = [0, *accumulate(row.end - row.start for row in self._rows)]
         each = list(zip(self._rows, firsts, strict=False))
-        decodes = [(row, first) for row, first in each if _is_decode(row)]
-        if decodes:
-            yield self._decodes(decodes)
+        for is_answer in (True, False) if is_apart else (False,):
+            decodes = [
+                (row, first)
+                for row, first in each
+                if row.is_decode and (is_apart and row.is_answer(row.start)) == is_answer
+            ]
+            if decodes:
+                yield self._decodes(decodes, is_answer)
         for row, first in each:
-            if not _is_decode(row):
-                yield from _pieces(row, first)
+            if not row.is_decode:
+                yield from _pieces(row, first, is_apart)
 
-    def _decodes(self, decodes: list[tuple[StateRow, int]]) -> _Piece:
+    def _decodes(self, decodes: list[tuple[StateRow, int]], is_answer: bool) -> _Piece:
         slots, rows = [row.slot for row, _ in decodes], [first for _, first in decodes]
         snapshots = [(row.slot, mark) for row, _ in decodes for _, mark in row.marks]
         device = self._states.device
-        return _Piece(Cut(_indices(rows, device), True), _indices(slots, device), True, snapshots)
+        return _Piece(Cut(_indices(rows, device), True), _indices(slots, device), True, snapshots, is_answer)
 
 
-def _is_decode(row: StateRow) -> bool:
-    return row.start > 0 and row.end - row.start == 1
-
-
-def _pieces(row: StateRow, first: int) -> Iterator[_Piece]:
+def _pieces(row: StateRow, first: int, is_apart: bool) -> Iterator[_Piece]:
     """Yield the pieces of one sequence, whose tokens begin at `first` in the packed row."""
     ends = sorted({position for position, _ in row.marks} | {row.end})
+    if is_apart and row.num_prompt is not None and row.start < row.num_prompt < row.end:
+        ends = sorted({*ends, row.num_prompt})
     for start, end in pairwise([row.start, *ends]):
         rows = slice(first + start - row.start, first + end - row.start)
         snapshots = [(row.slot, mark) for position, mark in row.marks if position == end]
-        yield _Piece(Cut(rows, False), slice(row.slot, row.slot + 1), start > 0, snapshots)
+        is_answer = is_apart and row.is_answer(start)
+        yield _Piece(Cut(rows, False), slice(row.slot, row.slot + 1), start > 0, snapshots, is_answer)
 
 
 def _tokens_of(piece: _Piece) -> Iterator[_Piece]:
