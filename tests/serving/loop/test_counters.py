@@ -175,7 +175,7 @@ def test_each_prompt_counts_once_and_no_counter_falls(kind: str) -> None:
         life.run(150)
         calls += life.calls
     assert calls["preempt_last"] > 9
-    assert (calls["swap_out"] > 9) == (kind != "windows")
+    assert (calls["swap_out"] > 9) == (kind not in ("device", "parts", "windows"))
     assert (calls["fork"] > 2) == (kind != "states")  # without a slot, a fork begins again
 
 
@@ -209,7 +209,7 @@ def test_metrics_of_an_engine_with_a_store(num_host_blocks: int) -> None:
     registry, before = CollectorRegistry(), dict[Any, float]()
     registry.register(EngineCollector(engine))
     prompts, num_added = dict[str, list[int]](), 0
-    found: Counter[str] = Counter()
+    found: dict[str, int] = {}
     for step in range(150):
         if rng.random() < 0.4 and step < 110:
             own = [rng.randrange(5, 190) for _ in range(rng.randrange(1, 20))]
@@ -233,7 +233,7 @@ def test_metrics_of_an_engine_with_a_store(num_host_blocks: int) -> None:
     assert stats.store is not None and stats.num_preemptions > 3 and stats.store.num_loads > 2
     assert stats.num_finished == len(found) == len(prompts) == num_added
     assert stats.blocks.query_tokens == stats.num_prompt_tokens <= sum(map(len, prompts.values()))
-    assert stats.blocks.hit_tokens == stats.num_cached_tokens == found.total()
+    assert stats.blocks.hit_tokens == stats.num_cached_tokens == sum(found.values())
     assert stats.store.num_lookups <= num_added
     assert stats.store.num_found_tokens <= stats.store.num_lookup_tokens <= sum(map(len, prompts.values()))
     engine.close()

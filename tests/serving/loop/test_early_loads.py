@@ -255,7 +255,7 @@ def test_a_reset_waits_for_the_last_byte(expected, store: LateStore) -> None:
 
 
 def test_copies_that_fail_after_all_are_forgotten(expected, store: LateStore) -> None:
-    """The first step raises; the next one computes the prompt."""
+    """The first step raises; the next ones load the prompt again."""
     engine = make_engine(store)
     store.lanes.failing_work = 7
 
@@ -273,7 +273,8 @@ def test_copies_that_fail_after_all_are_forgotten(expected, store: LateStore) ->
         load.future.exception(PATIENCE)
     assert finish(engine, store) == {"request-0": expected[0]}
     assert engine.stats().num_cached_tokens == 5 * CHUNK, "at the first admission"
-    assert engine.stats().num_computed_tokens == len(PROMPTS[0]) + MAX_TOKENS - 1
+    assert engine.stats().num_computed_tokens == len(PROMPTS[0]) - 5 * CHUNK + MAX_TOKENS - 1
+    assert len(store.arrivals) == 2
 
 
 def test_tokens_that_others_have_computed_meanwhile(expected, store: LateStore) -> None:
@@ -284,9 +285,12 @@ def test_tokens_that_others_have_computed_meanwhile(expected, store: LateStore) 
     engine = make_engine(store)
     connector, (tokens,) = engine._connectors.store, [np.array(PROMPTS[0], np.int32)]
     engine.add_request(PROMPTS[0], PARAMS)
-    connector.ask(engine.scheduler.waiting)
+    (request,) = engine.scheduler.waiting
+    connector.ask([request])
+    assert connector.begin(request, 0)
     connector.wait()
-    connector.ask(())  # the load begins
+    connector.ask(())
+    assert connector.begin(request, 0)  # its turn has come: the load begins
     (load,) = connector._loads.values()
     load.verified.result(PATIENCE)
     engine.manager.allocate("other", tokens)

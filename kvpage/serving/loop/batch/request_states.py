@@ -65,6 +65,8 @@ class RequestStates:
 
     def swapped_out(self, request: Request) -> bool:
         """Move its computed K and V, and its state, to the host. Return False, and change nothing, without room."""
+        if not self._manager.tree.has_host_tier:
+            return False
         try:
             self._manager.swap_out(request.seq_id)
         except OutOfBlocks:

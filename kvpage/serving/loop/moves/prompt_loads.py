@@ -203,7 +203,8 @@ class PromptLoads(ABC):
         except OutOfBlocks:
             return False  # nor can it be admitted
         try:
-            load.begin_in(given, num_tokens, self._into_blocks(load, num_tokens, given))
+            size, future = self._manager.block_size, self._into_blocks(load, num_tokens, given)
+            load.begin_in(given, num_tokens, size, future)
         except BaseException as error:
             self._manager.release(load)
             if isinstance(error, OutOfBlocks):

@@ -84,9 +84,10 @@ class StoreLoad:
         """Note that all is there that is to come."""
         self.is_ready, self.deadline = True, None
 
-    def begin_in(self, given: Allocation, num_wanted: int, future: "Future[int]") -> None:
-        """Wait for the load into these blocks."""
-        self.block_ids, self.num_cached, self.num_wanted = given.block_ids, given.num_cached_tokens, num_wanted
+    def begin_in(self, given: Allocation, num_wanted: int, block_size: int, future: "Future[int]") -> None:
+        """Wait for the load into the first of these blocks. The others are for the rest of the prompt."""
+        self.block_ids = given.block_ids[: -(-num_wanted // block_size)]
+        self.num_cached, self.num_wanted = given.num_cached_tokens, num_wanted
         self.future, self.has_blocks = future, True
 
     def take(self) -> "Future[int]":
