@@ -118,7 +118,9 @@ def test_a_replaced_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = limited("mamba2")
     mixer = mixers(model)[0]
     monkeypatch.setattr(mixer, "forward", mixer.forward)
-    with pytest.raises(ValueError, match=r"must be computed as a prompt's tokens are, Mamba2Mixer .* is \(0.001, 0.1\)"):
+    with pytest.raises(
+        ValueError, match=r"must be computed as a prompt's tokens are, Mamba2Mixer .* is \(0.001, 0.1\)"
+    ):
         make_engine(model)
 
 
@@ -127,5 +129,7 @@ def test_another_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     names = inspect.unwrap(type(mixers(model)[0]).forward).__globals__
     own = names["mamba2_selective_state_update"]
     monkeypatch.setitem(names, "mamba2_selective_state_update", lambda *args, **named: own(*args, **named).roll(1, -1))
-    with pytest.raises(ValueError, match="a token after a state must be computed as a prompt's tokens are, Mamba2Mixer"):
+    with pytest.raises(
+        ValueError, match="a token after a state must be computed as a prompt's tokens are, Mamba2Mixer"
+    ):
         make_engine(model)
