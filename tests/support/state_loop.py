@@ -21,7 +21,10 @@ POISON = 0xFF  # NaN in each float dtype
 
 
 class Portion(NamedTuple):
-    """Positions [start, end) of a sequence, computed with a slot. marks: (position, slot) each. num_prompt: see StateRow."""
+    """Positions [start, end) of a sequence, computed with a slot.
+
+    marks: (position, slot) each. num_prompt: see StateRow.
+    """
 
     seq: int
     start: int

@@ -1,11 +1,19 @@
-"""AttributePatch: attributes of modules that are replaced for a time, and then are as before."""
+"""AttributePatch: attributes of modules that are replaced for a time, and then are as before.
+
+A twin is a copy of modules over the same tensors. It may be patched, and keeps what its forward leaves in it, while
+other threads use the modules themselves.
+"""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from types import TracebackType
+from typing import TypeVar
 
+import torch
 from torch import nn
 
 _ABSENT = object()
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class AttributePatch:
@@ -33,3 +41,10 @@ class AttributePatch:
                 vars(module).pop(self._name, None)
             else:
                 vars(module)[self._name] = value
+
+
+def twin_of(module: Module) -> Module:
+    """Return a copy of a module and all within it, which shares each tensor. Other threads may use the module."""
+    shared = [value for each in module.modules() for value in list(vars(each).values())]
+    tensors = (*module.parameters(), *module.buffers(), *(one for one in shared if isinstance(one, torch.Tensor)))
+    return deepcopy(module, {id(tensor): tensor for tensor in tensors})

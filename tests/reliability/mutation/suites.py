@@ -88,7 +88,6 @@ SUITES = {
     "kvpage/serving/model/states/state_pass.py": MODEL_STATES,
     "kvpage/serving/model/states/scan_start.py": ["tests/serving/states/test_scan_start.py"],
     "kvpage/serving/model/states/scan_step.py": ["tests/serving/states/test_scan_step.py"],
-    "kvpage/serving/model/twin.py": ["tests/serving/states/test_held_states.py"],
     "kvpage/serving/loop/scheduler.py": SCHEDULER,
     "kvpage/kernels/attention_plan.py": LAUNCHES,
     "kvpage/kernels/attention_launch.py": LAUNCHES,

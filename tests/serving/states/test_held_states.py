@@ -97,12 +97,17 @@ def counting(own: Any, module: object, called: list[object]) -> Any:
 
 def test_beams_are_those_of_the_logits(model: Any) -> None:
     """Those of `generate` go on from states of other beams."""
-    prompt, params = [3, 5, 7, 9, 11], BeamSearchParams(num_beams=2, num_return_sequences=2, max_tokens=4, ignore_eos=True)
+    prompt, params = (
+        [3, 5, 7, 9, 11],
+        BeamSearchParams(num_beams=2, num_return_sequences=2, max_tokens=4, ignore_eos=True),
+    )
     found = make_engine(model).beam_search([prompt], params)[0]
     beams: list[tuple[float, list[int]]] = [(0.0, [])]
     for _ in range(4):
         rows = [(score, tokens, own_logits(model, prompt + tokens)[-1].log_softmax(-1)) for score, tokens in beams]
-        each = [(score + row[token].item(), [*tokens, token]) for score, tokens, row in rows for token in range(len(row))]
+        each = [
+            (score + row[token].item(), [*tokens, token]) for score, tokens, row in rows for token in range(len(row))
+        ]
         beams = sorted(each, key=lambda beam: -beam[0])[:2]
     assert [beam.token_ids for beam in found.beams] == [tokens for _, tokens in beams]
 

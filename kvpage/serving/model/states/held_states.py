@@ -21,11 +21,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvpage.layout.groups import StatePart
-from kvpage.serving.model.attribute_patch import AttributePatch
+from kvpage.serving.model.attribute_patch import AttributePatch, twin_of
 from kvpage.serving.model.native.trial import random_rows, relative_error
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.states.piece_cache import PieceCache
-from kvpage.serving.model.twin import twin_of
 
 CACHE_NAME = "past_key_values"
 UNIT, CONV, RECURRENT, CONVOLUTION = "rg_lru", "conv1d_state", "recurrent_states", "conv_1d"

@@ -21,9 +21,7 @@ from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.states.continuation import Continuation
 from kvpage.serving.model.states.held_states import held_states, without_own_states
 from kvpage.serving.model.states.mixer import StateMixer
-from kvpage.serving.model.states.mixer_trial import Shapes
-from kvpage.serving.model.states.scan_step import limits_of, steps_apart
-from kvpage.serving.model.states.several_tokens import takes_several
+from kvpage.serving.model.states.scan_step import Shapes, limits_of, steps_apart, takes_several
 from kvpage.serving.model.window_check import cache_windows
 
 IS_EARLY = Version(transformers.__version__) < Version("5.15")

@@ -9,27 +9,140 @@ the state that it keeps, and portions of one token. For these, the name of the s
 
 Which mixers these are is found when a model is loaded: a copy in fp32 computes a few tokens by both rules, with its
 own weights, and with biases that take the time step beyond its limits.
+
+    tokens [0, 3)  ─┬─► [3, 5)            ─┐
+                    └─► [3, 4)  ─► [4, 5) ─┴─► the same outputs and states?
+
+Before transformers 5.15 there are mixers that take any tokens after a state for one, or leave out what came before. The
+copy tells these, too. It computes again with another state before the tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
+from itertools import pairwise
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, __version__
+from transformers import DynamicCache, PreTrainedModel, __version__
 
+from kvpage.cache.state_cache import StateKey
+from kvpage.serving.model.attribute_patch import twin_of
+from kvpage.serving.model.limits import vocab_size
 from kvpage.serving.model.meaning import innermost, with_meaning
+from kvpage.serving.model.native.trial import relative_error
+from kvpage.serving.model.probe import probe_tokens
 from kvpage.serving.model.states.mixer import StateMixer
-from kvpage.serving.model.states.mixer_trial import CANNOT_COMPUTE, NUM_TOKENS, MixerTrial, Shapes, are_same, given_to
-from kvpage.serving.model.states.several_tokens import ONE_BY_ONE
+from kvpage.serving.model.states.piece_cache import PieceCache
+from kvpage.serving.model.states.row_cuts import Cut, cut
 
+NUM_BEFORE, NUM_TOKENS = 3, 5
+MAX_ERROR = 1e-5  # of fp32 numbers, relative, where several tokens are one by one
+CANNOT_COMPUTE = RuntimeError, TypeError, ValueError, AttributeError, IndexError
+"""What a copy raises that takes no fp32, or other arguments."""
+AT_ONCE, ONE_BY_ONE = (NUM_BEFORE, NUM_TOKENS), range(NUM_BEFORE, NUM_TOKENS + 1)
 NAME, LIMITS = "mamba2_selective_state_update", "time_step_limit"
 NO_LIMITS = 0.0, float("inf")
 BIASES = "dt_bias", "dt_proj.bias", "dt_proj_bias"
 BEYOND = 20.0, 4.0  # how far biases go below and above: softplus(-20) is 2e-9
-MAX_ERROR, MAX_ERROR_OF_KERNELS = 1e-4, 1e-2  # relative; beyond a limit, states are off by their own size
+MAX_ERROR_OF_STEPS, MAX_ERROR_OF_KERNELS = 1e-4, 1e-2  # relative; beyond a limit, states are off by their own size
+Shapes = Mapping[StateKey, tuple[int, ...]]
+"""Of the states of one sequence."""
+
+
+class Given(NamedTuple):
+    """The arguments of a mixer's call for NUM_TOKENS tokens."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def given_to(model: PreTrainedModel, cache_argument: str, module: nn.Module) -> Given:
+    """Return the arguments that the model gives to one of its modules, in fp32. A twin of it computes a few tokens.
+
+    cache_argument: the argument of the model's forward that is its cache.
+    """
+    seen: list[Given] = []
+    name = next(name for name, each in model.named_modules() if each is module)
+    twin = twin_of(model)
+    twin.get_submodule(name).register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(Given(args, dict(kwargs))), with_kwargs=True
+    )
+    tokens = torch.from_numpy(probe_tokens(vocab_size(model))[0][:NUM_TOKENS]).long().to(model.device)
+    cache = {cache_argument: DynamicCache(config=model.config)}
+    with torch.no_grad():
+        twin(input_ids=tokens[None], use_cache=True, **cache)
+    given: Given = _floats(seen[0])
+    return given
+
+
+class MixerTrial:
+    """One mixer's copy in fp32, and the arguments of a call.
+
+    given: see given_to. shapes: of the model's states.
+    """
+
+    def __init__(self, mixer: StateMixer, given: Given, shapes: Shapes) -> None:
+        self._mixer, self._given = mixer, given
+        self._shapes = {key: shapes[key] for key in sorted(mixer.keys)}
+        self.copy: Any = deepcopy(mixer.module).float()
+        self.device = next((weight.device for weight in mixer.module.parameters()), torch.device("cpu"))
+
+    def computed(
+        self,
+        ends: Sequence[int],
+        change: Callable[[torch.Tensor], None] | None = None,
+        forward: Callable[..., Any] | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the outputs of calls that end at these tokens, and the states after them.
+
+        change: of each recurrent state after the first call. forward: of single tokens after a state; None for the
+        copy's own.
+        """
+        views = {key: torch.zeros(1, *shape, device=self.device) for key, shape in self._shapes.items()}
+        outputs = []
+        for start, end in pairwise([0, *ends]):
+            cache = PieceCache(views, slice(0, 1), has_previous=start > 0)
+            is_own = forward is None or not start or end - start > 1
+            outputs.append(self._output(self.copy.forward if is_own else forward, slice(start, end), cache))
+            for key, view in views.items():
+                if change is not None and not start and key[1] == "recurrent":
+                    change(view)
+        return [torch.cat(outputs, dim=1), *(view.flatten(1) for view in views.values())]
+
+    def _output(self, forward: Any, tokens: slice, cache: PieceCache) -> torch.Tensor:
+        args, kwargs = (cut(one, NUM_TOKENS, Cut(tokens, False)) for one in self._given)
+        place = self._mixer.cache_place
+        if len(args) > place:
+            args = (*args[:place], cache, *args[place + 1 :])
+        else:
+            kwargs = {**kwargs, self._mixer.cache_name: cache}
+        with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            output = forward(*args, **kwargs)
+        parts = output if isinstance(output, tuple | list) else (output,)
+        return torch.cat([part.flatten(2) for part in parts if isinstance(part, torch.Tensor)], dim=-1)
+
+
+def are_same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], most: float = MAX_ERROR) -> bool:
+    """Return whether outputs and states differ by rounding alone. most: the largest relative error of a row."""
+    return all(relative_error(one, other) <= most for one, other in zip(found, expected, strict=True))
+
+
+def _floats(given: Any) -> Any:
+    """Return the arguments with their numbers in fp32, and the cache left out."""
+    if isinstance(given, torch.Tensor):
+        return given.float() if given.is_floating_point() else given
+    if isinstance(given, DynamicCache):
+        return None
+    if isinstance(given, Given):
+        return Given(_floats(given.args), _floats(given.kwargs))
+    if type(given) in (tuple, list):
+        return type(given)(_floats(part) for part in given)
+    if type(given) is dict:
+        return {name: _floats(part) for name, part in given.items()}
+    return given
 
 
 def scan_step(module: Any) -> Callable[..., Any] | None:
@@ -105,7 +218,7 @@ def _is_scan_at(
     """value: of all biases; None for their own."""
     if value is not None:
         _fill(biases, [torch.full_like(bias, value) for bias in biases])
-    most = MAX_ERROR if trial.device.type == "cpu" else MAX_ERROR_OF_KERNELS
+    most = MAX_ERROR_OF_STEPS if trial.device.type == "cpu" else MAX_ERROR_OF_KERNELS
     return are_same(trial.computed(ONE_BY_ONE, forward=step), trial.computed([NUM_TOKENS]), most)
 
 
@@ -131,3 +244,24 @@ def _limited(
     steps = (nn.functional.softplus(steps) if dt_softplus else steps).clamp(*limits)
     output: torch.Tensor = update(state, hidden_states, steps, *args, dt_bias=None, dt_softplus=False, **kwargs)
     return output
+
+
+def takes_several(model: PreTrainedModel, cache_argument: str, mixer: StateMixer, shapes: Shapes) -> bool:
+    """Return whether a mixer takes several tokens after a state. The model computes a few tokens.
+
+    cache_argument: the argument of the model's forward that is its cache. shapes: of the model's states.
+    """
+    if "forward" in vars(mixer.module):
+        return False  # somebody has replaced it
+    given = given_to(model, cache_argument, mixer.module)
+    try:
+        trial = MixerTrial(mixer, given, shapes)
+        return all(
+            are_same(trial.computed(AT_ONCE, change), trial.computed(ONE_BY_ONE, change)) for change in (None, _other)
+        )
+    except CANNOT_COMPUTE:  # it takes one token, or no fp32
+        return False
+
+
+def _other(state: torch.Tensor) -> None:
+    state.mul_(2).add_(100)

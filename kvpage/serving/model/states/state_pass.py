@@ -138,7 +138,7 @@ class StatePass:
                 view[mark].copy_(view[slot])
 
     def _cut_row(self, is_apart: bool) -> Iterator[_Piece]:
-        """Yield the decodes, and then the pieces of all other sequences. is_apart: answers are in pieces of their own."""
+        """Yield the decodes, and then the pieces of all others. is_apart: answers are in pieces of their own."""
         firsts = [0, *accumulate(row.end - row.start for row in self._rows)]
         each = list(zip(self._rows, firsts, strict=False))
         for is_answer in (True, False) if is_apart else (False,):
