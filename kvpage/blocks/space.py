@@ -7,35 +7,17 @@ give(m)   a match's blocks come back from the host, the rest is free blocks
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import add
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves, Kind, Pairs
 from kvpage.blocks.pins import UserPins
 from kvpage.blocks.states import Ids
-from kvpage.blocks.stats import SpaceStats
+from kvpage.blocks.stats import PromptCounts, Query, SpaceStats
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_at_least
-
-
-class Query(NamedTuple):
-    """A prompt that is counted. num_part_tokens: that it shares in a part of a block. num_refused: host blocks."""
-
-    num_tokens: int
-    num_part_tokens: int = 0
-    num_refused: int = 0
-
-
-class PromptCounts(NamedTuple):
-    """Tokens of prompts; see SpaceStats."""
-
-    query: int = 0
-    device_hit: int = 0
-    host_hit: int = 0
-    part_hit: int = 0
-    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +137,13 @@ class BlockSpace:
 
     def make_room(self, num_blocks: int, num_spare: int = 0) -> None:
         """Make so many device blocks free, as `take` does. Raise as it does."""
+        self.check_room(num_blocks, num_spare)
+        lacking = num_blocks - self.pool.num_free
+        if lacking > 0:
+            self._evict(lacking)
+
+    def check_room(self, num_blocks: int, num_spare: int) -> None:
+        """Raise OutOfBlocks where `take` would. Pins end if that helps."""
         check_at_least("num_spare", num_spare, 0)
         num_needed = num_blocks + num_spare
         if num_needed > self.num_free:
@@ -163,9 +152,6 @@ class BlockSpace:
             self.pins.give_up(num_needed - self.num_free)
         if num_needed > self.num_free:
             raise OutOfBlocks(num_needed, self.num_free)
-        lacking = num_blocks - self.pool.num_free
-        if lacking > 0:
-            self._evict(lacking)
 
     def take_host(self, num_blocks: int) -> Ids:
         """Take free host blocks. Cached blocks are evicted there where too few are free.

@@ -1,8 +1,27 @@
 """Statistics of blocks: counters since a BlockManager was made, and the state of its blocks now."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvpage._C import BlockPool, PrefixTree
+
+
+class Query(NamedTuple):
+    """A prompt that is counted. num_part_tokens: that it shares in a part of a block. num_refused: host blocks."""
+
+    num_tokens: int
+    num_part_tokens: int = 0
+    num_refused: int = 0
+
+
+class PromptCounts(NamedTuple):
+    """Tokens of prompts; see SpaceStats."""
+
+    query: int = 0
+    device_hit: int = 0
+    host_hit: int = 0
+    part_hit: int = 0
+    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)

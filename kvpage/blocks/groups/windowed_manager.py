@@ -20,8 +20,8 @@ from kvpage.blocks.groups.window_reach import reach_of_window
 from kvpage.blocks.groups.window_table import WindowTable
 from kvpage.blocks.groups.windowed_tables import WindowedTables
 from kvpage.blocks.lives.growth import tokens_left_over
-from kvpage.blocks.space import Query
 from kvpage.blocks.states import Allocation, Ids, SeqId
+from kvpage.blocks.stats import Query
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens, some_tokens

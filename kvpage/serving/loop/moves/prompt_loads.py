@@ -225,7 +225,7 @@ class PromptLoads(ABC):
             elif load.is_verified:
                 self._finish_early(load)
             elif load.deadline is not None and now >= load.deadline:
-                self.stats.num_late += 1
+                self.stats.num_late += load.future is not None  # else it waits for a place, or for another's load
                 self._give_up(load)
 
     def _take(self, load: StoreLoad) -> None:
