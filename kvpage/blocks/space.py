@@ -5,8 +5,7 @@ give(m)   a match's blocks come back from the host, the rest is free blocks
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from operator import add
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
@@ -323,7 +322,7 @@ class BlockSpace:
     def stats(self) -> SpaceStats:
         """Return the counters, and the state of the host tier now."""
         return SpaceStats(
-            **{f"{name}_tokens": count for name, count in self._counts._asdict().items()},
+            **{f"{name}_tokens": count for name, count in asdict(self._counts).items()},
             **{f"{name}_blocks": count for name, count in self._blocks.items()},
             num_host_blocks=self.host_pool.num_blocks,
             num_free_host_blocks=self.host_pool.num_free,
@@ -379,7 +378,4 @@ class BlockSpace:
         return pairs
 
     def _count_query(self, query: Query, num_device_tokens: int, num_host_tokens: int) -> None:
-        """Count a prompt and all that was found of it at once: another thread may read the counters."""
-        num_tokens, num_part, num_refused = query
-        more = num_tokens, num_device_tokens, num_host_tokens, num_part, num_refused * self.block_size
-        self._counts = PromptCounts(*map(add, self._counts, more))
+        self._counts = self._counts.plus(query, num_device_tokens, num_host_tokens, self.block_size)

@@ -22,7 +22,7 @@ def request_of(name: str, number: int, tokens: range, priority: int = 0) -> Requ
 
 
 def test_a_newcomer_whose_prefix_takes_all_of_a_window_waits() -> None:
-    """An urgent request is held, so the running one comes after newcomers. The prefix of one would take all that is free.
+    """An urgent request is held, so the running one comes after newcomers. The prefix of one would take all there is.
 
     The newcomer waits for a block besides, and the running one goes on.
     """
