@@ -12,6 +12,7 @@ the tree all the same. Until then it writes to blocks of its own. These are its 
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from typing import cast
@@ -73,6 +74,7 @@ class StoreConnector(PromptLoads):
         self.rule = rule
         self._cache, self._transfers, self._max_saves = cache, transfers, max_saves
         self.saves = self._saves = self._make_saves()
+        self._newest_saves: deque[tuple[TokenIds, bytes]] = deque(maxlen=2 * max_saves)  # all under way are among them
 
     def reclaim(self) -> bool:
         """Wait for a load or a save that has blocks, so that these can be evicted; False if there is none."""
@@ -91,7 +93,7 @@ class StoreConnector(PromptLoads):
             self.stats.note_skipped()
             return
         self._saves.begin(tokens, namespace)
-        self._note_saved(tokens, namespace)
+        self._newest_saves.append((tokens, namespace))
 
     def save_portion(self, tokens: TokenIds, start: int, namespace: bytes) -> None:
         """Store the whole chunks of committed tokens, if those from `start` on have completed one.
@@ -187,8 +189,11 @@ class StoreConnector(PromptLoads):
 
     def _poll(self) -> None:
         super()._poll()
-        for done in self._saves.take_done():
-            self.stats.note_saved(self._result(done))
+        done = self._saves.take_done()
+        for save in done:
+            self.stats.note_saved(self._result(save))
+        for tokens, namespace in self._newest_saves if done else ():
+            self._note_saved(tokens, namespace)
         self.stats.note_saves(self._saves.take_failures(), self._saves.seconds)
 
     def _into_blocks(self, load: PromptLoad, num_tokens: int, given: Allocation) -> "Future[int]":

@@ -297,7 +297,7 @@ class PromptLoads(ABC):
         return [load.future for load in (*self._loads.values(), *self._late) if load.future is not None]
 
     def _note_saved(self, tokens: TokenIds, namespace: bytes) -> None:
-        """Note that tokens are being stored, of which a lookup may not have known."""
+        """Note that tokens may be stored now, of which a lookup did not know."""
         for load in self._loads.values():
             load.note_saved(tokens, namespace, self._manager.block_size)
 

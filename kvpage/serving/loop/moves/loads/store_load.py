@@ -78,17 +78,17 @@ class StoreLoad(Generic[RequestT]):
 
     def begin(self, future: "Future[int]") -> None:
         """Wait for the answer of a lookup from now on."""
-        self.future = future
+        self.future, self.is_outdated = future, False
 
     def take_answer(self, num_found: int, is_outdated: bool = False) -> None:
-        """Note how many leading tokens the store has."""
-        self.num_found, self.is_outdated = num_found, is_outdated
+        """Note how many leading tokens the store has, or had when it was asked."""
+        self.num_found, self.is_outdated = num_found, self.is_outdated or is_outdated
 
     def note_saved(self, tokens: Ids, namespace: bytes, block_size: int) -> None:
-        """Note that tokens are being stored: the answer is outdated if the prompt shares more of them."""
-        if self.num_found is not None and namespace == self.namespace:
+        """Note that tokens are stored now. An answer, also one on its way, is outdated if the prompt shares more."""
+        if not self.has_blocks and namespace == self.namespace:
             num_same = _num_same(self.tokens[:-1], tokens, block_size)
-            self.is_outdated = self.is_outdated or num_same >= self.num_found + block_size
+            self.is_outdated = self.is_outdated or num_same >= (self.num_found or 0) + block_size
 
     def leave_blocks(self) -> None:
         """Note that its blocks are given back."""
