@@ -103,7 +103,11 @@ std::optional<BegunSequence> SequenceRows::begin(const TokenView& tokens, std::s
   if (is_caching_) fresh.pending.reserve(static_cast<size_t>(block_size_));
   reserve_row();
   HeldMatch match(tree_->match(tokens, name, priority, num_left_over, false));
-  std::optional<HeldMatch> part_match;
+  const auto num_found = static_cast<size_t>(match.get().num_blocks());
+  const auto own = std::span(fresh.ids).subspan(num_found);
+  const auto num_taken = static_cast<int64_t>(own.size());
+  if (num_taken > pool_->num_free() + tree_->num_evictable() - num_spare) return std::nullopt;
+  std::optional<HeldMatch> part_match;  // it pins blocks that count as spare all the same: they are read once
   BegunSequence begun;
   int64_t num_part = 0;
   if (auto part = shares_parts ? tree_->match_part(match.get(), tokens, num_left_over) : std::nullopt) {
@@ -112,15 +116,12 @@ std::optional<BegunSequence> SequenceRows::begin(const TokenView& tokens, std::s
     begun.part_from = part->block_id;
     num_part = part->num_tokens;
   }
-  const auto num_found = static_cast<size_t>(match.get().num_blocks());
-  const auto own = std::span(fresh.ids).subspan(num_found);
-  const auto num_taken = static_cast<int64_t>(own.size());
-  if (!make_room(num_taken, num_spare, &begun.num_evicted)) {
+  if (!make_room(num_taken, &begun.num_evicted)) {
     if (!part_match) return std::nullopt;
     part_match.reset();  // it is not worth a request
     begun.part_from = kNoBlock;
     num_part = 0;
-    if (!make_room(num_taken, num_spare, &begun.num_evicted)) return std::nullopt;
+    if (!make_room(num_taken, &begun.num_evicted)) return std::nullopt;
   }
   tree_->copy_block_ids(match.get(), 0, std::span(fresh.ids).first(num_found));
   pool_->allocate(own);
@@ -136,12 +137,11 @@ std::optional<BegunSequence> SequenceRows::begin(const TokenView& tokens, std::s
   return begun;
 }
 
-// Evicts what is needed for so many free blocks. False, and nothing is evicted, where that is not enough, or less than
-// `num_spare` would be left.
-bool SequenceRows::make_room(int64_t num_blocks, int64_t num_spare, int64_t* num_evicted) {
+// Evicts what is needed for so many free blocks. False, and nothing is evicted, where that is not enough.
+bool SequenceRows::make_room(int64_t num_blocks, int64_t* num_evicted) {
   const int64_t lacking = num_blocks - pool_->num_free();
-  if (lacking > tree_->num_evictable() - num_spare) return false;
   if (lacking <= 0) return true;
+  if (lacking > tree_->num_evictable()) return false;
   *num_evicted = tree_->evict(lacking);
   return *num_evicted == lacking;
 }

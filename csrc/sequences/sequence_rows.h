@@ -157,7 +157,7 @@ class SequenceRows {
   void reserve_row();
   int64_t take_row(Sequence&& sequence) noexcept;
 
-  bool make_room(int64_t num_blocks, int64_t num_spare, int64_t* num_evicted);
+  bool make_room(int64_t num_blocks, int64_t* num_evicted);
   Growth growth(std::span<const int64_t> rows, const Counts& counts);
   std::vector<TierPair> grow(std::span<const int64_t> rows, const Counts& counts, const Growth& growth);
   void reserve_ids(Sequence& sequence, int64_t count) const;

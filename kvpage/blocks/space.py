@@ -5,37 +5,18 @@ give(m)   a match's blocks come back from the host, the rest is free blocks
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from operator import add
-from typing import NamedTuple, Protocol
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves, Kind, Pairs
 from kvpage.blocks.pins import UserPins
 from kvpage.blocks.states import Ids
-from kvpage.blocks.stats import SpaceStats
+from kvpage.blocks.stats import PromptCounts, Query, SpaceStats
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_at_least
-
-
-class Query(NamedTuple):
-    """A prompt that is counted. num_part_tokens: that it shares in a part of a block. num_refused: host blocks."""
-
-    num_tokens: int
-    num_part_tokens: int = 0
-    num_refused: int = 0
-
-
-class PromptCounts(NamedTuple):
-    """Tokens of prompts; see SpaceStats."""
-
-    query: int = 0
-    device_hit: int = 0
-    host_hit: int = 0
-    part_hit: int = 0
-    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +136,13 @@ class BlockSpace:
 
     def make_room(self, num_blocks: int, num_spare: int = 0) -> None:
         """Make so many device blocks free, as `take` does. Raise as it does."""
+        self.check_room(num_blocks, num_spare)
+        lacking = num_blocks - self.pool.num_free
+        if lacking > 0:
+            self._evict(lacking)
+
+    def check_room(self, num_blocks: int, num_spare: int) -> None:
+        """Raise OutOfBlocks where `take` would. Pins end if that helps."""
         check_at_least("num_spare", num_spare, 0)
         num_needed = num_blocks + num_spare
         if num_needed > self.num_free:
@@ -163,9 +151,6 @@ class BlockSpace:
             self.pins.give_up(num_needed - self.num_free)
         if num_needed > self.num_free:
             raise OutOfBlocks(num_needed, self.num_free)
-        lacking = num_blocks - self.pool.num_free
-        if lacking > 0:
-            self._evict(lacking)
 
     def take_host(self, num_blocks: int) -> Ids:
         """Take free host blocks. Cached blocks are evicted there where too few are free.
@@ -337,7 +322,7 @@ class BlockSpace:
     def stats(self) -> SpaceStats:
         """Return the counters, and the state of the host tier now."""
         return SpaceStats(
-            **{f"{name}_tokens": count for name, count in self._counts._asdict().items()},
+            **{f"{name}_tokens": count for name, count in asdict(self._counts).items()},
             **{f"{name}_blocks": count for name, count in self._blocks.items()},
             num_host_blocks=self.host_pool.num_blocks,
             num_free_host_blocks=self.host_pool.num_free,
@@ -393,7 +378,4 @@ class BlockSpace:
         return pairs
 
     def _count_query(self, query: Query, num_device_tokens: int, num_host_tokens: int) -> None:
-        """Count a prompt and all that was found of it at once: another thread may read the counters."""
-        num_tokens, num_part, num_refused = query
-        more = num_tokens, num_device_tokens, num_host_tokens, num_part, num_refused * self.block_size
-        self._counts = PromptCounts(*map(add, self._counts, more))
+        self._counts = self._counts.plus(query, num_device_tokens, num_host_tokens, self.block_size)

@@ -1,8 +1,52 @@
 """Statistics of blocks: counters since a BlockManager was made, and the state of its blocks now."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvpage._C import BlockPool, PrefixTree
+
+
+class Query(NamedTuple):
+    """A prompt that is counted. num_part_tokens: that it shares in a part of a block. num_refused: host blocks."""
+
+    num_tokens: int
+    num_part_tokens: int = 0
+    num_refused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCounts:
+    """Tokens of prompts; see SpaceStats. All change at once: another thread may read them."""
+
+    query: int = 0
+    device_hit: int = 0
+    host_hit: int = 0
+    part_hit: int = 0
+    refused: int = 0
+
+    def plus(self, query: Query, num_device_tokens: int, num_host_tokens: int, block_size: int) -> "PromptCounts":
+        """Count one more prompt, and all that was found of it."""
+        return PromptCounts(
+            self.query + query.num_tokens,
+            self.device_hit + num_device_tokens,
+            self.host_hit + num_host_tokens,
+            self.part_hit + query.num_part_tokens,
+            self.refused + query.num_refused * block_size,
+        )
+
+
+class Preemptions(NamedTuple):
+    """How often requests gave their blocks back, and how often they kept computed K and V on the host.
+
+    Both change at once: another thread may read them.
+    """
+
+    num: int = 0
+    num_swaps: int = 0
+
+    def plus(self, is_swap: bool) -> "Preemptions":
+        """Count one more."""
+        return Preemptions(self.num + 1, self.num_swaps + is_swap)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import numpy as np
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.serving.loop.batch.batch import Batch
+from kvpage.serving.loop.moves.loads.turns import Turns
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
-from kvpage.serving.loop.turns import Turns
 from kvpage.serving.params.sampling import SamplingParams
 
 B = 4

@@ -20,8 +20,8 @@ from kvpage.blocks.groups.window_reach import reach_of_window
 from kvpage.blocks.groups.window_table import WindowTable
 from kvpage.blocks.groups.windowed_tables import WindowedTables
 from kvpage.blocks.lives.growth import tokens_left_over
-from kvpage.blocks.space import Query
 from kvpage.blocks.states import Allocation, Ids, SeqId
+from kvpage.blocks.stats import Query
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens, some_tokens
@@ -94,7 +94,6 @@ class WindowedManager(WindowedTables):
         except BaseException:
             self.tree.release(match)
             raise
-        num_cached = match.num_tokens
         self._tables[seq_id] = tuple(WindowTable.after(blocks, match) for blocks in self.windows)
         self._sequences.rows.add(
             self._sequences.on_device,
@@ -104,11 +103,11 @@ class WindowedManager(WindowedTables):
             pending=tokens[:0],
             num_left=0,
             num_tokens=len(tokens),
-            num_written=num_cached,
+            num_written=match.num_tokens,
             namespace=namespace,
             is_private=False,
         )
-        return Allocation(num_cached, self.block_ids(seq_id))
+        return Allocation(self.state(seq_id).num_written, self.block_ids(seq_id))
 
     @uninterrupted
     def open_windows(self, seq_ids: Sequence[SeqId], ends: Sequence[int]) -> None:

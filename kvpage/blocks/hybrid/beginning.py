@@ -13,8 +13,9 @@ from kvpage._C import Match
 from kvpage.blocks.hybrid.checkpoint import Checkpoint
 from kvpage.blocks.hybrid.state_space import StateSpace
 from kvpage.blocks.lives.sequences import Sequences
-from kvpage.blocks.space import BlockSpace, Query
+from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Allocation, Ids, SeqId
+from kvpage.blocks.stats import Query
 from kvpage.checks.errors import OutOfSlots
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from kvpage._C import PartMatch
 from kvpage.blocks.lives.sequences import Rows, Sequences
-from kvpage.blocks.space import BlockSpace, Query
+from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Allocation, Ids, SeqId
+from kvpage.blocks.stats import Query
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.values import as_integer
@@ -78,14 +79,15 @@ def _begin_by_moves(
 ) -> Allocation:
     """Do the same where blocks may have to come from the host, or pins to end."""
     match, num_refused = space.match(tokens, namespace, priority, num_left_over)
-    part = space.tree.match_part(match, tokens, num_left_over) if share_parts else None
     num_blocks = sequences.blocks_for(len(tokens))
 
     def give(num_part: int) -> Ids:
         query = Query(len(tokens), num_part, num_refused) if is_counted else None
-        return space.give(match, num_blocks, num_spare, query)
+        return space.give(match, num_blocks, query=query)
 
     try:
+        space.check_room(num_blocks - match.num_device_blocks, num_spare)
+        part = space.tree.match_part(match, tokens, num_left_over) if share_parts else None
         taken = _with_or_without(space, part, give)
     except BaseException:
         space.tree.release(match)

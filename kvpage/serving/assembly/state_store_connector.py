@@ -23,8 +23,8 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.side_stream import side_stream
 from kvpage.cache.state_cache import StateCache
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
+from kvpage.serving.loop.moves.loads.prompt_loads import PromptLoad
 from kvpage.serving.loop.moves.state_saves import StateSaves
-from kvpage.serving.loop.moves.store_load import StoreLoad
 from kvpage.serving.loop.moves.store_saves import Saves
 from kvpage.serving.loop.moves.stored_states import StoredStates
 from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
@@ -68,7 +68,7 @@ class StateStoreConnector(StoreConnector):
         self._transfers.run()
         self._hybrid.do_state_moves(self._slots.do_move)
 
-    def _num_cached(self, load: StoreLoad) -> int:
+    def _num_cached(self, load: PromptLoad) -> int:
         return self._hybrid.num_cached(load.tokens, load.namespace)
 
     def _lookup(self, tokens: TokenIds, namespace: bytes) -> int:
@@ -83,7 +83,7 @@ class StateStoreConnector(StoreConnector):
     def _num_wanted(self, tokens: TokenIds, num_found: int) -> int:
         return min(num_found, len(tokens) - 1) if self._hybrid.keeps_checkpoints else 0
 
-    def _into_blocks(self, load: StoreLoad, num_tokens: int, given: Allocation) -> "Future[int]":
+    def _into_blocks(self, load: PromptLoad, num_tokens: int, given: Allocation) -> "Future[int]":
         self._make_moves()
         tokens, start, slot = load.tokens[:num_tokens], given.num_cached_tokens, self._hybrid.slot_of(load)
         block_ids = given.block_ids[: -(-num_tokens // self._hybrid.block_size)]
@@ -98,7 +98,7 @@ class StateStoreConnector(StoreConnector):
 
         return self._loaders.submit(load_all)
 
-    def _finish(self, load: StoreLoad, num_loaded: int) -> bool:
+    def _finish(self, load: PromptLoad, num_loaded: int) -> bool:
         """Commit the tokens that have come, and let others go on from the state after them."""
         if not load.num_cached < num_loaded <= load.num_wanted:
             return False

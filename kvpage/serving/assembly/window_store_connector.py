@@ -23,7 +23,7 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.side_stream import side_stream
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
-from kvpage.serving.loop.moves.store_load import StoreLoad
+from kvpage.serving.loop.moves.loads.prompt_loads import PromptLoad
 from kvpage.serving.loop.moves.store_saves import Saves
 from kvpage.serving.loop.moves.stored_windows import StoredWindows
 from kvpage.serving.loop.moves.window_saves import WindowSaves
@@ -64,7 +64,7 @@ class WindowStoreConnector(StoreConnector):
     def _make_saves(self) -> Saves:
         return WindowSaves(self._stored, self._windowed)
 
-    def _num_cached(self, load: StoreLoad) -> int:
+    def _num_cached(self, load: PromptLoad) -> int:
         return self._windowed.num_cached(load.tokens, load.namespace)
 
     def _num_seen(self, tokens: TokenIds, namespace: bytes) -> int:
@@ -76,7 +76,7 @@ class WindowStoreConnector(StoreConnector):
     def _look(self, tokens: TokenIds, namespace: bytes) -> tuple[int, tuple[GroupReach, ...]]:
         return self._stored.look(tokens, namespace)
 
-    def _into_blocks(self, load: StoreLoad, num_tokens: int, given: Allocation) -> "Future[int]":
+    def _into_blocks(self, load: PromptLoad, num_tokens: int, given: Allocation) -> "Future[int]":
         """Begin to load. Raise OutOfBlocks where windows have no room for the last tokens.
 
         Where there are other sequences, a quarter of each group is left to them: they would be preempted for this load.

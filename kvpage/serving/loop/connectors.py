@@ -15,9 +15,9 @@ from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.loop.batch.batch import Portion
 from kvpage.serving.loop.moves.layer_saves import Growth
+from kvpage.serving.loop.moves.loads.turns import Turns
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.store_connector import StoreConnector
-from kvpage.serving.loop.turns import Turns
 
 
 class Connectors(Turns):

@@ -32,15 +32,15 @@ from operator import attrgetter
 import numpy as np
 
 from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.stats import Preemptions
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.values import check_at_least
 from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion, add_portion
 from kvpage.serving.loop.batch.prefills import Prefills
 from kvpage.serving.loop.batch.request_states import RequestStates
 from kvpage.serving.loop.batch.window_room import WindowRoom
-from kvpage.serving.loop.preemptions import Preemptions
+from kvpage.serving.loop.moves.loads.turns import Turns
 from kvpage.serving.loop.request import Request
-from kvpage.serving.loop.turns import Turns
 
 Reclaimer = Callable[[], bool]
 """Gives back some blocks that it holds for no request; False if it cannot."""

@@ -12,6 +12,7 @@ the tree all the same. Until then it writes to blocks of its own. These are its 
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from typing import cast
@@ -29,11 +30,11 @@ from kvpage.checks.interrupts import interruptible
 from kvpage.serving.loop.moves.block_store import BlockStore, LayeredStore, TokenIds, check_engine
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.layer_saves import GroupedStore, Growth, LayerSaves
-from kvpage.serving.loop.moves.prompt_loads import PromptLoads
-from kvpage.serving.loop.moves.store_load import StoreLoad, num_cached, num_seen
-from kvpage.serving.loop.moves.store_look import StoreLook
+from kvpage.serving.loop.moves.loads.prompt_loads import PromptLoad, PromptLoads
+from kvpage.serving.loop.moves.loads.store_load import num_cached, num_seen
+from kvpage.serving.loop.moves.loads.store_look import StoreLook
+from kvpage.serving.loop.moves.loads.store_stats import StoreConnectorStats
 from kvpage.serving.loop.moves.store_saves import Saves, StoreSaves
-from kvpage.serving.loop.moves.store_stats import StoreConnectorStats
 from kvpage.serving.loop.moves.written_layers import WrittenLayers
 
 __all__ = ["BlockStore", "LayeredStore", "StoreConnectorStats"]
@@ -73,6 +74,7 @@ class StoreConnector(PromptLoads):
         self.rule = rule
         self._cache, self._transfers, self._max_saves = cache, transfers, max_saves
         self.saves = self._saves = self._make_saves()
+        self._newest_saves: deque[tuple[TokenIds, bytes]] = deque(maxlen=2 * max_saves)  # all under way are among them
 
     def reclaim(self) -> bool:
         """Wait for a load or a save that has blocks, so that these can be evicted; False if there is none."""
@@ -88,10 +90,10 @@ class StoreConnector(PromptLoads):
     def save(self, tokens: TokenIds, namespace: bytes) -> None:
         """Store tokens that are committed, as far as they are cached in whole blocks on the device."""
         if len(self._saves) >= self._max_saves and not self._saves.has_begun(tokens, namespace):
-            self.stats.num_skipped += 1
+            self.stats.note_skipped()
             return
         self._saves.begin(tokens, namespace)
-        self._note_saved(tokens, namespace)
+        self._newest_saves.append((tokens, namespace))
 
     def save_portion(self, tokens: TokenIds, start: int, namespace: bytes) -> None:
         """Store the whole chunks of committed tokens, if those from `start` on have completed one.
@@ -172,7 +174,7 @@ class StoreConnector(PromptLoads):
 
     # --- loads -------------------------------------------------------------------------------------------------------
 
-    def _num_cached(self, load: StoreLoad) -> int:
+    def _num_cached(self, load: PromptLoad) -> int:
         return num_cached(self._manager, load.tokens, load.namespace)
 
     def _lookup(self, tokens: TokenIds, namespace: bytes) -> int:
@@ -187,13 +189,14 @@ class StoreConnector(PromptLoads):
 
     def _poll(self) -> None:
         super()._poll()
-        for done in self._saves.take_done():
-            self.stats.num_stores += 1
-            self.stats.num_stored_tokens += self._result(done)
-        self.stats.num_errors += self._saves.take_failures()
-        self.stats.store_seconds = self._saves.seconds
+        done = self._saves.take_done()
+        for save in done:
+            self.stats.note_saved(self._result(save))
+        for tokens, namespace in self._newest_saves if done else ():
+            self._note_saved(tokens, namespace)
+        self.stats.note_saves(self._saves.take_failures(), self._saves.seconds)
 
-    def _into_blocks(self, load: StoreLoad, num_tokens: int, given: Allocation) -> "Future[int]":
+    def _into_blocks(self, load: PromptLoad, num_tokens: int, given: Allocation) -> "Future[int]":
         """Begin to load. Raise OutOfBlocks, with nothing begun, where there is no room beside these blocks."""
         self._transfers.run()
         size = self._manager.block_size
@@ -211,11 +214,11 @@ class StoreConnector(PromptLoads):
         return self._loaders.submit(load_blocks)
 
     def _saw_load(self, num_tokens: int, seconds: float) -> None:
-        self.stats.load_seconds += seconds
+        self.stats.note_load_time(seconds)
         if self.rule and num_tokens > 0:
             self.rule.saw_transfer(num_tokens // self.rule.block_size * self.rule.block_bytes, seconds)
 
-    def _finish_early(self, load: StoreLoad) -> None:
+    def _finish_early(self, load: PromptLoad) -> None:
         """Commit verified tokens whose bytes are on their way. The load keeps its blocks until it is done.
 
         Not if others have committed some of them meanwhile: the tree would free the load's own.
@@ -228,12 +231,11 @@ class StoreConnector(PromptLoads):
         if known <= load.num_cached:
             self._transfers.expected.add(load.block_ids[load.num_cached // size : end // size], arrival)
             load.note_early(end, arrival)
-            self._commit(load, end)
-            self.stats.num_early_loads += 1
+            self._commit(load, end, is_early=True)
         if known >= end or load.num_early:
             load.set_ready()
 
-    def _finish(self, load: StoreLoad, num_loaded: int) -> bool:
+    def _finish(self, load: PromptLoad, num_loaded: int) -> bool:
         """Commit the tokens that have come; return whether any have."""
         end = num_loaded // self._manager.block_size * self._manager.block_size
         try:
@@ -244,8 +246,7 @@ class StoreConnector(PromptLoads):
                 self._transfers.expected.discard(load.arrival)
         return end > load.num_cached
 
-    def _commit(self, load: StoreLoad, end: int) -> None:
+    def _commit(self, load: PromptLoad, end: int, is_early: bool = False) -> None:
         self._manager.commit(load, load.tokens[load.num_cached : end])
-        self.stats.num_loads += 1
-        self.stats.num_loaded_tokens += end - load.num_cached
+        self.stats.note_load(end - load.num_cached, is_early)
         load.request.group.note_loaded(end - load.num_cached)

@@ -1,5 +1,7 @@
 """The scheduler step by step: counters, windows, reuse, requests that are held, blocks that others hold."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from support.scheduler_steps import B, counters, plan, request_of, scheduler_of, step
@@ -8,6 +10,7 @@ from kvpage import OutOfBlocks
 from kvpage.blend.segments import Reuse
 from kvpage.blend.spans import Span
 from kvpage.blocks.manager import BlockManager
+from kvpage.serving.assembly.core import EngineCore
 from kvpage.serving.blending.blended_prompt import BlendedPrompt
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
@@ -148,26 +151,22 @@ def test_a_swapped_request_that_finds_too_little_room_stays_swapped():
     assert step(scheduler) == [("r1", 7, 8)]
 
 
-def test_a_swapped_request_that_cannot_go_back_holds_no_block(monkeypatch):
-    """It finds too little room, and there is no memory to swap it out again: it is computed anew."""
+def test_a_swapped_request_without_room_stays_on_the_host():
+    """It is not moved to find that out."""
     scheduler = scheduler_of(5, num_host_blocks=8, enable_prefix_caching=False)
     for number in (0, 1):
         scheduler.add(request_of(number, 7, max_tokens=3))
     step(scheduler)
     scheduler.preempt_last()
     scheduler.manager.allocate("holder", [1])
-
-    def fail(seq_id):
-        raise MemoryError
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(scheduler.manager, "swap_out", fail)
-        scheduler.schedule()
+    before = scheduler.manager.stats()
+    assert step(scheduler) == [("r0", 7, 8)]
+    assert scheduler.manager.is_swapped("r1") and scheduler.preemptions == (1, 1)
+    assert scheduler.manager.stats() == before
     scheduler.manager.release("holder")
-    scheduler.manager.take_moves()
-    scheduler.manager.check()
-    assert scheduler.manager.num_free_blocks == 3 and not scheduler.manager.is_swapped("r1")
-    assert [request.request_id for request in scheduler.waiting] == ["r1"]
+    done = [portion for _ in range(4) for portion in step(scheduler)]
+    assert ("r1", 7, 8) in done and ("r1", 8, 9) in done and scheduler.preemptions == (1, 1)
+    assert not scheduler.running and not scheduler.waiting
 
 
 # --- blocks that others hold ---
@@ -185,7 +184,7 @@ def test_reclaimers_give_way_to_the_first_request():
         scheduler.manager.release("holder")
         return True
 
-    scheduler.add_reclaimer(reclaim)
+    scheduler.reclaimers.append(reclaim)
     scheduler.add(request_of(0, 3 * B, max_tokens=1))
     assert step(scheduler) == [("r0", 0, 3 * B)] and asked == [2]
 
@@ -194,7 +193,7 @@ def test_too_much_that_others_hold_is_an_error_that_changes_nothing():
     scheduler = scheduler_of(4)
     scheduler.manager.allocate("holder", list(range(2 * B)))
     for _ in range(2):
-        scheduler.add_reclaimer(lambda: False)
+        scheduler.reclaimers.append(lambda: False)
     request = request_of(0, 3 * B, max_tokens=1)
     scheduler.add(request)
     with pytest.raises(OutOfBlocks) as error:
@@ -211,7 +210,7 @@ def test_a_decode_alone_asks_the_reclaimers(can_reclaim):
     scheduler.add(request_of(0, 2 * B, max_tokens=3))
     assert step(scheduler) == [("r0", 0, 2 * B)]
     scheduler.manager.allocate("holder", [1])
-    scheduler.add_reclaimer(lambda: can_reclaim and scheduler.manager.release("holder") is None)
+    scheduler.reclaimers.append(lambda: can_reclaim and scheduler.manager.release("holder") is None)
     if can_reclaim:
         assert step(scheduler) == [("r0", 8, 9)] and scheduler.preemptions.num == 0
     else:
@@ -402,8 +401,8 @@ def test_a_block_is_left_over_for_each_sample_to_come(num_blocks, is_admitted):
 def test_every_reclaimer_is_asked():
     scheduler = scheduler_of(4)
     scheduler.manager.allocate("holder", list(range(2 * B)))
-    scheduler.add_reclaimer(lambda: False)
-    scheduler.add_reclaimer(lambda: scheduler.manager.release("holder") is None)
+    scheduler.reclaimers.append(lambda: False)
+    scheduler.reclaimers.append(lambda: scheduler.manager.release("holder") is None)
     scheduler.add(request_of(0, 3 * B, max_tokens=1))
     assert step(scheduler) == [("r0", 0, 3 * B)]
 
@@ -455,8 +454,7 @@ def test_a_request_forgets_its_cached_tokens_in_its_namespace_alone():
 def test_a_reclaimer_is_removed_once():
     scheduler = scheduler_of()
     first, second = object(), object()
-    scheduler.add_reclaimer(first)
-    scheduler.add_reclaimer(second)
+    scheduler.reclaimers[:] = [first, second]
     for _ in range(2):
-        scheduler.remove_reclaimer(first)
+        EngineCore.remove_reclaimer(SimpleNamespace(scheduler=scheduler), first)
         assert scheduler.reclaimers == [second]

@@ -75,7 +75,7 @@ def test_a_copy_between_the_tiers_that_fails_is_done_before_anything_else(expect
                 engine.manager.check()
         assert [outputs[request_id] for request_id in ids] == expected
     engine.manager.check()
-    assert len(calls) > 6 and engine.stats().num_used_blocks == 0
+    assert len(calls) > 3 and engine.stats().num_used_blocks == 0
 
 
 @pytest.mark.parametrize("call", ["swap_out", "swap_in", "allocate", "append"])
@@ -85,11 +85,11 @@ def test_a_manager_that_fails_costs_a_step(expected, call: str) -> None:
     owner = engine.manager.rows if call == "append" else engine.manager
     works, calls = getattr(owner, call), []
 
-    def fails(*args: object) -> object:
+    def fails(*args: object, **named: object) -> object:
         calls.append(args)
         if len(calls) % 3 == 0:
             raise MemoryError
-        return works(*args)
+        return works(*args, **named)
 
     setattr(owner, call, fails)
     ids, outputs, num_raised = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS], {}, 0
@@ -112,7 +112,7 @@ def test_tokens_are_those_of_generate_while_blocks_come_and_go(expected, after_h
     rounds(engine, expected)
     space = engine.manager.stats().space
     assert space.host_hit_tokens > 40 and space.promoted_blocks > 10 and space.evicted_blocks > 30, space
-    assert (space.written_blocks > 5) == (after_hits is not None)
+    assert (space.written_blocks > 3) == (after_hits is not None)
     assert engine.stats().num_preemptions > 3 and engine.stats().num_swaps > 3
 
 

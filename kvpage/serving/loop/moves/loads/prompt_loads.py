@@ -23,9 +23,11 @@ from kvpage.checks.interrupts import interruptible, uninterrupted
 from kvpage.checks.started_pool import started_pool
 from kvpage.checks.wait_limit import WaitLimit, wait_for_one
 from kvpage.serving.loop.moves.block_store import TokenIds
-from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_shared
-from kvpage.serving.loop.moves.store_stats import StoreConnectorStats
+from kvpage.serving.loop.moves.loads.store_load import StoreLoad, count_of, num_shared
+from kvpage.serving.loop.moves.loads.store_stats import StoreConnectorStats
 from kvpage.serving.loop.request import Request
+
+PromptLoad = StoreLoad[Request]
 
 
 class PromptLoads(ABC):
@@ -38,9 +40,9 @@ class PromptLoads(ABC):
     def __init__(self, manager: BlockManager, deadline: float, max_loads: int, num_threads: int) -> None:
         self.stats = StoreConnectorStats()
         self._manager, self._deadline, self._max_loads = manager, deadline, max_loads
-        self._loads: dict[Request, StoreLoad] = {}  # of those that wait
+        self._loads: dict[Request, PromptLoad] = {}  # of those that wait
         self._over: set[Request] = set()  # of those that wait: nothing more is to come
-        self._late: list[StoreLoad] = []  # under way, and nobody waits for them
+        self._late: list[PromptLoad] = []  # under way, and nobody waits for them
         self._loaders = started_pool(num_threads, "kvpage-load")
 
     # --- what the scheduler asks -------------------------------------------------------------------------------------
@@ -114,7 +116,7 @@ class PromptLoads(ABC):
     # --- the way of a load -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _num_cached(self, load: StoreLoad) -> int:
+    def _num_cached(self, load: PromptLoad) -> int:
         """Return how many of its tokens a request would find cached."""
 
     @abstractmethod
@@ -130,15 +132,15 @@ class PromptLoads(ABC):
         """Return whether loading so many is expected to be faster than computing them."""
 
     @abstractmethod
-    def _into_blocks(self, load: StoreLoad, num_tokens: int, given: Allocation) -> "Future[int]":
+    def _into_blocks(self, load: PromptLoad, num_tokens: int, given: Allocation) -> "Future[int]":
         """Begin to load. Raise OutOfBlocks, with nothing begun, where there is no room beside these blocks."""
 
     @abstractmethod
-    def _finish_early(self, load: StoreLoad) -> None:
+    def _finish_early(self, load: PromptLoad) -> None:
         """Commit tokens that are verified, and whose bytes are on their way, if that is news."""
 
     @abstractmethod
-    def _finish(self, load: StoreLoad, num_loaded: int) -> bool:
+    def _finish(self, load: PromptLoad, num_loaded: int) -> bool:
         """Commit the tokens that have come; return whether any have."""
 
     def _may_ask(self, request: Request) -> bool:
@@ -149,12 +151,12 @@ class PromptLoads(ABC):
         under_way = sum(load.future is not None for load in self._loads.values())
         return under_way + len(self._late) < self._max_loads
 
-    def _load_of(self, request: Request) -> StoreLoad:
+    def _load_of(self, request: Request) -> PromptLoad:
         if request not in self._loads:
             self._loads[request] = StoreLoad(request)
         return self._loads[request]
 
-    def _go_on(self, load: StoreLoad, num_spare: int) -> bool:
+    def _go_on(self, load: PromptLoad, num_spare: int) -> bool:
         """Take the next step of a load whose turn has come; return whether its request waits for something."""
         if load.num_found is None or load.is_outdated:
             return self._look_up(load)
@@ -168,7 +170,7 @@ class PromptLoads(ABC):
             return len(self._late) < self._max_loads
         return self._begin(load, num_tokens, num_missing, num_spare)
 
-    def _look_up(self, load: StoreLoad) -> bool:
+    def _look_up(self, load: PromptLoad) -> bool:
         """Ask the store, if something is missing; return whether the request waits for the answer."""
         if len(load.tokens) - 1 - self._num_cached(load) < self._manager.block_size:
             load.take_answer(0, is_outdated=True)  # it may be evicted before the turn comes
@@ -181,14 +183,14 @@ class PromptLoads(ABC):
             self.stats.num_lookup_tokens += len(load.tokens)
         return True
 
-    def _brings_for(self, other: StoreLoad, load: StoreLoad) -> bool:
+    def _brings_for(self, other: PromptLoad, load: PromptLoad) -> bool:
         """Return whether a load under way brings at least a block of tokens that another one's request lacks."""
         if other is load or other.deadline is None or not other.is_under_way:
             return False
         size = self._manager.block_size
         return num_shared(load, other, size) // size * size >= self._num_cached(load) + size
 
-    def _begin(self, load: StoreLoad, num_tokens: int, num_missing: int, num_spare: int) -> bool:
+    def _begin(self, load: PromptLoad, num_tokens: int, num_missing: int, num_spare: int) -> bool:
         """Begin a load into blocks of its own; return whether its request waits for it."""
         is_new = load.request.group.note_found()
         is_worth = self._is_worth(num_missing)
@@ -225,10 +227,10 @@ class PromptLoads(ABC):
             elif load.is_verified:
                 self._finish_early(load)
             elif load.deadline is not None and now >= load.deadline:
-                self.stats.num_late += 1
+                self.stats.num_late += load.future is not None  # else it waits for a place, or for another's load
                 self._give_up(load)
 
-    def _take(self, load: StoreLoad) -> None:
+    def _take(self, load: PromptLoad) -> None:
         """Take the result of a lookup, or of a load."""
         waits = self._loads.get(load.request) is load
         try:
@@ -242,7 +244,7 @@ class PromptLoads(ABC):
             if not waits:
                 self._late.remove(load)
 
-    def _arrive(self, load: StoreLoad, num_loaded: int, waits: bool) -> None:
+    def _arrive(self, load: PromptLoad, num_loaded: int, waits: bool) -> None:
         """Take what a load has brought. waits: whether its request still does."""
         has_come = False
         try:
@@ -256,19 +258,19 @@ class PromptLoads(ABC):
                 self._release(load)
             self._forget_missing(load, num_loaded)
 
-    def _forget_missing(self, load: StoreLoad, num_loaded: int) -> None:
+    def _forget_missing(self, load: PromptLoad, num_loaded: int) -> None:
         """Forget the tokens that were committed early, and have not come after all."""
         if num_loaded // self._manager.block_size * self._manager.block_size < load.num_early:
             if load.has_blocks:
                 self._give_up(load)
             self._manager.space.drop(load.tokens[: load.num_early], load.namespace)
 
-    def _give_up(self, load: StoreLoad) -> None:
+    def _give_up(self, load: PromptLoad) -> None:
         """Let the request compute: nothing more is to come while it waits."""
         self._over.add(load.request)
         self._let_go(self._loads.pop(load.request))
 
-    def _let_go(self, load: StoreLoad) -> None:
+    def _let_go(self, load: PromptLoad) -> None:
         """Give back the blocks that nothing is written to."""
         if load.future is None:
             self._release(load)
@@ -277,9 +279,9 @@ class PromptLoads(ABC):
         if load.num_early:
             self._manager.give_back_room(load)
 
-    def _release(self, load: StoreLoad) -> None:
+    def _release(self, load: PromptLoad) -> None:
         if load.has_blocks:
-            load.has_blocks = False
+            load.leave_blocks()
             self._manager.release(load)
 
     @uninterrupted
@@ -295,7 +297,7 @@ class PromptLoads(ABC):
         return [load.future for load in (*self._loads.values(), *self._late) if load.future is not None]
 
     def _note_saved(self, tokens: TokenIds, namespace: bytes) -> None:
-        """Note that tokens are being stored, of which a lookup may not have known."""
+        """Note that tokens may be stored now, of which a lookup did not know."""
         for load in self._loads.values():
             load.note_saved(tokens, namespace, self._manager.block_size)
 

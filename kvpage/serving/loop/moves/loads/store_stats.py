@@ -38,3 +38,45 @@ class StoreConnectorStats:
     num_skipped: int = 0
     load_seconds: float = 0.0
     store_seconds: float = 0.0
+
+    def note_load(self, num_tokens: int, is_early: bool) -> None:
+        """Count a load that has reached the prefix tree.
+
+        Args:
+            num_tokens: Its tokens.
+            is_early: Whether its bytes are on their way still.
+        """
+        self.num_loads += 1
+        self.num_loaded_tokens += num_tokens
+        self.num_early_loads += is_early
+
+    def note_load_time(self, seconds: float) -> None:
+        """Add the time of a load.
+
+        Args:
+            seconds: In its thread.
+        """
+        self.load_seconds += seconds
+
+    def note_saved(self, num_tokens: int) -> None:
+        """Count a prompt that was handed to the store.
+
+        Args:
+            num_tokens: Tokens of it that the store holds.
+        """
+        self.num_stores += 1
+        self.num_stored_tokens += num_tokens
+
+    def note_skipped(self) -> None:
+        """Count a prompt that was not handed to the store."""
+        self.num_skipped += 1
+
+    def note_saves(self, num_errors: int, seconds: float) -> None:
+        """Count errors of saves, and note their time.
+
+        Args:
+            num_errors: New ones.
+            seconds: Of all saves so far.
+        """
+        self.num_errors += num_errors
+        self.store_seconds = seconds

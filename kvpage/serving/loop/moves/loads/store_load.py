@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -13,12 +13,22 @@ from kvpage.blocks.states import Allocation, Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.layered_moves import Arrival
 from kvpage.serving.loop.moves.block_store import is_count
-from kvpage.serving.loop.request import Request
 
 __all__ = ["StoreLoad", "count_of", "num_cached", "num_seen", "num_shared"]
 
 
-class StoreLoad:
+class Prompted(Protocol):
+    """A request, as far as its load knows it."""
+
+    tokens: Ids
+    num_tokens: int
+    namespace: bytes
+
+
+RequestT = TypeVar("RequestT", bound=Prompted)
+
+
+class StoreLoad(Generic[RequestT]):
     """A lookup, then a load. It is its own seq_id in the block manager while it has blocks.
 
     future: what is under way; its result is a number of tokens. verified: how many tokens are verified, and when their
@@ -30,7 +40,7 @@ class StoreLoad:
     num_early: tokens that were committed before its end. arrival: theirs.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: RequestT) -> None:
         self.request = request
         self.tokens = request.tokens[: request.num_tokens].copy()
         self.namespace = request.namespace
@@ -68,17 +78,21 @@ class StoreLoad:
 
     def begin(self, future: "Future[int]") -> None:
         """Wait for the answer of a lookup from now on."""
-        self.future = future
+        self.future, self.is_outdated = future, False
 
     def take_answer(self, num_found: int, is_outdated: bool = False) -> None:
-        """Note how many leading tokens the store has."""
-        self.num_found, self.is_outdated = num_found, is_outdated
+        """Note how many leading tokens the store has, or had when it was asked."""
+        self.num_found, self.is_outdated = num_found, self.is_outdated or is_outdated
 
     def note_saved(self, tokens: Ids, namespace: bytes, block_size: int) -> None:
-        """Note that tokens are being stored: the answer is outdated if the prompt shares more of them."""
-        if self.num_found is not None and namespace == self.namespace:
+        """Note that tokens are stored now. An answer, also one on its way, is outdated if the prompt shares more."""
+        if not self.has_blocks and namespace == self.namespace:
             num_same = _num_same(self.tokens[:-1], tokens, block_size)
-            self.is_outdated = self.is_outdated or num_same >= self.num_found + block_size
+            self.is_outdated = self.is_outdated or num_same >= (self.num_found or 0) + block_size
+
+    def leave_blocks(self) -> None:
+        """Note that its blocks are given back."""
+        self.has_blocks = False
 
     def set_ready(self) -> None:
         """Note that all is there that is to come."""
@@ -141,7 +155,7 @@ def num_cached(manager: BlockManager, tokens: Ids, namespace: bytes, num_left_ov
     return match.num_tokens
 
 
-def num_shared(one: StoreLoad, other: StoreLoad, block_size: int) -> int:
+def num_shared(one: StoreLoad[Any], other: StoreLoad[Any], block_size: int) -> int:
     """Return how many leading tokens of one prompt another one's load brings."""
     if one.namespace != other.namespace:
         return 0

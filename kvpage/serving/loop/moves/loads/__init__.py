@@ -1,0 +1,1 @@
+"""Prompts on their way out of a store, for requests that wait."""
