@@ -140,7 +140,7 @@ def test_what_came_back_to_the_device_is_copied():
         space = filled_space()
         space.pool.release(space.take(NUM_BLOCKS))
         space.take_moves()
-        return space, space.match(TOKENS, b"")
+        return space, space.match(TOKENS, b"")[0]
 
     for (space, _), _ in tries(make, lambda made: made[0].give(made[1], NUM_BLOCKS)):
         assert space.take_moves().num_blocks("swap_in") == space.tree.num_cached
@@ -150,7 +150,7 @@ def test_what_came_back_to_the_device_is_copied():
 def test_what_is_written_out_early_is_copied():
     def make() -> tuple[BlockSpace, Any]:
         space = filled_space(HostPolicy(after_hits=0))
-        return space, space.match(TOKENS, b"")
+        return space, space.match(TOKENS, b"")[0]
 
     for (space, _), _ in tries(make, lambda made: made[0].write_out(made[1]) or True):
         assert space.take_moves().num_blocks("swap_out") == space.tree.num_host_cached

@@ -51,9 +51,10 @@ class Simulation:
     def room_on_host(self):
         if len(self.host) < self.num_host:
             return True
-        victim = next((p for p in self.order if p in self.host), None)
-        if victim is None:
+        on_host = [path for path in self.order if path in self.host]
+        if not on_host:
             return False
+        victim = on_host[-1] if on_host[-1] in self.device else on_host[0]  # copies first, the newest first
         if victim in self.device:
             self.host.discard(victim)
         else:
