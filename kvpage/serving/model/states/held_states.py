@@ -127,7 +127,7 @@ def _goes_on(mixer: StateMixer, parts: Sequence[StatePart]) -> bool:
     if "forward" in vars(mixer.module):
         return False
     mixer = replace(mixer, module=twin_of(mixer.module))
-    weight: torch.Tensor = mixer.module.get_submodule("linear_x").weight
+    weight = mixer.module.get_parameter("linear_x.weight")
     rows = random_rows(1, NUM_FIRST + NUM_LATER, weight.shape[1]).to(weight)
     try:
         whole, later, step = (_tried(mixer, parts, rows, cuts) for cuts in _CUTS)
