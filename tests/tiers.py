@@ -23,7 +23,7 @@ RECORD = Path(__file__).with_name("recorded_seconds.json")
 TIERS = ("slow", "nightly")  # besides the default one
 DEFAULT = "not slow and not nightly"  # as in pyproject.toml
 SECONDS = "cpu_seconds"  # the property of a report
-BUDGET = 0.5  # CPU seconds of one function in the default tier, measured with both processors busy
+BUDGET = 0.3  # CPU seconds of one function in the default tier, measured with both processors busy
 LISTED = 0.25  # the record names cases and functions from this many seconds on
 
 # Files and functions whose tier no record decides.
@@ -35,6 +35,11 @@ WHOLE: dict[str, str] = {
     "tests/kernels/test_sampling_compile.py": "slow",
     "tests/kernels/test_triton_compile.py": "slow",
     "tests/kernels/test_machine_code.py::test_a_tile_takes_what_the_table_says": "nightly",
+    # Other processes, each with a torch and a model of its own, and compilers of models: the dear part is no call.
+    "tests/serving/loop/test_ranks.py": "slow",
+    "tests/serving/loop/test_rank_faults.py": "slow",
+    "tests/serving/model/test_compiled_model.py": "slow",
+    "tests/serving/test_telemetry.py::test_a_missing_extra_is_named": "slow",
     # nvcc compiles a module for the fixtures.
     "tests/compiled/test_compiled_copies.py": "slow",
     "tests/ops/test_swap_calls.py": "slow",

@@ -33,7 +33,7 @@ def test_whatever_fails_leaves_no_pin(monkeypatch, call, error):
     manager.swap_out(2)
     before = manager.stats(), manager.tree.num_matches
 
-    def fail(*_):
+    def fail(*_, **__):
         raise error
 
     with monkeypatch.context() as patch, pytest.raises(type(error)):

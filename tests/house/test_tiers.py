@@ -13,6 +13,12 @@ CASES = [f"tests/a.py::test_many[{i}]" for i in range(10)]
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
+@pytest.fixture(autouse=True)
+def half_a_second(monkeypatch):
+    """Let the tests below count with a budget of their own."""
+    monkeypatch.setattr(tiers, "BUDGET", 0.5)
+
+
 def test_what_the_record_does_not_know_is_of_the_default_tier():
     assert tiers_of([*CASES, "tests/a.py::test_one"], Record(), 0) == {}
 

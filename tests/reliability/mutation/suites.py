@@ -103,6 +103,7 @@ SUITES = {
     "csrc/states/slot_pool.cpp": ["tests/blocks/hybrid/test_slot_pool.py"],
     "csrc/tree/prefix_tree.cpp": TREE,
     "csrc/tree/prefix_tree_insert.cpp": TREE,
+    "csrc/tree/prefix_tree_forget.cpp": TREE,
     "csrc/tree/prefix_tree_tiers.cpp": TREE,
     "csrc/tree/prefix_tree_log.cpp": TREE,
     "csrc/copy/plan/copy_geometry.cpp": COPIES,

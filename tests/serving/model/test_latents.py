@@ -133,7 +133,8 @@ def test_a_second_process_starts_warm(tmp_path, layer_layout: str) -> None:
             outputs = engine.generate(PROMPTS, PARAMS)
             engine.close()
             assert [output.token_ids for output in outputs] == expected("deepseek_v3")
-            assert outputs[6].num_cached_tokens == (56 if is_warm else 4 * B)
+            num_cached = outputs[6].num_cached_tokens
+            assert num_cached == 56 if is_warm else 4 * B <= num_cached < 5 * B  # others may share a part of a block
             assert store.stats().corrupt_records == 0
 
 
@@ -150,7 +151,7 @@ def test_one_store_of_latents_and_heads_of_one_model_mixes_nothing_up() -> None:
         assert [output.token_ids for output in outputs] == expected("deepseek_v3")
         assert store.stats().corrupt_records == 0
         cached.append(outputs[6].num_cached_tokens)
-    assert cached == [4 * B, 4 * B, 56, 56]
+    assert cached[2:] == [56, 56] and all(4 * B <= num < 5 * B for num in cached[:2])
 
 
 class Seen(DynamicCache):
