@@ -22,6 +22,13 @@ from kvpage.benchmarks.gpu.plan import PROCESSES, ROOT, SECONDS, Folders, gpu_te
 from kvpage.benchmarks.gpu.results import Results  # noqa: E402
 from kvpage.benchmarks.gpu.summary import summary_of, target_lines  # noqa: E402
 
+SOURCE = Path(__file__).parents[2]  # gpu.sh runs there, while these tests import what is installed
+
+
+@pytest.fixture(autouse=True)
+def in_the_source(monkeypatch):
+    monkeypatch.setattr(plan_module, "ROOT", SOURCE)
+
 
 @pytest.fixture
 def folders(tmp_path):
@@ -77,7 +84,7 @@ def test_parts_in_their_order(folders):
 def test_every_part_runs_in_this_python_and_names_its_script(folders):
     for part in [*plan(folders), *map(dry, plan(folders))]:
         assert part.command[0] == sys.executable
-        assert all((ROOT / argument).is_file() for argument in part.command if argument.endswith(".py"))
+        assert all((SOURCE / argument).is_file() for argument in part.command if argument.endswith(".py"))
 
 
 def test_flashinfer_is_installed_and_measured_last_alone(folders):
@@ -96,8 +103,8 @@ def test_tests_of_a_gpu_are_named(folders):
     assert {"tests/kernels/test_attention_on_gpu.py", "tests/cache/test_swap_copy.py", "tests/ops/test_reshape.py"} <= {
         *files
     }
-    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
-    names = {path.relative_to(ROOT).as_posix() for path in marked}
+    marked = [path for path in (SOURCE / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
+    names = {path.relative_to(SOURCE).as_posix() for path in marked}
     left_out = {name for name in names - set(files) if not name.startswith(plan_module.LEFT_OUT)}
     assert not left_out and not any(name.startswith(plan_module.LEFT_OUT) for name in files)
 
@@ -309,7 +316,7 @@ def test_targets_name_cases_that_are_measured():
 
 
 def test_the_page_has_each_target():
-    page = (ROOT / "docs/gpu.md").read_text()
+    page = (SOURCE / "docs/gpu.md").read_text()
     missing = [
         target.name
         for target in targets.TARGETS
@@ -325,7 +332,7 @@ def test_the_page_has_each_target():
 def test_the_script_ends_with_a_line_where_the_build_cannot_be(tmp_path):
     """A machine without a device: versions come first, and their fault is the last word."""
     done = subprocess.run(
-        ["bash", ROOT / "benchmarks/gpu.sh", tmp_path / "out"],
+        ["bash", SOURCE / "benchmarks/gpu.sh", tmp_path / "out"],
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
