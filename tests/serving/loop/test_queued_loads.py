@@ -30,8 +30,10 @@ def warm() -> tuple[DictStore, list[list[int]]]:
     store = DictStore()
     engine = make_engine(store, 64 * BLOCKS, max_num_seqs=8)
     expected = []
-    for begin in range(0, len(PROMPTS), 8):
-        expected += [output.token_ids for output in engine.generate(PROMPTS[begin : begin + 8], PARAMS)]
+    for begin in range(0, len(PROMPTS), 4):
+        expected += [output.token_ids for output in engine.generate(PROMPTS[begin : begin + 4], PARAMS)]
+        for save in engine.saves_under_way():
+            save.result()  # a save that comes while many are under way is left out
     engine.close()
     store.calls.clear()
     assert len(store.chunks) == len(PROMPTS) * NUM_STORED // CHUNK
