@@ -275,6 +275,7 @@ LONG = {"prompt": "the fox", "max_tokens": 100, "ignore_eos": True, "stream": Tr
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_requests_end_and_takes_no_more(draining, number):
     found = {}
+    before = signal.signal(number, signal.default_int_handler)  # under nohup SIGHUP is ignored, and would stay so
 
     async def work(client) -> None:
         async with client.stream("POST", "/v1/completions", json=LONG) as answer:
@@ -287,7 +288,10 @@ def test_a_signal_lets_requests_end_and_takes_no_more(draining, number):
             found["refused"] = refused.status_code, refused.headers["retry-after"]
             found["text"] = "\n".join([first] + [line async for line in lines])
 
-    assert draining(work) == []
+    try:
+        assert draining(work) == []
+    finally:
+        signal.signal(number, before)
     assert found["refused"] == (503, "6")
     events = events_of(found["text"])
     assert events[-1]["choices"][0]["finish_reason"] == "length"
