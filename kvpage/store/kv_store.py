@@ -272,6 +272,21 @@ class KVStore(TieredStore):
         """
         return self._chunks.count(self._checked(tokens, namespace), namespace)
 
+    @gated
+    def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> int:
+        """Copy the chunks that `lookup` finds into the faster tiers, as a load does, for a load soon after.
+
+        A tier with `promote=no`, or without room, takes nothing. Engines call this for requests that wait.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: the one that they were stored in.
+
+        Returns:
+            The number of leading tokens that are in the fastest tier that can have them.
+        """
+        return self._chunks.promote(self._checked(tokens, namespace), namespace)
+
     def pin(self, tokens: Tokens, namespace: bytes = b"") -> Pin:
         """Return a pin that keeps the chunks that `lookup` finds. In remote tiers that fetches them.
 

@@ -1,4 +1,4 @@
-"""Functions fit on a screen and files stay short; so whoever opens one reads it whole."""
+"""Functions fit on a screen and a file holds one noun: whoever opens one reads it whole. No class is split to be short."""
 
 import statistics
 from pathlib import Path
@@ -10,8 +10,8 @@ PROJECT = Path(__file__).resolve().parents[2]
 MAX_FUNCTION = 60
 MAX_KERNEL = 80  # a kernel is one function: what it calls must be inlined, and its arguments are many
 MAX_MEDIAN = 8
-MAX_FILE = 400
-MAX_TEST_FILE = 500
+MAX_FILE = 600
+MAX_TEST_FILE = 600
 FOLDERS = ("kvpage", "kernels", "benchmarks", "csrc", "examples")
 
 

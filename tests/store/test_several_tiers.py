@@ -10,6 +10,7 @@ from support.store_kv import (
     Between,
     C,
     Troubled,
+    corrupt,
     kv_of,
     make,
     same,
@@ -34,6 +35,41 @@ def test_tiers_are_written_and_hits_are_promoted(write_back: bool) -> None:
     assert small.stats().num_records == 3 and store.stats().promoted_chunks == 3
     large.clear()
     assert same(store.retrieve(tokens)[0], kv)
+
+
+def test_a_prefetch_copies_what_a_load_would_promote() -> None:
+    store, small, large = two_tiers()
+    tokens = list(range(3 * C + 1))
+    kv = kv_of(tokens)
+    assert store.prefetch(tokens) == 0 and store.prefetch([]) == 0
+    store.store(tokens, kv)
+    small.clear()
+    assert store.prefetch(tokens, b"another") == 0 and small.stats().num_records == 0
+    large.remove(store.keys_of(tokens)[1:2])
+    assert store.prefetch(tokens) == C and small.stats().num_records == 3  # also those after a gap
+    assert store.stats().promoted_chunks == 3
+    assert store.prefetch(tokens[:C]) == C and store.stats().promoted_chunks == 3
+    large.clear()
+    assert same(store.retrieve(tokens)[0], kv[:, :, :C])
+
+
+def test_a_prefetch_fills_no_tier_that_takes_no_hits() -> None:
+    store, small, _ = two_tiers()
+    store._tiers.tiers[0] = Placed(small, promotes=False)
+    tokens = list(range(2 * C))
+    store.store(tokens, kv_of(tokens))
+    small.clear()
+    assert store.prefetch(tokens) == 2 * C and small.stats().num_records == 0
+
+
+def test_a_prefetch_of_a_damaged_record_leaves_it_to_its_reader() -> None:
+    store, small, large = two_tiers()
+    tokens = list(range(2 * C))
+    store.store(tokens, kv_of(tokens))
+    small.clear()
+    corrupt(large, store.keys_of(tokens)[0], 300)
+    assert store.prefetch(tokens) == 0
+    assert store.retrieve(tokens)[1].sum() == 0 and store.stats().corrupt_records == 1
 
 
 def test_a_prefix_may_be_spread_over_tiers() -> None:

@@ -23,6 +23,7 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.side_stream import side_stream
 from kvpage.cache.state_cache import StateCache
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
+from kvpage.serving.loop.moves.loads.prefetches import Prefetch
 from kvpage.serving.loop.moves.loads.prompt_loads import PromptLoad
 from kvpage.serving.loop.moves.state_saves import StateSaves
 from kvpage.serving.loop.moves.store_saves import Saves
@@ -67,6 +68,10 @@ class StateStoreConnector(StoreConnector):
     def _make_moves(self) -> None:
         self._transfers.run()
         self._hybrid.do_state_moves(self._slots.do_move)
+
+    @property
+    def _prefetch_call(self) -> Prefetch:
+        return lambda tokens, *, namespace: self._stored.prefetch(tokens, namespace)
 
     def _num_cached(self, load: PromptLoad) -> int:
         return self._hybrid.num_cached(load.tokens, load.namespace)

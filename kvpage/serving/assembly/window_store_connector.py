@@ -23,6 +23,7 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.side_stream import side_stream
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
+from kvpage.serving.loop.moves.loads.prefetches import Prefetch
 from kvpage.serving.loop.moves.loads.prompt_loads import PromptLoad
 from kvpage.serving.loop.moves.store_saves import Saves
 from kvpage.serving.loop.moves.stored_windows import StoredWindows
@@ -63,6 +64,10 @@ class WindowStoreConnector(StoreConnector):
 
     def _make_saves(self) -> Saves:
         return WindowSaves(self._stored, self._windowed)
+
+    @property
+    def _prefetch_call(self) -> Prefetch:
+        return lambda tokens, *, namespace: self._stored.prefetch(tokens, namespace)
 
     def _num_cached(self, load: PromptLoad) -> int:
         return self._windowed.num_cached(load.tokens, load.namespace)

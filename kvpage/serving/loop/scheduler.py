@@ -320,13 +320,16 @@ class Scheduler:
             num_spare = num_seqs + num_more - 1 if num_seqs else 0
             if not budget or batch.is_too_full_for(request, budget):
                 break
-            if self._turns.begin(request, num_spare):
-                num_passed_over += 1
-                num_seqs += num_more
-                continue
-            if not self._allocated(request, num_spare, is_first=num_seqs == 0):
-                break
+            waits = self._turns.begin(request, num_spare)
+            while not waits and not self._allocate(request, num_spare):
+                if num_seqs:
+                    return
+                self._reclaim_for(request)  # none runs, and nothing comes for a request before it
+                waits = self._turns.begin(request, num_spare)  # what came too early for it may have room now
             num_seqs += num_more
+            if waits:
+                num_passed_over += 1
+                continue
             budget -= min(add_portion(batch.prefills, request, budget, self._windows), budget)
             if not request.reuse:
                 prefills.add(request)
@@ -344,18 +347,10 @@ class Scheduler:
             return [request for request in self.waiting if request in tried]
         return self.waiting[: 2 * self.max_num_seqs + 1]  # as many may be admitted, and as many and one passed over
 
-    def _allocated(self, request: Request, num_spare: int, is_first: bool) -> bool:
-        """Move a request from waiting to running, as `_allocate`; False if blocks are short and others come first.
-
-        is_first: whether none runs, and nothing comes for one before it.
-        """
-        has_begun = self._allocate(request, num_spare)
-        if has_begun or not is_first:
-            return has_begun
-        while not self._allocate(request, 0):  # all blocks are free but for those that others hold
-            if not any(reclaim() for reclaim in self.reclaimers):
-                raise OutOfBlocks(self._blocks_for(request.num_tokens), self.manager.num_free_blocks)
-        return True
+    def _reclaim_for(self, request: Request) -> None:
+        """Take blocks of those that hold some for no running request; OutOfBlocks if nobody does."""
+        if not any(reclaim() for reclaim in self.reclaimers):
+            raise OutOfBlocks(self._blocks_for(request.num_tokens), self.manager.num_free_blocks)
 
     def _take_from_last(self) -> bool:
         """Take the blocks of the running request that is last in order, or those of others where it is alone."""

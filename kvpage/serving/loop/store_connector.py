@@ -30,6 +30,7 @@ from kvpage.checks.interrupts import interruptible
 from kvpage.serving.loop.moves.block_store import BlockStore, LayeredStore, TokenIds, check_engine
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.layer_saves import GroupedStore, Growth, LayerSaves
+from kvpage.serving.loop.moves.loads.prefetches import Prefetch, Prefetches, prefetch_of
 from kvpage.serving.loop.moves.loads.prompt_loads import PromptLoad, PromptLoads
 from kvpage.serving.loop.moves.loads.store_load import num_cached, num_seen
 from kvpage.serving.loop.moves.loads.store_look import StoreLook
@@ -74,6 +75,7 @@ class StoreConnector(PromptLoads):
         self.rule = rule
         self._cache, self._transfers, self._max_saves = cache, transfers, max_saves
         self.saves = self._saves = self._make_saves()
+        self._prefetches = Prefetches(self._prefetch_call, max_loads // 2)
         self._newest_saves: deque[tuple[TokenIds, bytes]] = deque(maxlen=2 * max_saves)  # all under way are among them
 
     def reclaim(self) -> bool:
@@ -132,7 +134,7 @@ class StoreConnector(PromptLoads):
 
     def drain(self) -> None:
         """Wait until everything that is under way is done, and forget what requests were asked for."""
-        while futures := [*self._futures, *self._saves.futures]:
+        while futures := [*self._futures, *self._saves.futures, *self._prefetches.futures]:
             wait(futures, return_when="FIRST_COMPLETED")
             self._poll()
         self._let_all_go()
@@ -142,6 +144,7 @@ class StoreConnector(PromptLoads):
         self.drain()
         self._loaders.shutdown()
         self._saves.close()
+        self._prefetches.close()
 
     # --- looks -------------------------------------------------------------------------------------------------------
 
@@ -184,6 +187,15 @@ class StoreConnector(PromptLoads):
         """Return how many of the tokens that the store has are to be loaded: whole blocks."""
         return min(num_found, len(tokens) - 1) // self._manager.block_size * self._manager.block_size
 
+    @property
+    def _prefetch_call(self) -> Prefetch:
+        return prefetch_of(self.store)
+
+    def _prefetch(self, load: PromptLoad) -> None:
+        num_tokens = self._num_wanted(load.tokens, load.num_found or 0)
+        if self._is_worth(num_tokens - self._num_cached(load)):
+            self._prefetches.begin(load.tokens[:num_tokens], load.namespace)
+
     def _is_worth(self, num_tokens: int) -> bool:
         return self.rule is None or self.rule.should_load(num_tokens // self._manager.block_size)
 
@@ -194,6 +206,7 @@ class StoreConnector(PromptLoads):
             self.stats.note_saved(self._result(save))
         for tokens, namespace in self._newest_saves if done else ():
             self._note_saved(tokens, namespace)
+        self.stats.num_errors += self._prefetches.take_failures()
         self.stats.note_saves(self._saves.take_failures(), self._saves.seconds)
 
     def _into_blocks(self, load: PromptLoad, num_tokens: int, given: Allocation) -> "Future[int]":

@@ -63,6 +63,11 @@ class ChunkAccess:
         """Return the number of leading tokens whose chunks are in a tier."""
         return min(num_leading(self.there(tokens, namespace)) * self._chunk_size, len(tokens))
 
+    def promote(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> int:
+        """Copy the chunks that are in a tier into the faster tiers; return the number of leading tokens there."""
+        is_near = self._tiers.promote(self._keys(tokens, namespace))
+        return min(num_leading(is_near) * self._chunk_size, len(tokens))
+
     def there(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> list[bool]:
         """Return for each chunk whether it is in a tier."""
         return [tier is not None for tier in self._tiers.locate(self._keys(tokens, namespace))]

@@ -210,6 +210,10 @@ class TierStack(TierCalls):
         pairs = zip(located[:count], readers[:count], strict=True)
         return [(self.tiers[at], reader) for at, reader in pairs if at is not None and reader is not None]
 
+    def promote(self, keys: Sequence[Key]) -> list[bool]:
+        """Copy records into the faster tiers, as reads do; return which are in the fastest tier that can have them."""
+        return [at is not None and self._is_near(at, key) for key, at in zip(keys, self.locate(keys), strict=True)]
+
     # --- all of them ---
 
     def remove(self, keys: Sequence[Key]) -> int:
@@ -376,6 +380,18 @@ class TierStack(TierCalls):
         if is_read:
             self.uses.hit(at, reader.num_bytes, time.perf_counter() - began)
         return is_read or False
+
+    def _is_near(self, at: int, key: Key) -> bool:
+        """Copy a record of a tier into the faster tiers; return whether the fastest that can have it has it."""
+        nearest = next((faster for faster in self._written if faster < at and self.tiers[faster].promotes), None)
+        if nearest is None:
+            return True
+        with self.copies.under_way([key]) as copy:
+            for reader in self._open(self.tiers[at], [key]):
+                if reader is not None:
+                    with reader:
+                        self._promote(at, key, reader, copy)
+        return self.contains(self.tiers[nearest], [key])[0]
 
     def _promote(self, at: int, key: Key, reader: Reader, copy: RecordCopy) -> None:
         for faster in self._written:

@@ -138,6 +138,22 @@ class LayerChunks:
         return end
 
     @gated
+    def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> int:
+        """Copy the chunks that are there into the faster tiers; see KVStore.prefetch.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: as in `there`.
+
+        Returns:
+            The number of leading tokens that are in the fastest tier that can have them.
+
+        Raises:
+            ValueError, TypeError: arguments are wrong.
+        """
+        return self._chunks.promote(_checked(tokens, namespace), namespace)
+
+    @gated
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
         """Remove the tokens' chunks of these layers from every tier.
 

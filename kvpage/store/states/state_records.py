@@ -142,6 +142,19 @@ class StateRecords:
         return self._tiers.read_each([key], read, limit)[0]
 
     @gated
+    def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> bool:
+        """Copy the state after exactly these tokens into the faster tiers; see KVStore.prefetch.
+
+        Args:
+            tokens: as in `put`.
+            namespace: the one that it was stored in.
+
+        Returns:
+            Whether the fastest tier that can have it has it.
+        """
+        return self._tiers.promote([self._search.key_of(self._checked(tokens, namespace), namespace)[1]])[0]
+
+    @gated
     def longest(self, tokens: Tokens, namespace: bytes = b"", most: int | None = None) -> int:
         """Return the longest position that can be loaded: its state is there, and so are all chunks before it.
 

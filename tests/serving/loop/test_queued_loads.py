@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 from support.dict_store import CHUNK, B, DictStore
 from support.models import make_model, make_prompts
+from support.waiting import until
 
 from kvpage import CacheConfig
 from kvpage.serving import Engine, EngineConfig, SamplingParams
@@ -22,6 +23,20 @@ def make_engine(store: DictStore | None, num_blocks: int, **options: object) -> 
     cache = CacheConfig(block_size=B, num_gpu_blocks=num_blocks)
     config = EngineConfig(cache, **{"load_or_compute": False, "store_deadline": 60.0, "max_num_seqs": 4, **options})
     return Engine.from_model(make_model("llama"), config, store=store)
+
+
+class NearStore(DictStore):
+    """A DictStore that notes which prompts it is to bring nearer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near: list[tuple[int, ...]] = []
+        self.brought = threading.Event()
+
+    def prefetch(self, tokens, *, namespace: bytes) -> None:
+        self.call("prefetch")
+        self.near.append(tuple(tokens.tolist()))
+        self.brought.set()
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +92,33 @@ def test_all_that_is_stored_is_loaded_whatever_the_queue(warm, num_clients: int)
     check_nothing_left(engine)
 
 
+def test_those_that_wait_are_brought_nearer_before_their_turn() -> None:
+    """One request runs at a time, and its load does not end before another one's prompt has been brought nearer."""
+    store = NearStore()
+    engine = make_engine(store, 64 * BLOCKS)
+    engine.generate(PROMPTS[:6], PARAMS)
+    engine.close()
+    store.calls.clear()
+    store.trouble = lambda name: store.brought.wait(60) if name == "load" else None
+    engine = make_engine(store, BLOCKS + 1, max_num_seqs=1)
+    engine.generate(PROMPTS[:6], PARAMS)
+    assert store.near and set(store.near) <= {tuple(prompt[:NUM_STORED]) for prompt in PROMPTS[1:6]}
+    assert len(set(store.near)) == len(store.near) and engine.stats().store.num_loads == 6
+    check_nothing_left(engine)
+
+
+def test_a_prefetch_that_fails_costs_nothing(warm) -> None:
+    store, expected = warm
+    failing = NearStore()
+    failing.chunks = store.chunks
+    failing.trouble = lambda name: 1 / 0 if name == "prefetch" else None
+    engine = make_engine(failing, 2 * BLOCKS + 1)
+    assert run_clients(engine, PROMPTS[:8], 8) == expected[:8]
+    stats = engine.stats().store
+    assert stats is not None and stats.num_loads == 8
+    check_nothing_left(engine)
+
+
 @pytest.mark.parametrize("num_blocks", [BLOCKS, 2 * BLOCKS, 64 * BLOCKS])
 def test_a_prefix_that_many_wait_for_is_loaded_once(warm, num_blocks: int) -> None:
     store, _ = warm
@@ -87,6 +129,20 @@ def test_a_prefix_that_many_wait_for_is_loaded_once(warm, num_blocks: int) -> No
     stats = engine.stats().store
     assert stats is not None
     assert (store.calls.count("load"), stats.num_loaded_tokens) == (1, NUM_STORED)
+    check_nothing_left(engine)
+
+
+def test_a_load_that_a_save_leaves_no_room_begins_once_that_is_done(warm) -> None:
+    """Blocks for one prompt: while its K and V are stored, no other prompt has room, be it to load or to compute."""
+    store, expected = warm
+    store.trouble = lambda name: threading.Event().wait(0.05) if name == "store" else None
+    try:
+        engine = make_engine(store, BLOCKS + 1)
+        assert run_clients(engine, PROMPTS[:6], 6) == expected[:6]
+        stats = engine.stats().store
+        assert stats is not None and stats.num_loaded_tokens == 6 * NUM_STORED
+    finally:
+        store.trouble = lambda name: None
     check_nothing_left(engine)
 
 
@@ -113,6 +169,8 @@ def test_a_preempted_request_is_asked_for_again(warm) -> None:
     while not engine.stats().num_generated_tokens:
         engine.step()
     engine.add_request(PROMPTS[1], PARAMS, "1", priority=-1)
+    engine.step()
+    until(lambda: store.calls.count("lookup") == 2)  # or the first request ends before the second one's turn
     tokens = {}
     while engine.has_unfinished:
         tokens |= {int(one.request_id): one.output.token_ids for one in engine.step() if one.output is not None}

@@ -16,6 +16,7 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
 from kvpage.layout.groups import StateLayout
 from kvpage.serving.loop.moves.block_store import TokenIds, is_count
+from kvpage.serving.loop.moves.loads.prefetches import prefetch_of
 
 
 class States(Protocol):
@@ -79,6 +80,12 @@ class StoredStates:
             return self.lookup(tokens, namespace), ()
         found = self._states.explain(tokens, namespace)
         return found.num_cached_tokens, found.groups
+
+    def prefetch(self, tokens: TokenIds, namespace: bytes) -> None:
+        """Bring K and V of the tokens, and the state after them, nearer within the store."""
+        if self.has_kv:
+            prefetch_of(self._store)(tokens, namespace=namespace)
+        prefetch_of(self._states)(tokens, namespace=namespace)
 
     def store_blocks(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> int:
         """Store K and V of the tokens; return how many of them the store holds now."""

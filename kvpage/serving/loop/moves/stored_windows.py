@@ -22,6 +22,7 @@ from kvpage.blocks.states import Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.values import runs_of
 from kvpage.serving.loop.moves.block_store import TokenIds
+from kvpage.serving.loop.moves.loads.prefetches import prefetch_of
 
 
 class Layers(Protocol):
@@ -118,6 +119,11 @@ class StoredWindows:
                 read = whole[: -(-end // layers.chunk_size) * layers.chunk_size]
                 there.append(layers.load(read, table, start, namespace) >= end)
         return all(there)
+
+    def prefetch(self, tokens: TokenIds, namespace: bytes) -> None:
+        """Bring K and V of whole blocks nearer within the store: what each group has of them."""
+        for layers in (self._full, *self._windows):
+            prefetch_of(layers)(tokens, namespace=namespace)
 
     def _whole(self, tokens: TokenIds) -> TokenIds:
         """Return the tokens of whole blocks, as they are stored."""

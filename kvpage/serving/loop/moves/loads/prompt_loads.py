@@ -1,6 +1,6 @@
 """PromptLoads: prompts on their way out of a store, each when the turn of its request comes.
 
-    a request is among the first that wait ─► look it up: no blocks yet                                    thread
+    a request is among the first that wait ─► look it up: no blocks yet ─► fetch it into the host's memory  threads
     its turn comes                         ─► blocks for all of its tokens, as its admission takes ─► load    thread
     all is there                           ─► commit; it is admitted, and finds the tokens in the prefix tree
 
@@ -128,6 +128,10 @@ class PromptLoads(ABC):
         """Return how many of the tokens that the store has are to be loaded."""
 
     @abstractmethod
+    def _prefetch(self, load: PromptLoad) -> None:
+        """Bring what a lookup has found nearer, where that can be done without blocks: its turn has not come."""
+
+    @abstractmethod
     def _is_worth(self, num_tokens: int) -> bool:
         """Return whether loading so many is expected to be faster than computing them."""
 
@@ -239,6 +243,8 @@ class PromptLoads(ABC):
                 self._arrive(load, result, waits)
             else:
                 load.take_answer(result)
+                if waits and load.deadline is None and result - self._num_cached(load) >= self._manager.block_size:
+                    self._prefetch(load)
                 load.set_waiting(False, self._deadline)
         finally:
             if not waits:
