@@ -3,10 +3,12 @@
 import gc
 import inspect
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiers
@@ -16,6 +18,7 @@ from support.seeds import VARIABLE, replay, todays_seed
 
 TESTS = Path(__file__).parent
 MAX_PROCESSES = 4  # each holds a torch of its own, and threads of its own
+DECIDED = "decided"
 LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
@@ -30,7 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Decide once for all processes of a run: the tier, the seed of the day, when time is over, how many they are."""
     if hasattr(config, "workerinput"):
+        vars(config.option).update(config.workerinput[DECIDED])
         return
+    heed_interrupts()
     os.environ[VARIABLE] = str(todays_seed())
     option = config.option
     if option.time_limit is not None:
@@ -38,6 +43,19 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.markexpr == tiers.DEFAULT and not any(str(arg).startswith("-m") for arg in config.invocation_params.args):
         option.markexpr = tiers.expression_for(config.args, option.record_seconds)
     spread(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process of pytest-xdist what is decided: it reads the command line anew."""
+    node.workerinput[DECIDED] = {name: getattr(node.config.option, name) for name in ("markexpr", "time_limit")}
+
+
+def heed_interrupts() -> None:
+    """Take signals as a program in a terminal does. In the background of a shell they are ignored, also by children."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def spread(config: pytest.Config) -> None:

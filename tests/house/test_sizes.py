@@ -1,4 +1,4 @@
-"""Functions fit on a screen and a file holds one noun: whoever opens one reads it whole. No class is split to be short."""
+"""Functions fit on a screen and a file holds one noun: whoever opens it reads it whole. No class is split for this."""
 
 import statistics
 from pathlib import Path

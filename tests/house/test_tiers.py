@@ -1,6 +1,9 @@
 """Which tests a plain `pytest` runs: the rule of tests/tiers.py, and what its default tier must still show."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,3 +140,14 @@ def test_a_budget_pays_the_dearest_case_of_what_is_shown(function):
     cases = {case: s for case, s in tiers.recorded().cases.items() if tiers.function_of(case) == function}
     assert tiers.whole_tier(function) is None
     assert max(cases.values(), default=0.0) <= tiers.budget_of(function), max(cases, key=cases.__getitem__)
+
+
+def test_processes_of_a_run_do_as_its_command_line_says():
+    """A named file's slow tests run in them, and their time is not over."""
+    pytest_script = Path(sys.executable).with_name("pytest")
+    name = "test_a_missing_extra_is_named"
+    command = [pytest_script, "-q", "-n", "1", "--time-limit=900", "tests/serving/test_telemetry.py", "-k", name]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of this run's own
+    done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
+    assert "left out" not in done.stdout
