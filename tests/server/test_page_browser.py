@@ -54,7 +54,7 @@ def test_a_second_turn_finds_the_first_and_the_picture_moves(browser, served):
     before = browser.value("document.querySelector('#device-chart').toDataURL()")
     for text in ("the quick brown fox", "jumps over the lazy dog"):
         say(browser, text)
-    assert texts(browser, ".message.user") == ["the quick brown fox", "jumps over the lazy dog"]
+    assert texts(browser, ".message.user p") == ["the quick brown fox", "jumps over the lazy dog"]
     assert texts(browser, ".message .error") == []
     facts = [json.loads(one) for one in _facts(browser)]
     assert facts[0]["cached"] == 0 < facts[1]["cached"] < facts[1]["prompt"] and facts[1]["generated"] == 8
@@ -85,7 +85,7 @@ def test_markup_in_a_prompt_stays_text(browser, served):
     browser.click("#new")
     say(browser, MARKUP)
     browser.wait_for("document.querySelector('#prefixes').textContent.includes('<img src=x')")
-    assert texts(browser, ".message.user")[-1] == MARKUP
+    assert texts(browser, ".message.user p")[-1] == MARKUP
     assert browser.value("document.title") == "kvpage" and browser.value("document.images.length") == 1
     assert browser.value("document.querySelectorAll('main img, main script').length") == 0
     assert browser.trouble == []
