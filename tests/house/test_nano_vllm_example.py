@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
@@ -18,13 +19,15 @@ PATH = Path(__file__).parents[2] / "examples" / "nano_vllm.py"
 
 @pytest.fixture
 def real(monkeypatch: pytest.MonkeyPatch):
-    """The example, over what a folder has. No module of nano-vllm outlives the test."""
+    """The example, over what a folder has. No module of nano-vllm outlives the test, and no group of processes."""
     spec = importlib.util.spec_from_file_location("example_nano_vllm", PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield module
     torch.compiler.set_stance("default")
+    if dist.is_initialized():  # by a call that has failed
+        dist.destroy_process_group()
     for name in [name for name in sys.modules if name.split(".")[0] == "nanovllm"]:
         del sys.modules[name]
 
