@@ -1786,7 +1786,7 @@ class SlotPool:
 
 @final
 class AnchorTable:
-    """The cached blocks that checkpoints stand on, by their ids in both tiers. Such a block is an anchor: a number.
+    """The cached blocks that checkpoints or windows' blocks stand on, by their ids in both tiers: anchors, numbers.
 
     An anchor is valid as long as one of its ids has the generation in which it was learnt. The start of a namespace is
     an anchor of no block, which is always valid. Every method raises ValueError for an anchor that is not in use, and
@@ -1842,6 +1842,16 @@ class AnchorTable:
 
         Returns:
             The block's place in the path, and the anchor; (-1, -1) without one.
+        """
+    def find_each(self, ids: npt.NDArray[np.int32], learns: bool = True) -> npt.NDArray[np.int32]:
+        """Find the valid anchors of all blocks of a path.
+
+        Args:
+            ids: int32 [2, num_blocks]: the ids of the path's blocks on the device, and on the host; -1 for none.
+            learns: Whether the anchors learn the blocks' ids.
+
+        Returns:
+            int32 [num_blocks]; -1 for a block without one.
         """
     def learn(self, anchor: int, device_id: int, host_id: int) -> None:
         """Learn the ids that an anchor's block has now. The id of a block that is free is left out.

@@ -167,6 +167,13 @@ void bind_states(py::module_& m) {
   const auto find_last = [](AnchorTable& table, const PathIds& ids, int64_t end, bool learns) {
     return table.find_last(row_of(ids, 0, end), row_of(ids, 1, end), learns);
   };
+  const auto find_each = [](AnchorTable& table, const PathIds& ids, bool learns) {
+    const int64_t num_blocks = ids.ndim() == 2 ? ids.shape(1) : 0;
+    const auto device_ids = row_of(ids, 0, num_blocks), host_ids = row_of(ids, 1, num_blocks);
+    py::array_t<int32_t> anchors(num_blocks);
+    table.find_each(device_ids, host_ids, learns, {anchors.mutable_data(), static_cast<size_t>(num_blocks)});
+    return anchors;
+  };
   py::class_<AnchorTable>(m, "AnchorTable", doc("AnchorTable"))
       .def(py::init<std::shared_ptr<BlockPool>, std::shared_ptr<BlockPool>, int64_t>(), py::arg("pool").none(false),
            py::arg("host_pool").none(false), py::arg("most"), doc("AnchorTable.__init__"))
@@ -175,6 +182,7 @@ void bind_states(py::module_& m) {
       .def("find", &AnchorTable::find, py::arg("device_id"), py::arg("host_id"), doc("AnchorTable.find"))
       .def("find_last", find_last, py::arg("ids"), py::arg("end"), py::arg("learns") = true,
            doc("AnchorTable.find_last"))
+      .def("find_each", find_each, py::arg("ids"), py::arg("learns") = true, doc("AnchorTable.find_each"))
       .def("learn", &AnchorTable::learn, py::arg("anchor"), py::arg("device_id"), py::arg("host_id"),
            doc("AnchorTable.learn"))
       .def("move", &move, py::arg("pairs"), py::arg("to_host"), doc("AnchorTable.move"))

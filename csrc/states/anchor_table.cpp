@@ -13,6 +13,11 @@ namespace {
 
 constexpr const char* kIdNames[] = {"device id", "host id"};
 
+void check_path(std::span<const int32_t> device_ids, std::span<const int32_t> host_ids) {
+  check(device_ids.size() == host_ids.size(), "ids must be as many of both tiers, got ", device_ids.size(), " and ",
+        host_ids.size());
+}
+
 }  // namespace
 
 AnchorTable::AnchorTable(std::shared_ptr<BlockPool> device, std::shared_ptr<BlockPool> host, int64_t most)
@@ -137,10 +142,24 @@ int64_t AnchorTable::find(int64_t device_id, int64_t host_id) const {
   return find_locked(device_id, host_id);
 }
 
+void AnchorTable::find_each(std::span<const int32_t> device_ids, std::span<const int32_t> host_ids, bool learns,
+                            std::span<int32_t> anchors) {
+  check_path(device_ids, host_ids);
+  check(anchors.size() == device_ids.size(), "anchors must be as many as the ids, got ", anchors.size());
+  std::lock_guard lock(mutex_);
+  for (size_t place = 0; place < device_ids.size(); ++place) {
+    check_id(kDevice, device_ids[place]);
+    check_id(kHost, host_ids[place]);
+  }
+  for (size_t place = 0; place < device_ids.size(); ++place) {
+    anchors[place] = find_locked(device_ids[place], host_ids[place]);
+    if (learns && anchors[place] != kNone) learn_locked(anchors[place], device_ids[place], host_ids[place]);
+  }
+}
+
 std::pair<int64_t, int64_t> AnchorTable::find_last(std::span<const int32_t> device_ids,
                                                    std::span<const int32_t> host_ids, bool learns) {
-  check(device_ids.size() == host_ids.size(), "ids must be as many of both tiers, got ", device_ids.size(), " and ",
-        host_ids.size());
+  check_path(device_ids, host_ids);
   std::lock_guard lock(mutex_);
   for (size_t place = device_ids.size(); place-- > 0;) {
     check_id(kDevice, device_ids[place]);

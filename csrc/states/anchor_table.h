@@ -1,4 +1,5 @@
-// AnchorTable: the cached blocks that checkpoints stand on ("anchors"), by their ids in both tiers.
+// AnchorTable: the cached blocks that something stands on ("anchors"), by their ids in both tiers. A checkpoint of a
+// state does, and a block of a window.
 //
 //      by id    device  [ .  .  2  .  .  0 ]         anchor 0   device 5 @ 7                  @: the generation
 //               host    [ .  2  .  1 ]               anchor 1                  host 3 @ 1
@@ -57,6 +58,10 @@ class AnchorTable {
   // ids of the path's blocks, with kNone where a tier lacks one. The anchor learns them if it `learns`.
   std::pair<int64_t, int64_t> find_last(std::span<const int32_t> device_ids, std::span<const int32_t> host_ids,
                                         bool learns);
+
+  // Writes the valid anchor of each of a path's blocks, or kNone, to `anchors`, which has as many places as the path.
+  void find_each(std::span<const int32_t> device_ids, std::span<const int32_t> host_ids, bool learns,
+                 std::span<int32_t> anchors);
 
   // Learns the ids of blocks that have just got a copy in the other tier. pairs: from, to, from, to, ...; the last one
   // counts of those that go to one block. InvalidArgument for an odd number.

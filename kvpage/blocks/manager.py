@@ -18,6 +18,7 @@ Copies between the tiers or within one gather in the manager as moves, in order.
 
 from collections.abc import Callable, Iterator, Sequence
 
+from kvpage._C import Match
 from kvpage.blocks.explain import Explanation, explain_attention
 from kvpage.blocks.lives import swaps
 from kvpage.blocks.lives.growth import append, begin, tokens_left_over
@@ -307,7 +308,8 @@ class BlockManager:
         most_found = swapped.first_block * self.block_size if swapped.is_private else None
         is_caching = self.enable_prefix_caching
         num_left_over = tokens_left_over(len(tokens), most_found, fewest_left, is_caching)
-        num_written = swaps.swap_in(self.space, self._sequences, seq_id, tokens, num_left_over, is_caching, num_spare)
+        about = tokens, num_left_over, is_caching, num_spare
+        num_written = swaps.swap_in(self.space, self._sequences, seq_id, *about, lambda match: self._fit(seq_id, match))
         return Allocation(num_written, self.block_ids(seq_id))
 
     # --- arguments of a step -----------------------------------------------------------------------------------------
@@ -394,6 +396,9 @@ class BlockManager:
         self._sequences.check(self.space)
 
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _fit(self, seq_id: SeqId, match: Match) -> None:
+        """Shorten the match of a sequence that comes back to what all groups have."""
 
     def _check_moved(self) -> None:
         if self.space.has_moves:

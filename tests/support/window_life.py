@@ -11,6 +11,7 @@ from support.life import Operation, ScarceLife
 from kvpage.blocks.groups.held_blocks import HeldBlocks
 from kvpage.blocks.groups.window_blocks import Window
 from kvpage.blocks.groups.windowed_manager import WindowedManager
+from kvpage.blocks.space import HostPolicy
 
 POISON = "poison"
 B = 4
@@ -23,16 +24,30 @@ class WindowWorld:
     num_blocks: int
     num_window_blocks: int  # of each window
     is_caching: bool = True
+    num_host_blocks: int = 0
+    num_host_window_blocks: int = 0  # of each window
+    after_hits: int | None = None
+    pin_quota: int = 0
 
     def life(self, seed: int) -> "WindowLife":
-        groups = [Window(window, self.num_window_blocks) for window in self.windows]
-        return WindowLife(WindowedManager(self.num_blocks, B, self.is_caching, windows=groups), seed)
+        groups = [Window(window, self.num_window_blocks, self.num_host_window_blocks) for window in self.windows]
+        options = {"host_policy": HostPolicy(self.after_hits), "pin_quota": self.pin_quota}
+        manager = WindowedManager(
+            self.num_blocks, B, self.is_caching, windows=groups, num_host_blocks=self.num_host_blocks, **options
+        )
+        return WindowLife(manager, seed)
 
 
 WORLDS = [
     WindowWorld(windows, num_blocks, num_window_blocks, is_caching)
     for windows, num_blocks, num_window_blocks in [((5,), 64, 64), ((1, 9), 40, 12), ((6, 4), 20, 20)]
     for is_caching in (True, False)
+] + [
+    WindowWorld((5,), 24, 24, num_host_blocks=64, num_host_window_blocks=64),
+    WindowWorld((1, 9), 24, 12, num_host_blocks=16, num_host_window_blocks=8, after_hits=1, pin_quota=8),
+    WindowWorld((6, 4), 20, 12, num_host_blocks=40, num_host_window_blocks=2, after_hits=0, pin_quota=4),
+    WindowWorld((7,), 40, 9, num_host_blocks=4, num_host_window_blocks=40, pin_quota=8),
+    WindowWorld((5,), 20, 10, False, num_host_blocks=20, num_host_window_blocks=10),
 ]
 
 
@@ -40,9 +55,15 @@ class WindowLife(ScarceLife):
     def __init__(self, manager: WindowedManager, seed: int = 0) -> None:
         super().__init__(seed)
         self.manager, self.size = manager, manager.block_size
-        pools = [manager.pool, *(blocks.pool for blocks in manager.windows)]
-        self.cells = [np.full((pool.num_blocks, self.size), POISON, object) for pool in pools]
-        self.pools = pools
+        self.pools = [manager.pool, *(blocks.pool for blocks in manager.windows)]
+        self.host_pools = [manager.space.host_pool, *(blocks.host_pool for blocks in manager.windows)]
+        self.cells, self.host_cells = (
+            [np.full((pool.num_blocks, self.size), POISON, object) for pool in pools]
+            for pools in (self.pools, self.host_pools)
+        )
+        self.swapped: list[int] = []
+        self.away: dict[int, Tokens] = {}  # tokens of those
+        self.pins: list[int] = []
         self.tokens: dict[int, Tokens] = {}
         self.names: dict[int, bytes] = {}
         self.written: dict[int, int] = {}
@@ -76,20 +97,16 @@ class WindowLife(ScarceLife):
         if not self.manager.enable_prefix_caching:
             return 0
         most = len(prompt) - 1 if max_cached_tokens is None else min(max_cached_tokens, len(prompt) - 1)
-        match = self.manager.tree.match(
-            prompt, namespace, num_left_over=len(prompt) - most if most > 0 else len(prompt)
-        )
-        full_ids = match.block_ids.tolist()
-        self.manager.tree.release(match)
-        for count in range(len(full_ids), 0, -1):
-            if all(self.has_window(g, full_ids, count) for g in range(len(self.manager.windows))):
+        path = self.manager.tree.look(np.array(prompt[: max(most, 0)], np.int32), namespace)[0]
+        for count in range(path.shape[1], 0, -1):
+            if all(self.has_window(g, path, count) for g in range(len(self.manager.windows))):
                 return count * self.size
         return 0
 
-    def has_window(self, group: int, full_ids: list[int], count: int) -> bool:
+    def has_window(self, group: int, path: np.ndarray, count: int) -> bool:
         blocks, end = self.manager.windows[group], count * self.size
         needed = {position // self.size for position in range(max(end - blocks.window.num_tokens + 1, 0), end)}
-        return all(blocks.has(np.array([full_ids[place]], np.int32))[0] for place in needed)
+        return all(blocks.has(path[:, place : place + 1])[0] for place in needed)
 
     def write(self, seq_id: int, end: int) -> None:
         """Compute a portion."""
@@ -111,15 +128,17 @@ class WindowLife(ScarceLife):
                 cells[place // self.size, place % self.size] = key
 
     def do_moves(self) -> None:
-        for cells, moves in zip(self.cells, [self.manager.space, *self.manager.windows], strict=True):
-            moves.do_moves(lambda move, cells=cells: self.copy(cells, move.kind, move.pairs))
-        for cells, pool in zip(self.cells, self.pools, strict=True):
+        for group, moves in enumerate([self.manager.space, *self.manager.windows]):
+            moves.do_moves(lambda move, group=group: self.copy(group, move.kind, move.pairs))
+        every = [*zip(self.cells, self.pools, strict=True), *zip(self.host_cells, self.host_pools, strict=True)]
+        for cells, pool in every:
             cells[pool.generations(np.arange(pool.num_blocks, dtype=np.int32)) % 2 == 0] = POISON
 
-    def copy(self, cells: np.ndarray, kind: str, pairs: np.ndarray) -> None:
-        assert kind == "copy"
-        cells[pairs[:, 1]] = cells[pairs[:, 0]]
-        self.figures["copied"] += len(pairs)
+    def copy(self, group: int, kind: str, pairs: np.ndarray) -> None:
+        device, host = self.cells[group], self.host_cells[group]
+        source, target = {"copy": (device, device), "swap_out": (device, host), "swap_in": (host, device)}[kind]
+        target[pairs[:, 1]] = source[pairs[:, 0]]
+        self.figures[kind] += len(pairs)
 
     def check_sequence(self, seq_id: int) -> None:
         """All that the next token attends to is there, in the full layers and in each window."""
@@ -164,7 +183,7 @@ class WindowLife(ScarceLife):
         return {
             self.begin_any: 5, self.write_any: 9, self.decode: 6, self.fork_any: 1, self.release_any: 4,
             self.give_back: 1, self.hide: 0.3, self.drop: 0.5, self.reset: 0.1, self.load: 2, self.keep: 2,
-            self.let_go: 2,
+            self.let_go: 2, self.swap_out: 1.5, self.swap_in: 1.5, self.pin: 0.5, self.unpin: 0.5,
         }  # fmt: skip
 
     def compare(self) -> None:
@@ -209,9 +228,44 @@ class WindowLife(ScarceLife):
 
     def release_any(self) -> None:
         if (seq_id := self.any(list(self.tokens))) is not None:
-            self.manager.release(seq_id)
-            for of in (self.tokens, self.names, self.written, self.secret):
-                of.pop(seq_id, None)
+            self.release(seq_id)
+
+    def release(self, seq_id: int) -> None:
+        self.manager.release(seq_id)
+        for of in (self.tokens, self.names, self.written, self.secret):
+            of.pop(seq_id, None)
+
+    def swap_out(self) -> None:
+        if self.manager.tree.has_host_tier and (seq_id := self.any(list(self.tokens))) is not None:
+            self.manager.swap_out(seq_id)
+            self.swapped.append(seq_id)
+            self.away[seq_id] = self.tokens.pop(seq_id)
+
+    def swap_in(self) -> None:
+        """All that was committed is there again, or as far as all groups have what is cached."""
+        if (seq_id := self.any(self.swapped)) is None:
+            return
+        tokens, before = self.away[seq_id], self.written[seq_id]
+        given = self.manager.swap_in(seq_id, tokens)
+        self.swapped.remove(seq_id)
+        self.tokens[seq_id] = self.away.pop(seq_id)
+        assert given.num_cached_tokens <= before
+        assert given.num_cached_tokens == before or given.num_cached_tokens % self.size == 0
+        self.figures["whole" if given.num_cached_tokens == before else "in part"] += 1
+        self.written[seq_id] = given.num_cached_tokens
+        if (secret := self.secret.get(seq_id)) is not None:
+            self.secret[seq_id] = min(secret, given.num_cached_tokens)
+        self.check_sequence(seq_id)
+
+    def pin(self) -> None:
+        try:
+            self.pins.append(self.manager.space.pin(self.some_tokens(5 * self.size)))
+        except ValueError as error:
+            assert "pins must hold at most" in str(error)
+
+    def unpin(self) -> None:
+        if self.pins:
+            self.manager.space.unpin(self.pins.pop(self.rng.randrange(len(self.pins))))
 
     def give_back(self) -> None:
         if (seq_id := self.any(list(self.tokens))) is not None and self.written[seq_id]:
@@ -268,8 +322,14 @@ class WindowLife(ScarceLife):
         self.manager.space.drop(self.some_tokens(5 * self.size))
 
     def reset(self) -> None:
+        for seq_id in self.swapped:
+            self.manager.release(seq_id)
+        self.swapped.clear()
+        self.away.clear()
+        self.pins.clear()  # they end with what is cached
         while self.tokens or self.held:
             self.release_any()
             self.let_go()
         self.manager.reset_prefix_cache()
-        assert [pool.num_free for pool in self.pools] == [pool.num_blocks for pool in self.pools]
+        every = [*self.pools, *self.host_pools]
+        assert [pool.num_free for pool in every] == [pool.num_blocks for pool in every]

@@ -1,13 +1,15 @@
 """WindowBlocks: the blocks of the layers that attend over one window: free, running sequences', or cached.
 
 K and V of such a layer stand for their whole prefix, as those of all layers do. The prefix tree has an exact prefix for
-each block that it caches. So a window's block is cached beside the tree's block of the same tokens, known by its id:
+each block that it caches. So a window's block is cached beside the tree's block of the same tokens, its anchor:
 
-    the tree's block       17    4    9   30   12          full layers: all of them
-    beside it               .    .    2    5    0          this window's: those that are still there
+    the tree's block       17    4    9   30   12          full layers: all of them, on the device or on the host
+    beside it, device       .    .    2    5    0          this window's: those that are still there
+               host         .    7    .    .    .          evicted from the device
                                       |<-window->|         a prompt can go on here: its last window is cached
 
-An id stands for its prefix as long as its generation is the same. A block beside one that is gone is never found.
+An anchor is found by its block's ids in both tiers as long as one of them has the generation in which it was learnt. A
+block beside one that is gone is never found. Where there is a host tier, a block that is evicted goes there.
 """
 
 from collections import Counter, OrderedDict
@@ -17,12 +19,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvpage._C import BlockPool
-from kvpage.blocks.moves import BlockMove, BlockMoves
+from kvpage._C import AnchorTable, BlockPool
+from kvpage.blocks.moves import BlockMove, BlockMoves, Pairs
+from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids
 from kvpage.checks.values import as_list, check_at_least
 
 NO_BLOCK = -1
+DEVICE, HOST = 0, 1
+PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: the tree's ids on the device, on the host; -1 for none
+
+
+def on_device(full_ids: Ids) -> PathIds:
+    """Return the path of blocks that are on the device. full_ids: the tree's ids, int32 [num_blocks]."""
+    return np.stack([full_ids, np.full_like(full_ids, NO_BLOCK)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,7 @@ class Window:
     Args:
         num_tokens: How many tokens a token attends to, itself included.
         num_blocks: Blocks of the group's pool.
+        num_host_blocks: Blocks of the group on the host, for evicted ones and for sequences that are swapped out.
 
     Raises:
         ValueError: A number is out of range.
@@ -40,10 +51,12 @@ class Window:
 
     num_tokens: int
     num_blocks: int
+    num_host_blocks: int = 0
 
     def __post_init__(self) -> None:
         check_at_least("num_tokens", self.num_tokens, 1)
         check_at_least("num_blocks", self.num_blocks, 1)
+        check_at_least("num_host_blocks", self.num_host_blocks, 0)
 
 
 def checked_windows(windows: Iterable[Window]) -> list[Window]:
@@ -76,6 +89,10 @@ class WindowStats:
         num_evictable_blocks: Cached blocks that no sequence uses.
         evicted_blocks: Cached blocks that made room for others.
         lost_blocks: Cached blocks that were dropped, since the tree's blocks beside them are gone.
+        num_host_blocks: Blocks of the group on the host.
+        num_free_host_blocks: Those without contents.
+        demoted_blocks: Evicted blocks that went to the host.
+        promoted_blocks: Blocks that came back for a prompt.
     """
 
     num_tokens: int
@@ -84,6 +101,10 @@ class WindowStats:
     num_evictable_blocks: int
     evicted_blocks: int
     lost_blocks: int
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
+    demoted_blocks: int = 0
+    promoted_blocks: int = 0
 
     @property
     def num_used_blocks(self) -> int:
@@ -94,32 +115,38 @@ class WindowStats:
 class WindowBlocks:
     """The blocks of one group. Not thread-safe.
 
+    A cached block has one reference of the group's, and one of each sequence that uses it. On the host it has one.
+
     Args:
         window: The group.
-        block_size: Tokens of a block.
-        full_pool: The blocks of the prefix tree.
+        space: The blocks of the prefix tree. Whoever owns the group tells it of moved blocks.
     """
 
-    def __init__(self, window: Window, block_size: int, full_pool: BlockPool) -> None:
-        self.window = window
-        self.block_size = block_size
-        self.pool = BlockPool(window.num_blocks)  # a cached block has one reference, and one of each sequence
+    def __init__(self, window: Window, space: BlockSpace) -> None:
+        self.window, self.block_size = window, space.block_size
+        self.pool, self.host_pool = BlockPool(window.num_blocks), BlockPool(window.num_host_blocks)
         self.moves = BlockMoves()
-        self._full_pool = full_pool
-        self._beside = np.full(full_pool.num_blocks, NO_BLOCK, np.int32)  # by the tree's id
-        every = np.arange(full_pool.num_blocks, dtype=np.int32)
-        self._generations = full_pool.generations(every) - np.uint32(1)  # of the tree's block, by its id: not that one
-        self._full_of: dict[int, int] = {}  # the tree's id of each cached block
+        self._space = space
+        most = space.pool.num_blocks + space.host_pool.num_blocks
+        self._anchors, self._num_anchors = AnchorTable(space.pool, space.host_pool, most), 0
+        self._beside = np.full((2, most), NO_BLOCK, np.int32)  # by anchor, on the device and on the host
+        self._anchor_of: dict[int, int] = {}  # of each cached block on the device
         self._unused: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
-        self._num_evicted = self._num_lost = 0
+        self._on_host: OrderedDict[int, int] = OrderedDict()  # cached blocks there and their anchors, in the same order
+        self._num_evicted = self._num_lost = self._num_demoted = self._num_promoted = 0
 
     @property
     def num_free(self) -> int:
         """Number of blocks that can be handed out: free ones, and cached ones that no sequence uses."""
         return self.pool.num_free + len(self._unused)
 
+    @property
+    def num_free_host(self) -> int:
+        """Number of blocks of the host that can be handed out: free ones, and cached ones."""
+        return self.host_pool.num_free + len(self._on_host)
+
     def do_moves(self, do_move: Callable[[BlockMove], object]) -> None:
-        """Make all copies of this group in order, before the next step; see BlockMoves.do.
+        """Make all moves of this group in order, before the next step; see BlockMoves.do.
 
         Args:
             do_move: Makes one move, such as do_move of the CacheEngine of the group's layers.
@@ -134,54 +161,57 @@ class WindowBlocks:
         """Return how many blocks the last window before so many tokens has, whole blocks."""
         return num_tokens // self.block_size - min(self.first_block(num_tokens), num_tokens // self.block_size)
 
-    def num_left_by(self, full_ids: Ids) -> int:
+    def num_left_by(self, path: PathIds) -> int:
         """Return how many blocks can be handed out once a sequence uses those beside these.
 
         Args:
-            full_ids: The tree's ids, each of which has one.
+            path: The tree's ids, each of which has one, int32 [2, num_blocks].
         """
-        return self.num_free - sum(block_id in self._unused for block_id in self._beside[full_ids].tolist())
+        ids = self._beside[DEVICE, self._anchors.find_each(path, False)]
+        return self.num_free - sum(block_id == NO_BLOCK or block_id in self._unused for block_id in ids.tolist())
 
     # --- what is cached ---
 
-    def has(self, full_ids: Ids) -> npt.NDArray[np.bool_]:
-        """Return whether a block is cached beside each of the tree's blocks.
+    def has(self, path: PathIds) -> npt.NDArray[np.bool_]:
+        """Return whether a block is cached beside each of the tree's blocks, in either tier.
 
         Args:
-            full_ids: The tree's ids, int32 [num_blocks].
+            path: The tree's ids, int32 [2, num_blocks].
         """
-        return np.asarray((self._beside[full_ids] != NO_BLOCK) & self.had(full_ids))
+        anchors = self._anchors.find_each(path, False)
+        return np.asarray((anchors != NO_BLOCK) & (self._beside[:, anchors] != NO_BLOCK).any(0))
 
-    def had(self, full_ids: Ids) -> npt.NDArray[np.bool_]:
+    def had(self, path: PathIds) -> npt.NDArray[np.bool_]:
         """Return whether a block is cached beside each of the tree's blocks, or was.
 
         Args:
-            full_ids: The tree's ids, int32 [num_blocks].
+            path: The tree's ids, int32 [2, num_blocks].
         """
-        return np.asarray(self._full_pool.generations(full_ids) == self._generations[full_ids])
+        return np.asarray(self._anchors.find_each(path, False) != NO_BLOCK)
 
-    def usable(self, full_ids: Ids) -> npt.NDArray[np.bool_]:
+    def usable(self, path: PathIds) -> npt.NDArray[np.bool_]:
         """Return for each number of blocks of a prefix whether its last window is cached, bool [num_blocks + 1].
 
         Args:
-            full_ids: The tree's ids of the prefix, int32 [num_blocks].
+            path: The tree's ids of the prefix, int32 [2, num_blocks].
         """
-        num_lacking = np.concatenate([[0], np.cumsum(~self.has(full_ids))])
-        ends = np.arange(len(full_ids) + 1)
+        num_lacking = np.concatenate([[0], np.cumsum(~self.has(path))])
+        ends = np.arange(path.shape[1] + 1)
         firsts = np.maximum(ends * self.block_size - self.window.num_tokens + 1, 0) // self.block_size
         return np.asarray(num_lacking[ends] == num_lacking[np.minimum(firsts, ends)])
 
     def to_hold(self, full_ids: Ids) -> npt.NDArray[np.bool_]:
-        """Return which blocks beside these are to be held for a while, bool [num_blocks].
+        """Return which blocks beside these are to be held for a while, bool [num_blocks]: some of those on the device.
 
         Those of the last window are, and those that sequences use anyway. Of the others the last ones are, as far as a
         quarter of the group stays free.
 
         Args:
-            full_ids: The tree's ids of a prefix, int32 [num_blocks].
+            full_ids: The tree's ids of a prefix on the device, int32 [num_blocks].
         """
-        has, unused = self.has(full_ids), np.fromiter(self._unused, np.int32, len(self._unused))
-        is_spare = has & np.isin(self._beside[full_ids], unused)
+        ids, unused = self._device_ids(full_ids), np.fromiter(self._unused, np.int32, len(self._unused))
+        has = ids != NO_BLOCK
+        is_spare = has & np.isin(ids, unused)
         is_last = np.arange(len(full_ids)) >= self.first_block(len(full_ids) * self.block_size)
         most = self.num_free - int((is_spare & is_last).sum()) - self.pool.num_blocks // 4
         is_other = is_spare & ~is_last
@@ -189,41 +219,54 @@ class WindowBlocks:
         return np.asarray(has & (~is_other | (num_from_here <= most)))
 
     def use(self, full_ids: Ids) -> list[int]:
-        """Return the blocks beside these, each with a reference of the caller's.
+        """Return the blocks beside these, each with a reference of the caller's. Those of the host come back first.
 
         Args:
-            full_ids: The tree's ids, each of which has one.
+            full_ids: The tree's ids on the device, each of which has one. For those on the host there is room:
+                `num_left_by` is not negative.
         """
-        ids: list[int] = self._beside[full_ids].tolist()
-        self.pool.share(ids)
-        for block_id in ids:
+        anchors = self._anchors.find_each(on_device(full_ids))
+        ids = self._beside[DEVICE, anchors]
+        is_here = ids != NO_BLOCK
+        self.pool.share(ids[is_here].tolist())
+        for block_id in ids[is_here].tolist():
             self._unused.pop(block_id, None)
-        return ids
+        if not is_here.all():
+            ids[~is_here] = self._promote(anchors[~is_here].tolist())
+        used: list[int] = ids.tolist()
+        return used
 
     def cache(self, full_id: int, block_id: int) -> int:
         """Cache a block beside the tree's block of the same tokens.
 
         Args:
-            full_id: The tree's id.
+            full_id: The tree's id on the device.
             block_id: The caller's block.
 
         Returns:
             The caller's block from now on: another one, if one was cached already.
         """
-        if self._full_of.get(block_id) == full_id:
+        anchor = self._anchors.find(full_id, NO_BLOCK)
+        if anchor == NO_BLOCK:
+            anchor = self._new_anchor(full_id)
+        before = int(self._beside[DEVICE, anchor])
+        if before == block_id:
             return block_id
-        before = int(self._beside[full_id])
-        if before != NO_BLOCK and self.has(np.array([full_id], np.int32))[0]:
+        if before != NO_BLOCK:
             self.use(np.array([full_id], np.int32))
             self.pool.release_one(block_id)
             return before
-        if before != NO_BLOCK:
-            self._forget(before)
-            self._num_lost += 1
-        self.pool.share([block_id])
-        self._beside[full_id], self._full_of[block_id] = block_id, full_id
-        self._generations[full_id] = self._full_pool.generations([full_id])[0]
+        self._put(anchor, block_id)
         return block_id
+
+    def moved(self, pairs: Pairs, to_host: bool) -> None:
+        """Learn the ids of the tree's blocks that have just got a copy in the other tier.
+
+        Args:
+            pairs: (from, to).
+            to_host: The other tier.
+        """
+        self._anchors.move(pairs, to_host)
 
     # --- blocks that come and go ---
 
@@ -235,31 +278,51 @@ class WindowBlocks:
         """
         if num_blocks > self.pool.num_free:
             self.drop_stale()
-        while num_blocks > self.pool.num_free:
-            self._forget(next(iter(self._unused)))
-            self._num_evicted += 1
+        if num_blocks > self.pool.num_free:
+            self._evict(num_blocks - self.pool.num_free)
         ids: list[int] = self.pool.allocate(num_blocks).tolist()
+        return ids
+
+    def take_host(self, num_blocks: int) -> list[int]:
+        """Return free blocks of the host, the caller's. Cached blocks are evicted there where too few are free.
+
+        Args:
+            num_blocks: At most num_free_host.
+        """
+        if num_blocks > self.host_pool.num_free:
+            self.drop_stale()
+        while num_blocks > self.host_pool.num_free:
+            self._forget_host(next(iter(self._on_host)))
+        ids: list[int] = self.host_pool.allocate(num_blocks).tolist()
         return ids
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Give the caller's references back. Cached blocks stay until they are evicted, the first of them first."""
         for block_id in block_ids:
             self.pool.release_one(block_id)
-            if block_id in self._full_of and self.pool.ref_count(block_id) == 1:
+            if block_id in self._anchor_of and self.pool.ref_count(block_id) == 1:
                 self._unused[block_id] = None
 
     def drop_stale(self) -> None:
         """Free the cached blocks beside blocks that are gone."""
-        unused = np.fromiter(self._unused, np.int32, len(self._unused))
-        full_ids = np.array([self._full_of[block_id] for block_id in unused.tolist()], np.int32)
-        for block_id in unused[~self.has(full_ids)].tolist():
-            self._forget(block_id)
-            self._num_lost += 1
+        for anchor in self._anchors.stale():
+            device_id, host_id = self._beside[:, anchor].tolist()
+            if device_id != NO_BLOCK and device_id not in self._unused:
+                continue  # a sequence goes on from it
+            self._num_lost += (device_id != NO_BLOCK) + (host_id != NO_BLOCK)
+            if device_id != NO_BLOCK:
+                self._forget(device_id)
+            if host_id != NO_BLOCK:
+                self._forget_host(host_id)
+            self._anchors.remove(anchor)
+            self._num_anchors -= 1
 
     def clear(self) -> None:
-        """Forget all cached blocks."""
-        for block_id in list(self._full_of):
+        """Forget all cached blocks, in both tiers."""
+        for block_id in list(self._anchor_of):
             self._forget(block_id)
+        for host_id in list(self._on_host):
+            self._forget_host(host_id)
 
     def stats(self) -> WindowStats:
         """Return the counters, and the state of the blocks now."""
@@ -270,28 +333,104 @@ class WindowBlocks:
             num_evictable_blocks=len(self._unused),
             evicted_blocks=self._num_evicted,
             lost_blocks=self._num_lost,
+            num_host_blocks=self.host_pool.num_blocks,
+            num_free_host_blocks=self.host_pool.num_free,
+            demoted_blocks=self._num_demoted,
+            promoted_blocks=self._num_promoted,
         )
 
-    def check(self, held_ids: Sequence[int]) -> None:
+    def check(self, held_ids: Sequence[int], held_host_ids: Sequence[int] = ()) -> None:
         """Raise RuntimeError if an invariant is broken.
 
         Args:
             held_ids: The blocks of all sequences, each as often as it is held.
+            held_host_ids: The blocks on the host of sequences that are swapped out.
         """
-        self.pool.check()
-        holders = Counter(held_ids) + Counter(list(self._full_of))
-        counts = {block_id: self.pool.ref_count(block_id) for block_id in range(self.pool.num_blocks)}
-        if {block_id: count for block_id, count in counts.items() if count} != dict(holders):
-            raise RuntimeError(f"blocks of the window have references {counts} and holders {dict(holders)}")
-        unused = {block_id for block_id in self._full_of if holders[block_id] == 1}
+        for pool, holders in (
+            (self.pool, Counter(held_ids) + Counter(list(self._anchor_of))),
+            (self.host_pool, Counter(held_host_ids) + Counter(list(self._on_host))),
+        ):
+            pool.check()
+            counts = {block_id: pool.ref_count(block_id) for block_id in range(pool.num_blocks)}
+            if {block_id: count for block_id, count in counts.items() if count} != dict(holders):
+                raise RuntimeError(f"blocks of the window have references {counts} and holders {dict(holders)}")
+        held = set(held_ids)
+        unused = {block_id for block_id in self._anchor_of if block_id not in held}
         if unused != set(self._unused):
             raise RuntimeError(f"cached blocks {sorted(unused)} are not used, in the list are {sorted(self._unused)}")
-        if any(self._beside[full_id] != block_id for block_id, full_id in self._full_of.items()):
-            raise RuntimeError("cached blocks and the tree's blocks do not name each other")
-        if int((self._beside != NO_BLOCK).sum()) != len(self._full_of):
-            raise RuntimeError(f"{len(self._full_of)} blocks are cached, and others stand beside the tree's")
+        for tier, anchor_of in ((DEVICE, self._anchor_of), (HOST, self._on_host)):
+            if any(self._beside[tier, anchor] != block_id for block_id, anchor in anchor_of.items()):
+                raise RuntimeError("cached blocks and the tree's blocks do not name each other")
+            if int((self._beside[tier] != NO_BLOCK).sum()) != len(anchor_of):
+                raise RuntimeError(f"{len(anchor_of)} blocks are cached, and others stand beside the tree's")
+        self._anchors.check()
+
+    # --- inside ---
+
+    def _device_ids(self, full_ids: Ids) -> Ids:
+        """Return the blocks on the device beside the tree's, int32 [num_blocks], with NO_BLOCK where there is none."""
+        anchors = self._anchors.find_each(on_device(full_ids), False)
+        return np.where(anchors == NO_BLOCK, np.int32(NO_BLOCK), self._beside[DEVICE, anchors])
+
+    def _new_anchor(self, full_id: int) -> int:
+        """Return a new anchor for one of the tree's blocks. There are as many places as blocks in both tiers."""
+        if self._num_anchors == self._beside.shape[1]:
+            self.drop_stale()
+        anchor = self._anchors.add(True)
+        self._num_anchors += 1
+        self._anchors.learn(anchor, full_id, NO_BLOCK)
+        return anchor
+
+    def _put(self, anchor: int, block_id: int) -> None:
+        """Cache a block beside an anchor, with a reference of the group's."""
+        self.pool.share([block_id])
+        self._beside[DEVICE, anchor], self._anchor_of[block_id] = block_id, anchor
+
+    def _promote(self, anchors: list[int]) -> list[int]:
+        """Bring blocks back from the host, each with a reference of the caller's. Their copies there stay."""
+        host_ids = self._beside[HOST, anchors].tolist()
+        for host_id in host_ids:
+            del self._on_host[host_id]  # what is evicted for them does not take their places
+        ids = self.take(len(anchors))
+        self.moves.add("swap_in", zip(host_ids, ids, strict=True))
+        for anchor, host_id, block_id in zip(anchors, host_ids, ids, strict=True):
+            self._on_host[host_id] = anchor
+            self._put(anchor, block_id)
+        self._num_promoted += len(ids)
+        return ids
+
+    def _evict(self, num_blocks: int) -> None:
+        """Free cached blocks that no sequence uses, those of pins last. They go to the host where it has room."""
+        pinned = self._pinned()
+        order = sorted(self._unused, key=pinned.__contains__) if pinned else list(self._unused)
+        for block_id in order[:num_blocks]:
+            self._demote(block_id)
+            self._forget(block_id)
+        self._num_evicted += num_blocks
+
+    def _demote(self, block_id: int) -> None:
+        """Copy a cached block to the host, if it is not there yet and there is room."""
+        anchor = self._anchor_of[block_id]
+        if self._beside[HOST, anchor] == NO_BLOCK and self.num_free_host and self._anchors.is_valid(anchor):
+            (host_id,) = self.take_host(1)
+            self.moves.add("swap_out", [(block_id, host_id)])
+            self._beside[HOST, anchor], self._on_host[host_id] = host_id, anchor
+            self._num_demoted += 1
+
+    def _pinned(self) -> set[int]:
+        """Return the blocks on the device that the last windows of pinned prefixes have."""
+        pinned: set[int] = set()
+        for match in self._space.pins.matches:
+            first = min(self.first_block(match.num_tokens), match.num_blocks)
+            anchors = self._anchors.find_each(match.tier_block_ids(first), False)
+            pinned.update(self._beside[DEVICE, anchors[anchors != NO_BLOCK]].tolist())
+        return pinned
 
     def _forget(self, block_id: int) -> None:
         self._unused.pop(block_id, None)
-        self._beside[self._full_of.pop(block_id)] = NO_BLOCK
+        self._beside[DEVICE, self._anchor_of.pop(block_id)] = NO_BLOCK
         self.pool.release_one(block_id)
+
+    def _forget_host(self, host_id: int) -> None:
+        self._beside[HOST, self._on_host.pop(host_id)] = NO_BLOCK
+        self.host_pool.release_one(host_id)

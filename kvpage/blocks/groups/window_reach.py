@@ -6,11 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from kvpage.blocks.explain import Ending, GroupReach
-from kvpage.blocks.groups.window_blocks import WindowBlocks
-from kvpage.blocks.states import Ids
+from kvpage.blocks.groups.window_blocks import DEVICE, PathIds, WindowBlocks
 
 
-def reach_of_window(blocks: WindowBlocks, full_ids: Ids, full: GroupReach, to_follow: AbstractSet[int]) -> GroupReach:
+def reach_of_window(blocks: WindowBlocks, path: PathIds, full: GroupReach, to_follow: AbstractSet[int]) -> GroupReach:
     """Return how far a window's blocks reach.
 
     What lacks was evicted if there was a block beside the tree's. A load brings the last window alone, without those
@@ -18,14 +17,14 @@ def reach_of_window(blocks: WindowBlocks, full_ids: Ids, full: GroupReach, to_fo
 
     Args:
         blocks: Of the window.
-        full_ids: The tree's ids of the prompt, int32 [num_blocks].
+        path: The tree's ids of the prompt, int32 [2, num_blocks].
         full: How far these reach, and why not further.
         to_follow: The tree's blocks beside which one is yet to be cached.
     """
-    name, num_blocks = f"window of {blocks.window.num_tokens}", int(np.flatnonzero(blocks.usable(full_ids))[-1])
+    name, num_blocks = f"window of {blocks.window.num_tokens}", int(np.flatnonzero(blocks.usable(path))[-1])
     num_tokens = num_blocks * blocks.block_size
-    if num_blocks == len(full_ids):
+    if num_blocks == path.shape[1]:
         return replace(full, group=name, num_tokens=num_tokens)
-    lacking = full_ids[~blocks.has(full_ids)]
-    was_there = to_follow.isdisjoint(lacking.tolist()) and bool(blocks.had(lacking).any())
+    lacking = np.ascontiguousarray(path[:, ~blocks.has(path)])
+    was_there = to_follow.isdisjoint(lacking[DEVICE].tolist()) and bool(blocks.had(lacking).any())
     return GroupReach(name, num_tokens, Ending.KV_EVICTED if was_there else Ending.NOT_CACHED)

@@ -5,11 +5,19 @@ ids        .   .   .   7   2   9   .        behind the window they are given bac
                    ^ first_block(num_written)
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
-from kvpage._C import Match
-from kvpage.blocks.groups.window_blocks import WindowBlocks
+from kvpage.blocks.groups.window_blocks import PathIds, WindowBlocks
 from kvpage.blocks.states import Ids, SeqId, Slots
+
+
+class SwappedWindow(NamedTuple):
+    """The blocks of a sequence off the device: those that were not cached. host_ids: at the places from `first` on."""
+
+    first: int
+    host_ids: list[int]
 
 
 class WindowTable:
@@ -29,10 +37,24 @@ class WindowTable:
         self.num_arriving = 0  # tokens before which the last window comes from elsewhere
 
     @classmethod
-    def after(cls, blocks: WindowBlocks, match: Match) -> "WindowTable":
-        """Return the table of a sequence that goes on after a match."""
-        first = min(blocks.first_block(match.num_tokens), match.num_blocks)
-        return cls(blocks, first, blocks.use(match.block_ids[first:]))
+    def after(cls, blocks: WindowBlocks, full_ids: Ids) -> "WindowTable":
+        """Return the table of a sequence that goes on after cached blocks. full_ids: the tree's, on the device."""
+        first = min(blocks.first_block(len(full_ids) * blocks.block_size), len(full_ids))
+        return cls(blocks, first, blocks.use(full_ids[first:]))
+
+    @classmethod
+    def back(cls, blocks: WindowBlocks, full_ids: Ids, num_written: int, swapped: SwappedWindow) -> "WindowTable":
+        """Return the table of a sequence that comes back with all of its tokens; see `needs_back`.
+
+        full_ids: the tree's, on the device.
+        """
+        first = _first_back(blocks, num_written, swapped)
+        table = cls(blocks, first, blocks.use(full_ids[first : swapped.first]))
+        own = blocks.take(len(swapped.host_ids))
+        blocks.moves.add("swap_in", zip(swapped.host_ids, own, strict=True))
+        blocks.host_pool.release(swapped.host_ids)
+        table.ids += own
+        return table
 
     @property
     def end(self) -> int:
@@ -97,6 +119,19 @@ class WindowTable:
         self.ids += self._blocks.take(max(end - self.end, 0))
         self.num_cached, self.num_arriving = max(self.num_cached, self.first), num_tokens
 
+    def num_own(self, num_written: int) -> int:
+        """Return how many blocks with committed tokens are not cached."""
+        return max(min(-(-num_written // self._blocks.block_size), self.end) - max(self.num_cached, self.first), 0)
+
+    def swap_out(self, num_written: int) -> SwappedWindow:
+        """Give all blocks back. Those that are not cached go to the host, where there is room for them."""
+        first = max(self.num_cached, self.first)
+        own = self.ids[first - self.first :][: self.num_own(num_written)]
+        host_ids = self._blocks.take_host(len(own))
+        self._blocks.moves.add("swap_out", zip(own, host_ids, strict=True))
+        self.release()
+        return SwappedWindow(first, host_ids)
+
     def fork(self) -> "WindowTable":
         """Return a table of the same blocks."""
         self._blocks.pool.share(self.ids)
@@ -146,3 +181,19 @@ class WindowTable:
         if offset == 0 or not self.first <= place < self.end:
             return False
         return self._blocks.pool.ref_count(self.ids[place - self.first]) > 1
+
+
+def needs_back(blocks: WindowBlocks, path: PathIds, num_written: int, swapped: SwappedWindow) -> PathIds | None:
+    """Return the part of a path beside which `WindowTable.back` uses blocks; None if some of these are gone.
+
+    path: the tree's ids of the sequence's cached blocks, int32 [2, num_blocks].
+    """
+    needed = path[:, _first_back(blocks, num_written, swapped) : swapped.first]
+    num_needed = max(swapped.first - _first_back(blocks, num_written, swapped), 0)
+    return needed if needed.shape[1] == num_needed and blocks.has(needed).all() else None
+
+
+def _first_back(blocks: WindowBlocks, num_written: int, swapped: SwappedWindow) -> int:
+    """Return the place of the first block that a sequence needs that comes back."""
+    whole = num_written // blocks.block_size * blocks.block_size
+    return min(blocks.first_block(whole), swapped.first)

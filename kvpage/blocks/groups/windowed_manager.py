@@ -16,11 +16,12 @@ import numpy as np
 from kvpage._C import Match
 from kvpage.blocks.explain import Explanation
 from kvpage.blocks.groups.held_blocks import HeldBlocks, hold
+from kvpage.blocks.groups.window_blocks import PathIds
 from kvpage.blocks.groups.window_reach import reach_of_window
-from kvpage.blocks.groups.window_table import WindowTable
+from kvpage.blocks.groups.window_table import WindowTable, needs_back
 from kvpage.blocks.groups.windowed_tables import WindowedTables
 from kvpage.blocks.lives.growth import tokens_left_over
-from kvpage.blocks.states import Allocation, Ids, SeqId
+from kvpage.blocks.states import Allocation, SeqId
 from kvpage.blocks.stats import Query
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
@@ -32,13 +33,17 @@ class WindowedManager(WindowedTables):
     """Block tables of sequences in the full layers' group, and in a group for each window.
 
     Its rules are those of BlockManager, whose methods are for the full layers. A model without full layers has this
-    group, too: with a CacheEngine without layers, whose blocks have no bytes. There is no host tier.
+    group, too: with a CacheEngine without layers, whose blocks have no bytes.
+
+    With a host tier each window has blocks there, too: for cached ones that are evicted, and for those of sequences
+    that are swapped out. Pins keep the last window of their prefix as long as others can be evicted.
 
     Args:
         num_blocks: Blocks of the full layers.
         block_size: Tokens of a block, in all groups.
         enable_prefix_caching: Whether sequences share blocks.
         windows: The groups, at least one.
+        num_host_blocks: As for BlockManager: of the full layers. So are host_policy, rule and pin_quota.
 
     Raises:
         ValueError: A number is out of range, or there is no window.
@@ -87,14 +92,15 @@ class WindowedManager(WindowedTables):
         tokens = some_tokens(tokens)
         left = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, self.enable_prefix_caching)
         query = Query(len(tokens)) if is_counted else None
-        match = self.tree.match(tokens, namespace, priority, left, is_hit=False)
+        match, _ = self.space.match(tokens, namespace, priority, left)
         try:
-            self.tree.shorten(match, self._num_usable(match.block_ids))
+            self.tree.shorten(match, self._num_usable(match.tier_block_ids()))
+            self._check_room_after(match.tier_block_ids())
             taken = self.space.give(match, self._sequences.blocks_for(len(tokens)), num_spare, query)
         except BaseException:
             self.tree.release(match)
             raise
-        self._tables[seq_id] = tuple(WindowTable.after(blocks, match) for blocks in self.windows)
+        self._tables[seq_id] = tuple(WindowTable.after(blocks, match.block_ids) for blocks in self.windows)
         self._sequences.rows.add(
             self._sequences.on_device,
             seq_id,
@@ -252,32 +258,69 @@ class WindowedManager(WindowedTables):
 
     @uninterrupted
     def release(self, seq_id: SeqId) -> None:
-        """End a sequence. Its cached blocks can be found until they are evicted. Its other blocks are free."""
-        self._move_on(seq_id)
-        super().release(seq_id)
-        for table in self._tables.pop(seq_id):
-            table.release()
+        """End a sequence, also one that is swapped out.
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks, in all groups: as after a change of the model's weights.
-
-        Raises:
-            RuntimeError: A sequence is not released, or a match of the tree. Nothing is forgotten.
+        Its cached blocks can be found until they are evicted. Its other blocks are free.
         """
-        super().reset_prefix_cache()
-        for blocks in self.windows:
-            blocks.clear()
+        if seq_id in self._tables:
+            self._move_on(seq_id)
+        super().release(seq_id)
+        for table in self._tables.pop(seq_id, ()):
+            table.release()
+        self._free_swapped(seq_id)
 
+    # --- off the device and back -------------------------------------------------------------------------------------
+
+    @uninterrupted
     def swap_out(self, seq_id: SeqId) -> None:
-        """Raise OutOfBlocks: there is no host tier.
+        """Free the sequence's device blocks in all groups. What is committed and not cached goes to the host.
 
         Args:
             seq_id: The sequence.
 
         Raises:
-            OutOfBlocks: Always.
+            OutOfBlocks: The host lacks room in a group.
+            ValueError: `skip_to` has made room, and what comes there is not committed.
         """
-        raise OutOfBlocks(len(self.block_ids(seq_id)), 0)
+        self._check_nothing_arrives(seq_id)
+        self._move_on(seq_id)
+        tables, num_written = self._tables[seq_id], self.state(seq_id).num_written
+        for table, blocks in zip(tables, self.windows, strict=True):
+            if table.num_own(num_written) > blocks.num_free_host:
+                raise OutOfBlocks(table.num_own(num_written), blocks.num_free_host)
+        super().swap_out(seq_id)
+        self._swapped[seq_id] = tuple(table.swap_out(num_written) for table in self._tables.pop(seq_id))
+
+    @uninterrupted
+    def swap_in(self, seq_id: SeqId, tokens: Tokens, *, num_spare: int = 0) -> Allocation:
+        """Give device blocks to a sequence that is swapped out, with their contents in all groups.
+
+        Args:
+            seq_id: A sequence that is swapped out.
+            tokens: All of its tokens, at least the committed ones.
+            num_spare: As for `allocate`.
+
+        Returns:
+            As of BlockManager. Where a group lacks cached blocks, all groups begin at the longest position that they
+            have.
+
+        Raises:
+            OutOfBlocks: A group lacks room.
+            ValueError: There are fewer tokens than committed ones.
+        """
+        before = self._sequences.swapped[seq_id].num_written
+        allocation = super().swap_in(seq_id, tokens, num_spare=num_spare)
+        full_ids = allocation.block_ids[: self.state(seq_id).num_cached_blocks]
+        if allocation.num_cached_tokens == before:
+            swapped = self._swapped.pop(seq_id)
+            self._tables[seq_id] = tuple(
+                WindowTable.back(blocks, full_ids, before, one)
+                for blocks, one in zip(self.windows, swapped, strict=True)
+            )
+        else:
+            self._tables[seq_id] = tuple(WindowTable.after(blocks, full_ids) for blocks in self.windows)
+            self._free_swapped(seq_id)
+        return allocation
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
@@ -291,11 +334,11 @@ class WindowedManager(WindowedTables):
         Returns:
             Whole blocks of tokens that all groups have.
         """
-        return self._num_usable(self.tree.look(some_tokens(tokens)[:-1], namespace)[0][0]) * self.block_size
+        return self._num_usable(self.tree.look(some_tokens(tokens)[:-1], namespace)[0]) * self.block_size
 
     @uninterrupted
     def hold_cached(self, tokens: Tokens, namespace: bytes = b"") -> HeldBlocks:
-        """Hold the cached blocks of a prefix, in all groups, until `release` of the result.
+        """Hold the blocks of a prefix that are cached on the device, in all groups, until `release` of the result.
 
         Those of the last window are, and those in use. Of the others that a window has cached, the last ones are: a
         quarter of its group stays free.
@@ -312,6 +355,7 @@ class WindowedManager(WindowedTables):
         for seq_id in self._tables:
             self._move_on(seq_id)
         match = self.tree.match(tokens, namespace, num_left_over=0, is_hit=False)
+        self.tree.trim(match)
         held = hold(match, self.windows, lambda: self._let_go(held, match))
         self._held.append(held)
         return held
@@ -326,11 +370,10 @@ class WindowedManager(WindowedTables):
         tokens, found = some_tokens(tokens), super().explain(tokens, namespace)
         if not self.enable_prefix_caching:
             return found
-        ids = self.tree.look(tokens, namespace)[0][0]
-        full = found.groups[0]
-        windows = [reach_of_window(one, ids, full, self._to_follow(group)) for group, one in enumerate(self.windows)]
+        path, full = self.tree.look(tokens, namespace)[0], found.groups[0]
+        windows = [reach_of_window(one, path, full, self._to_follow(group)) for group, one in enumerate(self.windows)]
         most = found.num_cached_tokens // self.block_size
-        num_cached = self._num_usable(ids[:most]) * self.block_size
+        num_cached = self._num_usable(path[:, :most]) * self.block_size
         return Explanation(len(tokens), num_cached, (*found.groups, *windows), found.elsewhere)
 
     def check(self) -> None:
@@ -342,10 +385,13 @@ class WindowedManager(WindowedTables):
         super().check()
         if set(self._tables) != set(self._sequences.on_device):
             raise RuntimeError(f"windows know sequences {list(self._tables)}, not {list(self._sequences.on_device)}")
+        if set(self._swapped) != set(self._sequences.swapped):
+            raise RuntimeError(f"windows know {list(self._swapped)} swapped, not {list(self._sequences.swapped)}")
         for group, blocks in enumerate(self.windows):
             ids = [block_id for tables in self._tables.values() for block_id in tables[group].ids]
             kept = [one.windows[group] for one in self._held]
-            blocks.check(ids + [block_id for one in kept for block_id in one.block_ids[one.has].tolist()])
+            ids += [block_id for one in kept for block_id in one.block_ids[one.has].tolist()]
+            blocks.check(ids, [host_id for one in self._swapped.values() for host_id in one[group].host_ids])
         for seq_id, tables in self._tables.items():
             for table in tables:
                 table.check(self.state(seq_id).num_written)
@@ -356,10 +402,41 @@ class WindowedManager(WindowedTables):
         self._held.remove(held)
         self.tree.release(match)
 
-    def _num_usable(self, full_ids: Ids) -> int:
+    def _num_usable(self, path: PathIds) -> int:
         """Return the largest number of blocks of a prefix after which a sequence can go on in all windows."""
-        is_usable = np.logical_and.reduce([blocks.usable(full_ids) for blocks in self.windows])
+        is_usable = np.logical_and.reduce([blocks.usable(path) for blocks in self.windows])
         return int(np.flatnonzero(is_usable)[-1])
+
+    def _check_room_after(self, path: PathIds) -> None:
+        """Raise OutOfBlocks unless windows have room for the blocks of the host that a sequence after a path needs."""
+        for blocks in self.windows:
+            first = min(blocks.first_block(path.shape[1] * self.block_size), path.shape[1])
+            if (num_left := blocks.num_left_by(path[:, first:])) < 0:
+                raise OutOfBlocks(-num_left, 0)
+
+    def _fit(self, seq_id: SeqId, match: Match) -> None:
+        """Shorten the match of a sequence that comes back: to its cached blocks if all groups have what they need.
+
+        Otherwise to the longest position that all groups have. Raise OutOfBlocks where a window lacks room.
+        """
+        swapped, path = self._sequences.swapped[seq_id], match.tier_block_ids()
+        each = list(zip(self.windows, self._swapped[seq_id], strict=True))
+        cached = path[:, : swapped.first_block]
+        needed = [needs_back(blocks, cached, swapped.num_written, one) for blocks, one in each]
+        if match.num_blocks < swapped.first_block or any(one is None for one in needed):
+            self.tree.shorten(match, self._num_usable(cached))
+            self._check_room_after(match.tier_block_ids())
+            return
+        self.tree.shorten(match, swapped.first_block)
+        for (blocks, one), part in zip(each, needed, strict=True):
+            assert part is not None
+            if (num_left := blocks.num_left_by(part) - len(one.host_ids)) < 0:
+                raise OutOfBlocks(-num_left, 0)
+
+    def _free_swapped(self, seq_id: SeqId) -> None:
+        """Free the host blocks of a sequence that is not swapped out any more."""
+        for blocks, one in zip(self.windows, self._swapped.pop(seq_id, ()), strict=False):
+            blocks.host_pool.release(one.host_ids)
 
     def _check_ends(self, seq_ids: Sequence[SeqId], ends: Sequence[int]) -> list[int]:
         """Return the ends as integers, if each is one that a distinct sequence may have written."""

@@ -10,8 +10,11 @@ import numpy as np
 
 from kvpage.blocks.groups.held_blocks import HeldBlocks
 from kvpage.blocks.groups.window_blocks import Window, WindowBlocks, checked_windows
-from kvpage.blocks.groups.window_table import WindowTable
+from kvpage.blocks.groups.window_table import SwappedWindow, WindowTable
+from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.moves import Pairs
+from kvpage.blocks.space import HostPolicy
 from kvpage.blocks.states import Ids, SeqId, Slots
 from kvpage.checks.values import as_integer, as_list, as_positions
 
@@ -20,17 +23,54 @@ class WindowedTables(BlockManager):
     """The groups of windows, and what they give to a step. See WindowedManager, which is all of it.
 
     Args:
-        num_blocks: As of WindowedManager. So are block_size, enable_prefix_caching and windows.
+        num_blocks: As of WindowedManager. So are all others.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, *, windows: Sequence[Window]
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        *,
+        windows: Sequence[Window],
+        num_host_blocks: int = 0,
+        host_policy: HostPolicy | None = None,
+        rule: LoadOrCompute | None = None,
+        pin_quota: int = 0,
     ) -> None:
         windows = checked_windows(windows)
-        super().__init__(num_blocks, block_size, enable_prefix_caching, share_parts=False)
-        self.windows = tuple(WindowBlocks(window, block_size, self.pool) for window in windows)
+        super().__init__(
+            num_blocks,
+            block_size,
+            enable_prefix_caching,
+            num_host_blocks=num_host_blocks,
+            share_parts=False,
+            host_policy=host_policy,
+            rule=rule,
+            pin_quota=pin_quota,
+        )
+        self.windows = tuple(WindowBlocks(window, self.space) for window in windows)
         self._tables: dict[SeqId, tuple[WindowTable, ...]] = {}  # one for each window
+        self._swapped: dict[SeqId, tuple[SwappedWindow, ...]] = {}  # of sequences that are swapped out
+        self.space.watch(self)
         self._held: list[HeldBlocks] = []
+
+    # --- what the tree's blocks do ---
+
+    def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
+        """Tell the windows that blocks of full layers have just got a copy in the other tier."""
+        for blocks in self.windows:
+            blocks.moved(pairs, to_host)
+
+    def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
+        """Do nothing: a window's block beside a block that is gone is never found, and is dropped for room."""
+
+    def blocks_cleared(self) -> None:
+        """Forget all cached blocks of the windows."""
+        for blocks in self.windows:
+            blocks.clear()
+
+    # --- what a step takes ---
 
     def window_tables(self, group: int, seq_ids: Sequence[SeqId]) -> Ids:
         """Return the tables of several sequences in one window's group, int32 [num_seqs, max_blocks].

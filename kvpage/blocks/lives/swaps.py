@@ -4,6 +4,8 @@ swap_out   own blocks with committed tokens ─► host blocks of the sequence's
 swap_in    the tree's blocks, as far as it still has them, then the own ones, from the host where nothing is missing
 """
 
+from collections.abc import Callable
+
 from kvpage._C import Match
 from kvpage.blocks.lives.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
@@ -39,6 +41,7 @@ def swap_in(
     num_left_over: int,
     is_caching: bool,
     num_spare: int,
+    fit: Callable[[Match], object],
 ) -> int:
     """Give device blocks to a sequence that is swapped out.
 
@@ -50,6 +53,7 @@ def swap_in(
         num_left_over: How many tokens at the end not to look up in the tree.
         is_caching: Whether sequences find each other's blocks.
         num_spare: How many more blocks are to be left over.
+        fit: Shortens the match to what all groups have. It raises OutOfBlocks where a group lacks room.
 
     Returns:
         The number of leading tokens whose K and V are in the blocks once the moves are done.
@@ -60,6 +64,7 @@ def swap_in(
     swapped = sequences.swapped[seq_id]
     match, _ = space.match(tokens, swapped.namespace, swapped.priority, num_left_over)
     try:
+        fit(match)
         num_blocks = max(sequences.blocks_for(len(tokens)) - swapped.num_left, match.num_blocks)
         taken = space.give(match, num_blocks, num_spare)
     except BaseException:

@@ -188,7 +188,7 @@ def test_a_fork_writes_into_a_copy():
         life.tokens[seq_id] = life.tokens[seq_id] + [50 + i] * B
         life.write(seq_id, len(life.tokens[seq_id]))
         life.check()
-    assert life.figures["copied"] == 3 * 2  # in three groups, for all but the last holder
+    assert life.figures["copy"] == 3 * 2  # in three groups, for all but the last holder
     with pytest.raises(ValueError, match="num_tokens must be all 18 of a sequence with windows, got 12"):
         life.manager.fork(1, 4, 12)
 
@@ -198,7 +198,102 @@ def test_random_lives():
     lives = lived(WORLDS, 80)
     assert not any(life.figures["shared"] for life in lives if not life.manager.enable_prefix_caching)
     figures = total(lives)
-    assert min(figures[name] for name in ("refused", "shared", "copied", "loaded", "kept")) > 0, figures
+    names = ("refused", "shared", "copy", "swap_in", "swap_out", "loaded", "kept", "whole")
+    assert min(figures[name] for name in names) > 0, figures
+
+
+def with_host(
+    window: int, num_window_blocks: int, num_host: int, num_host_window_blocks: int, num_blocks: int = 64, **options
+) -> WindowLife:
+    groups = [Window(window, num_window_blocks, num_host_window_blocks)]
+    return WindowLife(WindowedManager(num_blocks, B, windows=groups, num_host_blocks=num_host, **options))
+
+
+def test_an_evicted_window_is_found_on_the_host():
+    life = with_host(2 * B, num_window_blocks=3, num_host=0, num_host_window_blocks=8)
+    prompt = tokens_of(3 * B + 1)
+    computed(life, prompt, B)
+    life.release(1)
+    computed(life, tokens_of(3 * B, 50), B)
+    life.release(2)
+    assert life.manager.windows[0].stats().demoted_blocks >= 3
+    life.begin(prompt)
+    assert life.written[3] == 3 * B and life.figures["swap_in"] == 2
+    assert life.manager.windows[0].stats().promoted_blocks == 2
+    life.check()
+
+
+def test_a_prefix_whose_blocks_are_all_on_the_host_is_found():
+    life = with_host(2 * B, num_window_blocks=4, num_host=64, num_host_window_blocks=32, num_blocks=8)
+    prompt = tokens_of(4 * B + 1)
+    computed(life, prompt, B)
+    life.release(1)
+    for first in (50, 90):
+        computed(life, tokens_of(8 * B, first), B)
+        life.release(life.next_id)
+    assert life.manager.explain(prompt).num_cached_tokens == 4 * B
+    match = life.manager.tree.match(prompt)
+    assert match.num_device_blocks == 0
+    life.manager.tree.release(match)
+    life.begin(prompt)
+    assert life.written[life.next_id] == 4 * B
+    life.check_sequence(life.next_id)
+
+
+@pytest.mark.parametrize("num_tokens", [1, B - 1, B, B + 1, 3 * B, 3 * B + 2])
+@pytest.mark.parametrize("is_private", [False, True])
+def test_a_sequence_leaves_the_device_and_comes_back(num_tokens, is_private):
+    life = with_host(B + 1, num_window_blocks=8, num_host=16, num_host_window_blocks=8)
+    life.begin(tokens_of(num_tokens + 2))
+    if is_private:
+        life.manager.make_private(1)
+        life.secret[1] = 0
+    life.write(1, num_tokens)
+    life.swap_out()
+    life.manager.check()
+    assert life.manager.stats().num_sequences == 0
+    life.swap_in()
+    assert life.written[1] == num_tokens
+    life.check()
+    life.write(1, num_tokens + 2)
+    life.reset()
+
+
+def test_a_sequence_comes_back_as_far_as_windows_have_what_is_cached():
+    life = with_host(2 * B, num_window_blocks=6, num_host=32, num_host_window_blocks=1)
+    life.begin(tokens_of(4 * B + 2))
+    life.write(1, 4 * B + 1)
+    life.swap_out()
+    computed(life, tokens_of(6 * B, 50), B)  # takes all blocks of the window
+    life.release(2)
+    life.swap_in()
+    assert life.written[1] < 4 * B + 1 and life.figures["in part"] == 1
+    life.check()
+    life.write(1, 4 * B + 2)
+    life.reset()
+
+
+def test_without_room_on_the_host_a_swap_changes_nothing():
+    life = with_host(2 * B, num_window_blocks=6, num_host=32, num_host_window_blocks=0)
+    life.begin(tokens_of(B + 1))
+    life.write(1, B + 1)
+    with pytest.raises(OutOfBlocks):
+        life.manager.swap_out(1)
+    life.check()
+
+
+def test_pins_keep_the_last_window_of_their_prefix():
+    life = with_host(2 * B, num_window_blocks=6, num_host=0, num_host_window_blocks=0, pin_quota=4)
+    prompt = tokens_of(4 * B)
+    computed(life, prompt, B)
+    life.release(1)
+    life.manager.space.pin(prompt)
+    for first in (50, 90):
+        computed(life, tokens_of(4 * B, first), B)
+        life.release(life.next_id)
+    assert life.manager.num_cached([*prompt, 7]) == 4 * B
+    computed(life, tokens_of(6 * B, 130), 6 * B)  # needs all blocks: pins keep nothing from running
+    assert life.manager.num_cached([*prompt, 7]) == 0
 
 
 def test_a_step_without_room_in_one_window_makes_none_in_the_others():
@@ -286,8 +381,6 @@ def test_bad_arguments_change_nothing():
     ]:
         with pytest.raises(error, match=words):
             manager.open_windows(*arguments)
-    with pytest.raises(OutOfBlocks):
-        manager.swap_out(1)
     with pytest.raises(ValueError, match=r"ends must be in \[4, 8\], got 9 for 1"):
         manager.open_as_far(1, 2 * B + 1)
     life.check()

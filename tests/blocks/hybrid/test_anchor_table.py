@@ -111,6 +111,8 @@ class Tiers:
         end = self.rng.randrange(len(path) + 1)
         last = max((place for place in places if place < end), default=-1)
         if ids.flags.c_contiguous:
+            each = [one.anchor if self.is_known(one) else -1 for one in path]
+            assert self.table.find_each(ids, False).tolist() == each
             assert self.table.find_last(ids, end, False) == (last, path[last].anchor if last >= 0 else -1)
         else:
             with pytest.raises(ValueError, match="ids of a tier must be contiguous"):

@@ -37,8 +37,9 @@ class WindowRoom:
             return True
         tokens, tree = request.tokens[: request.num_tokens], self._windows.tree
         num_cached = self._windows.num_cached(tokens, request.namespace)
-        ids = tree.look(tokens[:num_cached], request.namespace)[0][0]
-        return all(blocks.num_left_by(ids[blocks.first_block(num_cached) :]) for blocks in self._windows.windows)
+        path = tree.look(tokens[:num_cached], request.namespace)[0]
+        windows = self._windows.windows
+        return all(blocks.num_left_by(path[:, blocks.first_block(num_cached) :]) > 0 for blocks in windows)
 
     def open(self, requests: Sequence[Request]) -> None:
         """Make room for the newest tokens, which have room in the full layers.
