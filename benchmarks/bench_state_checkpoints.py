@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -86,9 +87,9 @@ class Pieces:
         return Pieces.own(*call)
 
     @staticmethod
-    def any(forward: MixerForward, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def any(forward: MixerForward, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
         rows = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
-        return (Pieces.one if rows.shape[1] == 1 else Pieces.many)(forward, cache, args, kwargs)
+        return (Pieces.one if rows.shape[1] == 1 else Pieces.many)(forward, cache, args, kwargs, *rest)
 
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
@@ -238,8 +239,8 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     tf.logging.set_verbosity_error()
-    MixerForward.compute = Pieces.any  # type: ignore[assignment, method-assign]
-    rows = [measure(kind, options) for kind in options.families]
+    with mock.patch.object(MixerForward, "compute", Pieces.any):
+        rows = [measure(kind, options) for kind in options.families]
     show(rows)
     if options.plot:
         plot(rows, options.plot)

@@ -101,6 +101,6 @@ def test_a_router_holds_what_the_tree_holds(number):
     life = FollowedLife(number, world, max_bytes)
     life.live(NUM_OPERATIONS)
     assert life.figures["demoted"] > 0 or not world.num_host_blocks
-    assert life.seq > 50 and life.num_restarts > 0
+    assert life.seq > 0 and life.num_restarts > 0
     num_losses = life.router.num_clears - life.num_restarts - 1
     assert num_losses > 0 if max_bytes < 2000 else num_losses == 0

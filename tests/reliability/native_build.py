@@ -45,6 +45,7 @@ CORE = [
     "tree/prefix_tree",
     "tree/prefix_tree_check",
     "tree/prefix_tree_entries",
+    "tree/prefix_tree_forget",
     "tree/prefix_tree_hottest",
     "tree/prefix_tree_insert",
     "tree/prefix_tree_log",

@@ -9,6 +9,7 @@ from support.models import make_model
 from support.state_engines import finished, greedy
 
 from kvpage import CacheConfig
+from kvpage._C import BlockPool
 from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.serving import Engine, EngineConfig
 
@@ -40,20 +41,22 @@ def make_engine(
 
 
 def poison(engine: Engine) -> None:
-    """Fill with NaN what belongs to nobody: blocks of windows that are free, and those of the table that are free."""
+    """Fill with NaN what belongs to nobody: free blocks of windows and of the table, on the device and on the host."""
     manager = engine.manager
     windows = manager.windows if isinstance(manager, WindowedManager) else ()
     for blocks, cache in zip(windows, engine.window_caches, strict=True):
         blocks.do_moves(cache.do_move)
-        _fill(cache.gpu_cache, [block for block in range(blocks.pool.num_blocks) if not blocks.pool.ref_count(block)])
+        _fill(cache.gpu_cache, blocks.pool)
+        _fill(cache.cpu_cache, blocks.host_pool)
     if not manager.space.has_moves:
-        pool = manager.pool
-        _fill(engine.cache.gpu_cache, [block for block in range(pool.num_blocks) if not pool.ref_count(block)])
+        _fill(engine.cache.gpu_cache, manager.pool)
+        _fill(engine.cache.cpu_cache, manager.space.host_pool)
 
 
-def _fill(layers: Sequence[torch.Tensor], block_ids: list[int]) -> None:
+def _fill(layers: Sequence[torch.Tensor], pool: BlockPool) -> None:
+    free = [block for block in range(pool.num_blocks) if not pool.ref_count(block)]
     for layer in layers:  # [2, num_blocks, ...]
-        layer[:, block_ids] = torch.nan
+        layer[:, free] = torch.nan
 
 
 def ask(engine: Engine, prompt: Sequence[int], num_tokens: int, **arguments) -> tuple[list[int], int]:

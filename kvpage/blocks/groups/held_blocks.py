@@ -52,9 +52,9 @@ def hold(match: Match, groups: Sequence[WindowBlocks], release_match: Callable[[
     match: of the prefix tree; its blocks are the caller's until `release`. groups: the windows. release_match: lets go
     of the match.
     """
-    full_ids = match.block_ids.copy()
-    masks = [blocks.to_hold(full_ids) for blocks in groups]
-    used = [blocks.use(full_ids[has]) for blocks, has in zip(groups, masks, strict=True)]
+    path = match.tier_block_ids()
+    masks = [blocks.to_hold(path) for blocks in groups]
+    used = [blocks.use(np.ascontiguousarray(path[:, has])) for blocks, has in zip(groups, masks, strict=True)]
 
     @uninterrupted
     def release() -> None:
@@ -63,7 +63,7 @@ def hold(match: Match, groups: Sequence[WindowBlocks], release_match: Callable[[
             blocks.release(ids)
 
     windows = [_held(has, ids) for has, ids in zip(masks, used, strict=True)]
-    return HeldBlocks(match.num_tokens, full_ids, windows, release)
+    return HeldBlocks(match.num_tokens, match.block_ids.copy(), windows, release)
 
 
 def _held(has: npt.NDArray[np.bool_], ids: Sequence[int]) -> HeldWindow:

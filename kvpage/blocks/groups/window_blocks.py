@@ -22,17 +22,11 @@ import numpy.typing as npt
 from kvpage._C import AnchorTable, BlockPool
 from kvpage.blocks.moves import BlockMove, BlockMoves, Pairs
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import Ids
 from kvpage.checks.values import as_list, check_at_least
 
 NO_BLOCK = -1
 DEVICE, HOST = 0, 1
 PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: the tree's ids on the device, on the host; -1 for none
-
-
-def on_device(full_ids: Ids) -> PathIds:
-    """Return the path of blocks that are on the device. full_ids: the tree's ids, int32 [num_blocks]."""
-    return np.stack([full_ids, np.full_like(full_ids, NO_BLOCK)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,32 +194,34 @@ class WindowBlocks:
         firsts = np.maximum(ends * self.block_size - self.window.num_tokens + 1, 0) // self.block_size
         return np.asarray(num_lacking[ends] == num_lacking[np.minimum(firsts, ends)])
 
-    def to_hold(self, full_ids: Ids) -> npt.NDArray[np.bool_]:
+    def to_hold(self, path: PathIds) -> npt.NDArray[np.bool_]:
         """Return which blocks beside these are to be held for a while, bool [num_blocks]: some of those on the device.
 
         Those of the last window are, and those that sequences use anyway. Of the others the last ones are, as far as a
         quarter of the group stays free.
 
         Args:
-            full_ids: The tree's ids of a prefix on the device, int32 [num_blocks].
+            path: The tree's ids of a prefix, int32 [2, num_blocks].
         """
-        ids, unused = self._device_ids(full_ids), np.fromiter(self._unused, np.int32, len(self._unused))
+        anchors = self._anchors.find_each(path, False)
+        ids = np.where(anchors == NO_BLOCK, np.int32(NO_BLOCK), self._beside[DEVICE, anchors])
+        unused = np.fromiter(self._unused, np.int32, len(self._unused))
         has = ids != NO_BLOCK
         is_spare = has & np.isin(ids, unused)
-        is_last = np.arange(len(full_ids)) >= self.first_block(len(full_ids) * self.block_size)
+        is_last = np.arange(len(ids)) >= self.first_block(len(ids) * self.block_size)
         most = self.num_free - int((is_spare & is_last).sum()) - self.pool.num_blocks // 4
         is_other = is_spare & ~is_last
         num_from_here = np.cumsum(is_other[::-1])[::-1]
         return np.asarray(has & (~is_other | (num_from_here <= most)))
 
-    def use(self, full_ids: Ids) -> list[int]:
+    def use(self, path: PathIds) -> list[int]:
         """Return the blocks beside these, each with a reference of the caller's. Those of the host come back first.
 
         Args:
-            full_ids: The tree's ids on the device, each of which has one. For those on the host there is room:
+            path: The tree's ids, each of which has one, int32 [2, num_blocks]. For those on the host there is room:
                 `num_left_by` is not negative.
         """
-        anchors = self._anchors.find_each(on_device(full_ids))
+        anchors = self._anchors.find_each(path)
         ids = self._beside[DEVICE, anchors]
         is_here = ids != NO_BLOCK
         self.pool.share(ids[is_here].tolist())
@@ -253,7 +249,7 @@ class WindowBlocks:
         if before == block_id:
             return block_id
         if before != NO_BLOCK:
-            self.use(np.array([full_id], np.int32))
+            self.use(np.array([[full_id], [NO_BLOCK]], np.int32))
             self.pool.release_one(block_id)
             return before
         self._put(anchor, block_id)
@@ -366,11 +362,6 @@ class WindowBlocks:
         self._anchors.check()
 
     # --- inside ---
-
-    def _device_ids(self, full_ids: Ids) -> Ids:
-        """Return the blocks on the device beside the tree's, int32 [num_blocks], with NO_BLOCK where there is none."""
-        anchors = self._anchors.find_each(on_device(full_ids), False)
-        return np.where(anchors == NO_BLOCK, np.int32(NO_BLOCK), self._beside[DEVICE, anchors])
 
     def _new_anchor(self, full_id: int) -> int:
         """Return a new anchor for one of the tree's blocks. There are as many places as blocks in both tiers."""

@@ -37,19 +37,17 @@ class WindowTable:
         self.num_arriving = 0  # tokens before which the last window comes from elsewhere
 
     @classmethod
-    def after(cls, blocks: WindowBlocks, full_ids: Ids) -> "WindowTable":
-        """Return the table of a sequence that goes on after cached blocks. full_ids: the tree's, on the device."""
-        first = min(blocks.first_block(len(full_ids) * blocks.block_size), len(full_ids))
-        return cls(blocks, first, blocks.use(full_ids[first:]))
+    def after(cls, blocks: WindowBlocks, path: PathIds) -> "WindowTable":
+        """Return the table of a sequence that goes on after cached blocks. path: the tree's ids of them."""
+        num_blocks = path.shape[1]
+        first = min(blocks.first_block(num_blocks * blocks.block_size), num_blocks)
+        return cls(blocks, first, blocks.use(path[:, first:]))
 
     @classmethod
-    def back(cls, blocks: WindowBlocks, full_ids: Ids, num_written: int, swapped: SwappedWindow) -> "WindowTable":
-        """Return the table of a sequence that comes back with all of its tokens; see `needs_back`.
-
-        full_ids: the tree's, on the device.
-        """
+    def back(cls, blocks: WindowBlocks, path: PathIds, num_written: int, swapped: SwappedWindow) -> "WindowTable":
+        """Return the table of a sequence that comes back with all of its tokens; see `needs_back`."""
         first = _first_back(blocks, num_written, swapped)
-        table = cls(blocks, first, blocks.use(full_ids[first : swapped.first]))
+        table = cls(blocks, first, blocks.use(path[:, first : swapped.first]))
         own = blocks.take(len(swapped.host_ids))
         blocks.moves.add("swap_in", zip(swapped.host_ids, own, strict=True))
         blocks.host_pool.release(swapped.host_ids)

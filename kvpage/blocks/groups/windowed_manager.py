@@ -100,7 +100,7 @@ class WindowedManager(WindowedTables):
         except BaseException:
             self.tree.release(match)
             raise
-        self._tables[seq_id] = tuple(WindowTable.after(blocks, match.block_ids) for blocks in self.windows)
+        self._tables[seq_id] = tuple(WindowTable.after(blocks, match.tier_block_ids()) for blocks in self.windows)
         self._sequences.rows.add(
             self._sequences.on_device,
             seq_id,
@@ -310,15 +310,12 @@ class WindowedManager(WindowedTables):
         """
         before = self._sequences.swapped[seq_id].num_written
         allocation = super().swap_in(seq_id, tokens, num_spare=num_spare)
-        full_ids = allocation.block_ids[: self.state(seq_id).num_cached_blocks]
+        path = self._sequences.path(seq_id)
         if allocation.num_cached_tokens == before:
-            swapped = self._swapped.pop(seq_id)
-            self._tables[seq_id] = tuple(
-                WindowTable.back(blocks, full_ids, before, one)
-                for blocks, one in zip(self.windows, swapped, strict=True)
-            )
+            swapped = zip(self.windows, self._swapped.pop(seq_id), strict=True)
+            self._tables[seq_id] = tuple(WindowTable.back(blocks, path, before, one) for blocks, one in swapped)
         else:
-            self._tables[seq_id] = tuple(WindowTable.after(blocks, full_ids) for blocks in self.windows)
+            self._tables[seq_id] = tuple(WindowTable.after(blocks, path) for blocks in self.windows)
             self._free_swapped(seq_id)
         return allocation
 

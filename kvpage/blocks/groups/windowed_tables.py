@@ -58,12 +58,22 @@ class WindowedTables(BlockManager):
     # --- what the tree's blocks do ---
 
     def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Tell the windows that blocks of full layers have just got a copy in the other tier."""
+        """Tell the windows that blocks of full layers have just got a copy in the other tier.
+
+        Args:
+            pairs: (from, to).
+            to_host: The other tier.
+        """
         for blocks in self.windows:
             blocks.moved(pairs, to_host)
 
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
-        """Do nothing: a window's block beside a block that is gone is never found, and is dropped for room."""
+        """Do nothing: a window's block beside a block that is gone is never found, and is dropped for room.
+
+        Args:
+            tokens: Of the blocks.
+            namespace: Of the tokens.
+        """
 
     def blocks_cleared(self) -> None:
         """Forget all cached blocks of the windows."""

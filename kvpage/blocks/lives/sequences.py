@@ -24,6 +24,7 @@ class Sequences:
     def __init__(self, tree: PrefixTree, is_caching: bool) -> None:
         self.rows = SequenceRows(tree, is_caching)
         self.block_size = tree.block_size
+        self._tree = tree
         self.on_device: dict[SeqId, int] = {}  # rows
         self.swapped: dict[SeqId, SwappedState] = {}
 
@@ -67,6 +68,14 @@ class Sequences:
     def ids(self, seq_id: SeqId) -> Ids:
         """Return a copy of all block ids of the sequence."""
         return self.rows.ids(self.on_device[seq_id])
+
+    def path(self, seq_id: SeqId) -> Ids:
+        """Return the tree's ids of the sequence's cached blocks, int32 [2, num_blocks], as Match.tier_block_ids."""
+        match = self.rows.pin(self.on_device[seq_id])
+        try:
+            return match.tier_block_ids()
+        finally:
+            self._tree.release(match)
 
     def own_ids(self, seq_id: SeqId) -> Ids:
         """Return a copy of the ids to which the sequence itself holds a reference."""

@@ -5,8 +5,8 @@ weight, is refused in one sentence: transformers would fill up missing weights w
 """
 
 import json
-import pickle
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ def _unreadable() -> tuple[type[Exception], ...]:
     from safetensors import SafetensorError
 
     plain = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, EOFError, ImportError)
-    return (*plain, pickle.UnpicklingError, SafetensorError, *_strict_errors())
+    return (*plain, UnpicklingError, SafetensorError, *_strict_errors())
 
 
 def _strict_errors() -> tuple[type[Exception], ...]:

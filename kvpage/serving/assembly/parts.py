@@ -338,7 +338,7 @@ def _make_manager(
 ) -> BlockManager:
     if counts is not None:
         return counts.manager(config, rule)
-    return make_manager(config, rule) if groups is None else groups.manager(config)
+    return make_manager(config, rule) if groups is None else groups.manager(config, rule)
 
 
 def make_manager(config: EngineConfig, rule: LoadOrCompute | None) -> BlockManager:

@@ -14,6 +14,7 @@ import torch
 
 from kvpage.blocks.groups.window_blocks import Window
 from kvpage.blocks.groups.windowed_manager import WindowedManager
+from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.layout.kv_scales import KVScales
@@ -24,10 +25,12 @@ from kvpage.serving.config import EngineConfig
 class WindowGroups:
     """The groups of one model, for one EngineConfig.
 
-    num_blocks: of each window. layers: those of each window, by the tokens that it holds. full: all other layers.
+    num_blocks: of each window. num_host_blocks: of each window, on the host.
+    layers: those of each window, by the tokens that it holds. full: all other layers.
     """
 
     num_blocks: int
+    num_host_blocks: int
     layers: Mapping[int, Sequence[int]]
     full: Sequence[int]
 
@@ -54,13 +57,22 @@ class WindowGroups:
                 f"{max(short.values())} tokens, got {num_blocks}"
             )
         layers = {size: [layer for layer in short if short[layer] == size] for size in sorted(set(short.values()))}
-        return cls(num_blocks, layers, [layer for layer in windows if layer not in short])
+        num_host_blocks = _share_of(num_blocks, config.cache_config, least)
+        return cls(num_blocks, num_host_blocks, layers, [layer for layer in windows if layer not in short])
 
-    def manager(self, config: EngineConfig) -> WindowedManager:
-        """Return the manager of the blocks of all groups."""
+    def manager(self, config: EngineConfig, rule: LoadOrCompute | None) -> WindowedManager:
+        """Return the manager of the blocks of all groups. rule: whether blocks on the host are worth their way back."""
         cache = config.cache_config
-        windows = [Window(num_tokens, self.num_blocks) for num_tokens in self.layers]
-        return WindowedManager(cache.num_gpu_blocks, cache.block_size, config.enable_prefix_caching, windows=windows)
+        return WindowedManager(
+            cache.num_gpu_blocks,
+            cache.block_size,
+            config.enable_prefix_caching,
+            windows=[Window(num_tokens, self.num_blocks, self.num_host_blocks) for num_tokens in self.layers],
+            num_host_blocks=cache.num_cpu_blocks,
+            host_policy=config.host_policy,
+            rule=rule,
+            pin_quota=config.pin_quota,
+        )
 
     def caches(
         self,
@@ -71,7 +83,7 @@ class WindowGroups:
     ) -> list[CacheEngine]:
         """Return the cache of the full layers, then that of each window. kv_scales: of all layers with a cache."""
         every = model_config.attention_layers(ParallelConfig())
-        of_windows = replace(cache_config, num_gpu_blocks=self.num_blocks)
+        of_windows = replace(cache_config, num_gpu_blocks=self.num_blocks, num_cpu_blocks=self.num_host_blocks)
         configs = [cache_config, *[of_windows] * len(self.layers)]
         caches = []
         for config, layers in zip(configs, [self.full, *self.layers.values()], strict=True):
@@ -79,3 +91,10 @@ class WindowGroups:
             shape = model_config.with_caches_of(layers)
             caches.append(CacheEngine(config, shape, device_config=DeviceConfig(device), kv_scales=scales))
         return caches
+
+
+def _share_of(num_blocks: int, cache: CacheConfig, least: int) -> int:
+    """Return the blocks on the host of a window: as many a block there as on the device, and enough for a sequence."""
+    if not cache.num_cpu_blocks:
+        return 0
+    return max(-(-num_blocks * cache.num_cpu_blocks // cache.num_gpu_blocks), least)

@@ -206,8 +206,8 @@ class StoreConnector(PromptLoads):
             self.stats.note_saved(self._result(save))
         for tokens, namespace in self._newest_saves if done else ():
             self._note_saved(tokens, namespace)
-        self.stats.num_errors += self._prefetches.take_failures()
-        self.stats.note_saves(self._saves.take_failures(), self._saves.seconds)
+        num_errors = self._saves.take_failures() + self._prefetches.take_failures()
+        self.stats.note_saves(num_errors, self._saves.seconds)
 
     def _into_blocks(self, load: PromptLoad, num_tokens: int, given: Allocation) -> "Future[int]":
         """Begin to load. Raise OutOfBlocks, with nothing begun, where there is no room beside these blocks."""

@@ -139,6 +139,8 @@ class EngineCollector(Collector):
         yield self._gauge("window_blocks", "Blocks of windows by their tokens and state.", numbers, "window", "state")
         evicted = {(str(one.num_tokens),): one.evicted_blocks for one in windows}
         yield self._counter("evicted_window_blocks", "Cached blocks of windows that made room.", evicted, "window")
+        promoted = {(str(one.num_tokens),): one.promoted_blocks for one in windows}
+        yield self._counter("promoted_window_blocks", "Blocks of windows back from the host.", promoted, "window")
 
     def _transfers(self, stats: EngineStats) -> Iterator[Metric]:
         moves = stats.transfers.items()

@@ -68,6 +68,53 @@ def test_requests_together_in_few_blocks(kind: str, num_window_blocks: int) -> N
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_evicted_comes_back_from_the_host(kind: str, is_beside: bool) -> None:
+    """Few blocks of all groups on the device, and many on the host. is_beside: as on a GPU."""
+    model, prompt = make_window_model(kind), random_prompt(9 * B + 1)
+    engine = make_engine(model, 16, WINDOW // B + 3, 128, load_or_compute=False, max_num_batched_tokens=7)
+    engine._transfers._is_beside = is_beside
+    expected = own_tokens(model, prompt, 4)
+    assert ask(engine, prompt, 4) == (expected, 0)
+    for number in range(3):
+        other = random_prompt(9 * B, number + 10)
+        assert ask(engine, other, 4) == (own_tokens(model, other, 4), 0)
+    assert ask(engine, prompt, 4) == (expected, 9 * B)
+    assert all(stats.promoted_blocks > 0 for stats in engine.stats().windows)
+    check_nothing_held(engine)
+
+
+@pytest.mark.parametrize("num_host_blocks", [6, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_preempted_requests_go_to_the_host_and_come_back(kind: str, num_host_blocks: int) -> None:
+    model = make_window_model(kind)
+    prompts = [random_prompt(length, length) for length in (1, B - 1, B, B + 1, 9 * B, 5 * B + 3, 7 * B)]
+    engine = make_engine(model, 24, WINDOW // B + 4, num_host_blocks, load_or_compute=False, max_num_batched_tokens=13)
+    for prompt in prompts:
+        engine.add_request(prompt, greedy(NUM_TOKENS))
+    outputs = []
+    while engine.has_unfinished:
+        poison(engine)
+        outputs += [one.output for one in engine.step() if one.output is not None]
+        engine.manager.check()
+    found = {tuple(output.prompt_token_ids): output.samples[0].token_ids for output in outputs}
+    assert found == {tuple(prompt): own_tokens(model, prompt, NUM_TOKENS) for prompt in prompts}
+    assert engine.stats().num_preemptions > 0 and engine.stats().num_swaps > 0
+    check_nothing_held(engine)
+
+
+def test_a_pinned_prompt_is_found_after_many_others() -> None:
+    model, prompt = make_window_model("gemma3"), random_prompt(6 * B)
+    engine = make_engine(model, 32, WINDOW // B + 6, pin_quota=6, max_num_batched_tokens=7)
+    ask(engine, prompt, 2)
+    engine.manager.space.pin(prompt)
+    for number in range(6):
+        ask(engine, random_prompt(9 * B, number + 10), 2)
+    assert ask(engine, [*prompt, 5], 4) == (own_tokens(model, [*prompt, 5], 4), 6 * B)
+    check_nothing_held(engine)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
 @pytest.mark.parametrize("kind", ["gemma3", "mistral"])
 def test_samples_share_their_prompt(kind: str, is_beside: bool) -> None:
     """Each writes into a copy of the last block. is_beside: copies run beside the computation, as on a GPU."""

@@ -72,7 +72,7 @@ class StoreConnectorStats:
         self.num_skipped += 1
 
     def note_saves(self, num_errors: int, seconds: float) -> None:
-        """Count errors of saves, and note their time.
+        """Count errors of saves and prefetches, and note the time of saves.
 
         Args:
             num_errors: New ones.
