@@ -91,7 +91,7 @@ def choose_tile(sizes: Sizes, rows_wanted: int, capability: int, shared_memory: 
     if reads_once:
         keys = SHARED_KEYS
     num_warps = _num_warps(rows, value_tile)
-    num_stages = LATENT_STAGES if reads_once and rows == MIDDLE_ROWS and _reads_shared(capability) else NUM_STAGES
+    num_stages = LATENT_STAGES if reads_once and _reads_shared(capability) else NUM_STAGES
     tile = Tile(rows, keys, key_tile, key_tail, value_tile, num_warps, num_stages, _precision(widest))
     for smaller in _no_larger(tile):
         if shared_bytes(smaller, sizes, capability) <= shared_memory:
