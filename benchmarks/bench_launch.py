@@ -8,6 +8,8 @@ and of a chunk of 256 tokens in 32 layers.
     anew        the same where no earlier launch is known: Triton derives from all arguments what to launch
     bound       Triton's launcher alone, given the same arguments
 
+"gather" is of the same lengths each time, as in the layers of a step; "gather others" of other ones than the last.
+
 Arguments and grids of repeated calls are compared with those of calls anew before anything is timed. Figures are
 medians of rounds with quartiles, of the thread's own time. Target: rows are written within 8 us.
 
@@ -16,6 +18,7 @@ medians of rounds with quartiles, of the thread's own time. Target: rows are wri
 
 import argparse
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -54,10 +57,12 @@ def make_calls(device: FakeDevice) -> dict[str, Call]:
     attention, angles = Attention(128**-0.5, value_size=128), torch.zeros(NUM_SEQS, 64)
     rotation, views = Rotation(angles, angles, 128, 0, False), LAYOUT.views(caches[0])
     blocks = views[0].rows[..., 0, :]
+    lengths, others = [1] * NUM_SEQS, itertools.cycle(([0, 2] * (NUM_SEQS // 2), [2, 0] * (NUM_SEQS // 2)))
     return {
         "write rows": lambda: ops.reshape_and_cache(key, value, cache, slots),
         "attend": lambda: ops.attend(query, cache, sequences, attention),
-        "gather": lambda: ops.gather_cache(cache, tables, [1] * NUM_SEQS, out=(key, value)),
+        "gather": lambda: ops.gather_cache(cache, tables, lengths, out=(key, value)),
+        "gather others": lambda: ops.gather_cache(cache, tables, next(others), out=(key, value)),
         "store chunk": lambda: chunks.store_chunk(caches, ids, 0, chunk, LAYOUT, None, [(0, NUM_LAYERS)]),
         "load chunk": lambda: chunks.load_chunk(caches, ids, 0, chunk, LAYOUT, None, [(0, NUM_LAYERS)]),
         "blend rows": lambda: blend.mix_rows(key, blocks, rotation, None, None, None, slots),
@@ -138,10 +143,10 @@ def report(table: list[dict[str, Any]]) -> bool:
     """Print the table; whether the targets are met."""
     columns = ("repeated us", "anew us", "bound us")
     print("us of a call: median (25th to 75th percentile)")
-    print(f"{'operation':12} {'launches':>8} {'calls':>6}" + "".join(f"{name:>24}" for name in columns))
+    print(f"{'operation':14} {'launches':>8} {'calls':>6}" + "".join(f"{name:>24}" for name in columns))
     for row in table:
         cells = "".join(format(row[name], ".1f").rjust(24) for name in columns)
-        print(f"{row['operation']:12} {row['launches']:8} {row['calls']:6}{cells}")
+        print(f"{row['operation']:14} {row['launches']:8} {row['calls']:6}{cells}")
     by_name = {row["operation"]: row["repeated us"].median for row in table}
     return all(by_name[name] <= target for name, target in TARGETS_US.items())
 

@@ -23,6 +23,7 @@ from kvpage.benchmarks.compiling_driver import SHARED_MEMORY, CompilingDriver, L
 from kvpage.kernels import attention_launch, chunk, gather, rotary
 from kvpage.kernels.prepared import PreparedKinds
 from kvpage.ops.cuda import attention, blend, chunks, rows
+from kvpage.ops.cuda.gathers import Gathers
 from kvpage.ops.cuda.launches import Launches
 
 NUMBER = 97  # of the device; no test's
@@ -64,7 +65,7 @@ class FakeDevice(CompilingDriver):
         for module in KERNELS:
             module._kinds = PreparedKinds()
         attention_launch._plans = PreparedKinds()
-        rows._launches = Launches()
+        rows._launches, rows._gathers = Launches(), Gathers()
 
 
 def _place(value: Any) -> Any:
@@ -114,4 +115,7 @@ def _forget_code() -> None:
                     kernel.device_caches.pop(NUMBER, None)
 
 
-_STATE = [*((module, "_kinds") for module in KERNELS), (rows, "_launches"), (attention_launch, "_plans")]
+_STATE = [
+    *((module, "_kinds") for module in KERNELS),
+    *((rows, "_launches"), (rows, "_gathers"), (attention_launch, "_plans")),
+]

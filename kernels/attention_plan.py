@@ -12,6 +12,8 @@ pieces             few tiles over many keys would leave multiprocessors idle: al
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvpage.kernels.prepared import VERSION
+
 MIN_ROWS = 16  # of a tensor core's product
 MAX_SPLITS = 128  # of a sequence
 MIDDLE_ROWS = 64
@@ -19,6 +21,9 @@ FEW_ROWS = 32  # at most, of a tile of which a multiprocessor has room for sever
 SHARED_KEYS = 32  # of a tile of latents for 64 heads
 MIN_KEYS = 16  # of a tensor core's product
 NUM_STAGES = 3  # of the loop over keys: a tile is multiplied while the next one is under way, or the next two on sm_90
+# The same for latents that are read once, on sm_90. From Triton 3.9 on, the compiler keeps operands' addresses in
+# registers: beside those of a second tile under way, sums would not fit.
+LATENT_STAGES = 2 if VERSION >= (3, 9) else NUM_STAGES
 BARRIER_BYTES = 512  # of shared memory, at most, for what the compiler adds
 
 
@@ -86,7 +91,8 @@ def choose_tile(sizes: Sizes, rows_wanted: int, capability: int, shared_memory: 
     if reads_once:
         keys = SHARED_KEYS
     num_warps = _num_warps(rows, value_tile)
-    tile = Tile(rows, keys, key_tile, key_tail, value_tile, num_warps, NUM_STAGES, _precision(widest))
+    num_stages = LATENT_STAGES if reads_once and _reads_shared(capability) else NUM_STAGES
+    tile = Tile(rows, keys, key_tile, key_tail, value_tile, num_warps, num_stages, _precision(widest))
     for smaller in _no_larger(tile):
         if shared_bytes(smaller, sizes, capability) <= shared_memory:
             return smaller

@@ -1,6 +1,7 @@
 """Reading the keys and values of sequences out of their blocks: one launch for all sequences, for both."""
 
-import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from kvpage.kernels.arguments import (
     cache_strides,
     row_constants,
 )
-from kvpage.kernels.prepared import Prepared, PreparedKinds, form, form_of_scales
+from kvpage.kernels.prepared import Grid, Prepared, PreparedKinds, form, form_of_scales
 from kvpage.kernels.rows import at, out_of_cache, report, rows_of_tile
 from kvpage.layout.kv_scales import KVScales
 
@@ -156,6 +157,78 @@ def gather_cache_kernel(
         )
 
 
+class Spans:
+    """Lengths and starts on a device. The last ones stay there: the layers of a step share them."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: tuple[int, list[int], list[int] | None, torch.Tensor] | None = None
+
+    def on_device(self, lengths: list[int], starts: list[int] | None, tables: torch.Tensor) -> torch.Tensor:
+        """Return int64 [3, num_seqs] beside the tables: lengths, starts (None: 0), and sums of lengths.
+
+        Only the stream that copied them there takes them again: another one would not wait for the copy.
+        """
+        stream = torch.cuda.current_stream(tables.device).cuda_stream
+        last = self._last
+        if last is not None and last[:3] == (stream, lengths, starts):
+            return last[3]
+        spans = _upload(lengths, starts, tables)
+        self._last = stream, lengths.copy(), None if starts is None else starts.copy(), spans
+        return spans
+
+
+class Gather(NamedTuple):
+    """A launch that can be made again, for any sequences. packed: `out` is [total_tokens, num_heads, size]."""
+
+    constants: RowConstants
+    prepared: Prepared
+    packed: bool
+    spans: Spans
+
+    def again(
+        self,
+        addresses: Sequence[int],
+        tables: torch.Tensor,
+        lengths: list[int],
+        starts: list[int] | None,
+        num_blocks: int,
+        error: torch.Tensor,
+    ) -> bool:
+        """Launch on the current stream.
+
+        Args:
+            addresses: The kernel's first six arguments, 0 for None.
+            tables: int32 [num_seqs, max_blocks], as gather_cache takes them, with lengths and starts.
+            lengths: One of them is at least 1.
+            starts: None for 0.
+            num_blocks: Of the cache.
+            error: int32 [1].
+
+        Returns:
+            Whether it was launched. False, for addresses that are less aligned than most: nothing was done.
+        """
+        spans = self.spans.on_device(lengths, starts, tables)
+        first, step = spans.data_ptr(), spans.stride(0) * spans.element_size()
+        places = tables.data_ptr(), first, first + step, first + 2 * step if self.packed else 0, error.data_ptr()
+        grid, numbers = self.cut(sum(lengths) if self.packed else max(lengths), tables, num_blocks)
+        return self.prepared.repeat(grid, (*addresses, *places), numbers)
+
+    def cut(self, num_tokens: int, tables: torch.Tensor, num_blocks: int) -> tuple[Grid, tuple[int, ...]]:
+        """Return the grid, without a program that checks lengths, and the kernel's numbers.
+
+        Args:
+            num_tokens: Rows of `out` that may be written, or of each sequence in it.
+            tables: int32 [num_seqs, max_blocks].
+            num_blocks: Of the cache.
+        """
+        num_seqs, max_blocks = tables.shape
+        tiles = self.constants.num_tiles(num_tokens)
+        numbers = num_tokens, tiles, num_seqs, num_seqs.bit_length(), max_blocks, num_blocks, tables.stride(0)
+        return (tiles if self.packed else tiles * num_seqs, 1, 1), numbers
+
+
 def gather_cache(
     views: KVViews,
     block_tables: torch.Tensor,  # int32 [num_seqs, max_blocks]
@@ -164,25 +237,27 @@ def gather_cache(
     out: tuple[torch.Tensor, torch.Tensor | None],  # [total_tokens, num_heads, size], or [num_seqs, max_len, ...]
     scales: KVScales | None,
     error: torch.Tensor,  # int32 [1]; gets BAD_BLOCK
-) -> None:
-    """Lengths and starts on the host: checked, and packed sequences fill `out` exactly."""
+) -> Gather | None:
+    """Lengths and starts on the host: checked, and packed sequences fill `out` exactly. None: there was no token."""
     if max(lengths, default=0) == 0:
-        return
-    ends = list(itertools.accumulate(lengths))
-    sequences = torch.from_numpy(np.array([lengths, starts, ends], np.int64))
-    if out[0].is_cuda:  # pinned, so that the copy waits for nothing
-        sequences = sequences.pin_memory().to(out[0].device, non_blocking=True)
+        return None
+    spans = _upload(lengths, starts, block_tables)
     packed = out[0].dim() == 3
-    _launch(
-        views,
-        block_tables,
-        (sequences[0], sequences[1], sequences[2] if packed else None),
-        ends[-1] if packed else max(lengths),
-        out,
-        scales,
-        error,
-        False,
-    )
+    num_tokens = sum(lengths) if packed else max(lengths)
+    sequences = spans[0], spans[1], spans[2] if packed else None
+    return _launch(views, block_tables, sequences, num_tokens, out, scales, error, False)
+
+
+def _upload(lengths: list[int], starts: list[int] | None, tables: torch.Tensor) -> torch.Tensor:
+    """Return int64 [3, num_seqs] beside the tables: lengths, starts, and sums of lengths."""
+    rows = np.zeros((3, len(lengths)), np.int64)
+    rows[0] = lengths
+    if starts is not None:
+        rows[1] = starts
+    rows[0].cumsum(out=rows[2])
+    spans = torch.from_numpy(rows)
+    # pinned, so that the copy waits for nothing
+    return spans.pin_memory().to(tables.device, non_blocking=True) if tables.is_cuda else spans
 
 
 def gather_cache_by_device_lengths(
@@ -212,29 +287,22 @@ def _launch(
     scales: KVScales | None,
     error: torch.Tensor,
     check: bool,
-) -> None:
+) -> Gather:
     key, value = out
-    num_seqs, max_blocks = block_tables.shape
     pointers = cache_pointers(views, scales)
     kind = (
         *(key.device, check, *map(form, (key, value, *pointers))),
         *(None if row is None else row.dtype for row in sequences),
         form_of_scales(scales),
     )
-    known = _kinds.get(kind)
+    known: Gather | None = _kinds.get(kind)
     if known is None:
         known = _prepared(views, out, scales, check)
         _kinds.keep(kind, known)
-    constants, prepared = known
-    tiles_per_seq = constants.num_tiles(num_tokens)
-    prepared.launch(
-        (tiles_per_seq * (num_seqs if key.dim() == 4 else 1) + check, 1, 1),
-        (key, value, *pointers, block_tables, *sequences, error),
-        (
-            *(num_tokens, tiles_per_seq, num_seqs, num_seqs.bit_length()),
-            *(max_blocks, views[0].num_blocks, block_tables.stride(0)),
-        ),
-    )
+    (programs, *_), numbers = known.cut(num_tokens, block_tables, views[0].num_blocks)
+    tensors = key, value, *pointers, block_tables, *sequences, error
+    known.prepared.launch((programs + check, 1, 1), tensors, numbers)
+    return known
 
 
 _kinds = PreparedKinds()
@@ -242,13 +310,14 @@ _kinds = PreparedKinds()
 
 def _prepared(
     views: KVViews, out: tuple[torch.Tensor, torch.Tensor | None], scales: KVScales | None, check: bool
-) -> tuple[RowConstants, Prepared]:
+) -> Gather:
     key, value = out
     rows = key if value is None else value
     constants = row_constants((key.shape[-1], 0 if value is None else rows.shape[-1]), key.dtype, views)
     strides = *_row_strides(key), *_row_strides(rows), *cache_strides(views, scales)
     fixed = *strides, constants, check, BAD_BLOCK, BAD_LENGTH
-    return constants, Prepared(gather_cache_kernel, fixed, constants.options, 4, range(4))
+    prepared = Prepared(gather_cache_kernel, fixed, constants.options, 4, range(4))
+    return Gather(constants, prepared, key.dim() == 3, Spans())
 
 
 def _row_strides(rows: torch.Tensor) -> tuple[int, ...]:

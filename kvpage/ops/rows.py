@@ -143,6 +143,8 @@ def gather_cache(
             written.
     """
     held = bound(cache, layout, scales)
+    if out is not None and held.is_cuda and cuda.repeat_gather(held, block_tables, seq_lens, seq_starts, out):
+        return out
     tensor, layout = held.tensor, held.layout
     block_tables = readable("block_tables", block_tables)
     tables = native_tables(tensor, block_tables, layout)

@@ -16,7 +16,8 @@ from kvpage.benchmarks.fake_device import fake_device  # noqa: E402
 MOST_CALLS = {
     "write rows": 20,
     "attend": 60,
-    "gather": 75,
+    "gather": 30,
+    "gather others": 35,
     "store chunk": 60,
     "load chunk": 60,
     "blend rows": 30,

@@ -75,6 +75,7 @@ STACK_OUTSIDE = {
     ("rows at positions", 90): 16,
     ("rows at positions e4m3", 90): 8,
 }
+NEVER_IN_LOOP = {("decode mla", 90), ("decode mla, 64 heads", 90)}  # whatever the compiler
 MULTIPLIES = "HMMA|HGMMA|FFMA"
 
 
@@ -121,7 +122,7 @@ def test_nothing_spills(name, arch, tmp_path):
     check_shared_memory(name, arch, compiled)
     if stack:
         bodies = loops(instructions(tool_output("cuobjdump", compiled, tmp_path, "-sass")), MULTIPLIES)
-        most = 0 if IS_TUNED_FOR else 0.05
+        most = 0 if IS_TUNED_FOR or (name, arch) in NEVER_IN_LOOP else 0.05
         assert bodies and all(sum(each.name in ("LDL", "STL") for each in body) <= most * len(body) for body in bodies)
 
 

@@ -258,3 +258,25 @@ def test_a_backend_without_split_kv_is_refused():
         ops.gather_cache(cache, torch.zeros(1, 1, dtype=torch.int32), [1], layout)
     with pytest.raises(ValueError, match="split_kv"):
         ops.reshape_and_cache(torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), cache, torch.tensor([0]), layout)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_layers_of_some_steps_into_tensors_of_one_kind(device, padded):
+    """On a device launches are repeated, and layers share what was copied there for a step."""
+    torch.manual_seed(15)
+    layout = make_layout()
+    caches = [ops.BoundCache(filled(layout, 12, device), layout) for _ in range(2)]
+    for lengths, starts in (([5, 0, 8], [3, 2, 0]), ([5, 0, 8], None), ([4, 8, 1], [0, 0, 4]), ([5, 0, 8], [3, 2, 0])):
+        tables = random_tables(lengths, 12, layout, starts).to(device)
+        spans = torch.tensor(lengths), None if starts is None else torch.tensor(starts)
+        for cache in [*caches, *caches]:
+            out = tuple(
+                torch.full([*([3, 8] if padded else [13]), 3, size], float("nan"), device=device) for size in (10, 6)
+            )
+            ops.gather_cache(cache, tables, lengths, seq_starts=starts, out=out)
+            want = reference.gather_cache(cache.tensor, tables, spans[0], layout, spans[1])
+            for rows, packed in zip(out, want, strict=True):
+                found = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)]) if padded else rows
+                assert torch.equal(bits(found), bits(packed[..., : rows.shape[-1]]))
+                assert not padded or all(row[length:].isnan().all() for row, length in zip(rows, lengths, strict=True))

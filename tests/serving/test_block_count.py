@@ -1,11 +1,11 @@
 """As many blocks as fit: by the memory that steps and captures leave, on a device whose memory is numbers."""
 
-import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
 from support.cpu_graphs import CpuCapturer, CpuReplay
+from support.device_memory import Memory
 from support.models import make_model
 from support.state_models import make_state_model
 
@@ -19,45 +19,6 @@ from kvpage.serving.assembly.parts import check_servable
 
 MIB = 2**20
 BLOCK_BYTES = 2 * 3 * 16 * 2 * 8 * 4  # K and V, layers, tokens, KV heads, elements, fp32
-
-
-class Memory:
-    """torch.cuda's memory. Torch caches what it once took; modules and captures take theirs beside it."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, total: int) -> None:
-        self.total, self.used, self.cached, self.beside, self.peak = total, 0, 0, 0, 0
-        cuda = torch.cuda
-        patch.setattr(cuda, "device", lambda device: contextlib.nullcontext())
-        patch.setattr(cuda, "synchronize", lambda device=None: None)
-        patch.setattr(cuda, "empty_cache", self.empty_cache)
-        patch.setattr(cuda, "mem_get_info", lambda device=None: (self.total - self.reserved - self.beside, self.total))
-        patch.setattr(cuda, "memory_reserved", lambda device=None: self.reserved)
-        patch.setattr(cuda, "max_memory_reserved", lambda device=None: self.peak)
-        patch.setattr(cuda, "reset_peak_memory_stats", self.reset_peak)
-
-    @property
-    def reserved(self) -> int:
-        return self.used + self.cached
-
-    def empty_cache(self) -> None:
-        self.cached = 0
-
-    def reset_peak(self, device: object = None) -> None:
-        self.peak = self.reserved
-
-    def take(self, num_bytes: int) -> None:
-        """Use memory for a moment: torch keeps it."""
-        more = max(num_bytes - self.cached, 0)
-        if self.reserved + self.beside + more > self.total:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes")
-        self.cached += more
-        self.peak = max(self.peak, self.reserved)
-
-    def keep(self, num_bytes: int) -> None:
-        """Use memory from now on."""
-        self.take(num_bytes)
-        self.cached -= num_bytes
-        self.used += num_bytes
 
 
 class Capturer(CpuCapturer):

@@ -1,4 +1,4 @@
-"""An engine on a CPU that asks for the kernels of a GPU: none is launched, and what would be compiled is noted.
+"""An engine on a CPU that asks for the kernels of a GPU: they are noted or compiled, and none is launched.
 
 Attention gives zeros, and the likeliest tokens are chosen.
 """
@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
+import triton
 
 from kvpage import ops
-from kvpage.benchmarks.fake_device import fake_device
+from kvpage.benchmarks.fake_device import FakeDevice, fake_device
 from kvpage.kernels import attention_launch, sampling_launch
 from kvpage.kernels.rehearsal import key_of, rehearsal
 from kvpage.ops.cuda import error_reports
@@ -36,9 +37,9 @@ _paged_attention, _sample_rows = attention_launch.paged_attention, sampling_laun
 
 
 @contextmanager
-def kernels_asked() -> Iterator[None]:
-    """Inside, engines of `on_kernels` ask for kernels."""
-    with fake_device(), ExitStack() as stack:
+def kernels_asked() -> Iterator[FakeDevice]:
+    """Inside, engines of `on_kernels` ask for kernels. Yield the device that is to launch them."""
+    with fake_device() as device, ExitStack() as stack:
         for place, name, value in (
             (attention_launch, "paged_attention", attend_nothing),
             (sampling_launch, "sample_rows", choose_likeliest),
@@ -48,7 +49,7 @@ def kernels_asked() -> Iterator[None]:
             (error_reports, "find_error_word", lambda device: None),
         ):
             stack.enter_context(mock.patch.object(place, name, value))
-        yield
+        yield device
 
 
 def on_kernels(engine: Engine) -> Engine:
@@ -77,3 +78,15 @@ def keys_asked_by(work) -> Keys:
     with rehearsal() as variants:
         work()
     return set(variants)
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Yield names of kernels. Triton adds one whenever it compiles, or reads from its cache, inside."""
+    names: list[str] = []
+
+    def note(*, metadata, **_) -> None:
+        names.append(metadata["name"])
+
+    with mock.patch.object(triton.knobs.compilation, "listener", note):
+        yield names

@@ -13,6 +13,7 @@ import torch
 from kvpage.ops.args.bound_cache import BoundCache
 
 Kind = tuple[Any, ...]
+CAPACITY = 4096
 
 
 class Launched(Protocol):
@@ -25,7 +26,7 @@ class Launched(Protocol):
 class Launches:
     """At most `capacity` kinds of launches; when it is full, it starts anew. It keeps no tensor alive."""
 
-    def __init__(self, capacity: int = 4096) -> None:
+    def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._known: dict[Kind, Launched] = {}
 

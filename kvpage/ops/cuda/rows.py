@@ -14,6 +14,8 @@ import torch
 from kvpage.checks.device_lock import synchronize
 from kvpage.ops import reference
 from kvpage.ops.args.bound_cache import BoundCache
+from kvpage.ops.args.tokens import Lengths
+from kvpage.ops.cuda.gathers import Gathers, Out
 from kvpage.ops.cuda.launches import Launches
 
 _DEBUG = os.environ.get("KVPAGE_DEBUG") == "1"
@@ -25,6 +27,7 @@ _ERRORS = {
 }
 _error_words: dict[torch.device, torch.Tensor] = {}  # int32 [1] a device, for all kernels: bits, the keys of _ERRORS
 _launches = Launches()
+_gathers = Gathers()
 
 
 def check_device(device: torch.device | str = "cuda") -> None:
@@ -122,12 +125,24 @@ def reshape_and_cache(key: torch.Tensor, value: torch.Tensor | None, cache: Boun
         _launches.keep(key, value, cache, slots, launched)
 
 
+def repeat_gather(
+    cache: BoundCache, block_tables: torch.Tensor, lengths: Lengths, starts: Lengths | None, out: Out
+) -> bool:
+    """Copy rows of sequences into `out` and return True, if a call of this kind was checked before."""
+    error = _error_words.get(cache.device)
+    if error is None or _DEBUG or torch.cuda.current_device() != cache.device.index:
+        return False
+    if torch.cuda.is_current_stream_capturing():  # lengths of the host must not be captured
+        return False
+    return _gathers.repeat(cache, block_tables, lengths, starts, out, error)
+
+
 def gather_cache(
     cache: BoundCache,
     block_tables: torch.Tensor,
     lengths: list[int],
     starts: list[int],
-    out: tuple[torch.Tensor, torch.Tensor | None],
+    out: Out,
 ) -> None:
     """Copy rows of sequences into `out`; all but ids is checked."""
     if not _has_triton():
@@ -140,8 +155,12 @@ def gather_cache(
     with torch.cuda.device(cache.device):
         if torch.cuda.is_current_stream_capturing():
             raise ValueError("gather_cache must be given lengths on the device where a graph captures, and out")
-        gather.gather_cache(cache.views, block_tables, starts, lengths, out, cache.scales, _error_word(cache.device))
+        gathered = gather.gather_cache(
+            cache.views, block_tables, starts, lengths, out, cache.scales, _error_word(cache.device)
+        )
         _check_if_debugging(cache.device)
+    if gathered is not None:
+        _gathers.keep(cache, block_tables, out, gathered)
 
 
 def gather_cache_by_device_lengths(
@@ -149,7 +168,7 @@ def gather_cache_by_device_lengths(
     block_tables: torch.Tensor,
     lengths: torch.Tensor,
     starts: torch.Tensor | None,
-    out: tuple[torch.Tensor, torch.Tensor | None],
+    out: Out,
 ) -> None:
     """Copy rows of sequences whose lengths only the device knows into `out`."""
     if not _has_triton():

@@ -157,11 +157,11 @@ class EngineCore(EnginePrompts):
     def warmup(self, progress: Callable[[int], object] | None = None) -> None:
         """Compile all kernels that steps ask for, and compute some of padding; capture decode steps as CUDA graphs.
 
-        Kernels are compiled side by side, in threads. Those of blending and of a store are compiled when they are first
-        needed. Call it once, before the first request. A call between two steps is allowed, and captures anew: after
-        weights or modules of the model were replaced, for example. A size that the memory does not suffice for is left
-        out. Where nothing can be captured, the log says why, and decode steps run as without it. On a CPU nothing is
-        compiled or captured.
+        Kernels are compiled side by side, in threads, those of a KVStore's chunks among them. Those of blending are
+        compiled when they are first needed. Call it once, before the first request. A call between two steps is
+        allowed, and captures anew: after weights or modules of the model were replaced, for example. A size that the
+        memory does not suffice for is left out. Where nothing can be captured, the log says why, and decode steps run
+        as without it. On a CPU nothing is compiled or captured.
 
         Args:
             progress: Called with the number of finished parts, like the `update` of a progress bar. None shows a bar on
@@ -175,7 +175,8 @@ class EngineCore(EnginePrompts):
         num_seqs = config.max_num_seqs if self.states is None else 1  # each has a state of its own, beside the slots
         limits = StepLimits(num_seqs, config.max_num_batched_tokens, self._longest)
         steps = PaddedSteps(self._runner, self.cache, self.window_caches, self._lead)
-        self._loop.between_requests(lambda: warm_up(steps, graphs, limits, progress))
+        beside = [self._connectors.store.rehearse] if self._connectors.store else []
+        self._loop.between_requests(lambda: warm_up(steps, graphs, limits, progress, beside))
 
     def close(self) -> None:
         """Wait for all that is on its way to a store and to kept segments, and publish the last events.

@@ -37,6 +37,8 @@ from kvpage.serving.loop.moves.loads.store_look import StoreLook
 from kvpage.serving.loop.moves.loads.store_stats import StoreConnectorStats
 from kvpage.serving.loop.moves.store_saves import Saves, StoreSaves
 from kvpage.serving.loop.moves.written_layers import WrittenLayers
+from kvpage.store import KVStore
+from kvpage.store.load.block_chunks import move_padding
 
 __all__ = ["BlockStore", "LayeredStore", "StoreConnectorStats"]
 
@@ -77,6 +79,11 @@ class StoreConnector(PromptLoads):
         self.saves = self._saves = self._make_saves()
         self._prefetches = Prefetches(self._prefetch_call, max_loads // 2)
         self._newest_saves: deque[tuple[TokenIds, bytes]] = deque(maxlen=2 * max_saves)  # all under way are among them
+
+    def rehearse(self) -> None:
+        """Ask for the kernels that move chunks, where these are kvpage's own."""
+        if isinstance(self.store, KVStore):
+            move_padding(self._cache, self.store.metadata.fmt)
 
     def reclaim(self) -> bool:
         """Wait for a load or a save that has blocks, so that these can be evicted; False if there is none."""

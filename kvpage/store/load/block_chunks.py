@@ -17,7 +17,7 @@ import torch
 import kvpage._C as _C
 from kvpage.checks.tensors import check_plain
 from kvpage.checks.tokens import as_tokens
-from kvpage.layout.cache_layout import SCALE_BYTES
+from kvpage.layout.cache_layout import SCALE_BYTES, CacheLayout
 from kvpage.ops.chunks import load_chunk, native_chunk_parts, store_chunk
 from kvpage.store.load.device.device_lanes import LanePool
 from kvpage.store.load.device.device_pipeline import DevicePipeline, DeviceRun
@@ -73,6 +73,34 @@ def _block_ids(block_table: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(as_tokens(block_table, "block_table").copy())
 
 
+def move_padding(engine: "LayerCaches", fmt: str) -> None:
+    """Store and load a chunk of one block, in memory of its own: it asks for the kernels that an engine's chunks need.
+
+    Args:
+        engine: the engine. Its blocks are neither read nor written.
+        fmt: of the store, see KVStoreMetadata.
+    """
+    if not engine.gpu_cache:
+        return
+    layout, device, num_layers = engine.layout, engine.device, len(engine.gpu_cache)
+    caches, ids = layout.allocate(1, num_layers, device), torch.zeros(1, dtype=torch.int32)
+    shape = _shape(layout, (num_layers, _num_parts(engine)), layout.block_size, fmt)
+    chunk = torch.zeros(shape, dtype=layout.dtype, device=device)
+    store_chunk(caches, ids, chunk, layout, 0, fmt)
+    load_chunk(caches, ids, chunk, layout, 0, fmt)
+
+
+def _num_parts(engine: "LayerCaches") -> int:
+    return sum(view is not None for view in engine.layout.views(engine.gpu_cache[0]))
+
+
+def _shape(layout: CacheLayout, parts: tuple[int, int], num_tokens: int, fmt: str) -> Shape:
+    """Return the shape of a chunk. parts: numbers of layers, and of a layer's parts."""
+    rows, columns = (num_tokens, layout.num_kv_heads)[:: 1 if fmt == "vllm" else -1]
+    row_size = layout.padded_head_size + SCALE_BYTES if layout.has_token_scales else layout.head_size
+    return *parts, rows, columns, row_size
+
+
 class ChunkPlans:
     """Plans that were made, a few for each engine, as long as it lives. Thread-safe.
 
@@ -119,7 +147,7 @@ class BlockChunks:
                 )
         self.ids = _block_ids(block_table)
         self.engine, self.fmt = engine, metadata.fmt
-        self._num_parts = sum(view is not None for view in engine.layout.views(engine.gpu_cache[0]))
+        self._num_parts = _num_parts(engine)
         self._plans = plans or ChunkPlans()
         self._mine: dict[int, _C.ChunkPlan] = {}  # by number of tokens
         self.is_on_device = engine.device.type != "cpu"
@@ -152,10 +180,7 @@ class BlockChunks:
 
     def shape(self, num_tokens: int) -> Shape:
         """Return the shape of a chunk of `num_tokens`."""
-        layout = self.engine.layout
-        tokens_heads = (num_tokens, layout.num_kv_heads)
-        rows, columns = tokens_heads if self.fmt == "vllm" else tokens_heads[::-1]
-        return self.num_layers, self._num_parts, rows, columns, self._row_size
+        return _shape(self.engine.layout, (self.num_layers, self._num_parts), num_tokens, self.fmt)
 
     def chunk(self, begin: int, end: int, first: int | None = None, last: int | None = None) -> "BlockChunk":
         """Return the tokens [begin, end) as a payload, of which [first, last) are loaded; by default all."""
@@ -188,11 +213,6 @@ class BlockChunks:
         layer_bytes = math.prod(shape[1:]) * layout.dtype.itemsize
         sizes = layout.num_kv_heads, layout.num_blocks(caches[0]), layout.block_size, layer_bytes
         return _C.ChunkPlan(parts, (shape[0], moves_per_part, num_tokens, *sizes))
-
-    @property
-    def _row_size(self) -> int:
-        layout = self.engine.layout
-        return layout.padded_head_size + SCALE_BYTES if layout.has_token_scales else layout.head_size
 
 
 class BlockChunk(ABC):

@@ -21,12 +21,18 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int], object]
 
 
-def warm_up(steps: PaddedSteps, graphs: DecodeGraphs | None, limits: StepLimits, progress: Progress | None) -> None:
+def warm_up(
+    steps: PaddedSteps,
+    graphs: DecodeGraphs | None,
+    limits: StepLimits,
+    progress: Progress | None,
+    beside: Sequence[Callable[[], object]] = (),
+) -> None:
     """Compile what steps within these limits ask for, compute some, and capture decodes. No block is written.
 
-    progress: called with 1 after each part; None shows a bar on a terminal.
+    progress: called with 1 after each part; None shows a bar on a terminal. beside: work that asks for kernels, too.
     """
-    begin, parts = time.monotonic(), _Parts.of(steps, limits)
+    begin, parts = time.monotonic(), _Parts.of(steps, limits, beside)
     num_parts = parts.num_parts + (graphs.num_captures if graphs else 0)
     with tqdm(total=num_parts, desc="warmup", disable=None if progress is None else True) as bar:
         tell = bar.update if progress is None else progress
@@ -52,12 +58,12 @@ class _Parts(NamedTuple):
     paddings: list[Padding]
 
     @classmethod
-    def of(cls, steps: PaddedSteps, limits: StepLimits) -> "_Parts":
+    def of(cls, steps: PaddedSteps, limits: StepLimits, beside: Sequence[Callable[[], object]] = ()) -> "_Parts":
         if not steps.launches_kernels:
             return cls((), largest(limits))
         if steps.have_others:  # they launch whatever they compute, and compile it with this rank
             return cls((), [*every_kind(limits), *largest(limits)])
-        return cls(rehearse(lambda: _compute(steps, every_kind(limits))), largest(limits))
+        return cls(rehearse(lambda: _ask(steps, limits, beside)), largest(limits))
 
     @property
     def num_parts(self) -> int:
@@ -68,6 +74,13 @@ class _Parts(NamedTuple):
         """Compile and compute. tell: called with 1 after each part."""
         compile_all(self.kernels, steps.device, tell)
         _compute(steps, self.paddings, tell)
+
+
+def _ask(steps: PaddedSteps, limits: StepLimits, beside: Sequence[Callable[[], object]]) -> None:
+    """Ask for all kernels."""
+    _compute(steps, every_kind(limits))
+    for work in beside:
+        work()
 
 
 def _compute(steps: PaddedSteps, paddings: Sequence[Padding], tell: Progress = lambda num: None) -> None:
