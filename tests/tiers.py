@@ -98,7 +98,7 @@ SHOWN: dict[str, dict[str, float]] = {
         "tests/compiled/test_compiled_attention.py::test_attention": 8,
         "tests/compiled/test_compiled_blend.py::test_deviations": 4,
         "tests/compiled/test_compiled_blend.py::test_rows_are_mixed": 4,
-        "tests/compiled/test_compiled_rows.py::test_chunks_are_stored_and_loaded": 4,
+        "tests/compiled/test_compiled_rows.py::test_chunks_are_stored_and_loaded": 6,
         "tests/compiled/test_compiled_rows.py::test_rows_are_cached_and_gathered": 4,
         "tests/compiled/test_compiled_sampling.py::test_tokens_are_those_of_the_cpu": 8,
     },

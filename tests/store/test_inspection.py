@@ -136,7 +136,9 @@ def test_damaged_headers_are_told(tmp_path) -> None:
     (file,) = tmp_path.glob("*.segment")
     with open(file, "r+b") as data:
         data.seek(4096 + 50)
-        data.write(b"?")
+        (before,) = data.read(1)
+        data.seek(4096 + 50)
+        data.write(bytes([before ^ 1]))
     result = command("verify", url)
     assert result.exit_code == 1 and "4 records are whole, 0 are broken" in result.output
     assert "1 places are damaged" in result.output

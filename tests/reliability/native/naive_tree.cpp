@@ -244,7 +244,24 @@ void NaiveTree::forget(int record) {
   block.is_live = false;
 }
 
+int NaiveTree::newest_copy() const {
+  for (int priority = 0; priority < 8; ++priority) {
+    const NaiveBlock* newest = nullptr;
+    for (const NaiveBlock& block : blocks) {
+      const bool is_of_class = block.is_live && block.pins == 0 && block.host != 0 && block.priority == priority;
+      if (is_of_class && (!newest || block.used > newest->used)) newest = &block;
+    }
+    if (newest && newest->device != kNone) return static_cast<int>(newest - blocks.data());
+  }
+  return kNone;
+}
+
 bool NaiveTree::evict_host_one() {
+  if (const int copied = newest_copy(); copied != kNone) {
+    blocks[copied].host = 0;
+    ++num_free_host;
+    return true;
+  }
   const int record = oldest([](const NaiveBlock& block) { return block.host != 0; });
   if (record == kNone) return false;
   if (blocks[record].device == kNone) {

@@ -82,6 +82,8 @@ class NaiveTree {
   Given given(int name, const Tokens& tokens, const Ids& ids, const NaiveMatch* after) const;
   template <typename Has>
   int oldest(const Has& has) const;
+  // The unpinned block of the lowest priority whose host block was used last, where that is a copy; kNone if none is.
+  int newest_copy() const;
   void free_device(NaiveBlock& block);
   void forget(int record);
   bool evict_host_one();
