@@ -1874,6 +1874,15 @@ class AnchorTable:
         Args:
             anchor: The anchor.
         """
+    def are_valid(self, anchors: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Return whether the blocks of anchors are in a tier.
+
+        Args:
+            anchors: int32 [num_anchors].
+
+        Returns:
+            bool [num_anchors].
+        """
     def stale(self) -> list[int]:
         """Return the anchors whose block is in no tier any more, in order."""
     def uses_of(self, anchor: int) -> list[tuple[int, int, int]]:

@@ -92,7 +92,7 @@ SHOWN: dict[str, dict[str, float]] = {
         "tests/house/test_page_examples.py::test_examples_of_a_page_run": 12,
     },
     "each kernel is the reference, by the interpreter": {
-        "tests/kernels/test_interpreted.py::test_each_kernel_is_the_reference": 60,
+        "tests/kernels/test_interpreted.py::test_each_kernel_is_the_reference": 50,
     },
     "each kind of kernel is the reference, as it is compiled": {
         "tests/compiled/test_compiled_attention.py::test_attention": 8,

@@ -174,6 +174,12 @@ void bind_states(py::module_& m) {
     table.find_each(device_ids, host_ids, learns, {anchors.mutable_data(), static_cast<size_t>(num_blocks)});
     return anchors;
   };
+  const auto are_valid = [](const AnchorTable& table, const py::array_t<int32_t, py::array::c_style>& anchors) {
+    py::array_t<bool> valid(anchors.size());
+    table.are_valid({anchors.data(), static_cast<size_t>(anchors.size())},
+                    {valid.mutable_data(), static_cast<size_t>(valid.size())});
+    return valid;
+  };
   py::class_<AnchorTable>(m, "AnchorTable", doc("AnchorTable"))
       .def(py::init<std::shared_ptr<BlockPool>, std::shared_ptr<BlockPool>, int64_t>(), py::arg("pool").none(false),
            py::arg("host_pool").none(false), py::arg("most"), doc("AnchorTable.__init__"))
@@ -187,6 +193,7 @@ void bind_states(py::module_& m) {
            doc("AnchorTable.learn"))
       .def("move", &move, py::arg("pairs"), py::arg("to_host"), doc("AnchorTable.move"))
       .def("is_valid", &AnchorTable::is_valid, py::arg("anchor"), doc("AnchorTable.is_valid"))
+      .def("are_valid", are_valid, py::arg("anchors"), doc("AnchorTable.are_valid"))
       .def("stale", &AnchorTable::stale, doc("AnchorTable.stale"))
       .def("uses_of", &uses_of, py::arg("anchor"), doc("AnchorTable.uses_of"))
       .def("is_current", py::overload_cast<int64_t, int64_t, uint32_t>(&AnchorTable::is_current, py::const_),

@@ -173,10 +173,21 @@ std::pair<int64_t, int64_t> AnchorTable::find_last(std::span<const int32_t> devi
 }
 
 bool AnchorTable::is_valid(int64_t anchor) const {
+  bool valid = false;
+  check(anchor >= kNone && anchor <= std::numeric_limits<int32_t>::max(), "anchor must be one in use, got ", anchor);
+  const auto wanted = static_cast<int32_t>(anchor);
+  are_valid({&wanted, 1}, {&valid, 1});
+  return valid;
+}
+
+void AnchorTable::are_valid(std::span<const int32_t> anchors, std::span<bool> valid) const {
+  check(anchors.size() == valid.size(), "valid must be as many as the anchors, got ", valid.size());
   std::lock_guard lock(mutex_);
-  check_anchor(anchor);
-  const Anchor& one = anchors_[anchor];
-  return !one.has_block || is_current(kDevice, one) || is_current(kHost, one);
+  for (const int32_t anchor : anchors) check_anchor(anchor);
+  for (size_t i = 0; i < anchors.size(); ++i) {
+    const Anchor& one = anchors_[anchors[i]];
+    valid[i] = !one.has_block || is_current(kDevice, one) || is_current(kHost, one);
+  }
 }
 
 std::vector<int64_t> AnchorTable::stale() const {

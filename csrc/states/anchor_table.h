@@ -69,6 +69,9 @@ class AnchorTable {
 
   bool is_valid(int64_t anchor) const;
 
+  // Writes whether each anchor is valid to `valid`, which has as many places. InvalidArgument for one not in use.
+  void are_valid(std::span<const int32_t> anchors, std::span<bool> valid) const;
+
   // Returns the anchors whose block is in no tier any more.
   std::vector<int64_t> stale() const;
 

@@ -32,20 +32,24 @@ class WindowedWorld(ManagerWorld):
             self.manager.check()
             for blocks in self.manager.windows:
                 assert blocks.pool.num_free == blocks.num_free == blocks.pool.num_blocks
+                assert blocks.host_pool.num_free == blocks.num_free_host == blocks.host_pool.num_blocks
 
     def snapshot(self) -> object:
         tables = [
             (seq_id, [(table.first, tuple(table.ids), table.num_cached) for table in tables])
             for seq_id, tables in self.manager._tables.items()
         ]
-        return super().snapshot(), tables, [_about(blocks) for blocks in self.manager.windows]
+        about = [_about(blocks) for blocks in self.manager.windows]
+        return super().snapshot(), tables, dict(self.manager._swapped), about
 
     def _new_manager(self) -> WindowedManager:
-        sizes = [
-            (self.rng.choice((1, 2, 4, 5, 9)), self.rng.choice((1, 3, 6, 24))) for _ in range(self.rng.randint(1, 3))
+        num_host, most = self.rng.choice((0, 4, 24)), (0, 2, 16)
+        windows = [
+            Window(self.rng.choice((1, 2, 4, 5, 9)), self.rng.choice((1, 3, 6, 24)), self.rng.choice(most))
+            for _ in range(self.rng.randint(1, 3))
         ]
-        windows = [Window(num_tokens, num_blocks) for num_tokens, num_blocks in sizes]
-        return WindowedManager(NUM_BLOCKS, BLOCK_SIZE, self.rng.random() < 0.8, windows=windows)
+        is_caching, options = self.rng.random() < 0.8, {"num_host_blocks": num_host, "pin_quota": 8}
+        return WindowedManager(NUM_BLOCKS, BLOCK_SIZE, is_caching, windows=windows, **options)
 
     def _allocate(self) -> Case:
         case = super()._allocate()
@@ -213,4 +217,6 @@ def _about(blocks: WindowBlocks) -> object:
     """The blocks of a group: whose they are, what is cached, in which order it would go, and the moves to make."""
     counts = [blocks.pool.ref_count(block_id) for block_id in range(blocks.pool.num_blocks)]
     moves = [(one.kind, one.pairs.tolist()) for one in blocks.moves._added]
-    return counts, dict(blocks._full_of), list(blocks._unused), moves
+    host_counts = [blocks.host_pool.ref_count(block_id) for block_id in range(blocks.host_pool.num_blocks)]
+    cached = dict(blocks._anchor_of), list(blocks._unused), list(blocks._on_host.items())
+    return counts, host_counts, cached, moves

@@ -13,7 +13,7 @@ block beside one that is gone is never found. Where there is a host tier, a bloc
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -273,7 +273,7 @@ class WindowBlocks:
             num_blocks: At most num_free.
         """
         if num_blocks > self.pool.num_free:
-            self.drop_stale()
+            self._drop_lost(DEVICE, self._unused)
         if num_blocks > self.pool.num_free:
             self._evict(num_blocks - self.pool.num_free)
         ids: list[int] = self.pool.allocate(num_blocks).tolist()
@@ -286,7 +286,7 @@ class WindowBlocks:
             num_blocks: At most num_free_host.
         """
         if num_blocks > self.host_pool.num_free:
-            self.drop_stale()
+            self._drop_lost(HOST, self._on_host)
         while num_blocks > self.host_pool.num_free:
             self._forget_host(next(iter(self._on_host)))
         ids: list[int] = self.host_pool.allocate(num_blocks).tolist()
@@ -300,18 +300,13 @@ class WindowBlocks:
                 self._unused[block_id] = None
 
     def drop_stale(self) -> None:
-        """Free the cached blocks beside blocks that are gone."""
+        """Free the cached blocks beside blocks that are gone, and forget their anchors."""
+        self._drop_lost(DEVICE, self._unused)
+        self._drop_lost(HOST, self._on_host)
         for anchor in self._anchors.stale():
-            device_id, host_id = self._beside[:, anchor].tolist()
-            if device_id != NO_BLOCK and device_id not in self._unused:
-                continue  # a sequence goes on from it
-            self._num_lost += (device_id != NO_BLOCK) + (host_id != NO_BLOCK)
-            if device_id != NO_BLOCK:
-                self._forget(device_id)
-            if host_id != NO_BLOCK:
-                self._forget_host(host_id)
-            self._anchors.remove(anchor)
-            self._num_anchors -= 1
+            if (self._beside[:, anchor] == NO_BLOCK).all():  # else a sequence goes on from it
+                self._anchors.remove(anchor)
+                self._num_anchors -= 1
 
     def clear(self) -> None:
         """Forget all cached blocks, in both tiers."""
@@ -362,6 +357,16 @@ class WindowBlocks:
         self._anchors.check()
 
     # --- inside ---
+
+    def _drop_lost(self, tier: int, block_ids: Iterable[int]) -> None:
+        """Free those of the cached blocks of a tier that stand beside blocks that are gone."""
+        ids = np.fromiter(block_ids, np.int32)
+        of_tier: Mapping[int, int] = self._on_host if tier == HOST else self._anchor_of
+        anchors = np.fromiter((of_tier[block_id] for block_id in ids.tolist()), np.int32, len(ids))
+        lost = ids[~self._anchors.are_valid(anchors)].tolist()
+        for block_id in lost:
+            self._forget_host(block_id) if tier == HOST else self._forget(block_id)
+        self._num_lost += len(lost)
 
     def _new_anchor(self, full_id: int) -> int:
         """Return a new anchor for one of the tree's blocks. There are as many places as blocks in both tiers."""

@@ -99,6 +99,8 @@ class Tiers:
         self.table.check()
         known = [one for one in self.blocks if one.anchor >= 0]
         assert self.table.stale() == sorted(one.anchor for one in known if not self.is_known(one))
+        anchors = np.array([one.anchor for one in known], np.int32)
+        assert self.table.are_valid(anchors).tolist() == [self.is_known(one) for one in known]
         for one in known:
             assert self.table.is_valid(one.anchor) == self.is_known(one)
             current = {(t, *use) for t, use in one.uses.items() if self.generation(t, use[0]) == use[1]}
