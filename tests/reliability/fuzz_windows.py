@@ -185,8 +185,9 @@ class WindowedWorld(ManagerWorld):
         blocks = self.rng.choice(self.manager.windows)
 
         def do_move(move: BlockMove) -> None:
-            assert move.kind == "copy"
-            assert ((move.pairs >= 0) & (move.pairs < blocks.pool.num_blocks)).all()
+            device, host = blocks.pool.num_blocks, blocks.host_pool.num_blocks
+            most = {"copy": (device, device), "swap_out": (device, host), "swap_in": (host, device)}[move.kind]
+            assert ((move.pairs >= 0) & (move.pairs < most)).all()
             assert len(set(move.pairs[:, 1].tolist())) == len(move.pairs)
 
         return Case("manager.windows[i].do_moves", blocks.do_moves, {"do_move": do_move})
