@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 from kvpage._C import Match
 from kvpage.blocks.hybrid.checkpoint import Checkpoint, num_common
+from kvpage.blocks.hybrid.marks import MIN_SAVED
 from kvpage.blocks.hybrid.state_space import StateSpace
 from kvpage.blocks.lives.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.blocks.stats import Query
 from kvpage.checks.errors import OutOfSlots
-
-MIN_SAVED = 64  # tokens that a checkpoint saves, where nobody has asked for it: taking it costs as much as some 40
 
 
 class Prompt(NamedTuple):

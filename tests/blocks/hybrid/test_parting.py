@@ -6,7 +6,7 @@ import pytest
 from support.hybrid_requests import B, begin, manager_of, prefill, serve
 
 from kvpage import HybridManager
-from kvpage.blocks.hybrid.beginning import MIN_SAVED
+from kvpage.blocks.hybrid.marks import MIN_SAVED
 
 WIDE = {"num_slots": 512, "num_blocks": 4096}
 
