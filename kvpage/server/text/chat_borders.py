@@ -2,7 +2,7 @@
 
     twin      <sys>MARK<end><user>MARK<end>                        without a generation prompt
     prompt    <sys>be brief<end><user>why?<end><bot><think>        1: other chats part here
-                                      1         2                  2: the next turn, where templates leave out thoughts
+                                      1              2             2: the next turn, if the history leaves out <think>
 
 The twin shows the template's own text on both sides of each message. So the prompt is rendered once.
 """
@@ -41,16 +41,29 @@ def _begin_of(prompt: str, twin: str, index: int | None, messages: Sequence[Chat
 
 
 def _end_of(prompt: str, twin: str, index: int | None, messages: Sequence[ChatMessage]) -> int | None:
-    """Return the place at which a message ends, with the text that the template writes at the end of the last one."""
+    """Return the place up to which later prompts have what follows a message, when it has been answered."""
     if index is None or not messages[index].texts:
         return None
     mark, text = text_mark(index, len(messages[index].texts) - 1), messages[index].texts[-1]
     _, is_shown, rest = twin.rpartition(mark)
     if not is_shown:
         return None
-    after, ending = MARKS.split(rest)[0], MARKS.split(twin)[-1]
+    after, ending = MARKS.split(rest)[0], _ending(twin, index, messages)
     for shown, known in product((text, text.strip()), (after, "")):
         if (place := prompt.rfind(shown + known)) >= 0:
             end = place + len(shown)
             return end + len(commonprefix([prompt[end:], ending]))
     return None
+
+
+def _ending(twin: str, index: int, messages: Sequence[ChatMessage]) -> str:
+    """Return what the template writes between a message and its answer, once that is in the history.
+
+    An earlier answer to a message of its role shows it. Without one, what ends the chat is the begin of it.
+    """
+    for i in range(index - 1, 0, -1):
+        if messages[i].role == "assistant" and messages[i].texts and messages[i - 1].role == messages[index].role:
+            before, is_shown, _ = twin.partition(text_mark(i, 0))
+            if is_shown:
+                return MARKS.split(before)[-1]
+    return MARKS.split(twin)[-1]

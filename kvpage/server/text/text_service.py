@@ -50,9 +50,7 @@ class TextService:
             lambda tokenizer: self._encoding(tokenizer, text, add_special_tokens, is_cut)["input_ids"]
         )
 
-    async def render(
-        self, make_chat: Callable[[], Chat], add_special_tokens: bool, is_cut: bool = False
-    ) -> Prompt:
+    async def render(self, make_chat: Callable[[], Chat], add_special_tokens: bool, is_cut: bool = False) -> Prompt:
         """Return the prompt of a chat, as text and as tokens. make_chat: called in the thread."""
 
         def work(tokenizer: Any) -> Prompt:
