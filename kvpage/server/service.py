@@ -10,7 +10,6 @@ from typing import TypeVar
 from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
-from kvpage.blocks.hybrid.marks import MIN_SAVED
 from kvpage.server.access.keys import Caller
 from kvpage.server.access.request_log import HttpCounts
 from kvpage.server.config import ServerConfig
@@ -20,7 +19,6 @@ from kvpage.server.protocol.errors import ApiError, bad_request, busy
 from kvpage.server.running.model_limits import ModelLimits
 from kvpage.server.running.open_requests import OpenRequests, Place
 from kvpage.server.running.runner import Runner
-from kvpage.server.text.prompt import Prompt
 from kvpage.server.text.text_service import TextService
 from kvpage.server.text.vocabulary import Vocabulary
 from kvpage.serving import AsyncEngine
@@ -114,12 +112,6 @@ class Service:
             raise busy("the server is closing", 5)
         with self.open_requests.place() as place:
             yield place
-
-    def marks_of(self, prompt: Prompt) -> list[int]:
-        """Return the borders of a prompt at which states are to be kept: none for a model without states."""
-        if self.engine.engine.states is None:
-            return []
-        return [border for border in prompt.borders if border >= MIN_SAVED]
 
     def check_ids(self, token_ids: list[int]) -> None:
         """Raise ApiError 400 for an id outside of the vocabulary."""

@@ -136,12 +136,11 @@ def test_the_tokens_before_a_border_are_those_of_its_text(name, make):
 
 
 @pytest.mark.parametrize(
-    ("most", "borders"), [(1, ()), (6, (1,)), (7, (2, 1)), (9, (3, 4)), (10, (4, 5)), (99, (4, 5))]
+    ("most", "borders"), [(1, ()), (6, (1,)), (7, (1, 2)), (9, (3, 4)), (10, (4, 5)), (99, (4, 5))]
 )
 def test_a_prompt_that_is_cut_has_the_borders_of_its_end(most, borders):
     cut = Prompt(list(range(10)), "text", (4, 5)).cut(most)
-    assert cut.token_ids == list(range(10))[-most:]
-    assert cut.borders == tuple(border - max(10 - most, 0) for border in (4, 5) if border > max(10 - most, 0))
+    assert (cut.token_ids, cut.borders) == (list(range(10))[-most:], borders)
 
 
 # --- over HTTP ---
@@ -216,20 +215,18 @@ def test_a_question_is_found_when_the_thoughts_behind_it_are_gone(model):
         ask(server, turn)
         _, most, found = ask(server, [*turn, said("assistant", "^ it rains"), said("user", "and tomorrow?")])
         # No earlier answer shows how one begins without its thoughts: the border is right behind the question.
-        assert most - found <= len(server.tokens("<|im_end|>\n<|im_start|>assistant\n<"))
+        assert most - found <= len(server.tokens("<|im_end|>\n<|im_start|>assistant\n<t"))
         assert found > len(server.tokens(SYSTEM_TEXT))
 
 
-def test_a_model_without_states_gets_no_marks():
-    with running_server(ServerConfig([NAME], chat_template=KINDS["chatml"])) as server:
-        prompt = Prompt([1] * 100, "", (70,))
-        assert server.app.state.service.marks_of(prompt) == []
+def test_a_short_begin_is_not_marked():
+    prompt = Prompt([1] * 200, "", (MIN_SAVED - 1, MIN_SAVED, 120))
+    assert prompt.with_borders([]) == [MIN_SAVED, 120]
+    assert prompt.with_borders([9, 120, 130]) == [9, MIN_SAVED, 120, 130]
 
 
 def test_marks_of_callers_are_kept_beside_borders(model):
     with running_server(ServerConfig([NAME], chat_template=KINDS["chatml"]), model=model) as server:
-        service = server.app.state.service
-        assert service.marks_of(Prompt([1] * 200, "", (MIN_SAVED - 1, MIN_SAVED, 120))) == [MIN_SAVED, 120]
         messages = [said("system", SYSTEM_TEXT), said("user", "why?")]
         assert post(server, CHATS, {"messages": messages, "max_tokens": 1, "cache_at": [9]}).status_code == 200
         token_ids = post(server, CHATS + "/render", {"messages": messages}).json()["token_ids"]

@@ -52,7 +52,7 @@ class Generation:
         body, service = self._body, self._service
         service.check_priority(body.priority)
         shortest = min(len(prompt.token_ids) for prompt in prompts)
-        cache_at = {*checked(lambda: as_cache_at(body.cache_at or (), shortest)), *service.marks_of(prompts[0])}
+        cache_at = checked(lambda: as_cache_at(body.cache_at or (), shortest))
         has_form = body.form_field is not None
         compiled = await service.compile(lambda: compiled_guide(service.engine, body)) if has_form else None
         guide = None if compiled is None else compiled.guide
@@ -66,7 +66,7 @@ class Generation:
             body.timeout,
             None if ttl is None else min(ttl, service.config.max_pin_seconds),
             caller.tenant,
-            sorted(cache_at),
+            prompts[0].with_borders(cache_at),  # of several prompts none is a chat's
             compiled=compiled,
         )
 

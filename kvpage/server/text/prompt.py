@@ -1,6 +1,9 @@
 """Prompt: what a request asks the model to go on from."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from kvpage.blocks.hybrid.marks import MIN_SAVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +25,7 @@ class Prompt:
         num_left_out = max(len(self.token_ids) - num_tokens, 0)
         borders = tuple(border - num_left_out for border in self.borders if border > num_left_out)
         return Prompt(self.token_ids[num_left_out:], self.text, borders)
+
+    def with_borders(self, cache_at: Sequence[int]) -> list[int]:
+        """Return a caller's marks, and the borders at which a state is worth its while, in order."""
+        return sorted({*cache_at, *(border for border in self.borders if border >= MIN_SAVED)})

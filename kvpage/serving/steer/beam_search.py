@@ -124,7 +124,7 @@ class _Search:
         return scores.log_softmax(dim=-1) if self.params.renormalize_logits else scores
 
     def _keep_ends(self, ended: Sequence[tuple[Beam, int]], besides: Set[int]) -> None:
-        """Leave the states of the best beams, whose parents end with them, to the next turn. besides: those that go on."""
+        """Leave the states of the best beams to the next turn. besides: the parents that go on, and leave none."""
         returned = self.finished[: self.params.num_return_sequences]
         for beam, parent in ended:
             if parent not in besides and any(beam is one for one in returned):
