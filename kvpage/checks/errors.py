@@ -1,6 +1,6 @@
 """OutOfBlocks: the one error of the domain. Every other misuse is a ValueError or a TypeError.
 
-OutOfSlots is the same of state slots. Who waits for blocks waits for slots, too.
+OutOfSlots is the same of state slots. Who waits for blocks waits for slots, too. OptionError is a ValueError.
 """
 
 
@@ -26,3 +26,7 @@ class OutOfSlots(OutOfBlocks):
 
     def __str__(self) -> str:
         return f"needed {self.needed} state slots, {self.free} are free"
+
+
+class OptionError(ValueError):
+    """An option does not go with a model that is served without it."""

@@ -57,7 +57,8 @@ def real(rule: str, accepts: Callable[[float], bool]) -> RealCheck:
 
 
 FINITE = real("finite", math.isfinite)
-_BIAS = real("a number below infinity", lambda number: number < math.inf)
+MAX_BIAS = 1e30  # sums of them are numbers of 32 bits, and so are logits with them
+_BIAS = real(f"a number of at most {MAX_BIAS:g}", lambda number: number <= MAX_BIAS)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -109,13 +110,13 @@ def words(name: str, values: Any) -> tuple[TokenIds, ...]:
 
 
 def token_biases(name: str, values: Any) -> tuple[tuple[int, float], ...]:
-    """Read a dict of token id to number, or pairs of them. -inf is allowed."""
+    """Read a dict of token id to number, or pairs of them, at most MAX_BIAS each. -inf is allowed."""
     pairs = _pairs(name, values, "a dict of a token id to a number")
     return tuple((token_id(name, one), _bias(name, bias)) for one, bias in pairs)
 
 
 def word_biases(name: str, values: Any) -> tuple[tuple[TokenIds, float], ...]:
-    """Read a dict of token ids, as a tuple, to number, or pairs of them. -inf is allowed."""
+    """Read a dict of token ids, as a tuple, to number, or pairs of them, at most MAX_BIAS. -inf is allowed."""
     pairs = _pairs(name, values, "a dict of a tuple of token ids to a number")
     return tuple((words(name, [word])[0], _bias(name, bias)) for word, bias in pairs)
 

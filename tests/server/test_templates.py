@@ -31,7 +31,7 @@ BAD_ARGUMENTS = [
 
 def rendered(template: str, messages: list, **fields) -> str:
     body = read_model(ChatRequest, {"messages": messages, **fields})
-    return ChatTemplate(template).render(make_tokenizer(), chat_of(body))
+    return ChatTemplate(template).render(make_tokenizer(), chat_of(body)).text
 
 
 def refused(template: str, messages: list, **fields) -> str:

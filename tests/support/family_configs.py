@@ -86,6 +86,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
     "moshi": {"audio_vocab_size": 16},
     "falcon_h1": {"mamba_d_ssm": 64},
     "qwen3_5_moe_text": DELTA,

@@ -50,6 +50,7 @@ SHORTER = [
     (r"^config must have num_hidden_layers.*", "no layers in its config"),
     (r"^(\w+(Error|Exception)): .*", r"the model raises \1"),
     (r"^states must be in layers of transformers' cache.*", "states outside of its cache"),
+    (r"^model must take several tokens after those in its cache.*", "takes one token after the other"),
     (r"^model must write its K and V into its cache.*", "K and V past the cache"),
 ]  # fmt: skip
 

@@ -57,17 +57,20 @@ class Anchors:
                 yield anchor
             place, index = self.table.find_last(ids, place, learns)
 
-    def find(self, device_id: int, host_id: int) -> Anchor | None:
-        """Return the valid anchor of a cached block, and learn the ids that it has got meanwhile."""
-        anchor = self.seek(device_id, host_id)
-        if anchor is not None:
-            self.table.learn(anchor.index, device_id, host_id)
-        return anchor
-
     def seek(self, device_id: int, host_id: int) -> Anchor | None:
         """Return the valid anchor of a cached block. Nothing is changed."""
         index = self.table.find(device_id, host_id)
         return self._at[index] if index >= 0 else None
+
+    def last(self, ids: PathIds, namespace: bytes) -> Anchor | None:
+        """Return the valid anchor of a match's last block, or of the start of a namespace for a match without blocks.
+
+        Nothing is changed. ids: int32 [2, num_blocks].
+        """
+        if not ids.shape[1]:
+            return self.root(namespace)
+        device_id, host_id = ids[:, -1].tolist()
+        return self.seek(device_id, host_id)
 
     def at_block(self, namespace: bytes, num_blocks: int, device_id: int, host_id: int) -> Anchor:
         """Return the anchor of a cached block; a new one where there is none."""

@@ -10,7 +10,8 @@ The match is shortened to the blocks before t. The tokens of its last, not whole
 from typing import NamedTuple
 
 from kvpage._C import Match
-from kvpage.blocks.hybrid.checkpoint import Checkpoint
+from kvpage.blocks.hybrid.checkpoint import Checkpoint, num_common
+from kvpage.blocks.hybrid.marks import MIN_SAVED
 from kvpage.blocks.hybrid.state_space import StateSpace
 from kvpage.blocks.lives.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
@@ -66,6 +67,15 @@ class Found(NamedTuple):
         """Tokens that need not be computed again."""
         return self.checkpoint.num_tokens if self.checkpoint else 0
 
+    @property
+    def middle(self) -> int:
+        """The middle of the tokens that have K and V, and are computed again for want of a state; 0 for a few.
+
+        A prompt that parts from these earlier goes on from there. So each one computes half as many at most.
+        """
+        num_again = self.diverged_at - self.num_tokens
+        return self.num_tokens + num_again // 2 if num_again >= 2 * MIN_SAVED else 0
+
 
 class Beginnings:
     """Begins sequences. Each method gives all or nothing."""
@@ -102,20 +112,32 @@ class Beginnings:
         tree, size = self._space.tree, self._space.block_size
         match = tree.match(prompt.tokens, prompt.namespace, prompt.priority, prompt.num_left_over, is_hit=False)
         try:
-            diverged_at = match.num_tokens + self._num_part_tokens(match, prompt)
             checkpoint, num_refused = self._checkpoint(match, prompt)
+            diverged_at = self._diverged_at(match, prompt, checkpoint)
             tree.shorten(match, checkpoint.num_tokens // size if checkpoint else 0)
         except BaseException:
             tree.release(match)
             raise
         return Found(match, checkpoint, diverged_at, num_refused)
 
-    def _num_part_tokens(self, match: Match, prompt: Prompt) -> int:
+    def _diverged_at(self, match: Match, prompt: Prompt, checkpoint: Checkpoint | None) -> int:
+        """Return how many tokens are cached, those of the block after the match included: in blocks or in a tail."""
+        if checkpoint is not None and checkpoint.num_tokens >= prompt.most:
+            return prompt.most
+        num_after = self._num_tail_tokens(match, prompt)
         part = self._space.tree.match_part(match, prompt.tokens, prompt.num_left_over)
-        if part is None:
+        if part is not None:
+            self._space.tree.release(part.match)
+            num_after = max(num_after, part.num_tokens)
+        return match.num_tokens + num_after
+
+    def _num_tail_tokens(self, match: Match, prompt: Prompt) -> int:
+        ids, start = match.tier_block_ids(max(match.num_blocks - 1, 0)), match.num_tokens
+        anchor = self._states.anchors.last(ids, prompt.namespace)
+        if anchor is None:
             return 0
-        self._space.tree.release(part.match)
-        return part.num_tokens
+        rest = prompt.tokens[start : min(prompt.most, start + self._space.block_size)].tobytes()
+        return num_common(anchor.nearest(rest), rest)
 
     def _checkpoint(self, match: Match, prompt: Prompt) -> tuple[Checkpoint | None, int]:
         """Return the longest checkpoint whose host blocks are worth their way back, and how many others were not."""

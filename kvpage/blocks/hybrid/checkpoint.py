@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+
 from kvpage.blocks.states import Ids
 
 
@@ -23,6 +25,7 @@ class MarkKind(IntEnum):
 
 
 PER_USE = 256
+TOKEN_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -68,6 +71,23 @@ class Anchor:
             if len(tail) > longest and rest.startswith(tail):
                 longest, found = len(tail), checkpoint
         return found
+
+    def nearest(self, rest: bytes) -> bytes:
+        """Return the tail that has most leading tokens in common with `rest`; an empty one if there are none.
+
+        rest: The tokens of a prompt after the anchor, int32 as bytes.
+        """
+        # In the order of bytes, the tail that has most in common stands right before or right after `rest`.
+        before = max((tail for tail in self.tails if tail <= rest), default=b"")
+        after = min((tail for tail in self.tails if tail > rest), default=b"")
+        return max((before, after), key=lambda tail: (num_common(tail, rest), len(tail)))
+
+
+def num_common(some: bytes, others: bytes) -> int:
+    """Return how many tokens both begin with. Both are int32 as bytes."""
+    length = min(len(some), len(others)) // TOKEN_BYTES
+    differ = np.frombuffer(some, np.int32, length) != np.frombuffer(others, np.int32, length)
+    return int(differ.argmax()) if differ.any() else length
 
 
 @dataclass(eq=False, slots=True)

@@ -395,6 +395,6 @@ class HybridManager(BlockManager):
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _marks(self, prompt: Prompt, found: Found, named: list[int], num_left_over: int) -> dict[int, Mark]:
-        ends = (found.diverged_at, MarkKind.SPLIT), (len(prompt.tokens) - num_left_over, MarkKind.END)
-        wanted = [*((position, MarkKind.CALLER) for position in named), *ends]
+        wanted = [*((position, MarkKind.CALLER) for position in named), (found.middle, MarkKind.REGULAR)]
+        wanted += (found.diverged_at, MarkKind.SPLIT), (len(prompt.tokens) - num_left_over, MarkKind.END)
         return marks_of_prompt(len(prompt.tokens), wanted, found.num_tokens, self.checkpoint_every)

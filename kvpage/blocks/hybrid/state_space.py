@@ -257,7 +257,7 @@ class StateSpace:
         self.drop_stale()
         match = self._space.tree.match(tokens, namespace, num_left_over=0, is_hit=False)
         try:
-            anchor, num_tokens = self._anchor_at_end(match, namespace), match.num_tokens
+            anchor, num_tokens = self.anchors.last(match.tier_block_ids(), namespace), match.num_tokens
         finally:
             self._space.tree.release(match)
         rest = tokens[num_tokens : num_tokens + self._space.block_size].tobytes()
@@ -293,11 +293,6 @@ class StateSpace:
         if prefix.num_blocks == 0:
             return self.anchors.at_root(prefix.namespace)
         return self.anchors.at_block(prefix.namespace, prefix.num_blocks, prefix.device_id, prefix.host_id)
-
-    def _anchor_at_end(self, match: Match, namespace: bytes) -> Anchor | None:
-        if match.num_blocks == 0:
-            return self.anchors.root(namespace)
-        return self.anchors.find(*match.tier_block_ids(match.num_blocks - 1)[:, 0].tolist())
 
     def _keep_new(self, slot: int, anchor: Anchor, prefix: Prefix, parent: Checkpoint | None) -> Checkpoint:
         made = Checkpoint(anchor, prefix.tail, prefix.num_tokens, slot, prefix.kind, prefix.priority)

@@ -66,7 +66,7 @@ class Generation:
             body.timeout,
             None if ttl is None else min(ttl, service.config.max_pin_seconds),
             caller.tenant,
-            cache_at,
+            prompts[0].with_borders(cache_at),  # of several prompts none is a chat's
             compiled=compiled,
         )
 

@@ -21,7 +21,7 @@ async def prompts_of(service: Service, body: CompletionRequest) -> list[Prompt]:
             text = prompt
         else:
             token_ids, text = prompt, ""
-        shown = _checked(service, body, token_ids)
+        shown = _checked(service, body, Prompt(token_ids)).token_ids
         num_tokens += len(shown)
         _check_sum(service, body, num_tokens, len(body.prompt))
         if body.echo and (not text or len(shown) < len(token_ids)):
@@ -34,8 +34,8 @@ async def prompts_of(service: Service, body: CompletionRequest) -> list[Prompt]:
 async def prompt_of(service: Service, body: ChatRequest) -> Prompt:
     """Return the prompt that the chat template makes."""
     is_cut = body.truncate_prompt_tokens is not None
-    text, token_ids = await service.text.render(lambda: chat_of(body), body.add_special_tokens, is_cut)
-    prompt = Prompt(_checked(service, body, token_ids), text)
+    rendered = await service.text.render(lambda: chat_of(body), body.add_special_tokens, is_cut)
+    prompt = _checked(service, body, rendered)
     _check_sum(service, body, len(prompt.token_ids), 1)
     return prompt
 
@@ -52,12 +52,12 @@ def chat_of(body: ChatRequest) -> Chat:
     )
 
 
-def _checked(service: Service, body: AnyRequest, token_ids: list[int]) -> list[int]:
-    """Return the prompt's tokens, cut if the request says so. ApiError 400 for too many."""
+def _checked(service: Service, body: AnyRequest, prompt: Prompt) -> Prompt:
+    """Return the prompt, cut if the request says so. ApiError 400 for too many tokens."""
     most = body.truncate_prompt_tokens
-    cut = token_ids if most is None else token_ids[-most:]
-    if len(cut) > service.max_prompt_tokens:
-        raise too_long(f"{len(cut)} tokens", service.max_prompt_tokens)
+    cut = prompt if most is None else prompt.cut(most)
+    if len(cut.token_ids) > service.max_prompt_tokens:
+        raise too_long(f"{len(cut.token_ids)} tokens", service.max_prompt_tokens)
     return cut
 
 

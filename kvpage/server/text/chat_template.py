@@ -8,13 +8,14 @@ A template drops without a word a message whose form it does not know. So no pro
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvpage.server.protocol.chat_message import ChatMessage
 from kvpage.server.protocol.errors import ApiError, bad_request
+from kvpage.server.text.chat_borders import borders_of
 from kvpage.server.text.chat_form import (
     ChatForm,
     hidden_calls,
@@ -62,8 +63,21 @@ class Chat:
     more: dict[str, Any] = field(default_factory=dict)
 
     def twin(self) -> "Chat":
-        """Return the chat of the same shape whose texts are marks."""
-        return replace(self, messages=[message.marked(index) for index, message in enumerate(self.messages)])
+        """Return the chat of the same shape whose texts are marks, without a generation prompt."""
+        marked = [message.marked(index) for index, message in enumerate(self.messages)]
+        return replace(self, messages=marked, add_generation_prompt=False)
+
+
+class RenderedChat(NamedTuple):
+    """The prompt of a chat.
+
+    Attributes:
+        text: Its text.
+        borders: How many characters are before each place at which later prompts are likely to part from it, in order.
+    """
+
+    text: str
+    borders: list[int]
 
 
 class ChatTemplate:
@@ -76,22 +90,26 @@ class ChatTemplate:
     def __init__(self, template: str | None) -> None:
         self._template = template
 
-    def render(self, tokenizer: Any, chat: Chat) -> str:
-        """Return the prompt's text.
+    def render(self, tokenizer: Any, chat: Chat) -> RenderedChat:
+        """Return the prompt's text, and its borders.
 
         ApiError 400 if there is no template, it refuses the messages, or leaves one out.
         """
         if self._template is None and not getattr(tokenizer, "chat_template", None):
             raise bad_request(NO_TEMPLATE, param="messages", code="no_chat_template")
-        form = self.form_of(tokenizer, chat)
+        form, twin = self.form_of(tokenizer, chat)
         try:
-            return self._rendered(tokenizer, chat, form)
+            text = self._rendered(tokenizer, chat, form)
         except FAILURES as error:
             raise _unsuitable(error) from error
+        return RenderedChat(text, borders_of(text, twin, chat.messages))
 
-    def form_of(self, tokenizer: Any, chat: Chat) -> ChatForm:
-        """Return the form in which the template shows every message. ApiError 400, by the message, for none."""
-        twin, errors, partly = chat.twin(), list[ApiError](), list[ChatForm]()
+    def form_of(self, tokenizer: Any, chat: Chat) -> tuple[ChatForm, str]:
+        """Return the form in which the template shows every message, and the prompt of the twins in it.
+
+        ApiError 400, by the message, for none.
+        """
+        twin, errors, partly = chat.twin(), list[ApiError](), list[tuple[ChatForm, str]]()
         for form in possible_forms(chat.messages):
             try:
                 form, prompt = self._shown(tokenizer, twin, form)
@@ -101,9 +119,9 @@ class ChatTemplate:
             marks = marks_in(prompt)
             calls, texts = hidden_calls(marks, chat.messages), hidden_texts(marks, chat.messages)
             if not calls and not texts:
-                return form
+                return form, prompt
             if not calls and all(chat.messages[index].calls for index in texts):
-                partly.append(form)  # the template's way: beside calls it shows no text
+                partly.append((form, prompt))  # the template's way: beside calls it shows no text
             errors.append(_Hidden(chat.messages, calls, texts))
         if partly:
             return partly[0]

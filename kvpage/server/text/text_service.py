@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from kvpage.server.protocol.errors import ApiError, bad_request
 from kvpage.server.text.chat_template import Chat, ChatTemplate
+from kvpage.server.text.prompt import Prompt
 
 Result = TypeVar("Result")
 
@@ -45,16 +46,18 @@ class TextService:
 
     async def encode(self, text: str, add_special_tokens: bool, is_cut: bool = False) -> list[int]:
         """Return the tokens of a text. ApiError 400 for one that is far too long. is_cut: only its end is taken."""
-        return await self._run(lambda tokenizer: self._encoded(tokenizer, text, add_special_tokens, is_cut))
+        return await self._run(
+            lambda tokenizer: self._encoding(tokenizer, text, add_special_tokens, is_cut)["input_ids"]
+        )
 
-    async def render(
-        self, make_chat: Callable[[], Chat], add_special_tokens: bool, is_cut: bool = False
-    ) -> tuple[str, list[int]]:
+    async def render(self, make_chat: Callable[[], Chat], add_special_tokens: bool, is_cut: bool = False) -> Prompt:
         """Return the prompt of a chat, as text and as tokens. make_chat: called in the thread."""
 
-        def work(tokenizer: Any) -> tuple[str, list[int]]:
-            text = self._template.render(tokenizer, make_chat())
-            return text, self._encoded(tokenizer, text, add_special_tokens, is_cut)
+        def work(tokenizer: Any) -> Prompt:
+            text, borders = self._template.render(tokenizer, make_chat())
+            encoding = self._encoding(tokenizer, text, add_special_tokens, is_cut)
+            places = {_num_before(tokenizer, encoding, text[:border], add_special_tokens) for border in borders}
+            return Prompt(encoding["input_ids"], text, tuple(sorted(places - {0})))
 
         return await self._run(work)
 
@@ -77,15 +80,23 @@ class TextService:
                 self._copies[thread_id] = copy.deepcopy(self._tokenizer)
         return self._copies[thread_id]
 
-    def _encoded(self, tokenizer: Any, text: str, add_special_tokens: bool, is_cut: bool) -> list[int]:
+    def _encoding(self, tokenizer: Any, text: str, add_special_tokens: bool, is_cut: bool) -> Any:
         if not is_cut and len(text) > self._max_characters:  # then it is too long without a look at it
             raise too_long(f"{len(text)} characters", self._max_tokens)
         if len(text) > self._max_cut_characters:
             most = self._max_cut_characters
             message = f"prompt must have at most {most} characters with truncate_prompt_tokens, got {len(text)}"
             raise bad_request(message, param="prompt", code="context_length_exceeded")
-        token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        return token_ids
+        return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+
+
+def _num_before(tokenizer: Any, encoding: Any, begin: str, add_special_tokens: bool) -> int:
+    """Return how many tokens of a text are those of its begin. encoding: of the whole text."""
+    if encoding.is_fast:
+        return encoding.char_to_token(len(begin)) or 0
+    token_ids = tokenizer(begin, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    pairs = enumerate(zip(token_ids, encoding["input_ids"], strict=False))
+    return next((i for i, (one, other) in pairs if one != other), len(token_ids))
 
 
 def too_long(length: str, max_tokens: int) -> ApiError:

@@ -2,6 +2,7 @@
 
 from transformers import PreTrainedModel
 
+from kvpage.checks.errors import OptionError
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.states.model_states import ModelStates, check_states_are_cached, keeps_states
@@ -18,8 +19,8 @@ def found_states(model: PreTrainedModel, config: EngineConfig) -> ModelStates | 
         The states, or None for a model that keeps K and V alone.
 
     Raises:
-        ValueError: The model has layers of unknown types, states outside of its cache or that do not fit into slots,
-            or an option that does not go with states.
+        ValueError: The model has layers of unknown types, or states outside of its cache or that do not fit into slots.
+        OptionError: An option does not go with states.
     """
     check_config(model, takes_states=True)
     check_states_are_cached(model)
@@ -34,5 +35,5 @@ def found_states(model: PreTrainedModel, config: EngineConfig) -> ModelStates | 
         ("num_window_blocks", config.num_window_blocks is not None, "None"),
     ):
         if is_given:
-            raise ValueError(f"{option} must be {value} for a model whose layers keep states, {name} does")
+            raise OptionError(f"{option} must be {value} for a model whose layers keep states, {name} does")
     return ModelStates.of_model(model)

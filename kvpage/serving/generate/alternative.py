@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
+from kvpage.checks.errors import OptionError
 from kvpage.layout.config import CacheConfig
 from kvpage.serving.generate.cache_pool import KVPageCachePool
 
@@ -17,6 +18,8 @@ def names_alternative(model: PreTrainedModel, cache_config: CacheConfig) -> Iter
     """Inside, a ValueError that refuses the model also says that KVPageCache serves it, if it does."""
     try:
         yield
+    except OptionError:
+        raise  # without the option, Engine serves it
     except ValueError as error:
         if not _is_servable_by_pool(model, cache_config):
             raise

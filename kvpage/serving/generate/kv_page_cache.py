@@ -238,8 +238,8 @@ class KVPageCache(StatefulCache):
     # --- the layers ---
 
     def __len__(self) -> int:
-        """Return the number of layers."""
-        return max(self._pool.layers) + 1
+        """Return the number of layers, up to the last one with K and V or a state."""
+        return self._pool.num_layers
 
     def has_layer(self, layer_idx: int) -> bool:
         """Return whether a layer has K and V of its own.

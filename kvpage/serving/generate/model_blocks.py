@@ -25,7 +25,8 @@ class ModelBlocks:
     """The cache tensors and the block manager of one model. KVPageCachePool checks first that they fit the model.
 
     model: the caller's. engine: owns the tensors. manager: owns the blocks. dtype: that of the model's K and V.
-    layers: by layer_idx. states: of a model whose layers keep some; None for another.
+    layers: by layer_idx. num_layers: up to the last one with K and V or a state.
+    states: of a model whose layers keep some; None for another.
     forgotten: releases of caches that were dropped without one. The garbage collector appends at any time.
     """
 
@@ -44,6 +45,7 @@ class ModelBlocks:
         self.layers = {
             layer_id: LayerBlocks(cache, shape.is_latent, shape.num_heads, *sizes) for layer_id, cache, sizes in layers
         }
+        self.num_layers = max(*self.layers, *(states.layer_ids if states else ()), -1) + 1
         self.working_memory = WorkingMemory(max_working_bytes)
         self.forgotten: deque[Callable[[], None]] = deque()
         self._max_len = constant_rope_len(model)

@@ -18,17 +18,17 @@ def verify_blocks(blocks: ModelBlocks) -> None:
     Raises ValueError, with the reason, if the logits differ from those of the row in one part with a cache of the
     model's own. Over blocks that quantise they may differ, and must not be nowhere near.
     """
-    model, name = blocks.model, checked_cache_argument(blocks.model)
+    model = blocks.model
     row = torch.from_numpy(probe_tokens(vocab_size(model))[0]).long().unsqueeze(0).to(model.device)
     with torch.no_grad():
         expected = model(input_ids=row, use_cache=True).logits[0]  # some models share K and V only with a cache
-        with KVPageCache(blocks, row) as cache:
-            parts = row[:, :_CUT], row[:, _CUT:]
-            found = [model(input_ids=part, **{name: cache}, use_cache=True).logits[0] for part in parts]
-        with KVPageCache(blocks, row) as cache:
-            rest = row[:, cache.get_seq_length() :]
-            found.append(model(input_ids=rest, **{name: cache}, use_cache=True).logits[0])
-    error = relative_error(torch.cat(found), torch.cat([expected, expected[-rest.shape[1] :]]))
+        try:
+            found = _over_blocks(blocks, row)
+        except AssertionError as wrong:
+            words = f"{type(model).__name__} does not: {wrong}"
+            raise ValueError(f"model must take several tokens after those in its cache, {words}") from wrong
+    num_again = len(found) - len(expected)
+    error = relative_error(found, torch.cat([expected, expected[-num_again:]]))
     limit = _limit(model.dtype, blocks.engine.layout)
     if not error <= limit:  # also for NaN
         dtype = blocks.engine.layout.dtype
@@ -36,6 +36,18 @@ def verify_blocks(blocks: ModelBlocks) -> None:
             f"logits over blocks of {dtype} must be the model's own, those of {type(model).__name__} are {error:.1e} "
             f"off (relative), and may be {limit:.1e}"
         )
+
+
+def _over_blocks(blocks: ModelBlocks, row: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a row in two parts, then those of its end once more."""
+    model, name = blocks.model, checked_cache_argument(blocks.model)
+    with KVPageCache(blocks, row) as cache:
+        parts = row[:, :_CUT], row[:, _CUT:]
+        found = [model(input_ids=part, **{name: cache}, use_cache=True).logits[0] for part in parts]
+    with KVPageCache(blocks, row) as cache:
+        rest = row[:, cache.get_seq_length() :]
+        found.append(model(input_ids=rest, **{name: cache}, use_cache=True).logits[0])
+    return torch.cat(found)
 
 
 def _limit(dtype: torch.dtype, layout: CacheLayout) -> float:

@@ -9,7 +9,7 @@ A beam that goes on more than once is forked, one that does not is released; not
 filled block of each fork.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,12 +87,13 @@ class _Search:
         self._num_generated += 1
         is_last = self._num_generated == self._max_tokens
         ends = [is_last or candidate.token in self._stop_ids for candidate in candidates]
-        for candidate, is_end in zip(candidates[: self.params.num_beams], ends, strict=False):
-            if is_end:
-                self._finish(candidate)
+        best = zip(candidates[: self.params.num_beams], ends, strict=False)
+        ended = [(self._finish(candidate), candidate.parent) for candidate, is_end in best if is_end]
         going = [candidate for candidate, is_end in zip(candidates, ends, strict=True) if not is_end]
         going = going[: self.params.num_beams]
-        self._follow([] if not going or self._is_over(going[0].score) else going)
+        going = [] if not going or self._is_over(going[0].score) else going
+        self._keep_ends(ended, besides={candidate.parent for candidate in going})
+        self._follow(going)
 
     def output(self) -> BeamSearchOutput:
         beams = tuple(self.finished[: self.params.num_return_sequences])
@@ -122,12 +123,21 @@ class _Search:
             watermark(scores, rows, token_ids)
         return scores.log_softmax(dim=-1) if self.params.renormalize_logits else scores
 
-    def _finish(self, candidate: _Candidate) -> None:
+    def _keep_ends(self, ended: Sequence[tuple[Beam, int]], besides: Set[int]) -> None:
+        """Leave the states of the best beams to the next turn. besides: the parents that go on, and leave none."""
+        returned = self.finished[: self.params.num_return_sequences]
+        for beam, parent in ended:
+            if parent not in besides and any(beam is one for one in returned):
+                self._branches.keep_end(self.running[parent])
+
+    def _finish(self, candidate: _Candidate) -> Beam:
         generated = self.running[candidate.parent].token_ids[len(self.prompt) :].tolist()
         score = _penalized(candidate.score, self._num_generated, self._penalty)
-        self.finished.append(Beam([*generated, candidate.token], score))
+        beam = Beam([*generated, candidate.token], score)
+        self.finished.append(beam)
         self.finished.sort(key=lambda beam: -beam.score)  # stable: of equals the first comes first
         del self.finished[self.params.num_beams :]
+        return beam
 
     def _is_over(self, best_running: float) -> bool:
         params = self.params

@@ -217,6 +217,22 @@ class Branches:
             if self._spoiled.pop(branch, None) is None:
                 self._manager.release(branch)
 
+    @uninterrupted
+    def keep_end(self, branch: Branch) -> None:
+        """Leave the state after a branch's computed tokens to others. It is to be released next.
+
+        Without states, or after a step that has spoiled this one, nothing happens.
+
+        Args:
+            branch: The branch.
+
+        Raises:
+            KeyError: It has ended.
+        """
+        self._check([branch])
+        if self._states is not None and branch not in self._spoiled:
+            self._states.keep_end(branch)
+
     def close(self) -> None:
         """End all branches that are left."""
         self.release(list(self._live))

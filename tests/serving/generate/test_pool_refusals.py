@@ -81,3 +81,17 @@ def test_tensors_that_hold_no_numbers_are_refused() -> None:
         with pytest.raises(ValueError, match="repeats must be at most"):
             cache.batch_repeat_interleave(10**9)
     check_drained(pool)
+
+
+def test_a_model_that_takes_one_token_after_the_other() -> None:
+    """As ProphetNet does, which asserts it."""
+    model = make_model("llama")
+
+    def check(module: torch.nn.Module, args: object, kwargs: dict) -> None:
+        cache = next((kwargs[name] for name in ("cache", "past_key_values") if kwargs.get(name) is not None), None)
+        assert cache is None or not cache.get_seq_length() or kwargs["input_ids"].shape[1] == 1, "one token at a time"
+
+    hook = model.register_forward_pre_hook(check, with_kwargs=True)
+    with pytest.raises(ValueError, match="model must take several tokens after .* LlamaForCausalLM does not: one tok"):
+        KVPageCachePool.from_model(model, CacheConfig(block_size=B, num_gpu_blocks=4))
+    hook.remove()

@@ -315,3 +315,14 @@ def test_layers_have_states_within_a_forward(kind: str) -> None:
     for handle in handles:
         handle.remove()
     assert seen == [mixer.layer_idx for mixer in mixers]
+
+
+def test_layers_with_states_after_the_last_attention_count() -> None:
+    model, pool = model_of("lfm2"), make_pool("lfm2")
+    assert model.config.layer_types == ["conv", "full_attention", "conv"]
+    tokens = torch.tensor([list(range(3, 9))])
+    with KVPageCache(pool, tokens) as cache, torch.no_grad():
+        model(tokens, past_key_values=cache)
+        assert len(cache) == len(cache.layers) == 3 and cache.is_sliding == cache.is_dummy == [False] * 3
+        assert cache[0] == cache[2] == (None, None) and cache[1][0].shape[2] == 6
+        assert [pair[0] is None for pair in cache.to_legacy_cache()] == [True, False, True]

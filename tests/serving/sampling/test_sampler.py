@@ -147,7 +147,7 @@ NO_NUMBERS = {
     "repetition_penalty": [0.0, -1.0, float("nan"), float("inf"), True],
     "presence_penalty": [float("nan"), float("inf"), True],
     "frequency_penalty": [float("-inf"), "a"],
-    "logit_bias": [5, {1: float("nan")}, {1: float("inf")}, {"a": 1.0}, {True: 1.0}, [1]],
+    "logit_bias": [5, {1: float("nan")}, {1: float("inf")}, {1: 1.01e30}, {"a": 1.0}, {True: 1.0}, [1]],
     "sequence_bias": [5, {5: 1.0}, {(): 1.0}, {(1,): "a"}],
     "no_repeat_ngram_size": [-1, 1.5, True],
     "bad_words_ids": [5, [5], [[]], ["ab"]],

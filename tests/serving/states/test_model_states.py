@@ -136,6 +136,14 @@ def test_options_that_do_not_go_with_states(fields: dict, words: str) -> None:
         check_servable(make_state_model("lfm2"), config, takes_states=True)
 
 
+def test_an_option_is_refused_without_another_class() -> None:
+    """Without the option, Engine serves the model."""
+    config = EngineConfig(CacheConfig(4, 64), num_window_blocks=16)
+    with pytest.raises(ValueError, match="num_window_blocks must be None for a model whose layers keep") as error:
+        Engine.from_model(make_state_model("lfm2"), config)
+    assert "KVPageCache" not in str(error.value)
+
+
 def test_a_model_without_states_is_as_before() -> None:
     servable = check_servable(make_model("llama"), CONFIG, takes_states=True)
     assert servable.states is None

@@ -15,7 +15,7 @@ from support.state_engines import (
 from support.state_loop import assert_near, own_logits
 from support.state_models import make_state_model
 
-from kvpage.serving import Branches
+from kvpage.serving import BeamSearchParams, Branches
 
 PROMPT = random_prompt(2 * B + 3)
 
@@ -68,4 +68,33 @@ def test_branches_take_slots_from_requests(model) -> None:
     while engine.has_unfinished:
         outputs = engine.step()
     assert outputs[-1].output.samples[0].token_ids == own_tokens(model, PROMPT, 4)
+    check_nothing_held(engine)
+
+
+@pytest.mark.parametrize("num_returned", [1, 3])
+def test_the_next_turn_goes_on_from_the_best_beams(model, num_returned) -> None:
+    engine = make_engine(model)
+    params = BeamSearchParams(num_beams=3, max_tokens=6, num_return_sequences=num_returned, ignore_eos=True)
+    beams = engine.beam_search([PROMPT], params)[0].beams
+    check_nothing_held(engine)
+    for beam in beams:
+        turn = [*PROMPT, *beam.token_ids, 4, 9]
+        tokens, num_found = ask(engine, turn, 3)
+        assert num_found == len(PROMPT) + 5 and tokens == own_tokens(model, turn, 3)
+
+
+def test_a_spoiled_branch_keeps_no_end(model) -> None:
+    engine = make_engine(model)
+    layers = list(model.model.layers if hasattr(model, "model") else model.backbone.layers)
+    hook = layers[-1].register_forward_pre_hook(fail)
+    with Branches(engine) as branches:
+        branch = branches.start(PROMPT)
+        with pytest.raises(ArithmeticError):
+            branches.compute([branch])
+        branches.keep_end(branch)
+        branches.release([branch])
+        with pytest.raises(KeyError, match="has not ended"):
+            branches.keep_end(branch)
+    hook.remove()
+    assert engine.stats().blocks.slots.num_checkpoints == 0
     check_nothing_held(engine)

@@ -1,9 +1,11 @@
 """How far the states of a hybrid model reach into a prompt, and why."""
 
+import sys
 from dataclasses import replace
 
 from kvpage.blocks.explain import Ending, Explanation, GroupReach, longest_elsewhere, reach_of_attention
 from kvpage.blocks.hybrid.anchors import Anchors
+from kvpage.blocks.hybrid.checkpoint import TOKEN_BYTES, num_common
 from kvpage.blocks.hybrid.state_space import StateSpace
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.space import BlockSpace
@@ -23,8 +25,7 @@ def explain_hybrid(space: BlockSpace, states: StateSpace, tokens: Ids, namespace
     state = _reach_of_state(space, states, tokens, namespace)
     if state.ending is Ending.NO_CHECKPOINT and attention.ending is Ending.KV_EVICTED:
         state = replace(state, ending=Ending.GONE)
-    if state.num_tokens > attention.num_tokens:  # the checkpoint has the K and V of its tail
-        attention = _reach_of_tail(state.num_tokens, len(tokens), attention.ending)
+    attention = _with_tails(attention, state.num_tokens, space, states, tokens, namespace)
     return Explanation(
         num_tokens=len(tokens),
         num_cached_tokens=state.num_tokens,
@@ -48,11 +49,25 @@ def num_begun(space: BlockSpace, states: StateSpace, tokens: Ids, namespace: byt
     return _begins_at(below, _num_on_device(ids), space.block_size, space.rule)
 
 
-def _reach_of_tail(num_tokens: int, num_all: int, ending: Ending) -> GroupReach:
-    if num_tokens >= num_all - 1:
-        ending = Ending.PROMPT
-    elif ending not in (Ending.NOT_WORTH_LOADING, Ending.KV_EVICTED):
-        ending = Ending.NOT_CACHED
+def _with_tails(
+    attention: GroupReach, begins_at: int, space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes
+) -> GroupReach:
+    """Return the reach of blocks, or of a checkpoint's tail that has more: its K and V lie with the checkpoint."""
+    if attention.ending is Ending.NOT_WORTH_LOADING:
+        return replace(attention, num_tokens=max(attention.num_tokens, begins_at))
+    ids = space.tree.look(tokens, namespace)[0]
+    start = ids.shape[1] * space.block_size
+    anchor, rest = states.anchors.last(ids, namespace), tokens[start : start + space.block_size].tobytes()
+    tail = anchor.nearest(rest) if anchor is not None else b""
+    num_tokens, num_tail = start + num_common(tail, rest), start + len(tail) // TOKEN_BYTES
+    if num_tokens < attention.num_tokens + (attention.ending is not Ending.NOT_CACHED):
+        return attention
+    if num_tokens >= len(tokens) - 1:
+        return GroupReach("attention", num_tokens, Ending.PROMPT)
+    if num_tokens < num_tail:
+        cached = int.from_bytes(tail[(num_tokens - start) * TOKEN_BYTES :][:TOKEN_BYTES], sys.byteorder, signed=True)
+        return GroupReach("attention", num_tokens, Ending.DIFFERENT, num_tokens, int(tokens[num_tokens]), cached)
+    ending = Ending.KV_EVICTED if attention.ending is Ending.KV_EVICTED else Ending.NOT_CACHED
     return GroupReach("attention", num_tokens, ending)
 
 

@@ -27,6 +27,11 @@ class RowStates:
         """Whether tokens that were generated leave what the same tokens of a prompt would."""
         return self._manager.shares_answers
 
+    @property
+    def layer_ids(self) -> set[int]:
+        """The layers that have states."""
+        return {layer_id for layer_id, _, _ in self._cache.views}
+
     def begin(
         self, seq_ids: Sequence[Hashable], is_findable: Sequence[bool], start: int, end: int, num_prompt: int
     ) -> RowPass:

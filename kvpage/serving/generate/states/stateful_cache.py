@@ -44,9 +44,7 @@ class StatefulCache(LayeredCache):
         """Return what `layers` is at this moment. Within a forward, layers have states, also those without K and V."""
         if self.row_pass is None:
             return super()._made_layers()
-        states = self.row_pass.states
-        num_layers = max(len(self), states.num_layers)
-        return [StatefulLayer(self, layer_idx, states) for layer_idx in range(num_layers)]
+        return [StatefulLayer(self, layer_idx, self.row_pass.states) for layer_idx in range(len(self))]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """Return the states of a convolution, [num_rows, *shape], which the mixer may change; None before the first.

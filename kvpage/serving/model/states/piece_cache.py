@@ -85,11 +85,6 @@ class PieceCache:
         return StateLayers(self)
 
     @property
-    def num_layers(self) -> int:
-        """How many layers there are, up to the last one with a state."""
-        return 1 + max(layer_idx for layer_idx, _, _ in self._views)
-
-    @property
     def device(self) -> torch.device:
         """The device of the states."""
         return next(iter(self._views.values())).device
