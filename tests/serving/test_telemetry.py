@@ -132,13 +132,13 @@ def test_what_a_step_that_raises_has_evicted_is_told() -> None:
     engine.generate(PROMPTS[:2], PARAMS)
     num_told, num_cached = len(told), engine.manager.tree.num_cached
     engine.add_request(PROMPTS[7] * 6, PARAMS)
-    forward = engine._runner.forward
-    engine._runner.forward = lambda *args: 1 / 0
+    forward = engine.debug.runner.forward
+    engine.debug.runner.forward = lambda *args: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.step()
     removed = [block_hash for event in told[num_told:] for block_hash in event.block_hashes]
     assert len(removed) == num_cached - engine.manager.tree.num_cached > 0
-    engine._runner.forward = forward
+    engine.debug.runner.forward = forward
     while engine.has_unfinished:
         engine.step()
     engine.close()
@@ -226,7 +226,7 @@ def test_stats_hold_together() -> None:
     found = space.device_hit_tokens + space.host_hit_tokens + space.part_hit_tokens
     assert found + space.miss_tokens == space.query_tokens and space.host_hit_tokens > 0
     config = CacheConfig(block_size=B, num_gpu_blocks=14, num_cpu_blocks=12)
-    model_config = ModelConfig.from_hf(engine._runner.model.config, engine._runner.model.dtype)
+    model_config = ModelConfig.from_hf(engine.debug.runner.model.config, engine.debug.runner.model.dtype)
     block_bytes = CacheEngine.get_cache_block_size(config, model_config)
     for kind, transfer in stats.transfers.items():
         assert transfer.num_blocks > 0 and transfer.seconds > 0, kind

@@ -318,7 +318,7 @@ def test_a_request_that_the_model_fails_at_is_an_error(folder, served, monkeypat
         def fail(*args: Any, **kwargs: Any) -> None:
             raise RuntimeError("the model has failed")
 
-        monkeypatch.setattr(engine._runner, "forward", fail)
+        monkeypatch.setattr(engine.debug.runner, "forward", fail)
         with pytest.raises(Unknown, match="the model has failed"):
             await chunks_of(worker)
         monkeypatch.undo()

@@ -217,10 +217,10 @@ def assert_logits_of_a_cache(engine: Engine, cache_dtype: str) -> None:
 
 
 def first_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
-    forward, seen = engine._runner.forward, []
-    engine._runner.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+    forward, seen = engine.debug.runner.forward, []
+    engine.debug.runner.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     engine.generate([prompt], SamplingParams(max_tokens=1))
-    engine._runner.forward = forward
+    engine.debug.runner.forward = forward
     return seen[-1]
 
 
