@@ -4,7 +4,7 @@
     engine.debug.runner.forward  the view by the names of roles: see kvpage/serving/debug.py
     point._replace(x=1)          not counted: the package defines no `_replace`
 
-The bound only falls.
+`tests/support/insides.py` has a function for each inside that several tests need. The bound only falls.
 """
 
 import ast
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[2]
-MAX_ACCESSES = 1000
+MAX_ACCESSES = 296
 OWN = ("self", "cls")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -63,4 +63,3 @@ def test_few_private_attributes_are_taken():
     most = "\n  ".join(f"{count:3} {path}" for path, count in counts.most_common(10))
     message = f"at most {MAX_ACCESSES} accesses to private attributes, tests have {counts.total()}:\n  {most}"
     assert counts.total() <= MAX_ACCESSES, message
-    assert counts.total() == MAX_ACCESSES, f"lower MAX_ACCESSES to {counts.total()}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from support.insides import gathered_by, nobody_reads, num_lent
 from support.late_lanes import LateLanes
 from support.models import generate_each, make_model, make_prompts
 
@@ -69,7 +70,7 @@ class LateStore:
     def of(self, cache: object) -> KVStore:
         if self._store is None:
             self._store = KVStore(KVStoreConfig(CHUNK, num_threads=2), metadata_of(cache, "m"), [self.tier])
-            self._store._chunks._lanes = self._store._chunks._layer_lanes = self.lanes.pool
+            gathered_by(self._store, self.lanes.pool)
         return self._store
 
     def close(self) -> None:
@@ -126,8 +127,8 @@ def store(full: MemoryTier) -> Iterator[LateStore]:
     yield made
     made.released.set()
     made.close()
-    assert made.lanes.is_idle() and made.lanes.pool._num_used == 0
-    assert all(entry.num_readers == 0 for entry in full._entries.values())
+    assert made.lanes.is_idle() and num_lent(made.lanes.pool) == 0
+    assert nobody_reads(full)
 
 
 def finish(engine: Engine, store: LateStore) -> dict[str, list[int]]:
