@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 from support.ctrl_c import CtrlC, pythons_handler  # noqa: F401, a fixture for all that is here
+from support.insides import sequences_of
 
 from kvpage import BlockManager
 
@@ -61,7 +62,7 @@ def test_ctrl_c_at_each_line(name: str) -> None:
         with pytest.raises(KeyboardInterrupt), CtrlC(nth):
             call(manager)
         manager.check()
-        for seq_id in [*manager._sequences.on_device, *manager._sequences.swapped]:
+        for seq_id in [*sequences_of(manager).on_device, *sequences_of(manager).swapped]:
             manager.release(seq_id)
         manager.check()
         assert manager.tree.num_matches == 0, nth
@@ -90,13 +91,13 @@ def test_ctrl_c_as_soon_as_a_row_is_there(monkeypatch: pytest.MonkeyPatch) -> No
         for native in ("begin", "add", "fork", "remove", "append", "append_if_free"):
             manager = begun(num_host_blocks)
             with monkeypatch.context() as patch:
-                patch.setattr(manager._sequences, "rows", Interrupting(manager._sequences.rows, native))
+                patch.setattr(sequences_of(manager), "rows", Interrupting(sequences_of(manager).rows, native))
                 try:
                     call(manager)
                 except KeyboardInterrupt:
-                    assert name == "append" or "new" not in manager._sequences.on_device
+                    assert name == "append" or "new" not in sequences_of(manager).on_device
             manager.check()
-            for seq_id in [*manager._sequences.on_device, *manager._sequences.swapped]:
+            for seq_id in [*sequences_of(manager).on_device, *sequences_of(manager).swapped]:
                 manager.release(seq_id)
             manager.check()
             assert manager.num_free_blocks == 24, (name, native)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.block_requests import B, computed
+from support.insides import sequences_of
 
 from kvpage import BlockManager, OutOfBlocks
 from kvpage.blocks.space import HostPolicy
@@ -12,7 +13,7 @@ from kvpage.blocks.space import HostPolicy
 def seen(manager: BlockManager) -> object:
     """All that a call could have changed."""
     manager.check()
-    states = [[*state[:5], state[5].tolist(), *state[6:]] for state in map(manager._sequences.state, manager.ids())]
+    states = [[*state[:5], state[5].tolist(), *state[6:]] for state in map(sequences_of(manager).state, manager.ids())]
     return manager.stats(), states, [manager.block_ids(seq_id).tolist() for seq_id in manager.ids()]
 
 
@@ -208,7 +209,7 @@ def test_a_fork_must_not_end_before_the_blocks_that_are_left(num_tokens: int) ->
     """What it then wrote would be in a block that is somebody else's by now."""
     manager = Manager(64, B, enable_prefix_caching=False)
     computed(manager, "a", [1] * (4 * B))
-    rows = manager._sequences.rows
+    rows = sequences_of(manager).rows
     (row,) = manager.rows.of(["a"])
     assert rows.release_before(row, 2 * B) == 2
     before, names = seen(manager), dict[object, int]()
@@ -228,7 +229,7 @@ def test_counts_that_no_memory_holds_are_refused_as_blocks_are() -> None:
     before, rows = seen(manager), manager.rows.of(["a"])
     for count in (1 << 40, 1 << 59):
         with pytest.raises(OutOfBlocks):
-            manager._sequences.rows.append(rows, count)
+            sequences_of(manager).rows.append(rows, count)
     with pytest.raises((ValueError, TypeError)):
         manager.append(["a"], torch.tensor([0, 1, 2]))
     assert seen(manager) == before

@@ -100,8 +100,8 @@ def test_an_engine_over_a_library(name, block_size, kind):
     for backend in (name, "kvpage"):
         config = EngineConfig(CacheConfig(block_size, 64), attention_backend=backend)
         engine = Engine.from_model(model, config)
-        forward, seen = engine._runner.forward, []
-        engine._runner.forward = lambda *args, forward=forward, seen=seen: seen.append(forward(*args)) or seen[-1]
+        forward, seen = engine.debug.runner.forward, []
+        engine.debug.runner.forward = lambda *args, forward=forward, seen=seen: seen.append(forward(*args)) or seen[-1]
         engine.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
         found.append(seen[0])
     torch.testing.assert_close(found[0], found[1], rtol=0.05, atol=0.05 * found[1].abs().max().item())

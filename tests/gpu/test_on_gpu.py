@@ -58,8 +58,8 @@ def test_quantised_caches(device, dtype):
     found = []
     for where in ("cpu", device):
         engine = make_engine(where, dtype=dtype, kv_scales="calibrate" if dtype != "int8" else None)
-        forward, seen = engine._runner.forward, []
-        engine._runner.forward = lambda *args, forward=forward, seen=seen: seen.append(forward(*args)) or seen[-1]
+        forward, seen = engine.debug.runner.forward, []
+        engine.debug.runner.forward = lambda *args, forward=forward, seen=seen: seen.append(forward(*args)) or seen[-1]
         tokens_of(engine, PROMPTS[3:4])
         found.append(seen[0].cpu())
     torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.05 * found[0].abs().max().item())
@@ -131,7 +131,7 @@ def test_captured_decode_steps(device, kind, runs_ahead):
 @ON_DEVICE
 def test_a_model_that_waits_is_not_captured(device):
     engine = make_engine(device, max_num_seqs=4)
-    layer = engine._runner.view.model.layers[1]
+    layer = engine.debug.runner.view.model.layers[1]
     forward = layer.forward
     vars(layer)["forward"] = lambda x, *args, **kwargs: forward(x * (1 + int(x.isnan().any())), *args, **kwargs)
     engine.warmup(lambda num: None)

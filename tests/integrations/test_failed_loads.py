@@ -16,6 +16,7 @@ import torch
 from support import fake_sglang, fake_vllm
 from support.fake_tiering import Tiering, bytes_of
 from support.host_pools import PAGE, MadePool, PoolOfCopies, tokens_of
+from support.insides import stack_of, store_of
 from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
@@ -74,7 +75,7 @@ def test_an_engine_stores_what_it_has_computed(error):
 def test_vllms_tier_stores_what_vllm_has_computed(tmp_path, monkeypatch, error):
     fake_vllm.installed(monkeypatch)
     tiering, keys = Tiering(made(tmp_path), tiers=["memory://?size=1MiB"]), [bytes([at]) * 36 for at in range(1, 9)]
-    later = tiering.tier._store.later
+    later = store_of(tiering.tier).later
     get_into = later.get_into
 
     def spoil(keys, buffers, deadline=None):
@@ -87,7 +88,7 @@ def test_vllms_tier_stores_what_vllm_has_computed(tmp_path, monkeypatch, error):
         return future
 
     monkeypatch.setattr(later, "get_into", spoil)
-    monkeypatch.setattr(tiering.tier._store._tiers, "locate", lambda names, *_: [0] * len(names))
+    monkeypatch.setattr(stack_of(store_of(tiering.tier)), "locate", lambda names, *_: [0] * len(names))
     assert tiering.load("fails", keys) == [False] * 8 and tiering.num_loads == 1
     monkeypatch.undo()
     fake_vllm.installed(monkeypatch)
@@ -95,7 +96,7 @@ def test_vllms_tier_stores_what_vllm_has_computed(tmp_path, monkeypatch, error):
     assert tiering.compute("computes", keys).success
     rows = [np.zeros(len(bytes_of(key)), np.uint8) for key in keys]
     prefix = importlib.import_module("kvpage.integrations.vllm.tier").PERSISTENT
-    assert tiering.tier._store.get_into([prefix + key for key in keys], rows) == [True] * 8
+    assert store_of(tiering.tier).get_into([prefix + key for key in keys], rows) == [True] * 8
     assert [row.tobytes() for row in rows] == [bytes_of(key) for key in keys]
     tiering.close()
 
@@ -108,7 +109,7 @@ def test_sglangs_backend_stores_what_sglang_has_computed(monkeypatch, pool_class
     settings = {"tiers": tiers, "model": "model@1", "interface_v1": by_address, "num_threads": 1}
     backend = module.KVPageHiCache(fake_sglang.config(settings, enable_storage_metrics=False), {})
     backend.register_mem_pool_host(pool)
-    store = backend._storage._store
+    store = store_of(backend._storage)
 
     def load(places) -> list[bool]:
         if kind == "addresses":
@@ -131,7 +132,7 @@ def test_sglangs_backend_stores_what_sglang_has_computed(monkeypatch, pool_class
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "get_into", spoil)
-        patch.setattr(store._tiers, "locate", lambda names, *_: [0] * len(names))
+        patch.setattr(stack_of(store), "locate", lambda names, *_: [0] * len(names))
         assert backend.batch_exists(keys) == 4 and load(range(4)) == [False] * 4
     assert backend.batch_exists(keys) == 0  # nothing was stored by the load
     pool.fill(1)  # as the engine computes them

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from support.insides import native_of
 
 import kvpage._C as _C
 from kvpage.layout.cache_layout import CacheLayout
@@ -21,7 +22,7 @@ def pairs(*rows) -> torch.Tensor:
 
 
 def extents(copier: BlockCopier, mapping: torch.Tensor) -> list[tuple[int, int, int]]:
-    return copier._native.extents(mapping.data_ptr(), len(mapping))
+    return native_of(copier).extents(mapping.data_ptr(), len(mapping))
 
 
 def two_sides(src_layout, dst_layout, num_layers=3, num_blocks=(9, 11)):
@@ -34,7 +35,7 @@ def test_packed_slab_is_one_piece_and_neighbours_one_extent():
     packed = layout(layer_layout="packed")
     src, dst, copier = two_sides(packed, packed)
     block = 3 * packed.block_bytes
-    assert (copier._native.num_fragments, copier._native.block_bytes) == (1, block)
+    assert (native_of(copier).num_fragments, native_of(copier).block_bytes) == (1, block)
     got = extents(copier, pairs((7, 1), (3, 5), (4, 6), (5, 7), (6, 9)))
     at_src, at_dst = src[0].data_ptr(), dst[0].data_ptr()
     assert got == [
@@ -49,7 +50,7 @@ def test_packed_slab_is_one_piece_and_neighbours_one_extent():
 def test_separate_layers_give_each_run_of_memory_once(backend, pieces_a_layer, kv_layout):
     each = layout(backend=backend, kv_layout=kv_layout)
     _, _, copier = two_sides(each, each)
-    assert copier._native.num_fragments == 3 * pieces_a_layer
+    assert native_of(copier).num_fragments == 3 * pieces_a_layer
     runs = extents(copier, pairs((0, 3), (1, 4), (3, 6)))
     piece = each.block_bytes // pieces_a_layer
     assert sorted(size for _, _, size in runs) == sorted([2 * piece, piece] * (3 * pieces_a_layer))
@@ -59,7 +60,7 @@ def test_pieces_are_what_both_sides_have_in_common():
     nhd, hnd = layout(), layout(kv_layout="HND")
     packed = layout(layer_layout="packed")
     row = 8 * 2
-    assert two_sides(nhd, hnd)[2]._native.num_fragments == 3 * 2 * 4 * 2
+    assert native_of(two_sides(nhd, hnd)[2]).num_fragments == 3 * 2 * 4 * 2
     assert {size for _, _, size in extents(two_sides(nhd, hnd)[2], pairs((0, 1)))} == {row}
     assert {size for _, _, size in extents(two_sides(packed, nhd)[2], pairs((0, 1), (1, 2)))} == {4 * 2 * row}
 
@@ -77,7 +78,7 @@ def test_shares_cut_the_plan_without_gap_or_overlap(layer_layout):
     mapping = pairs((0, 3), (1, 4), (6, 1), (2, 5))
 
     def bytes_of(begin, end):
-        shares = copier._native.extents(mapping.data_ptr(), len(mapping), begin, end)
+        shares = native_of(copier).extents(mapping.data_ptr(), len(mapping), begin, end)
         return [(src + i, dst + i) for src, dst, size in shares for i in range(size)]
 
     whole = bytes_of(0, 1 << 40)
@@ -99,7 +100,7 @@ def test_no_blocks(num_blocks):
 def test_no_layers():
     copier = BlockCopier([], [], layout())
     copier.run(pairs())
-    assert copier._native.num_fragments == 0
+    assert native_of(copier).num_fragments == 0
 
 
 def test_views_of_one_slab_that_share_no_byte_are_two_sides():
@@ -174,7 +175,7 @@ def test_kernel_body_copies_the_plan(seed):
         for max_threads, capacity in ((32, 1 << 15), (96, 1 << 30), (1 << 30, 96), (1 << 30, 250)):
             for cache in dst:
                 cache.fill_(201)
-            _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), len(mapping), width, max_threads, capacity)
+            _C._copy_kernel_on_host(native_of(copier), mapping.data_ptr(), len(mapping), width, max_threads, capacity)
             for a, b in zip(src, dst, strict=True):
                 expected = torch.full_like(b, 201)
                 dim = sides[0].block_dim
@@ -188,11 +189,11 @@ def test_kernel_body_refuses_a_vector_that_does_not_divide():
     mapping = pairs((0, 1))
     for width in (-1, 3, 4, 16):
         with pytest.raises(ValueError, match="vector_bytes must divide 2"):
-            _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), 1, width)
+            _C._copy_kernel_on_host(native_of(copier), mapping.data_ptr(), 1, width)
     with pytest.raises(ValueError, match="multiple of 32"):
-        _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), 1, 2, 33)
+        _C._copy_kernel_on_host(native_of(copier), mapping.data_ptr(), 1, 2, 33)
     with pytest.raises(ValueError, match="capacity must be at least 96 bytes, got 95"):
-        _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), 1, 2, 32, 95)
+        _C._copy_kernel_on_host(native_of(copier), mapping.data_ptr(), 1, 2, 32, 95)
     assert not any(cache.any() for cache in dst)
 
 
@@ -213,8 +214,8 @@ def test_vectors_are_as_wide_as_addresses_are_aligned(offset, width, side, what)
     copier, mapping = BlockCopier([src], [dst], each), pairs((2, 1))
     for wider in (2 * width, 4 * width):
         with pytest.raises(ValueError, match=f"vector_bytes must divide {width}, got {wider}"):
-            _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), 1, wider)
-    _C._copy_kernel_on_host(copier._native, mapping.data_ptr(), 1, width)
+            _C._copy_kernel_on_host(native_of(copier), mapping.data_ptr(), 1, wider)
+    _C._copy_kernel_on_host(native_of(copier), mapping.data_ptr(), 1, width)
     assert torch.equal(dst[1], src[2]) and not dst[[0, 2]].any()
 
 

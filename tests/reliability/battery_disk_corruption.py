@@ -12,6 +12,7 @@ from pathlib import Path
 
 from battery import Advance, Battery, Figures
 from disk_image import NUM_RECORDS, SEGMENT, DiskImage
+from support.insides import stack_of
 
 from kvpage.store import KVStore
 from kvpage.store.disk.disk_tier import SLOT_BYTES
@@ -126,7 +127,7 @@ def _try(image: DiskImage, mutant: Mutant, is_open: bool, figures: Figures) -> N
                 file.write(data)
         _read(image, store, wrong, set(range(NUM_RECORDS)) - wrong, figures)
         assert store.stats().corrupt_records <= len(wrong)
-        store._tiers.tiers[0].tier.check()
+        stack_of(store).tiers[0].tier.check()
     figures["mutations"] += len(wrong)
 
 

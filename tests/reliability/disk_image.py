@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from stamps import STAMP_BYTES, difference, stamps
+from support.insides import stack_of
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
@@ -43,7 +44,7 @@ class DiskImage:
             store.flush()
             self.stale = (place / SEGMENT).read_bytes()
             self._fill(store, FRESH)
-            (info, *_) = store._tiers.tiers[0].tier.infos()
+            (info, *_) = stack_of(store).tiers[0].tier.infos()
         self.num_bytes = info.num_bytes
         self.data = (place / SEGMENT).read_bytes()
         self.begins, self.stale_begins = self._find(self.data), self._find(self.stale)

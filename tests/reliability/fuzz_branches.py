@@ -7,6 +7,7 @@ import torch
 from fuzz_blocks import as_integers
 from fuzz_case import Case
 from fuzz_serving import model
+from support.insides import cached_rows
 
 from kvpage import CacheConfig, OutOfBlocks
 from kvpage.serving import Branches, Engine, EngineConfig, KVPageCache, KVPageCachePool, PagedTokenTrie
@@ -143,7 +144,7 @@ class CacheWorld:
 
     def snapshot(self) -> object:
         manager = self.pool.manager
-        rows = [(len(cache._rows), cache._rows.length, cache.is_in_forward) for cache in self.caches]
+        rows = [(len(cached_rows(cache)), cached_rows(cache).length, cache.is_in_forward) for cache in self.caches]
         return rows, manager.num_free_blocks, manager.tree.num_matches, len(model()._forward_pre_hooks)
 
     def check(self) -> None:
@@ -171,10 +172,10 @@ class CacheWorld:
     def _forward(self) -> Case:
         """The tokens that the cache was made with, and then any."""
         cache = self._some()
-        if cache is None or not len(cache._rows):
+        if cache is None or not len(cached_rows(cache)):
             return self._make()
-        left = cache._rows._tokens[:, cache._rows.length :]
-        drawn = [[self.rng.randrange(1, 4)] for _ in range(len(cache._rows))]
+        left = cached_rows(cache)._tokens[:, cached_rows(cache).length :]
+        drawn = [[self.rng.randrange(1, 4)] for _ in range(len(cached_rows(cache)))]
         ids = torch.from_numpy(left).long() if left.size else torch.tensor(drawn)
         args = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
 

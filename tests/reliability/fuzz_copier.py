@@ -10,6 +10,7 @@ import torch
 from fuzz_caches import NUM_BLOCKS, NUM_HOST_BLOCKS, CacheWorld
 from fuzz_case import Case
 from fuzz_values import with_number
+from support.insides import native_of
 
 from kvpage import _C
 from kvpage.ops import reference
@@ -30,7 +31,7 @@ class CopierWorld(CacheWorld):
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
         self.copier = BlockCopier(self.caches, self.host_caches, self.layout)
-        self.native: _C.BlockCopier = self.copier._native
+        self.native: _C.BlockCopier = native_of(self.copier)
 
     def case(self, rng: random.Random) -> Case:
         return rng.choice(

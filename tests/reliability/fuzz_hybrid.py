@@ -6,6 +6,7 @@ from typing import Any
 from fuzz_blocks import as_integers
 from fuzz_case import Case
 from fuzz_manager import BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, ManagerWorld, make_manager
+from support.insides import sequences_of
 
 from kvpage import HybridManager
 from kvpage.blocks.hybrid.checkpoint import Checkpoint
@@ -65,7 +66,7 @@ class HybridWorld(ManagerWorld):
         return 1 if self.rng.random() < 0.97 else 2
 
     def _running(self) -> Any:
-        known = list(self.manager._sequences.on_device)
+        known = list(sequences_of(self.manager).on_device)
         return self.rng.choice(known) if known else "nobody"
 
     def _allocate(self) -> Case:
@@ -79,7 +80,7 @@ class HybridWorld(ManagerWorld):
         """Of what is computed next; or of any other portion."""
         seq_id, start, end = self._running(), 0, 0
         if seq_id != "nobody":
-            seq = self.manager._sequences.state(seq_id)
+            seq = sequences_of(self.manager).state(seq_id)
             start, end = seq.num_written, seq.num_tokens
         if self.rng.random() < 0.2:
             start = self.rng.randint(0, end)

@@ -9,6 +9,7 @@ import torch
 from fuzz_blocks import as_integers
 from fuzz_caches import LAYOUTS
 from fuzz_case import Case
+from support.insides import sequences_of
 
 from kvpage import BlockManager, CacheConfig, CacheEngine, Explanation, ModelConfig, OutOfBlocks
 
@@ -42,7 +43,7 @@ class ManagerWorld:
 
     def snapshot(self) -> object:
         manager = self.manager
-        states = {seq_id: manager._sequences.state(seq_id) for seq_id in manager._sequences.on_device}
+        states = {seq_id: sequences_of(manager).state(seq_id) for seq_id in sequences_of(manager).on_device}
         running = [
             (
                 seq_id,
@@ -54,7 +55,7 @@ class ManagerWorld:
             )
             for seq_id, seq in states.items()
         ]
-        off_device = manager._sequences.swapped.items()
+        off_device = sequences_of(manager).swapped.items()
         swapped = [(seq_id, seq.host_ids.tolist(), seq.num_written) for seq_id, seq in off_device]
         tree, moves = manager.tree, [(kind, pairs.tolist()) for kind, pairs in manager.space._moves]
         numbers = (
@@ -81,7 +82,7 @@ class ManagerWorld:
         )
 
     def _known(self) -> list[Any]:
-        return [*self.manager._sequences.on_device, *self.manager._sequences.swapped]
+        return [*sequences_of(self.manager).on_device, *sequences_of(self.manager).swapped]
 
     def _tokens(self, most: int = 14) -> list[int]:
         return [self._token() for _ in range(self.rng.randint(1, most))]
@@ -111,7 +112,7 @@ class ManagerWorld:
         )
 
     def _append(self) -> Case:
-        known = list(self.manager._sequences.on_device)
+        known = list(sequences_of(self.manager).on_device)
         seq_ids = self.rng.sample(known, min(2, len(known)))
         counts = self.rng.choice((1, 2, [self.rng.randrange(6) for _ in seq_ids]))
         return self._call("append", seq_ids=seq_ids, num_new_tokens=counts)
@@ -119,8 +120,8 @@ class ManagerWorld:
     def _commit(self) -> Case:
         seq_id = self._some()
         count = 0
-        if seq_id in self.manager._sequences.on_device:
-            seq = self.manager._sequences.state(seq_id)
+        if seq_id in sequences_of(self.manager).on_device:
+            seq = sequences_of(self.manager).state(seq_id)
             count = seq.num_tokens - seq.num_written
         tokens = [self._token() for _ in range(self.rng.choice((count, self.rng.randint(0, count))))]
         return self._call("commit", seq_id=seq_id, tokens=as_integers(tokens, self.rng))
@@ -149,7 +150,7 @@ class ManagerWorld:
         return self._call("swap_out", seq_id=self._some())
 
     def _swap_in(self) -> Case:
-        swapped = list(self.manager._sequences.swapped.items())
+        swapped = list(sequences_of(self.manager).swapped.items())
         seq_id, state = self.rng.choice(swapped) if swapped else ("nobody", None)
         num_tokens = 1 if state is None else max(state.num_written + self.rng.randrange(3), 1)
         return self._call("swap_in", seq_id=seq_id, tokens=as_integers([1] * num_tokens, self.rng))

@@ -36,7 +36,7 @@ class ServingWorld:
 
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
-            for request_id in list(self.engine._loop.requests):
+            for request_id in list(self.engine.loop.requests):
                 self.engine.abort(request_id)
             self.check()
             assert self.engine.manager.num_free_blocks == 24
@@ -45,7 +45,7 @@ class ServingWorld:
     def snapshot(self) -> object:
         manager, stats = self.engine.manager, self.engine.stats()
         return (
-            list(self.engine._loop.requests),
+            list(self.engine.loop.requests),
             stats.num_running,
             stats.num_waiting,
             manager.pool.num_free,
@@ -74,7 +74,7 @@ class ServingWorld:
             "namespace": b"",
             "cache_at": self.rng.choice(((), [1])),
         }
-        if len(self.engine._loop.requests) > 6:
+        if len(self.engine.loop.requests) > 6:
             return self._step()
         return Case("engine.add_request", self.engine.add_request, args)
 
@@ -93,7 +93,7 @@ class ServingWorld:
         return Case("engine.warm_segments", self.engine.warm_segments, args)
 
     def _abort(self) -> Case:
-        request_id = self.rng.choice([*self.engine._loop.requests, "nobody"])
+        request_id = self.rng.choice([*self.engine.loop.requests, "nobody"])
         return Case(
             "engine.abort", self.engine.abort, {"request_id": request_id}, errors=(KeyError,), may_raise=(KeyError,)
         )

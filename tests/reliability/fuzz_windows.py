@@ -7,6 +7,7 @@ import numpy as np
 from fuzz_blocks import as_integers
 from fuzz_case import Case
 from fuzz_manager import BLOCK_SIZE, NUM_BLOCKS, ManagerWorld, make_manager
+from support.insides import sequences_of
 
 from kvpage import HeldBlocks, Window, WindowedManager, WindowStats
 from kvpage.blocks.groups.window_blocks import WindowBlocks
@@ -57,18 +58,18 @@ class WindowedWorld(ManagerWorld):
         return case
 
     def _running(self) -> Any:
-        known = list(self.manager._sequences.on_device)
+        known = list(sequences_of(self.manager).on_device)
         return self.rng.choice(known) if known else "nobody"
 
     def _bounds(self, seq_id: Any) -> tuple[int, int]:
         """What the sequence has written, and what it has room for."""
-        if seq_id not in self.manager._sequences.on_device:
+        if seq_id not in sequences_of(self.manager).on_device:
             return 0, 0
         state = self.manager.state(seq_id)
         return state.num_written, state.num_tokens
 
     def _open(self) -> Case:
-        known = list(self.manager._sequences.on_device)
+        known = list(sequences_of(self.manager).on_device)
         seq_ids = self.rng.sample(known, min(self.rng.randint(1, 3), len(known)))
         ends = [self.rng.randint(*self._bounds(seq_id)) for seq_id in seq_ids]
         return self._call("open_windows", seq_ids=seq_ids, ends=as_integers(ends, self.rng))

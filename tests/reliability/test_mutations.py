@@ -42,8 +42,12 @@ class Door:
         self.has_bell = True
 """
 TESTS = """
+import gc
+
 import pytest
 from gate import Gate
+
+gc.freeze()  # as conftest.py does: a mutant finds its function among frozen objects, too
 
 def test_limit():
     gate = Gate()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from server.test_bad_input import CHATS, COMPLETIONS, GOOD, check_refused, state
+from support.insides import stepper_of
 from support.server_app import NAME, Server, events_of, running_server
 from support.waiting import until
 
@@ -261,7 +262,7 @@ def test_a_batch_that_no_queue_takes_is_400():
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 def test_a_full_queue_costs_no_more_than_the_body(server, monkeypatch, path):
-    monkeypatch.setattr(server.live._stepper.admission, "_max_num_waiting", 0)
+    monkeypatch.setattr(stepper_of(server.live).admission, "_max_num_waiting", 0)
     monkeypatch.setattr(server.app.state.service, "text", None)
     answer = asyncio.run(server.post(path, GOOD[path]))
     assert check_refused(answer, 503)["code"] == "server_busy" and int(answer.headers["retry-after"]) >= 1

@@ -27,7 +27,7 @@ def make_engine(num_blocks: int = 64, **fields: object) -> Engine:
 
 
 def model_of(engine: Engine) -> torch.nn.Module:
-    return engine._runner.model
+    return engine.debug.runner.model
 
 
 def drain(engine: Engine) -> dict[str, RequestOutput]:
@@ -300,7 +300,7 @@ def test_a_stream_whose_request_is_aborted_raises() -> None:
     engine = make_engine()
     stream = engine.stream(PROMPTS[0], PARAMS)
     next(stream)
-    (request_id,) = engine._loop.requests
+    (request_id,) = engine.loop.requests
     engine.abort(request_id)
     with pytest.raises(RuntimeError, match="was aborted"):
         next(stream)
@@ -435,7 +435,7 @@ def test_what_fails_after_the_model_is_done_costs_a_step(where: str, num_before:
     params = [SamplingParams(max_tokens=8, n=n, temperature=0.7, seed=seed) for seed in range(3)]
     alone = [[sample.token_ids for sample in output.samples] for output in make_engine().generate(PROMPTS, params)]
     engine = make_engine(max_num_batched_tokens=8)
-    owner = engine.scheduler if where == "complete" else engine._connectors
+    owner = engine.scheduler if where == "complete" else engine.debug.connectors
     works, calls = getattr(owner, where), []
 
     def fails(*args: object) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.insides import stack_of
 from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
@@ -109,6 +110,6 @@ def test_other_weights_are_another_model() -> None:
     first = make_engine()
     with KVStore(KVStoreConfig(C, ("memory://?size=4MiB",)), metadata_of(first.cache, "one")) as store:
         serve(first, store)
-        other = KVStore(store.config, metadata_of(first.cache, "two"), [store._tiers.tiers[0]])
+        other = KVStore(store.config, metadata_of(first.cache, "two"), [stack_of(store).tiers[0]])
         torch.manual_seed(1)
         assert serve(make_engine(), other)[1] == [0, 0, 0, 0]

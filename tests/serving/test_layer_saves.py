@@ -44,7 +44,7 @@ def make_worker(model: PreTrainedModel, store: KVStore, num_layers: int = 1, num
 
 
 def groups_of(engine: Engine) -> tuple:
-    return engine._connectors.store.store.groups
+    return engine.debug.store.store.groups
 
 
 def on_attend(monkeypatch, do: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
@@ -82,9 +82,9 @@ def test_first_layers_are_stored_before_the_last_one_is_computed(store, monkeypa
     with monkeypatch.context() as patch:
         on_attend(patch, watch)
         (output,) = engine.generate([prompt], PARAMS)
-    engine._connectors.drain()
+    engine.debug.connectors.drain()
     assert found == [True, False]
-    assert store.lookup(whole) == 0 and engine._connectors.store.store.lookup(whole) == len(whole)
+    assert store.lookup(whole) == 0 and engine.debug.store.store.lookup(whole) == len(whole)
     engine.close()
     second = make_worker(served, store, save_portions=False)
     (again,) = second.generate([prompt], PARAMS)
@@ -98,7 +98,7 @@ def test_layers_are_not_stored_early_unless_portions_are(model, store, monkeypat
     engine, found = make_worker(model, store, save_portions=False), []
     on_attend(monkeypatch, lambda layer, output: (found.append(any(groups_of(engine)[0].there(prompt))), output)[1])
     engine.generate([prompt], PARAMS)
-    engine._connectors.drain()
+    engine.debug.connectors.drain()
     assert not any(found[:NUM_LAYERS]) and all(groups_of(engine)[0].there(prompt))
     engine.close()
 
@@ -120,14 +120,14 @@ def test_a_step_that_fails_in_its_last_layer_completes_no_chunk(model, store, mo
         on_attend(patch, spoil)
         (output,) = engine.generate([prompt], PARAMS)
         assert output.samples[0].finish_reason == "error"
-    engine._connectors.drain()
+    engine.debug.connectors.drain()
     assert all(groups_of(engine)[0].there(prompt)) and not any(groups_of(engine)[-1].there(prompt))
-    assert engine._connectors.store.store.lookup(prompt) == 0
+    assert engine.debug.store.store.lookup(prompt) == 0
     engine.manager.check()
     (expected,) = generate_each(model, [prompt], 6)
     assert engine.generate([prompt], PARAMS)[0].token_ids == expected
-    engine._connectors.drain()
-    assert engine._connectors.store.store.lookup(prompt) == 2 * C
+    engine.debug.connectors.drain()
+    assert engine.debug.store.store.lookup(prompt) == 2 * C
     engine.close()
 
 
@@ -136,13 +136,13 @@ def test_chunks_that_are_there_stay_as_they_are(model, store, monkeypatch) -> No
     (prompt,) = make_prompts([2 * C])
     engine = make_worker(model, store)
     engine.generate([prompt], PARAMS)
-    engine._connectors.drain()
+    engine.debug.connectors.drain()
     groups_of(engine)[0].remove(prompt[:C])
     engine.reset_prefix_cache()
     with monkeypatch.context() as patch:
         on_attend(patch, lambda layer, output: output * float("nan"))
         engine.generate([prompt], PARAMS)
-    engine._connectors.drain()
+    engine.debug.connectors.drain()
     assert groups_of(engine)[0].there(prompt) == [False, True]
     engine.close()
 
@@ -191,7 +191,7 @@ def test_busy_engines_store_right_bytes(model, store, seed: int) -> None:
         put = group.put
         group.put = lambda *args, put=put, **how: (time.sleep(draw.choice([0, 0, 0.004])), put(*args, **how))[1]
     tokens: dict[str, list[int]] = {engine.add_request(prompt, PARAMS): [] for prompt in prompts}
-    saves, unheld = engine._connectors.store.saves, []
+    saves, unheld = engine.debug.store.saves, []
     end_step = saves.end_step
     saves.end_step = lambda: (saves._written and unheld.append(len(saves._block_ids)), end_step())
     while engine.has_unfinished:
@@ -200,7 +200,7 @@ def test_busy_engines_store_right_bytes(model, store, seed: int) -> None:
         poison(engine)
     assert list(tokens.values()) == expected
     assert unheld.count(0) > len(unheld) / 2, "the saves of whole chunks hold the blocks: few steps wait for the store"
-    engine._connectors.drain()
+    engine.debug.connectors.drain()
     engine.manager.check()
     engine.close()
     reference = make_worker(model, store).cache
@@ -232,10 +232,10 @@ def test_first_layers_that_a_failed_step_has_left_are_replaced(
         on_attend(patch, fault)
         (output,) = engine.generate([prompt], PARAMS)
         assert output.samples[0].finish_reason == "error"
-    engine._connectors.drain()
+    engine.debug.connectors.drain()
     assert all(groups_of(engine)[1].there(prompt)) and not any(groups_of(engine)[2].there(prompt))
     if is_same_process is None:  # and finds no place for the next prompt, until its step is over
-        engine._connectors.store.begin_step = lambda prompts: None
+        engine.debug.store.begin_step = lambda prompts: None
     elif not is_same_process:
         engine.close()
         engine = make_worker(model, store, save_portions=False)
@@ -252,7 +252,7 @@ def test_no_block_is_given_back_while_it_is_being_stored(model, store, monkeypat
     (prompt,) = make_prompts([2 * C])
     engine, unheld = make_worker(model, store), []
     begun, ended, poisoned = (threading.Event() for _ in range(3))
-    saves, first = engine._connectors.store.saves, groups_of(engine)[0]
+    saves, first = engine.debug.store.saves, groups_of(engine)[0]
     put, end_step = first.put, saves.end_step
 
     def slow_put(*args, **how) -> None:
@@ -279,7 +279,7 @@ def test_no_block_is_given_back_while_it_is_being_stored(model, store, monkeypat
     poisoned.set()
     assert unheld == [2 * C // B] and all(first.there(prompt))
     engine.generate([prompt], PARAMS)
-    engine._connectors.drain()
+    engine.debug.connectors.drain()
     reference = make_worker(model, store).cache
     assert LayerwiseStore(store, reference, 1).load_blocks(prompt, reference, list(range(64))) == 2 * C
     found, right = rows_of(reference, list(range(64)), 2 * C), right_rows(model, prompt, 2 * C)
@@ -331,8 +331,8 @@ def test_a_step_that_fails_does_not_wait_for_saves_before_its_own(model, store, 
     goes.set()
     while engine.has_unfinished:
         engine.step()
-    engine._connectors.drain()
-    assert engine._connectors.store.store.lookup(earlier) == 2 * C and not any(groups_of(engine)[0].there(prompt))
+    engine.debug.connectors.drain()
+    assert engine.debug.store.store.lookup(earlier) == 2 * C and not any(groups_of(engine)[0].there(prompt))
     engine.close()
 
 
@@ -340,7 +340,7 @@ def test_prompts_that_have_begun_have_places(model, store) -> None:
     """Others of the same step may take all places of the saves under way."""
     (prompt,) = make_prompts([3 * C])
     engine = make_worker(model, store, max_num_batched_tokens=2 * C)
-    connector = engine._connectors.store
+    connector = engine.debug.store
     begin_step = connector.begin_step
 
     def begin(prompts):
@@ -363,8 +363,8 @@ def test_a_close_within_a_step_ends(model, store, monkeypatch) -> None:
 
     def close(layer: int, output: torch.Tensor) -> torch.Tensor:
         if not closed:
-            closed.append(engine._connectors.store)
-            engine._connectors.store.close()
+            closed.append(engine.debug.store)
+            engine.debug.store.close()
         return output
 
     with monkeypatch.context() as patch:
@@ -372,13 +372,13 @@ def test_a_close_within_a_step_ends(model, store, monkeypatch) -> None:
         engine.add_request(prompt, PARAMS)
         with suppress(RuntimeError):  # no thread takes saves any more
             engine.step()
-    assert closed and not engine._connectors.store.saves._block_ids
+    assert closed and not engine.debug.store.saves._block_ids
 
 
 def test_what_cannot_be_submitted_holds_nothing_up(model, store, monkeypatch) -> None:
     (prompt,) = make_prompts([2 * C])
     engine = make_worker(model, store)
-    saves = engine._connectors.store.saves
+    saves = engine.debug.store.saves
     submit = saves._thread.submit
 
     def interrupted(*args):
@@ -394,8 +394,8 @@ def test_what_cannot_be_submitted_holds_nothing_up(model, store, monkeypatch) ->
     while engine.has_unfinished:
         outputs += engine.step()
     assert [one.token_id for one in outputs] == generate_each(model, [prompt], 6)[0]
-    engine._connectors.drain()
-    assert engine._connectors.store.store.lookup(prompt) == 2 * C
+    engine.debug.connectors.drain()
+    assert engine.debug.store.store.lookup(prompt) == 2 * C
     engine.close()
 
 
@@ -413,9 +413,9 @@ def test_a_put_that_raises_is_counted_and_made_up_for(model, store) -> None:
 
     first.put = raising
     engine.generate([prompt], PARAMS)
-    engine._connectors.drain()
+    engine.debug.connectors.drain()
     assert raised and engine.stats().store.num_errors == 1
-    assert engine._connectors.store.store.lookup(prompt) == 2 * C
+    assert engine.debug.store.store.lookup(prompt) == 2 * C
     engine.close()
 
 

@@ -10,6 +10,7 @@ import zmq
 from house.test_import import HIDE
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from support.insides import stream_of
 from support.latent_models import make_latent_model
 from support.mirror_router import MirrorRouter, expected_hashes
 from support.models import make_model, make_prompts
@@ -79,14 +80,14 @@ def test_stored_blocks_name_the_kind_of_their_cache(backend, kind) -> None:
     config = EngineConfig(cache, events=EventConfig(FREE, FREE))
     engine = Engine.from_model(make_latent_model("deepseek_v3"), config)
     stored = []
-    engine.telemetry._stream.publisher.publish = lambda events: stored.extend(events) or True
+    stream_of(engine.telemetry).publisher.publish = lambda events: stored.extend(events) or True
     engine.generate([PROMPTS[0]], SamplingParams(max_tokens=2))
     assert stored and {event.kv_cache_spec_kind for event in stored} == {kind}
     engine.close()
 
 
 def follow(engine: Engine, subscriber: Subscriber) -> None:
-    stream, num_batches = engine.telemetry._stream, 0
+    stream, num_batches = stream_of(engine.telemetry), 0
     published = stream.publisher.publish
 
     def count(events) -> bool:
@@ -128,17 +129,17 @@ def follow(engine: Engine, subscriber: Subscriber) -> None:
 def test_what_a_step_that_raises_has_evicted_is_told() -> None:
     engine = make_engine(events=EventConfig(FREE, FREE), num_host_blocks=0)
     told: list = []
-    engine.telemetry._stream.publisher.publish = lambda events: told.extend(events) or True
+    stream_of(engine.telemetry).publisher.publish = lambda events: told.extend(events) or True
     engine.generate(PROMPTS[:2], PARAMS)
     num_told, num_cached = len(told), engine.manager.tree.num_cached
     engine.add_request(PROMPTS[7] * 6, PARAMS)
-    forward = engine._runner.forward
-    engine._runner.forward = lambda *args: 1 / 0
+    forward = engine.debug.runner.forward
+    engine.debug.runner.forward = lambda *args: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.step()
     removed = [block_hash for event in told[num_told:] for block_hash in event.block_hashes]
     assert len(removed) == num_cached - engine.manager.tree.num_cached > 0
-    engine._runner.forward = forward
+    engine.debug.runner.forward = forward
     while engine.has_unfinished:
         engine.step()
     engine.close()
@@ -147,7 +148,7 @@ def test_what_a_step_that_raises_has_evicted_is_told() -> None:
 def test_closing_tells_what_is_left_and_the_engine_goes_on() -> None:
     engine = make_engine(events=EventConfig(FREE))
     told: list = []
-    engine.telemetry._stream.publisher.publish = lambda events: told.append(events) or True
+    stream_of(engine.telemetry).publisher.publish = lambda events: told.append(events) or True
     engine.generate(PROMPTS[:2], PARAMS)
     num_told = len(told)
     engine.manager.tree.clear()
@@ -226,7 +227,7 @@ def test_stats_hold_together() -> None:
     found = space.device_hit_tokens + space.host_hit_tokens + space.part_hit_tokens
     assert found + space.miss_tokens == space.query_tokens and space.host_hit_tokens > 0
     config = CacheConfig(block_size=B, num_gpu_blocks=14, num_cpu_blocks=12)
-    model_config = ModelConfig.from_hf(engine._runner.model.config, engine._runner.model.dtype)
+    model_config = ModelConfig.from_hf(engine.debug.runner.model.config, engine.debug.runner.model.dtype)
     block_bytes = CacheEngine.get_cache_block_size(config, model_config)
     for kind, transfer in stats.transfers.items():
         assert transfer.num_blocks > 0 and transfer.seconds > 0, kind
@@ -345,7 +346,7 @@ def test_metrics_of_windows_are_the_stats() -> None:
 
 def test_metrics_of_an_engine_with_events_count_losses() -> None:
     engine = make_engine(events=EventConfig(FREE))
-    engine.telemetry._stream.publisher.num_lost = 3
+    stream_of(engine.telemetry).publisher.num_lost = 3
     assert samples(engine)["kvpage_lost_event_batches_total",] == 3
     engine.close()
 

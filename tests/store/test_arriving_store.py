@@ -146,10 +146,10 @@ def test_chunks_are_stored_while_the_prompt_is_computed(shared) -> None:
     engine = make_worker(shared, save_portions=True, max_num_batched_tokens=C + B)
     engine.add_request(prompt, PARAMS)
     engine.step()
-    engine._connectors.drain()
+    engine.debug.connectors.drain()
     assert shared.lookup(prompt) == C  # a portion of C + B tokens has one whole chunk
     engine.step()
-    engine._connectors.drain()
+    engine.debug.connectors.drain()
     assert shared.lookup(prompt) == 2 * C
     engine.close()
 
@@ -183,7 +183,7 @@ def test_many_loads_wait_beside_each_other(shared) -> None:
     thread, results = in_thread(lambda: [one.token_ids for one in decode.generate(prompts, PARAMS)])
     for prompt, expectation in reversed(list(zip(prompts, expectations, strict=True))):  # the last one comes first
         prefill.generate([prompt], SamplingParams(max_tokens=1))
-        prefill._connectors.drain()
+        prefill.debug.connectors.drain()
         expectation.close()
     thread.join(60)
     assert results == [expected]

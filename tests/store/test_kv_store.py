@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from support.insides import entries_of
 from support.store_kv import (
     FMTS,
     KV,
@@ -231,7 +232,7 @@ def test_every_flipped_bit_is_a_miss_and_the_record_is_dropped(codec: str) -> No
     kv = kv_of(tokens)
     store.store(tokens, kv)
     (key,) = store.keys_of(tokens)
-    size = tier._entries[key].num_bytes
+    size = entries_of(tier)[key].num_bytes
     for at in range(size):
         assert same(store.retrieve(tokens)[0], kv)
         corrupt(tier, key, at)
@@ -251,7 +252,7 @@ def test_records_under_foreign_keys_and_of_other_shapes_are_misses() -> None:
     store.store(tokens, kv)
     store.store(other, kv_of(other))
     keys, foreign = store.keys_of(tokens), store.keys_of(other)
-    tier._entries[keys[1]], tier._entries[foreign[0]] = tier._entries[foreign[0]], tier._entries[keys[1]]
+    entries_of(tier)[keys[1]], entries_of(tier)[foreign[0]] = entries_of(tier)[foreign[0]], entries_of(tier)[keys[1]]
     found, mask = store.retrieve(tokens)
     assert int(mask.sum()) == C and same(found, kv[:, :, :C])
     small = KVStore(KVStoreConfig(C), store.metadata, [tier])
@@ -268,7 +269,7 @@ def test_records_of_another_model_are_never_seen() -> None:
     stores[0].store(TOKENS, KV)
     assert stores[1].retrieve(TOKENS)[0] == ()
     keys = [store.keys_of(TOKENS)[0] for store in stores]
-    tier._entries[keys[1]] = tier._entries[keys[0]]
+    entries_of(tier)[keys[1]] = entries_of(tier)[keys[0]]
     tier._policy.add(keys[1])
     assert stores[1].lookup(TOKENS) == C and stores[1].retrieve(TOKENS)[0] == ()
     assert stores[1].stats().corrupt_records > 0

@@ -4,6 +4,7 @@ import random
 import threading
 
 import pytest
+from support.insides import nobody_reads, stack_of
 from support.store_kv import (
     KV,
     TOKENS,
@@ -74,7 +75,7 @@ def test_a_prefetch_of_a_damaged_record_leaves_it_to_its_reader() -> None:
 
 def test_a_prefix_may_be_spread_over_tiers() -> None:
     store, small, large = two_tiers()
-    store._tiers.tiers[0] = Placed(small, promotes=False)
+    stack_of(store).tiers[0] = Placed(small, promotes=False)
     tokens = list(range(6 * C))
     kv = kv_of(tokens)
     store.store(tokens, kv)
@@ -136,7 +137,7 @@ def test_what_is_to_be_written_back_is_not_evicted_before() -> None:
     for tokens in (first, second):
         assert same(store.retrieve(tokens)[0], kv_of(tokens))
     store.flush()
-    assert store._tiers.copies.num_under_way == 0 and all(entry.num_readers == 0 for entry in small._entries.values())
+    assert stack_of(store).copies.num_under_way == 0 and nobody_reads(small)
     store.close()
 
 
@@ -178,7 +179,7 @@ def test_a_promotion_brings_nothing_back_that_was_removed_or_replaced(change: st
     assert same(store.retrieve(tokens)[0], other if change == "store" else other[:, :, :0])
     fast.clear()
     assert same(store.retrieve(tokens)[0], other if change == "store" else other[:, :, :0])
-    assert store._tiers.copies.num_under_way == 0
+    assert stack_of(store).copies.num_under_way == 0
 
 
 @pytest.mark.parametrize("write_back", [False, True])
@@ -240,7 +241,7 @@ def test_a_put_that_a_change_overtakes_leaves_no_tier_behind(change: str, method
     for clear in (lambda: None, fast.clear):
         clear()
         assert same(store.retrieve(tokens)[0], left)
-    assert store._tiers.copies.num_under_way == 0
+    assert stack_of(store).copies.num_under_way == 0
 
 
 @pytest.mark.parametrize("change", ["remove", "clear"])

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from support.insides import entries_of, stack_of
 from support.store_engines import TOKENS, B, C, L, all_bytes, make_engine, tokens_of
+from support.store_kv import corrupt
 
 from kvpage import CacheEngine, KVScales, ops
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
@@ -78,9 +80,9 @@ def test_prefixes_and_corrupted_chunks_end_a_load() -> None:
     assert store.load_blocks(TOKENS[:20], engine, list(range(8, 16))) == 20
     assert store.load_blocks(TOKENS[:20], engine, list(range(8, 16)), start=20) == 20
     assert store.load_blocks([7, 7], engine, [8]) == 0
-    tier = store._tiers.tiers[0].tier
-    entry = tier._entries[store.keys_of(TOKENS[:20])[1]]
-    tier._slab[entry.begin * 4096 + entry.num_bytes - 20] ^= 1
+    tier = stack_of(store).tiers[0].tier
+    key = store.keys_of(TOKENS[:20])[1]
+    corrupt(tier, key, entries_of(tier)[key].num_bytes - 20)
     assert store.load_blocks(TOKENS[:20], engine, list(range(8, 16))) == C
     assert store.load_blocks(TOKENS[:20], engine, list(range(8, 16)), start=16) == 16
     assert store.stats().corrupt_records == 1 and store.lookup(TOKENS[:20]) == C

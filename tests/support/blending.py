@@ -84,10 +84,10 @@ def make_engine(
 def logits_of(engine: Engine) -> Iterator[list[torch.Tensor]]:
     """The logits of every forward pass of the engine inside."""
     seen: list[torch.Tensor] = []
-    forward = engine._runner.forward
-    engine._runner.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+    forward = engine.debug.runner.forward
+    engine.debug.runner.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     yield seen
-    engine._runner.forward = forward
+    engine.debug.runner.forward = forward
 
 
 def drain(engine: Engine) -> dict[str, RequestOutput]:
@@ -132,8 +132,8 @@ def lengths_of(parts: list[list[int]]) -> list[int]:
 
 def first_logits(engine: Engine) -> torch.Tensor:
     """The logits of one step, with the segments of all that waits at hand."""
-    engine._connectors.ask(engine.scheduler.waiting)
-    engine._connectors.blend.drain()
+    engine.debug.connectors.ask(engine.scheduler.waiting)
+    engine.debug.blend.drain()
     with logits_of(engine) as seen:
         engine.step()
     assert len(seen) == 1
@@ -158,8 +158,8 @@ def serve_plainly(engine: Engine, tokens: list[int]) -> tuple[RequestOutput, tor
 
 
 def kept(engine: Engine, tokens: list[int], namespace: bytes = b"") -> SegmentKV | None:
-    engine._connectors.blend.drain()
-    return engine._connectors.blend.source.find(np.array(tokens, np.int32), namespace)
+    engine.debug.blend.drain()
+    return engine.debug.blend.source.find(np.array(tokens, np.int32), namespace)
 
 
 def keep_unmeasured(engine: Engine, tokens: list[int]) -> None:

@@ -62,8 +62,8 @@ def as_on_a_device(
 ) -> Engine:
     """Let an engine on a CPU decode as one on a GPU does: captured, one step ahead."""
     LateFetch.waiting.clear()
-    engine._loop.use_decoder(DeviceDecoder(engine._batch_runner, engine.scheduler, runs_ahead, fetch=LateFetch))
+    engine.loop.use_decoder(DeviceDecoder(engine.debug.batch_runner, engine.scheduler, runs_ahead, fetch=LateFetch))
     if graphs:
-        engine._use_graphs(capturer or CpuCapturer())
+        engine.debug.use_graphs(capturer or CpuCapturer())
         engine.warmup(lambda num: None)
     return engine

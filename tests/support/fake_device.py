@@ -171,10 +171,10 @@ def move(engine: Engine, device: FakeDevice, patch: pytest.MonkeyPatch, runs_ahe
         def synchronize(self) -> None:
             device.num_events_waited += 1
 
-    for module in engine._runner.model.modules():
+    for module in engine.debug.runner.model.modules():
         for part in (module._parameters, module._buffers):
             part.update((name, on_device(tensor.detach())) for name, tensor in part.items() if tensor is not None)
-    for module in engine._runner.view.modules():  # tables of their own
+    for module in engine.debug.runner.view.modules():  # tables of their own
         module._buffers.update((name, on_device(tensor)) for name, tensor in module._buffers.items())
     for cache in engine.cache.bound_caches:
         cache.is_cuda, cache.device = True, CUDA
@@ -183,4 +183,4 @@ def move(engine: Engine, device: FakeDevice, patch: pytest.MonkeyPatch, runs_ahe
     patch.setattr(torch.cuda, "current_stream", lambda device: None)
     patch.setattr(step, "attends_in_place", lambda device: True)
     patch.setattr(attention.ops, "write_and_attend", lambda query, *args: query.transpose(1, 2))
-    engine._loop.use_decoder(DeviceDecoder(engine._batch_runner, engine.scheduler, runs_ahead))
+    engine.loop.use_decoder(DeviceDecoder(engine.debug.batch_runner, engine.scheduler, runs_ahead))

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from support.insides import stack_of, store_of
 
 NUM_BYTES = 96
 POISON = 0xA5
@@ -197,12 +198,12 @@ class Tiering:
 def held(monkeypatch: Any, tiering: Tiering, name: str) -> tuple[threading.Event, threading.Event]:
     """Hold a call of the store's tiers back. Return what says that it began, and what lets it go on."""
     began, goes_on = threading.Event(), threading.Event()
-    call = getattr(tiering.tier._store._tiers, name)
+    call = getattr(stack_of(store_of(tiering.tier)), name)
 
     def hold(*args: Any, **kwargs: Any) -> Any:
         began.set()
         assert goes_on.wait(60)
         return call(*args, **kwargs)
 
-    monkeypatch.setattr(tiering.tier._store._tiers, name, hold)
+    monkeypatch.setattr(stack_of(store_of(tiering.tier)), name, hold)
     return began, goes_on

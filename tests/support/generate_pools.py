@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 import transformers as tf
+from support.insides import cached_rows
 from support.models import COMMON, CONFIGS, make_model
 
 from kvpage import CacheConfig
@@ -131,7 +132,7 @@ def logits_of(kind: str, ids: torch.Tensor, cache: tf.Cache | None = None) -> to
 
 
 def state(cache: KVPageCache) -> tuple:
-    pool, rows = cache._pool, cache._rows
+    pool, rows = cache._pool, cached_rows(cache)
     kept = [(row.seq_id, row.is_private, pool.manager.block_ids(row.seq_id).tolist()) for row in rows._rows]
     return rows.length, rows._tokens.tolist(), kept, pool.manager.stats().num_used_blocks
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from support.insides import stepper_of
 from support.models import make_model
 from support.waiting import until
 
@@ -29,7 +30,7 @@ def check_nothing_left(live: AsyncEngine) -> None:
     """No request, and no block, is held, once what was aborted and what is being stored has ended."""
     until(lambda: _num_held(live) == (0, 0, 0, 0))
     live.call(lambda engine: engine.manager.check()).result()
-    stepper = live._stepper
+    stepper = stepper_of(live)
     assert not stepper._mailboxes and not stepper.sink and not live.engine.has_unfinished
 
 

@@ -78,7 +78,7 @@ def slow(seat: Seat, model: PreTrainedModel) -> None:
     asked: list[int] = []
 
     def ask(engine: Engine) -> None:
-        asked.append(engine._connectors.store.store.lookup(torch.arange(64, dtype=torch.int32).numpy(), namespace=b""))
+        asked.append(engine.debug.store.store.lookup(torch.arange(64, dtype=torch.int32).numpy(), namespace=b""))
 
     def work(engine: Engine) -> Any:
         asker = threading.Thread(target=ask, args=(engine,))

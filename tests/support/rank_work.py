@@ -133,7 +133,7 @@ def steered(engine: Engine) -> Any:
 def stored(engine: Engine) -> Any:
     """Return the tokens, and how many of the prompts' came out of the store."""
     tokens = [output.token_ids for output in engine.generate(prompts(), SamplingParams(max_tokens=4))]
-    engine._connectors.drain()  # while there are counters
+    engine.debug.connectors.drain()  # while there are counters
     return tokens, engine.stats().store.num_loaded_tokens
 
 

@@ -3,6 +3,7 @@
 import threading
 
 import torch
+from support.insides import entries_of, slab_of, stack_of
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, Placed, TierError
 from kvpage.store.tiers.memory_tier import MemoryTier
@@ -82,8 +83,8 @@ class Between(MemoryTier):
 
 
 def corrupt(tier: MemoryTier, key: bytes, at: int) -> None:
-    entry = tier._entries[key]
-    tier._slab[entry.begin * 4096 + at] ^= 1 << (at % 8)
+    entry = entries_of(tier)[key]
+    slab_of(tier)[entry.begin * 4096 + at] ^= 1 << (at % 8)
 
 
 def written_back(small_records: int):
@@ -96,5 +97,5 @@ def written_back(small_records: int):
     large = MemoryTier(1 << 20, pin_memory=False, name="large")
     store = make(tiers=[Placed(small), Placed(large, is_written_back=True)])
     go = threading.Event()
-    store._tiers.later(lambda: int(go.wait(20)))
+    stack_of(store).later(lambda: int(go.wait(20)))
     return store, small, large, go

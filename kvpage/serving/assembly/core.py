@@ -30,6 +30,7 @@ from kvpage.serving.assembly.store_parts import check_keeps_layers, check_keeps_
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.config import EngineConfig
+from kvpage.serving.debug import EngineDebug
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
 from kvpage.serving.loop.batch.step_states import StepStates
@@ -287,6 +288,18 @@ class EngineCore(EnginePrompts):
     @property
     def _windows(self) -> tuple[WindowBlocks, ...]:
         return self.manager.windows if isinstance(self.manager, WindowedManager) else ()
+
+    @property
+    def debug(self) -> EngineDebug:
+        """The parts inside, by the names of their roles: for tests."""
+        return EngineDebug(
+            runner=self._runner,
+            connectors=self._connectors,
+            transfers=self._transfers,
+            batch_runner=self._batch_runner,
+            decoder=self._loop.decoder,
+            use_graphs=self._use_graphs,
+        )
 
     # --- for an AsyncEngine ------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class ServingLoop:
         self._process = ForkGuard("the engine")
         self.thread = ThreadGuard("the engine")
         self._suspects = Suspects()
-        self._decoder: DeviceDecoder | None = None
+        self.decoder: DeviceDecoder | None = None
         self._limit: Callable[[], WaitLimit] | None = None
 
     def limit_waits(self, limit: Callable[[], WaitLimit] | None) -> None:
@@ -75,7 +75,7 @@ class ServingLoop:
 
     def use_decoder(self, decoder: DeviceDecoder) -> None:
         """Have decodes computed by it from now on, as far as it takes them."""
-        self._decoder = decoder
+        self.decoder = decoder
 
     def new_id(self) -> str:
         """Return an id that no unfinished request has."""
@@ -249,7 +249,7 @@ class ServingLoop:
             finally:
                 self._connectors.end_step()
         except BaseException as error:  # an interrupt too must leave no request without its blocks, or its next token
-            ahead = () if self._decoder is None else self._decoder.drop()
+            ahead = () if self.decoder is None else self.decoder.drop()
             for request in untaken:
                 request.take_back(request in ahead, request in self._scheduler.waiting)
             self._scheduler.requeue(untaken)
@@ -273,8 +273,8 @@ class ServingLoop:
             self._fail(request, request.why_no_token())
 
     def _choose(self, batch: Batch) -> ChosenTokens:
-        if self._decoder is not None and self._decoder.takes(batch):
-            return chosen_of_decodes(batch, self._decoder.choose(batch))
+        if self.decoder is not None and self.decoder.takes(batch):
+            return chosen_of_decodes(batch, self.decoder.choose(batch))
         return choose_tokens(batch, self._run(batch))
 
     def _blame(self, requests: Sequence[Request], error: Exception) -> Exception | None:
@@ -288,7 +288,7 @@ class ServingLoop:
 
     def _next_batch(self) -> Batch:
         """Return the batch of the step that was begun ahead, or else schedule one."""
-        decoder, scheduler = self._decoder, self._scheduler
+        decoder, scheduler = self.decoder, self._scheduler
         if decoder is not None and decoder.is_ahead:
             decoder.settle()
             self._connectors.ask(scheduler.waiting, scheduler.num_queued)
@@ -396,5 +396,5 @@ class ServingLoop:
         self._suspects.clear([request])
         self._scheduler.finish(request)
         self._connectors.forget(request)
-        if self._decoder is not None and not self._scheduler.running:
-            self._decoder.let_go()
+        if self.decoder is not None and not self._scheduler.running:
+            self.decoder.let_go()

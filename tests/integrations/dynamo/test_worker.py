@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 from support import fake_dynamo
 from support.fake_dynamo import Context, EngineShutdown, HttpError, InvalidArgument, Metrics, Publisher, Unknown
+from support.insides import served_by
 from support.model_folder import make_model_folder
 from transformers import AutoModelForCausalLM
 
@@ -73,7 +74,7 @@ def with_own_worker(folder: str, use: Use, **options: Any) -> None:
     async def run() -> None:
         worker = DynamoWorker(options_of(folder, **options))
         await worker.start(7)
-        served = worker._served
+        served = served_by(worker)
         try:
             await use(worker)
         finally:
@@ -108,9 +109,9 @@ def test_what_a_worker_registers(folder, served):
         assert (numbers.context_length, numbers.kv_cache_block_size, numbers.total_kv_blocks) == (512, B, 64)
         assert (numbers.max_num_seqs, numbers.max_num_batched_tokens) == (64, 2048)
         (source,) = await worker.kv_event_sources()
-        assert source.endpoint == worker._served.engine.engine.telemetry.event_endpoints[0] and source.dp_rank == 0
+        assert source.endpoint == served_by(worker).engine.engine.telemetry.event_endpoints[0] and source.dp_rank == 0
         assert worker.component_metrics_dp_ranks() == [0]
-        assert (await worker.health_check_payload())["token_ids"] == [worker._served.tokenizer.bos_token_id]
+        assert (await worker.health_check_payload())["token_ids"] == [served_by(worker).tokenizer.bos_token_id]
 
     with_worker(folder, served, use)
 
@@ -227,7 +228,7 @@ def test_a_stream_that_is_left_ends_its_request(folder, served):
         await stream.aclose()
         del stream
         for _ in range(1000):
-            if worker._served.engine.stats().num_unfinished == 0:
+            if served_by(worker).engine.stats().num_unfinished == 0:
                 break
             await asyncio.sleep(0.01)
 
@@ -271,7 +272,7 @@ def test_hints_pin_a_prompt_within_the_quota(folder):
         return {"protocol_version": "0.1", "message_id": "m", "actions": [pin]}
 
     async def use(worker: DynamoWorker) -> None:
-        live = worker._served.engine
+        live = served_by(worker).engine
         one = {"max_tokens": 1}
         for tokens, num_pinned in ((PROMPT, 3), ([7] * 2 * B, 3)):  # the second one exceeds the quota
             await chunks_of(worker, token_ids=tokens, stop_conditions=one, kv_hint=hinted(ttl=60.0))
@@ -298,7 +299,7 @@ def test_requests_that_a_closing_worker_leaves_go_to_another(folder):
         stream = worker.generate(
             {"token_ids": PROMPT, "stop_conditions": {"max_tokens": 450, "ignore_eos": True}}, Context("long")
         )
-        served = worker._served
+        served = served_by(worker)
         await anext(stream)
         draining = asyncio.create_task(served.engine.drain(0.0))
         with pytest.raises(EngineShutdown):
@@ -313,12 +314,12 @@ def test_requests_that_a_closing_worker_leaves_go_to_another(folder):
 
 def test_a_request_that_the_model_fails_at_is_an_error(folder, served, monkeypatch):
     async def use(worker: DynamoWorker) -> None:
-        engine = worker._served.engine.engine
+        engine = served_by(worker).engine.engine
 
         def fail(*args: Any, **kwargs: Any) -> None:
             raise RuntimeError("the model has failed")
 
-        monkeypatch.setattr(engine._runner, "forward", fail)
+        monkeypatch.setattr(engine.debug.runner, "forward", fail)
         with pytest.raises(Unknown, match="the model has failed"):
             await chunks_of(worker)
         monkeypatch.undo()
@@ -337,10 +338,10 @@ def test_numbers_for_the_router_and_for_prometheus(folder, served, monkeypatch):
         await worker.register_prometheus(metrics)
         for _ in range(2):
             await chunks_of(worker, stop_conditions={"max_tokens": 8, "ignore_eos": True})
-        worker._snapshots.tell(worker._served.engine)
+        worker._snapshots.tell(served_by(worker).engine)
         last = publisher.told[-1]
         assert {rank for rank, _ in publisher.told} == {0}
-        assert 0 < last[1].kv_cache_hit_rate == worker._served.engine.engine.stats().hit_rate
+        assert 0 < last[1].kv_cache_hit_rate == served_by(worker).engine.engine.stats().hit_rate
         assert (last[1].kv_used_blocks, last[1].kv_total_blocks) == (0, 64)
         assert max(one.kv_used_blocks for _, one in publisher.told) >= 4
         assert b"kvpage_computed_tokens_total" in generate_latest(metrics.registries[0])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from integrations.sglang import real_pools
 from integrations.sglang.real_pools import EngineSide, HybridSide, filled, mamba_pool, mha_pool, page_of
+from support.insides import store_of
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs sglang: tests/integrations/run.sh sglang", allow_module_level=True)
@@ -80,7 +81,7 @@ def test_a_store_in_trouble_costs_a_miss_and_no_thread(side: Callable[[], Hybrid
 
     with monkeypatch.context() as trouble:
         for name in ("contains", "get_into", "put"):
-            trouble.setattr(storage._store, name, fails)
+            trouble.setattr(store_of(storage), name, fails)
         assert made.fetch_with_state(operation, [40, 41, 42], 77) == (0, 0)
         assert made.hit_with_state(TOKENS).storage_hit_count == 0
         assert made.keep_with_state([3, 4, 5], keys[3:6], 5) == 0

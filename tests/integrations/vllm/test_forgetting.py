@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from support import fake_vllm
 from support.fake_tiering import Tiering, config_of, disk, make_model, whole
+from support.insides import store_of
 
 from kvpage.integrations.vllm.engine_facts import FACTS, engine_config, facts_of
 
@@ -76,7 +77,7 @@ def test_routers_are_told_that_all_is_gone_and_learn_what_comes(model):
     tiering = Tiering(model, tiers=["memory://?size=1MiB"], publishes=True, enable_kv_events=True)
 
     def told() -> list[tuple[bool, list[bytes]]]:
-        tiering.tier._store.flush()
+        store_of(tiering.tier).flush()
         return [(event.removed, sorted(event.keys)) for event in tiering.tier.take_events()]
 
     tiering.compute("r", KEYS[:4])
@@ -84,7 +85,7 @@ def test_routers_are_told_that_all_is_gone_and_learn_what_comes(model):
     tiering.reset()
     tiering.compute("r", KEYS[2:6])
     assert told() == [(True, KEYS[:4]), (False, KEYS[2:6])]
-    tiering.tier._store.clear()
+    store_of(tiering.tier).clear()
     assert told() == [(True, KEYS[2:6])]
     tiering.close()
 

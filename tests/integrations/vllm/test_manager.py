@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.insides import store_of
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vLLM: tests/integrations/run.sh vllm", allow_module_level=True)
@@ -114,7 +115,7 @@ def test_the_manager_passes_uses_on_and_takes_events(tmp_path):
     managed.manager.complete_store(KEYS, managed.request)
     managed.until(lambda: not managed.manager.has_pending_work())
     (tier,) = managed.manager.secondary_tiers
-    tier._store.flush()
+    store_of(tier).flush()
     events = [event for event in managed.manager.take_events() if event.medium is tier.medium]
     assert sorted(key for event in events for key in event.keys) == KEYS and not any(one.removed for one in events)
     managed.manager.touch(KEYS[:2], managed.request)
@@ -131,5 +132,5 @@ def test_a_reset_of_vllm_s_caches_reaches_the_tier(tmp_path):
     managed.manager.reset_cache()
     getattr(managed.manager, "on_reset_flushed", lambda: None)()
     managed.until(lambda: {managed.manager.lookup(key, managed.request) for key in KEYS} == {miss})
-    assert managed.manager.secondary_tiers[0]._store.stats().tiers[0].num_records == len(KEYS)
+    assert store_of(managed.manager.secondary_tiers[0]).stats().tiers[0].num_records == len(KEYS)
     managed.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support import fake_vllm
 from support.fake_tiering import NUM_BYTES, Tiering, bytes_of, config_of, disk, held, make_model
+from support.insides import stack_of, store_of
 from support.redis_server import RedisServer, needs_redis
 from support.waiting import until
 
@@ -154,7 +155,7 @@ def test_flipped_bits_are_misses_of_their_chunks_alone(tmp_path, model, caplog):
 
 def test_a_store_that_promises_and_does_not_give_is_asked_once_a_request(model, monkeypatch):
     tiering = Tiering(model, tiers=[MEMORY])
-    monkeypatch.setattr(tiering.tier._store._tiers, "locate", lambda keys, *_: [0] * len(keys))
+    monkeypatch.setattr(stack_of(store_of(tiering.tier)), "locate", lambda keys, *_: [0] * len(keys))
     for number in range(3):
         assert tiering.load(f"request {number}", KEYS) == [False] * 8
         assert tiering.num_loads == number + 1
@@ -168,11 +169,11 @@ def test_a_call_that_fails_is_a_miss(model, monkeypatch, caplog):
     def broken(*_):
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(tiering.tier._store._tiers, "read_each", broken)
-    monkeypatch.setattr(tiering.tier._store._tiers, "put", broken)
+    monkeypatch.setattr(stack_of(store_of(tiering.tier)), "read_each", broken)
+    monkeypatch.setattr(stack_of(store_of(tiering.tier)), "put", broken)
     assert tiering.load("second", KEYS) == [False] * 8
     assert not tiering.compute("third", KEYS[:1]).success
-    monkeypatch.setattr(tiering.tier._store._tiers, "locate", broken)
+    monkeypatch.setattr(stack_of(store_of(tiering.tier)), "locate", broken)
     assert tiering.load("fourth", KEYS) == [False] * 8
     assert "its chunks count as missing" in caplog.text
     tiering.close()
@@ -184,7 +185,7 @@ def test_a_full_place_keeps_what_fits(model):
         assert tiering.compute(f"turn {turn}", [key]).success
     found = tiering.load("last", KEYS)
     assert found[-1] and 0 < sum(found) < 4
-    assert tiering.tier._store.stats().tiers[0].evicted >= 5
+    assert store_of(tiering.tier).stats().tiers[0].evicted >= 5
     tiering.close()
 
 
@@ -335,7 +336,7 @@ def test_a_store_that_is_slow_is_told_of_the_last_uses_alone(monkeypatch):
 
 def taken(tiering: Tiering) -> list[tuple[bool, bytes]]:
     """vLLM's events since the last call, a key each."""
-    tiering.tier._store.flush()
+    store_of(tiering.tier).flush()
     events = list(tiering.tier.take_events())
     assert all(event.medium is tiering.tier.medium and event.locality is tiering.tier.locality for event in events)
     return [(event.removed, key) for event in events for key in event.keys]
@@ -355,7 +356,7 @@ def test_events_tell_what_comes_and_what_leaves_the_last_place(kind, tmp_path, m
     later = taken(tiering)
     assert sorted(key for removed, key in later if not removed) == KEYS[4:6]
     assert len([key for removed, key in later if removed]) == (2 if kind == "memory" else 0)
-    tiering.tier._store.remove([tiering.tier._prefix + KEYS[5]])
+    store_of(tiering.tier).remove([tiering.tier._prefix + KEYS[5]])
     assert taken(tiering) == [(True, KEYS[5])]
     tiering.close()
 
@@ -427,7 +428,7 @@ def test_metrics_tell_only_growth(model):
     from kvpage.integrations.vllm.metrics import MetricsWriter, TierCounts
 
     tiering, writer = Tiering(model, tiers=[MEMORY]), MetricsWriter()
-    stats = tiering.tier._store.stats()
+    stats = store_of(tiering.tier).stats()
     for failed, told in ((2, 2), (2, None), (5, 3)):
         written = writer.write(fake_vllm.OffloadingConnectorStats(), TierCounts(failed_loads=failed), stats).values
         assert written.get(("vllm:kvpage_failed_loads", ())) == told

@@ -89,6 +89,7 @@ class PythonMutants:
 
     def apply(self, index: int) -> None:
         """This process has the mutant from now on."""
+        gc.unfreeze()  # tests freeze what they have imported, and frozen objects cannot be listed
         path, how = self.mutants[index].path, self._how[index]
         if isinstance(how, tuple):
             return _set_number(self._name_of(path), *how)

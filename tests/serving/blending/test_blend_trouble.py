@@ -100,7 +100,7 @@ def engine_over(source: SlowToKeep, num_segments: int) -> Engine:
     engine = Engine.from_model(
         model, EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=64), blend=config), segments=source
     )
-    source.num_waiting = lambda: len(engine._connectors.blend._keeps)
+    source.num_waiting = lambda: len(engine.debug.blend._keeps)
     return engine
 
 
@@ -112,11 +112,11 @@ def test_what_a_slow_source_is_to_keep_is_bounded() -> None:
         engine.add_request(prompt, ONE, segments=[9])
     while engine.has_unfinished:
         engine.step()
-        assert sum(engine._connectors.blend._keeps.values()) <= engine._connectors.blend._max_bytes
+        assert sum(engine.debug.blend._keeps.values()) <= engine.debug.blend._max_bytes
     stats = engine.stats().blend
     assert (stats.num_kept_segments, stats.num_skipped_segments) == (2, 4)
     source.go.set()
-    engine._connectors.blend.drain()
+    engine.debug.blend.drain()
     engine.add_request([*prompts[-1], 8], ONE, segments=[9])
     drain(engine)
     engine.close()

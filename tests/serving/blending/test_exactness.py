@@ -147,7 +147,7 @@ def test_blended_and_ordinary_requests_in_one_step(stages: dict[str, object], ra
         engine.add_request(tokens, ONE, blend=True, segments=[len(lead), *map(len, parts)])
     logits = first_logits(engine)
     assert len(logits) == 5
-    decoding = others[0] + next(iter(engine._loop.requests.values())).generated_token_ids[:1]
+    decoding = others[0] + next(iter(engine.loop.requests.values())).generated_token_ids[:1]
     assert error(logits[0], own_logits(model, decoding)) <= FULL
     assert error(logits[1], own_logits(model, others[1])) <= FULL
     for row, (parts, lead) in enumerate(zip(each, leads, strict=True)):

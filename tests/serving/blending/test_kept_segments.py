@@ -46,7 +46,7 @@ def test_what_was_blended_is_never_found() -> None:
     assert output.is_blended
     exact = engine.generate([prompt + output.token_ids], ONE)[0]
     assert exact.num_cached_tokens <= len(LEAD)
-    assert not engine._connectors.blend.source.find(np.array(unknown, np.int32))
+    assert not engine.debug.blend.source.find(np.array(unknown, np.int32))
     assert exact.token_ids == make_engine().generate([prompt + output.token_ids], ONE)[0].token_ids
 
 
@@ -58,9 +58,9 @@ def test_what_comes_before_the_first_reused_token_is_exact_and_found() -> None:
     exact, logits = serve_plainly(engine, prompt_of(parts))
     assert exact.num_cached_tokens == (len(LEAD) + len(SEGMENTS[0])) // B * B
     assert error(logits, own_logits(model, prompt_of(parts))) <= FULL
-    engine._connectors.blend.drain()  # another thread keeps them
-    assert engine._connectors.blend.source.find(np.array(SEGMENTS[0], np.int32))
-    assert not engine._connectors.blend.source.find(np.array(SEGMENTS[1], np.int32))
+    engine.debug.blend.drain()  # another thread keeps them
+    assert engine.debug.blend.source.find(np.array(SEGMENTS[0], np.int32))
+    assert not engine.debug.blend.source.find(np.array(SEGMENTS[1], np.int32))
 
 
 def test_everything_is_known_but_the_last_token() -> None:
@@ -118,7 +118,7 @@ def test_an_engine_that_was_closed_computes_in_full() -> None:
     engine.warm_segments(SEGMENTS)
     parts = [SEGMENTS[2]]
     one = engine.add_request(prompt_of(parts), ONE, blend=True, segments=lengths_of(parts))
-    engine._connectors.ask(engine.scheduler.waiting)
+    engine.debug.connectors.ask(engine.scheduler.waiting)
     engine.close()
     assert not drain(engine)[one].is_blended
     with pytest.raises(ValueError, match="blend and segments need an engine with a BlendConfig"):
@@ -206,8 +206,8 @@ def test_which_layer_chooses_for_a_prompt_does_not_depend_on_others_of_its_step(
 def test_rows_with_nothing_new_before_them_are_not_chosen() -> None:
     model, engine, parts = model_of("llama"), make_engine(), [SEGMENTS[2], SEGMENTS[0]]
     engine.warm_segments(parts)
-    engine._connectors.blend.drain()
-    fresh = make_engine(ratio=0.4, check_layer=None, segments=engine._connectors.blend.source)  # its blocks are empty
+    engine.debug.blend.drain()
+    fresh = make_engine(ratio=0.4, check_layer=None, segments=engine.debug.blend.source)  # its blocks are empty
     output, logits = serve(fresh, parts, lead=[])
     places = [blend_oracle.place(model, [], SEGMENTS[2], 0), blend_oracle.place(model, [], SEGMENTS[0], 13)]
     places[0].sensitivity = [0.0] * 13
@@ -222,7 +222,7 @@ def test_exact_rows_are_not_chosen_beside_rows_that_are_not_known(others: list[i
     keep_unmeasured(engine, SEGMENTS[2])
     keep_unmeasured(engine, SEGMENTS[0])
     engine.warm_segments([SEGMENTS[index] for index in others])
-    fresh = make_engine(ratio=0.4, check_layer=None, segments=engine._connectors.blend.source)  # its blocks are empty
+    fresh = make_engine(ratio=0.4, check_layer=None, segments=engine.debug.blend.source)  # its blocks are empty
     output, logits = serve(fresh, parts, lead=[])
     starts, places = [0, 13, 22], []
     for start, tokens in zip(starts, parts, strict=False):
@@ -251,7 +251,7 @@ def test_nothing_is_measured_where_it_is_not_used() -> None:
     engine.warm_segments(SEGMENTS)
     assert engine.stats().num_computed_tokens == sum(map(len, SEGMENTS))
     assert all(kept(engine, tokens).sensitivity is None for tokens in SEGMENTS)
-    measuring = make_engine(segments=engine._connectors.blend.source)
+    measuring = make_engine(segments=engine.debug.blend.source)
     measuring.warm_segments(SEGMENTS)  # what was kept without one is measured
     assert measuring.stats().num_computed_tokens == 2 * sum(map(len, SEGMENTS))
     assert all(kept(measuring, tokens).sensitivity is not None for tokens in SEGMENTS)
@@ -261,7 +261,7 @@ def test_nothing_is_measured_where_it_is_not_used() -> None:
 def test_what_is_kept_is_not_computed_again(uses_sensitivity: bool) -> None:
     engine = make_engine(uses_sensitivity=uses_sensitivity)
     engine.warm_segments(SEGMENTS[:2])
-    again = make_engine(uses_sensitivity=uses_sensitivity, segments=engine._connectors.blend.source)
+    again = make_engine(uses_sensitivity=uses_sensitivity, segments=engine.debug.blend.source)
     again.warm_segments(SEGMENTS[:2])
     assert again.stats().num_computed_tokens == again.stats().blend.num_kept_segments == 0
     again.warm_segments(SEGMENTS)

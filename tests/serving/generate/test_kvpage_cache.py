@@ -17,6 +17,7 @@ from support.generate_pools import (
     padded,
     rows_of,
 )
+from support.insides import cached_rows
 from support.models import make_prompts
 
 from kvpage.serving import KVPageCache
@@ -88,8 +89,8 @@ def test_what_forward_returns_and_what_blocks_hold_are_transformers_own() -> Non
             expected = model(piece, past_key_values=own).logits
             assert torch.equal(model(piece, past_key_values=cache).logits, expected)
         length = cache.get_seq_length()
-        cache._rows.commit()  # the last block is not full: it would be written at the release
-        table = pool.manager.block_tables([row.seq_id for row in cache._rows._rows])
+        cached_rows(cache).commit()  # the last block is not full: it would be written at the release
+        table = pool.manager.block_tables([row.seq_id for row in cached_rows(cache)._rows])
         for layer, blocks in zip(own.layers, pool.engine.gpu_cache, strict=True):
             for part, rows in ((0, layer.keys), (1, layer.values)):
                 held = blocks[part, table[0]].flatten(0, 1)[:length]

@@ -18,6 +18,7 @@ from support.generate_pools import (
     rows_of,
     state,
 )
+from support.insides import cached_rows
 from support.models import CONFIGS, make_prompts
 
 from kvpage import CacheConfig, OutOfBlocks
@@ -229,7 +230,7 @@ def test_without_room_for_more_rows() -> None:
         assert state(cache) == before
         with pytest.raises(OutOfBlocks):  # there is room for a second row, but not for what comes next
             logits_of("llama", torch.cat([ids, rows_of([1, 2, 3, 4, 5])], dim=1).repeat(2, 1), cache)
-        assert (len(cache._rows), cache.get_seq_length()) == (1, 0)
+        assert (len(cached_rows(cache)), cache.get_seq_length()) == (1, 0)
         assert torch.equal(generate("llama", ids, cache), generate("llama", ids))
     check_drained(pool)
 

@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import pytest
+from support.insides import stepper_of
 from support.live_engines import B, check_nothing_left, expected, make_live
 from support.models import make_model, make_prompts
 
@@ -91,7 +92,7 @@ def test_one_engine_has_one_thread():
                 use()
         request = live.submit([1, 2], SamplingParams(max_tokens=2))
         assert [one.token_id for outputs in request for one in outputs] == request.output.token_ids
-    assert not live._stepper.thread.is_alive()
+    assert not stepper_of(live).thread.is_alive()
     assert engine.generate([[1, 2]], SamplingParams(max_tokens=2))[0].token_ids == request.output.token_ids
     for use in (lambda: live.submit([1]), lambda: live.call(print), live.begin_drain):
         with pytest.raises(EngineClosed):
@@ -102,7 +103,7 @@ def test_one_engine_has_one_thread():
 def test_calls_are_done_between_steps():
     with make_live() as live:
         thread = live.call(lambda engine: threading.current_thread()).result()
-        assert thread is live._stepper.thread
+        assert thread is stepper_of(live).thread
         live.call(Engine.reset_prefix_cache).result()
         with pytest.raises(ZeroDivisionError):
             live.call(lambda engine: 1 / 0).result()

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from support.insides import stepper_of
 from support.live_engines import B, check_nothing_left, expected, make_live
 from support.models import make_model, make_prompts
 from support.waiting import until
@@ -244,8 +245,8 @@ def test_waiting_for_a_store_takes_no_turns():
         request = live.submit(PROMPTS[-1], SamplingParams(max_tokens=2))
         until(lambda: store.num_lookups == 1)
         turns = []
-        take = live._stepper.inbox.take
-        live._stepper.inbox.take = lambda: turns.append(1) or take()
+        take = stepper_of(live).inbox.take
+        stepper_of(live).inbox.take = lambda: turns.append(1) or take()
         time.sleep(0.15)
         assert len(turns) <= 2
         store.gate.set()

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from support.insides import stepper_of
 from support.live_engines import B, check_nothing_left, expected, make_live
 from support.models import make_model, make_prompts
 from support.waiting import until
@@ -200,7 +201,7 @@ def test_a_thread_that_fails_tells_everybody(error):
     for request in requests:
         last = [one for outputs in request for one in outputs][-1]
         assert last.finish_reason == "error" and type(error).__name__ in last.error
-    live._stepper.thread.join()
+    stepper_of(live).thread.join()
     assert live.failure is error
     for use in (lambda: live.submit(PROMPT), lambda: live.call(print), live.begin_drain):
         with pytest.raises(EngineClosed, match=type(error).__name__):
@@ -266,13 +267,13 @@ def test_close_ends_what_is_under_way():
         assert request.output.finish_reason == "abort"
         assert [one.error for outputs in request for one in outputs][-1] == "the engine is closed"
     assert late.result() == 3 and drained.result() == 0
-    assert not live._stepper.thread.is_alive() and not live.engine.has_unfinished
+    assert not stepper_of(live).thread.is_alive() and not live.engine.has_unfinished
     assert live.engine.stats().num_used_blocks == 0
 
 
 def test_a_forgotten_engine_ends_but_not_while_it_is_read():
     live = make_live()
-    thread, forgotten = live._stepper.thread, weakref.ref(live)
+    thread, forgotten = stepper_of(live).thread, weakref.ref(live)
     request = live.submit(PROMPT, SamplingParams(max_tokens=20))
     del live
     assert sum(len(outputs) for outputs in request) == 20 and forgotten() is not None

@@ -64,7 +64,7 @@ def test_padding_writes_no_block_and_moves_nothing() -> None:
     """Every byte of the blocks that no sequence has is as before, and so are the addresses of the inputs."""
     engine = captured()
     poison(engine)
-    addresses = [part.data_ptr() for part in engine._batch_runner.graphs._inputs.views(MOST)]
+    addresses = [part.data_ptr() for part in engine.debug.batch_runner.graphs._inputs.views(MOST)]
     for prompt in make_prompts([5, 6, 7], seed=2):
         engine.add_request(prompt, SamplingParams(max_tokens=40))
     for _ in range(6):
@@ -77,7 +77,7 @@ def test_padding_writes_no_block_and_moves_nothing() -> None:
         for view in cache.views:
             assert view.rows[free].isnan().all()
             assert all(not view.rows[block].isnan().all() for block in owned)
-    assert [part.data_ptr() for part in engine._batch_runner.graphs._inputs.views(MOST)] == addresses
+    assert [part.data_ptr() for part in engine.debug.batch_runner.graphs._inputs.views(MOST)] == addresses
 
 
 # --- reasons ---------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def run(engine: Engine, **fields: object) -> list[list[int]]:
 
 def test_without_warmup_it_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine()
-    engine._use_graphs(CpuCapturer())
+    engine.debug.use_graphs(CpuCapturer())
     with caplog.at_level(logging.INFO, "kvpage"):
         assert run(engine) == run(make_engine())
     assert caplog.text.count("Engine.warmup() was not called") == 1
@@ -108,7 +108,7 @@ def test_a_capture_that_raises_leaves_the_engine_as_it_was(caplog: pytest.LogCap
     engine = make_engine()
     poison(engine)
     free = engine.manager.num_free_blocks
-    engine._use_graphs(Broken())
+    engine.debug.use_graphs(Broken())
     engine.warmup(lambda num: None)
     stats = engine.stats().graphs
     assert stats.sizes == () and stats.num_bytes == 0 and engine.manager.num_free_blocks == free
@@ -126,7 +126,7 @@ def test_an_interrupt_leaves_nothing_captured() -> None:
             return super().capture(work, beside)
 
     engine = make_engine()
-    engine._use_graphs(Interrupted())
+    engine.debug.use_graphs(Interrupted())
     with pytest.raises(KeyboardInterrupt):
         engine.warmup(lambda num: None)
     assert engine.stats().graphs.sizes == () and run(engine) == run(make_engine())
@@ -167,7 +167,7 @@ def test_a_module_of_another_package_is_not_captured(caplog: pytest.LogCaptureFi
 def test_hooks_run(caplog: pytest.LogCaptureFixture) -> None:
     """Those that come after the capture, too; once they are gone, steps are replayed again."""
     engine = captured()
-    model, seen = engine._runner.model, []
+    model, seen = engine.debug.runner.model, []
     hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: seen.append(1))
     assert run(engine) == run(make_engine())
     assert len(seen) == 6 and engine.stats().graphs.num_replays == 0
@@ -185,7 +185,7 @@ def test_hooks_run(caplog: pytest.LogCaptureFixture) -> None:
 def test_weights_are_those_of_now(change: str) -> None:
     """Changed in place they are found at their addresses. Else steps are computed anew, until the next warmup."""
     engine, expected = captured(), make_model("llama")
-    model = engine._runner.model
+    model = engine.debug.runner.model
     layer, other = model.model.layers[0].mlp.down_proj, expected.model.layers[0].mlp.down_proj
     before = run(engine)
     weight = layer.weight.detach().flip(0).clone()
@@ -252,7 +252,7 @@ def test_a_capture_without_memory_costs_its_size_alone(
     as_on_a_device(engine, capturer=capturer)
     stats, kept = engine.stats().graphs, sorted({1, 2, 4, 6} - failing)
     assert stats.sizes == tuple(kept) and capturer.num_releases == len(failing)
-    inputs = engine._batch_runner.graphs._inputs.num_bytes
+    inputs = engine.debug.batch_runner.graphs._inputs.num_bytes
     assert stats.num_bytes == inputs + 1000 * len(kept)
     assert caplog.text.count("rows are not captured, because the device's memory does not suffice (CUDA") == len(
         failing

@@ -26,7 +26,7 @@ def make_engine(num_seqs: int) -> Engine:
     """Its model is a stub, once it is accepted."""
     engine = Engine.from_model(make_model("llama"), EngineConfig(CacheConfig(B, 40 * num_seqs), max_num_seqs=num_seqs))
     logits = torch.randn(num_seqs, VOCAB, generator=torch.Generator().manual_seed(0))
-    engine._runner.forward = lambda packed, step: logits[: len(packed.wanted)]
+    engine.debug.runner.forward = lambda packed, step: logits[: len(packed.wanted)]
     return engine
 
 
@@ -88,12 +88,12 @@ def test_nothing_of_a_request_waits_for_the_garbage_collector(fields: dict) -> N
     engine = make_engine(4)
     engine.add_request(make_prompts([B])[0], SamplingParams(max_tokens=3, **fields))
     engine.add_request(make_prompts([B + 1])[0], SamplingParams(max_tokens=3, **fields), "aborted")
-    seen = [weakref.ref(request) for request in engine._loop.requests.values()]
+    seen = [weakref.ref(request) for request in engine.loop.requests.values()]
     gc.collect()
     gc.disable()
     try:
         engine.step()
-        seen += [weakref.ref(sample) for request in engine._loop.requests.values() for sample in request.group.samples]
+        seen += [weakref.ref(sample) for request in engine.loop.requests.values() for sample in request.group.samples]
         engine.abort("aborted")
         while engine.has_unfinished:
             engine.step()

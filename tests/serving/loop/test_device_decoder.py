@@ -71,7 +71,7 @@ def test_each_step_returns_the_same_outputs(graphs: bool, fields: dict) -> None:
     want = steps_of(waits, stops, **fields)
     assert any(output[2] == "stop" for each in want for output in each)
     assert steps_of(engine, stops, **fields) == want
-    assert engine._loop._decoder.num_ahead > 5
+    assert engine.debug.decoder.num_ahead > 5
     num_more = engine.stats().num_computed_tokens - waits.stats().num_computed_tokens
     assert 0 < num_more <= sum(output[2] == "stop" for each in want for output in each)
     assert engine.stats().num_generated_tokens == waits.stats().num_generated_tokens
@@ -81,7 +81,7 @@ def test_rules_that_count_tokens_wait_for_them() -> None:
     engine = ahead()
     fields = {"repetition_penalty": 1.3, "temperature": 1.0, "seed": 2}
     assert steps_of(engine, [], **fields) == steps_of(make_engine(), [], **fields)
-    assert engine._loop._decoder.num_ahead == 0 and engine.stats().graphs.num_replays > 5
+    assert engine.debug.decoder.num_ahead == 0 and engine.stats().graphs.num_replays > 5
 
 
 def test_tokens_are_asked_for_after_the_next_step_has_begun() -> None:
@@ -118,8 +118,8 @@ def run_trace(engine: Engine, requests: list, rng: random.Random) -> dict[int, o
         while num_added < len(requests) and rng.random() < 0.4:
             engine.add_request(*requests[num_added], f"r{num_added}")
             num_added += 1
-        if engine._loop.requests and rng.random() < 0.05:
-            engine.abort(rng.choice([*engine._loop.requests]))
+        if engine.loop.requests and rng.random() < 0.05:
+            engine.abort(rng.choice([*engine.loop.requests]))
         for output in engine.step():
             if output.output:
                 outcomes[int(output.request_id[1:])] = samples_of(output.output)
@@ -141,7 +141,7 @@ def test_a_trace(seed: int, options: dict) -> None:
     engine = ahead(**options)
     found = run_trace(engine, requests, random.Random(seed))
     assert len(found) > 15 and found == {number: want[number] for number in found}
-    assert engine._loop._decoder.num_ahead > 0 and engine.stats().graphs.num_replays > 5
+    assert engine.debug.decoder.num_ahead > 0 and engine.stats().graphs.num_replays > 5
     assert engine.stats().num_preemptions > 0 or not options
 
 
@@ -157,7 +157,7 @@ def test_calls_between_two_steps(call: str) -> None:
         for output in engine.step():
             told[output.request_id].append(output.token_id)
         if number == 3:
-            assert engine._loop._decoder.is_ahead
+            assert engine.debug.decoder.is_ahead
             between(engine, call, told)
     if call == "abort":
         assert told.pop("r1") == want.pop(1)[:4]
@@ -193,7 +193,7 @@ def test_the_last_request_is_let_go(end: str) -> None:
         engine.step()
     if end == "abort":
         engine.abort(name)
-    assert not engine.has_unfinished and not engine._loop._decoder._ahead.decodes.requests
+    assert not engine.has_unfinished and not engine.debug.decoder._ahead.decodes.requests
     assert len(LateFetch.waiting) == 1
     assert engine.step() == [] and not LateFetch.waiting
     check_nothing_left(engine)
@@ -207,10 +207,10 @@ def test_blocks_of_one_who_leaves_are_not_given_to_a_store_before_the_step_has_e
             engine.add_request(prompt, SamplingParams(max_tokens=30))
         for _ in range(4):
             engine.step()
-        ask = engine._connectors.ask
-        engine._connectors.ask = lambda *args: asked.append(len(LateFetch.waiting)) or ask(*args)
+        ask = engine.debug.connectors.ask
+        engine.debug.connectors.ask = lambda *args: asked.append(len(LateFetch.waiting)) or ask(*args)
         engine.step()
-        engine.abort(next(iter(engine._loop.requests)))
+        engine.abort(next(iter(engine.loop.requests)))
         engine.step()
         engine.close()
     assert asked[:2] == [1, 0]
@@ -221,7 +221,7 @@ def test_blocks_of_one_who_leaves_are_not_given_to_a_store_before_the_step_has_e
 
 def failing(engine: Engine, nth: int, error: BaseException) -> Engine:
     """Its model raises in its nth forward, once; captured steps run the same layers."""
-    layer, count = engine._runner.view.model.layers[1], [0]
+    layer, count = engine.debug.runner.view.model.layers[1], [0]
     forward = layer.forward
 
     def fail(*args, **kwargs):
@@ -259,7 +259,7 @@ def test_a_step_that_raises(nth: int, error: BaseException, graphs: bool) -> Non
 def test_one_with_which_the_model_raises_ends_alone() -> None:
     bad, model = 7, make_model("llama")
     engine = ahead(model, graphs=False)
-    layer = engine._runner.view.model.layers[1]
+    layer = engine.debug.runner.view.model.layers[1]
     forward = layer.forward
 
     def fail(hidden, *args, **kwargs):
@@ -286,7 +286,7 @@ def test_logits_that_are_no_numbers(graphs: bool) -> None:
 
     def spoil(engine: Engine) -> Engine:
         with torch.no_grad():
-            engine._runner.model.get_input_embeddings().weight[bad] = float("nan")
+            engine.debug.runner.model.get_input_embeddings().weight[bad] = float("nan")
         return engine
 
     found = []
@@ -304,7 +304,7 @@ def test_ctrl_c_at_any_line() -> None:
 
     def work(engine: Engine, told: list[list[int]]) -> None:
         for index, prompt in enumerate(prompts):
-            if not told[index] and str(index) not in engine._loop.requests:
+            if not told[index] and str(index) not in engine.loop.requests:
                 engine.add_request(prompt, SamplingParams(max_tokens=6), str(index))
         while engine.has_unfinished:
             for output in engine.step():
@@ -341,4 +341,4 @@ def test_a_refused_capture_still_runs_ahead() -> None:
     as_on_a_device(engine, capturer=CpuCapturer(1 << 40))
     want = [one.token_ids for one in make_engine().generate(make_prompts([5, 6], 1), SamplingParams(max_tokens=9))]
     assert [one.token_ids for one in engine.generate(make_prompts([5, 6], 1), SamplingParams(max_tokens=9))] == want
-    assert engine.stats().graphs.num_replays == 0 and engine._loop._decoder.num_ahead > 3
+    assert engine.stats().graphs.num_replays == 0 and engine.debug.decoder.num_ahead > 3

@@ -43,7 +43,7 @@ def decoding(
     engine.step()
     move(engine, device, patch, runs_ahead)
     if captures:
-        engine._use_graphs(Capturer(device))
+        engine.debug.use_graphs(Capturer(device))
         with device:
             engine.warmup(lambda num: None)
         assert engine.stats().graphs.sizes == (1, 2, 4, 6), engine.stats().graphs

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from support.insides import gathered_by, nobody_reads, num_lent
 from support.late_lanes import LateLanes
 from support.models import generate_each, make_model, make_prompts
 
@@ -69,7 +70,7 @@ class LateStore:
     def of(self, cache: object) -> KVStore:
         if self._store is None:
             self._store = KVStore(KVStoreConfig(CHUNK, num_threads=2), metadata_of(cache, "m"), [self.tier])
-            self._store._chunks._lanes = self._store._chunks._layer_lanes = self.lanes.pool
+            gathered_by(self._store, self.lanes.pool)
         return self._store
 
     def close(self) -> None:
@@ -113,7 +114,7 @@ def make_engine(
 ) -> Engine:
     config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
     engine = Engine.from_model(make_model("llama"), EngineConfig(config, load_or_compute=False, **options), store=store)
-    engine._transfers._is_beside = is_beside
+    engine.debug.transfers._is_beside = is_beside
     store.of(engine.cache)
     for layer in engine.cache.gpu_cache:
         layer.fill_(float("nan"))
@@ -126,8 +127,8 @@ def store(full: MemoryTier) -> Iterator[LateStore]:
     yield made
     made.released.set()
     made.close()
-    assert made.lanes.is_idle() and made.lanes.pool._num_used == 0
-    assert all(entry.num_readers == 0 for entry in full._entries.values())
+    assert made.lanes.is_idle() and num_lent(made.lanes.pool) == 0
+    assert nobody_reads(full)
 
 
 def finish(engine: Engine, store: LateStore) -> dict[str, list[int]]:
@@ -156,20 +157,20 @@ def test_prompts_are_computed_and_end_before_their_loads_do(expected, store: Lat
     outputs = {}
     while engine.has_unfinished:
         outputs |= {one.request_id: one.output for one in engine.step() if one.output}
-    assert not store.released.is_set() and len(engine._connectors.store._late) == 2
+    assert not store.released.is_set() and len(engine.debug.store._late) == 2
     assert [outputs[f"request-{number}"].token_ids for number in (0, 1)] == expected[:2]
     assert [outputs[f"request-{number}"].num_cached_tokens for number in (0, 1)] == [5 * CHUNK, 3 * CHUNK - B]
     stats = engine.stats().store
     assert (stats.num_early_loads, stats.num_loads, stats.num_late, stats.num_errors) == (2, 2, 0, 0)
     assert engine.stats().num_used_blocks > 0, "blocks are given back before the last byte is there"
     finish(engine, store)
-    assert (stats.num_loaded_tokens, engine._transfers.expected._arrivals) == (8 * CHUNK - B, [])
+    assert (stats.num_loaded_tokens, engine.debug.transfers.expected._arrivals) == (8 * CHUNK - B, [])
 
 
 def test_layers_wait_one_after_the_other(expected, store: LateStore) -> None:
     """Layer 0 attends while copies of later layers have not been made."""
     engine, late = make_engine(store), []
-    for layer in engine._runner.model.model.layers:
+    for layer in engine.debug.runner.model.model.layers:
         layer.mlp.register_forward_hook(lambda *args: late.append(not store.lanes.is_idle()))
     engine.add_request(PROMPTS[0], PARAMS)
     step_until(engine, lambda: late)
@@ -193,7 +194,7 @@ def test_requests_that_share_the_blocks_wait_too(expected, store: LateStore) -> 
         if len(num_calls) == 1:
             raise RuntimeError("a hook of the model's has failed")
 
-    engine._runner.model.model.layers[0].mlp.register_forward_hook(fail_once)
+    engine.debug.runner.model.model.layers[0].mlp.register_forward_hook(fail_once)
     for _ in range(2):
         engine.add_request(PROMPTS[0], PARAMS)
     with pytest.raises(RuntimeError, match="a hook of the model's has failed"):
@@ -208,13 +209,13 @@ def test_an_aborted_request_leaves_its_load_the_blocks(expected, store: LateStor
     engine = make_engine(store, num_blocks=num_blocks)
     engine.add_request(PROMPTS[0], PARAMS, request_id="first")
     step_until(engine, lambda: store.arrivals and store.arrivals[0].is_over)
-    (load,) = engine._connectors.store._late
+    (load,) = engine.debug.store._late
     held = set(load.block_ids.tolist())
     engine.abort("first")
     assert engine.stats().num_used_blocks >= 5 * CHUNK // B
     engine.add_request(PROMPTS[3] + PROMPTS[2], SamplingParams(max_tokens=2), request_id="second")
     engine.step()
-    assert not held & set(engine.manager.block_ids(engine._loop.requests["second"].seq_id).tolist())
+    assert not held & set(engine.manager.block_ids(engine.loop.requests["second"].seq_id).tolist())
     finish(engine, store)
     assert engine.generate(PROMPTS[:1], PARAMS)[0].token_ids == expected[0], "what has come can be found"
 
@@ -225,7 +226,7 @@ def test_blocks_that_are_short_come_from_loads_that_have_ended(expected, store: 
     step_until(engine, lambda: store.arrivals and store.arrivals[0].is_over)
     engine.abort("first")
     prompt = make_prompts([50])[0][::-1]
-    reclaim = engine._connectors.store.reclaim
+    reclaim = engine.debug.store.reclaim
 
     def release_first() -> bool:
         store.released.set()
@@ -240,7 +241,7 @@ def test_a_reset_waits_for_the_last_byte(expected, store: LateStore) -> None:
     engine = make_engine(store)
     engine.add_request(PROMPTS[0], PARAMS)
     step_until(engine, lambda: store.arrivals and store.arrivals[0].is_over)
-    drain, order = engine._connectors.store.drain, []
+    drain, order = engine.debug.store.drain, []
     store.in_load = lambda: order.append("the load ends")
 
     def drain_later() -> None:
@@ -248,7 +249,7 @@ def test_a_reset_waits_for_the_last_byte(expected, store: LateStore) -> None:
         drain()
         order.append("drained")
 
-    engine._connectors.store.drain = drain_later
+    engine.debug.store.drain = drain_later
     engine.reset_prefix_cache()
     assert order == ["the load ends", "drained"] and engine.stats().num_used_blocks == 0
     assert finish(engine, store) == {"request-0": expected[0]}
@@ -268,7 +269,7 @@ def test_copies_that_fail_after_all_are_forgotten(expected, store: LateStore) ->
     with pytest.raises(RuntimeError, match="copy 7 has failed"):
         step_until(engine, end_load)
     store.released.set()
-    (load,) = engine._connectors.store._late
+    (load,) = engine.debug.store._late
     while not load.future.done():
         load.future.exception(PATIENCE)
     assert finish(engine, store) == {"request-0": expected[0]}
@@ -283,7 +284,7 @@ def test_tokens_that_others_have_computed_meanwhile(expected, store: LateStore) 
     Its request needs it no more.
     """
     engine = make_engine(store)
-    connector, (tokens,) = engine._connectors.store, [np.array(PROMPTS[0], np.int32)]
+    connector, (tokens,) = engine.debug.store, [np.array(PROMPTS[0], np.int32)]
     engine.add_request(PROMPTS[0], PARAMS)
     (request,) = engine.scheduler.waiting
     connector.ask([request])

@@ -14,6 +14,7 @@ from functools import cache
 import pytest
 import torch
 from support.ctrl_c import CtrlC, pythons_handler  # noqa: F401, a fixture for all that is here
+from support.insides import cached_rows
 from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
@@ -238,7 +239,7 @@ def test_a_cache_that_goes_on() -> None:
         with CtrlC(rng.randint(1, counted.num_lines)) as ctrl_c, suppress(KeyboardInterrupt):
             work(cache)
         for asked, wanted in zip(others, alone[1:], strict=True):
-            cache.crop(min(prompt.shape[1] - 1, cache._rows.length))
+            cache.crop(min(prompt.shape[1] - 1, cached_rows(cache).length))
             assert model.generate(asked, past_key_values=cache, **options).tolist() == wanted, ctrl_c.place
         cache.release()
         for asked, wanted in zip(long, answers, strict=True):

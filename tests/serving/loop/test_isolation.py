@@ -58,7 +58,7 @@ def raising_engine(tokens: tuple[int, ...] = (POISON,), **fields: object) -> Eng
             raise RuntimeError("boom")
 
     seen: list[torch.Tensor] = []
-    model = engine._runner.model
+    model = engine.debug.runner.model
     model.get_input_embeddings().register_forward_pre_hook(see)
     model.model.layers[1].register_forward_pre_hook(fail)
     return engine
@@ -123,7 +123,7 @@ def test_which_rows_are_no_numbers(worst: float, params: SamplingParams) -> None
             output[..., 2, :] = worst
         return output
 
-    handle = engine._runner.model.get_output_embeddings().register_forward_hook(hook)
+    handle = engine.debug.runner.model.get_output_embeddings().register_forward_hook(hook)
     ids = [engine.add_request(prompt, params) for prompt in GOOD]
     first = engine.step()
     handle.remove()
@@ -199,7 +199,7 @@ def test_samples_of_one_prompt(fails_first: bool) -> None:
         plain = {token for each in expected(GOOD[:2]) for token in each}.union(*GOOD, *alone[1:])
         fed = next(index for index, token in enumerate(alone[0][:-1]) if token not in plain)
         with torch.no_grad():
-            engine._runner.model.get_input_embeddings().weight[alone[0][fed]] = float("nan")
+            engine.debug.runner.model.get_input_embeddings().weight[alone[0][fed]] = float("nan")
         bad = engine.add_request(GOOD[4], params)
         outputs = drain(engine)
         samples = outputs[bad].samples
@@ -407,7 +407,7 @@ def test_amid_the_search_requests_come_go_and_ctrl_c_is_pressed(aborts: bool) ->
         engine.step()
     outputs = {one.request_id: one.output for _ in range(2) for one in engine.step() if one.output}
     if aborts:
-        for one in list(engine._loop._suspects.group):
+        for one in list(engine.loop._suspects.group):
             engine.abort(one.request_id)
             ids.remove(one.request_id)
 
@@ -415,7 +415,7 @@ def test_amid_the_search_requests_come_go_and_ctrl_c_is_pressed(aborts: bool) ->
         handle.remove()
         raise KeyboardInterrupt
 
-    handle = engine._runner.model.register_forward_pre_hook(press)
+    handle = engine.debug.runner.model.register_forward_pre_hook(press)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     late = engine.add_request(GOOD[0], PARAMS)
@@ -453,7 +453,7 @@ def test_what_is_raised_by_chance_costs_nothing_but_time() -> None:
         if len(calls) % 2:
             raise RuntimeError("boom")
 
-    engine._runner.model.model.layers[1].register_forward_pre_hook(hook)
+    engine.debug.runner.model.model.layers[1].register_forward_pre_hook(hook)
     assert [one.token_ids for one in engine.generate(GOOD, PARAMS)] == expected()
     check_nothing_left(engine)
 
@@ -466,7 +466,7 @@ def test_a_batch_that_is_too_large_ends_nobody() -> None:
         if args[0].shape[1] > 24:
             raise MemoryError
 
-    engine._runner.model.model.layers[1].register_forward_pre_hook(hook)
+    engine.debug.runner.model.model.layers[1].register_forward_pre_hook(hook)
     assert [one.token_ids for one in engine.generate(GOOD, PARAMS)] == expected()
     check_nothing_left(engine)
 
@@ -474,14 +474,14 @@ def test_a_batch_that_is_too_large_ends_nobody() -> None:
 def test_what_raises_after_the_model_is_done_ends_its_request() -> None:
     """As what chooses a token."""
     engine = make_engine()
-    works = engine._connectors.save_generated
+    works = engine.debug.connectors.save_generated
 
     def fails(request: object) -> None:
         if request.request_id == "bad":
             raise RuntimeError("boom")
         works(request)
 
-    engine._connectors.save_generated = fails
+    engine.debug.connectors.save_generated = fails
     for number, prompt in enumerate(GOOD):
         engine.add_request(prompt, PARAMS, "bad" if number == 2 else str(number))
     outputs, num_raised = run(engine)

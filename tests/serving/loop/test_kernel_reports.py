@@ -34,7 +34,7 @@ class PlayedReports:
 def test_a_bad_id_that_kernels_report_is_raised_by_its_step(bad_pass: int) -> None:
     """Nothing of that step is kept. It is computed once more, and the tokens are as without it."""
     engine = Engine.from_model(make_model("llama"), EngineConfig(CacheConfig(B, 64)))
-    engine._batch_runner._reports = PlayedReports(bad_pass)
+    engine.debug.batch_runner._reports = PlayedReports(bad_pass)
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(prompt, PARAMS, str(number))
     outputs = {}
@@ -57,7 +57,7 @@ def test_a_bad_id_in_a_pass_of_branches_is_raised_there() -> None:
     engine = Engine.from_model(make_model("llama"), EngineConfig(CacheConfig(B, 64)))
     with Branches(engine) as branches:
         first = branches.start(PROMPTS[3])
-        engine._batch_runner._reports = PlayedReports(1)
+        engine.debug.batch_runner._reports = PlayedReports(1)
         with pytest.raises(ValueError, match="block_tables held a block id out of range"):
             branches.compute([first])
         assert first.num_computed == 0

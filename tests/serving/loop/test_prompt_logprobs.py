@@ -41,9 +41,9 @@ def test_they_are_those_of_a_naive_pass(monkeypatch: pytest.MonkeyPatch, size: i
     """Beside requests without them, in steps of so many tokens, and so many rows of logits."""
     monkeypatch.setattr(intake, "MAX_SCORED_LOGITS", max_rows * VOCAB)
     plain, engine = SamplingParams(max_tokens=4), make_engine(max_num_batched_tokens=max(size, 3), max_num_seqs=3)
-    wide, compute = [], engine._batch_runner._runner.forward
+    wide, compute = [], engine.debug.runner.forward
     monkeypatch.setattr(
-        engine._batch_runner._runner,
+        engine.debug.runner,
         "forward",
         lambda packed, step: wide.append(len(packed.wanted)) or compute(packed, step),
     )

@@ -64,7 +64,7 @@ def test_stats_tell_what_happened(expected) -> None:
     store = DictStore()
     engine = make_engine(store)
     engine.generate(PROMPTS, PARAMS)
-    engine._connectors.store.drain()
+    engine.debug.store.drain()
     stats = engine.stats().store
     assert (stats.num_lookups, stats.num_found_tokens, stats.num_stores) == (3, 0, 3)  # one prompt has no whole block
     assert stats.num_stored_tokens == (5 + 3 + 1) * CHUNK
@@ -154,7 +154,7 @@ def test_a_store_that_raises_costs_a_miss(expected, name: str) -> None:
     engine = make_engine(store, load_or_compute=False)
     outputs = engine.generate(PROMPTS, PARAMS)
     assert [output.token_ids for output in outputs] == expected
-    engine._connectors.store.drain()
+    engine.debug.store.drain()
     assert engine.stats().store.num_errors == 3
     engine.close()
     engine.manager.check()
@@ -167,7 +167,7 @@ def test_answers_that_are_no_counts_cost_a_miss(expected, name: str, answer: obj
     serve(make_engine(store), expected)
     answered = getattr(store, name)
     engine = make_engine(store)
-    connector = engine._connectors.store
+    connector = engine.debug.store
     setattr(store, name, lambda *args, **named: (answered(*args, **named), answer)[1])
     cached = serve(engine, expected)
     if name != "store_blocks" and answer != 1 << 70:
@@ -190,7 +190,7 @@ def test_what_fails_between_engine_and_store_leaves_nothing_behind(expected, whe
     store = DictStore()
     serve(make_engine(store), expected)
     engine = make_engine(store if where != "_saves" else DictStore())
-    connector, calls = engine._connectors.store, []
+    connector, calls = engine.debug.store, []
     owner = connector._saves._thread if where == "_saves" else getattr(connector, where)
     name = "run" if where == "_transfers" else "submit"
     works = getattr(owner, name)

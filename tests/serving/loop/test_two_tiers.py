@@ -166,7 +166,7 @@ def test_an_aborted_request_leaves_nothing_on_the_host(expected) -> None:
     while not engine.stats().num_swaps:
         engine.step()
     for request_id in ids:
-        if request_id in engine._loop.requests:
+        if request_id in engine.loop.requests:
             engine.abort(request_id)
     engine.manager.check()
     space = engine.manager.stats().space

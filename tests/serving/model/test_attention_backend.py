@@ -46,8 +46,8 @@ def make_engine(model, name, block_size=16, backend="flash", **options):
 
 def first_logits(engine, prompts=PROMPTS):
     """The logits of the first forward pass of each prompt and of a few decodes after it."""
-    seen, forward = [], engine._runner.forward
-    engine._runner.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+    seen, forward = [], engine.debug.runner.forward
+    engine.debug.runner.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     for prompt in prompts:
         engine.generate([prompt], SamplingParams(max_tokens=3, ignore_eos=True))
     return seen

@@ -48,7 +48,7 @@ def test_tokens_are_the_same_and_nothing_is_compiled_anew(compile_by: Callable) 
     calls, model = compile_by("eager"), small()
     counters.clear()
     engine = Engine.from_model(model, EngineConfig(CacheConfig(4, 64), max_num_seqs=3, compile_model=True))
-    assert calls == [{"dynamic": True}] and engine._runner.view.config._attn_implementation == "kvpage_uncompiled"
+    assert calls == [{"dynamic": True}] and engine.debug.runner.view.config._attn_implementation == "kvpage_uncompiled"
     assert model.config._attn_implementation == "eager" and type(model.lm_head) is torch.nn.Linear
     first = [one.token_ids for one in engine.generate(PROMPTS, PARAMS)]
     num_graphs = counters["stats"]["unique_graphs"]

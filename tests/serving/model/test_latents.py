@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from support.insides import stack_of
 from support.latent_models import KINDS, MLA, make_latent_model
 from support.models import generate_each, make_model, make_prompts
 from transformers import DynamicCache
@@ -144,7 +145,7 @@ def test_one_store_of_latents_and_heads_of_one_model_mixes_nothing_up() -> None:
     first = KVStore(config, metadata_of(engines[0].cache, "m"))
     cached = []
     for engine in engines:
-        store = KVStore(config, metadata_of(engine.cache, "m"), [first._tiers.tiers[0]])
+        store = KVStore(config, metadata_of(engine.cache, "m"), [stack_of(first).tiers[0]])
         engine.use_store(store)
         outputs = engine.generate(PROMPTS, PARAMS)
         engine.close()
@@ -217,10 +218,10 @@ def assert_logits_of_a_cache(engine: Engine, cache_dtype: str) -> None:
 
 
 def first_logits(engine: Engine, prompt: list[int]) -> torch.Tensor:
-    forward, seen = engine._runner.forward, []
-    engine._runner.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+    forward, seen = engine.debug.runner.forward, []
+    engine.debug.runner.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     engine.generate([prompt], SamplingParams(max_tokens=1))
-    engine._runner.forward = forward
+    engine.debug.runner.forward = forward
     return seen[-1]
 
 

@@ -306,7 +306,7 @@ def test_a_view_is_collected_with_its_engine() -> None:
 
     model = make_model("llama")
     engine = Engine.from_model(model, EngineConfig(CACHE))
-    view = weakref.ref(engine._runner.view)
+    view = weakref.ref(engine.debug.runner.view)
     del engine
     gc.collect()
     assert view() is None

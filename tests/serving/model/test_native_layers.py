@@ -150,7 +150,7 @@ def test_the_option_leaves_all_layers_as_they_are(calls: Counter) -> None:
     engine = Engine.from_model(model, EngineConfig(CACHE, native_layers=False))
     tokens = [one.token_ids for one in engine.generate(prompts, SamplingParams(max_tokens=4))]
     assert tokens == generate_each(model, prompts, 4)
-    assert not calls and engine._runner.view.lm_head is model.lm_head
+    assert not calls and engine.debug.runner.view.lm_head is model.lm_head
 
 
 # --- the same attributes ----------------------------------------------------------------------------------------------
@@ -415,7 +415,7 @@ def test_layers_of_other_classes_are_left_alone(adapt: Callable[[nn.Linear], nn.
         layer.self_attn.q_proj = adapt(layer.self_attn.q_proj)
         layer.mlp.gate_proj = adapt(layer.mlp.gate_proj)
     engine = Engine.from_model(model, EngineConfig(CACHE))
-    view = engine._runner.view
+    view = engine.debug.runner.view
     assert view.model.layers[0].self_attn.q_proj is model.model.layers[0].self_attn.q_proj
     for is_on in (True, False):
         for module in model.modules():

@@ -111,7 +111,7 @@ def test_a_step_that_fails_forks_nothing(alone: list[list[list[int]]]) -> None:
         handle.remove()
         raise RuntimeError("boom")
 
-    handle = engine._runner.model.register_forward_pre_hook(fail)
+    handle = engine.debug.runner.model.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="boom"):
         engine.step()
     assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 1)

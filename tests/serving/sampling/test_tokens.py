@@ -232,7 +232,9 @@ def _second_logits(kind: str, prompt: list[int], corrupt: int | None) -> torch.T
     """The logits of the first decode, with one row of one layer's K or V multiplied after the prefill."""
     engine = make_engine(kind)
     seen: list[torch.Tensor] = []
-    engine._runner.model.register_forward_hook(lambda module, args, output: seen.append(output.logits[0, -1].clone()))
+    engine.debug.runner.model.register_forward_hook(
+        lambda module, args, output: seen.append(output.logits[0, -1].clone())
+    )
     engine.add_request(prompt, PARAMS, "one")
     engine.step()
     if corrupt is not None:

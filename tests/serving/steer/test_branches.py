@@ -25,7 +25,7 @@ def make_engine(num_blocks: int = 64, **options: object) -> Engine:
 def whole_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:
     """After the last token, by the model's own forward."""
     with torch.no_grad():
-        return engine._runner.model(torch.tensor([tokens])).logits[0, -1]
+        return engine.debug.runner.model(torch.tensor([tokens])).logits[0, -1]
 
 
 def check_logits(engine: Engine, branches: list[Branch], logits: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ def test_what_the_model_raises_loses_nothing(nth: int, wanted: list[list[int]] |
         if len(calls) == nth:
             raise RuntimeError("boom")
 
-    hook = engine._runner.model.model.register_forward_pre_hook(fail_once)
+    hook = engine.debug.runner.model.model.register_forward_pre_hook(fail_once)
     with pytest.raises(RuntimeError, match="boom"):
         branches.compute(both, wanted)
     with pytest.raises(ValueError, match="fork needs all 6 tokens to be computed, 0 are"):

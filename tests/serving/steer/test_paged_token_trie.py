@@ -23,7 +23,7 @@ def make_engine(num_blocks: int = 128, kind: str = "llama", **options: object) -
 
 def full_logprobs(engine: Engine, token_lists: list[list[int]]) -> torch.Tensor:
     with torch.no_grad():
-        rows = [engine._runner.model(torch.tensor([tokens])).logits[0, -1] for tokens in token_lists]
+        rows = [engine.debug.runner.model(torch.tensor([tokens])).logits[0, -1] for tokens in token_lists]
     return torch.stack(rows).log_softmax(dim=-1)
 
 
@@ -161,7 +161,7 @@ def test_errors_leave_everything_usable() -> None:
         handle.remove()
         raise RuntimeError("boom")
 
-    handle = engine._runner.model.register_forward_pre_hook(fail)
+    handle = engine.debug.runner.model.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="boom"):
         trie.next_token_logprobs([[*prompt, 3], [*prompt, 4]])
     engine.manager.check()

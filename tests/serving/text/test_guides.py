@@ -163,7 +163,7 @@ def test_a_guide_that_needs_too_much_work_ends_its_request_alone() -> None:
 
     engine = make_engine()
     engine.add_request(PROMPTS[0], drawn(ROWS[0][1]), "one")
-    engine._loop.requests["one"].answer.guided._matcher = Failing()
+    engine.loop.requests["one"].answer.guided._matcher = Failing()
     engine.add_request(PROMPTS[1], drawn(ROWS[1][1]), "two")
     outputs = {}
     while engine.has_unfinished:

@@ -120,7 +120,7 @@ def test_samples_share_their_prompt(kind: str, is_beside: bool) -> None:
     """Each writes into a copy of the last block. is_beside: copies run beside the computation, as on a GPU."""
     model, prompt = make_window_model(kind), random_prompt(3 * B + 2)
     engine = make_engine(model)
-    engine._transfers._is_beside = is_beside
+    engine.debug.transfers._is_beside = is_beside
     engine.add_request(prompt, greedy(NUM_TOKENS, n=3))
     (output,) = finished(engine)
     assert [sample.token_ids for sample in output.samples] == [own_tokens(model, prompt, NUM_TOKENS)] * 3

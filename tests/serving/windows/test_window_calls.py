@@ -36,7 +36,7 @@ def test_branches_take_the_blocks_of_requests(model) -> None:
 def test_a_failed_step_is_computed_again(model, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(model, max_num_batched_tokens=7)
     others = [engine.add_request(prompt, greedy(9)) for prompt in (PROMPT, random_prompt(9, 1), random_prompt(6, 2))]
-    forward, left = engine._runner.forward, iter([True, True, False, True, True, True, False])
+    forward, left = engine.debug.runner.forward, iter([True, True, False, True, True, True, False])
 
     def fail(*args, **kwargs) -> torch.Tensor:
         if not next(left, True):
@@ -44,7 +44,7 @@ def test_a_failed_step_is_computed_again(model, monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("a step has failed")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(engine._runner, "forward", fail)
+    monkeypatch.setattr(engine.debug.runner, "forward", fail)
     outputs = {}
     while engine.has_unfinished:
         poison(engine)

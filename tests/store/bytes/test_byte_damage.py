@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.byte_stores import data_of, disk, key_of, opened, room
+from support.insides import entries_of, names_of, stack_of
 from support.store_kv import Troubled, corrupt
 
 from kvpage.store import inspection
@@ -25,8 +26,8 @@ def test_any_changed_byte_in_memory_is_a_miss() -> None:
     tier, rng = MemoryTier(1 << 20, pin_memory=False), random.Random(3)
     with opened(tier) as store:
         assert all(store.put(KEYS, RECORDS))
-        names = store._jobs._keys.of(KEYS)
-        num_bytes = tier._entries[names[0]].num_bytes
+        names = names_of(store, KEYS)
+        num_bytes = entries_of(tier)[names[0]].num_bytes
         places = [0, 1, 111, 112, 500, num_bytes - 17, num_bytes - 1, *rng.sample(range(num_bytes), NUM - 8)]
         for name, at in zip(names, places, strict=False):
             corrupt(tier, name, at)
@@ -49,7 +50,7 @@ def test_changed_bytes_on_disk_are_misses_of_an_open_store_and_of_the_next(tmp_p
         check_all(store, set(range(0, NUM, 2)))
         assert all(store.put(KEYS, RECORDS))
         check_all(store, set())
-        tier = store._tiers.tiers[0].tier
+        tier = stack_of(store).tiers[0].tier
         assert {one.model for one in inspection.summaries(tier)} == {"(bytes)"}
         assert inspection.verify(tier) == (NUM, [])
 

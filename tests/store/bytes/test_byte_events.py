@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from support.byte_stores import MEMORY, data_of, disk, key_of, opened, room
+from support.insides import names_of
 from support.store_kv import corrupt
 from support.waiting import until
 
@@ -73,7 +74,7 @@ def test_each_tier_has_its_number_and_a_damaged_record_leaves() -> None:
         store.flush()
         assert plain(events) == [(b"k", 0, "written"), (b"k", 1, "written")]
         events.clear()
-        corrupt(tiers[0], store._jobs._keys.of([b"k"])[0], 4000)
+        corrupt(tiers[0], names_of(store, [b"k"])[0], 4000)
         assert store.get_into([b"k"], [room(5000)]) == [True]
         store.flush()
         assert plain(events) == [(b"k", 0, "removed"), (b"k", 0, "written")], "promoted anew"

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_stores import HEADER, MEMORY, SIZES, as_kinds, data_of, disk, in_pieces, key_of, opened, room
+from support.insides import entries_of, names_of
 from support.store_kv import Troubled, corrupt
 
 from kvpage.store import ByteStore, ByteStoreConfig, Placed
@@ -187,8 +188,8 @@ def test_a_damaged_record_is_a_miss_for_its_key_alone(is_last: bool) -> None:
     tier = MemoryTier(1 << 20, pin_memory=False)
     with opened(tier) as store:
         assert all(store.put([b"a", b"b", b"c"], [b"1" * 5000, b"2" * 5000, b"3" * 5000]))
-        name = store._jobs._keys.of([b"b"])[0]
-        corrupt(tier, name, tier._entries[name].num_bytes - 1 if is_last else 4000)
+        name = names_of(store, [b"b"])[0]
+        corrupt(tier, name, entries_of(tier)[name].num_bytes - 1 if is_last else 4000)
         rooms = [room(5000) for _ in range(3)]
         assert store.get_into([b"a", b"b", b"c"], rooms) == [True, False, True]
         assert rooms[0] == b"1" * 5000 and rooms[2] == b"3" * 5000
@@ -200,7 +201,7 @@ def test_a_slower_tier_gives_what_a_faster_one_has_damaged() -> None:
     tiers = [MemoryTier(1 << 20, pin_memory=False, name=name) for name in ("fast", "slow")]
     with opened(*tiers) as store:
         assert store.put([b"k"], [b"x" * 9000]) == [True]
-        corrupt(tiers[0], store._jobs._keys.of([b"k"])[0], 5000)
+        corrupt(tiers[0], names_of(store, [b"k"])[0], 5000)
         one = room(9000)
         assert store.get_into([b"k"], [one]) == [True] and one == b"x" * 9000
         assert tiers[0].stats().num_records == 1, "promoted anew"
@@ -259,7 +260,7 @@ def test_use_is_counted_by_tier() -> None:
     with opened(Placed(tiers[0], promotes=False), tiers[1]) as store:
         assert all(store.put([b"k", b"l"], [b"1" * 100, b"2" * 200]))
         assert store.remove([b"none"]) == [False]
-        tiers[0].remove(store._jobs._keys.of([b"l"]))
+        tiers[0].remove(names_of(store, [b"l"]))
         assert store.get_into([b"k", b"l", b"m"], [room(100), room(200), room(1)]) == [True, True, False]
         first, second = store.stats().tiers
         assert (first.name, first.written, first.hits, first.misses, first.num_records) == ("a", 2, 1, 2, 1)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.byte_stores import disk, opened, room
+from support.insides import names_of
 from support.store_kv import Troubled
 
 from kvpage.store import ByteStore
@@ -45,7 +46,7 @@ def test_each_tier_notes_it_and_one_in_trouble_does_not() -> None:
         fill(store)
         tiers[0].clear()
         assert store.touch([b"a"]) == [True]
-        assert next(iter(tiers[1]._policy.victims())) == store._jobs._keys.of([b"b"])[0]
+        assert next(iter(tiers[1]._policy.victims())) == names_of(store, [b"b"])[0]
     with opened(Troubled(lambda: True)) as store:
         assert store.touch([b"a", b"b"]) == [False, False] and store.stats().tier_errors == 1
     with opened() as store:

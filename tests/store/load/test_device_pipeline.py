@@ -5,8 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from support.insides import entries_of, gathered_by, nobody_reads, num_lent, slab_of, stack_of
 from support.late_lanes import POISON, LateLanes
 from support.store_engines import TOKENS, B, C, all_bytes, make_engine
+from support.store_kv import corrupt
 
 from kvpage import CacheConfig, CacheEngine, DeviceConfig, ModelConfig
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
@@ -33,25 +35,25 @@ def on_device(engine: CacheEngine) -> CacheEngine:
 
 def make_store(engine: CacheEngine, lanes: LateLanes | None, fmt: str = "vllm", num_threads: int = 2) -> KVStore:
     tier = MemoryTier(1 << 16, pin_memory=False)
-    tier._slab.fill_(POISON)
+    slab_of(tier).fill_(POISON)
     store = KVStore(KVStoreConfig(C, num_threads=num_threads), metadata_of(engine, "m", fmt=fmt), [tier])
     if lanes is not None:
-        store._chunks._lanes = lanes.pool
+        gathered_by(store, lanes.pool)
     return store
 
 
 def tier_of(store: KVStore) -> MemoryTier:
-    return store._tiers.tiers[0].tier
+    return stack_of(store).tiers[0].tier
 
 
 def slab(store: KVStore) -> list[bytes]:
     """Each record, and what no record has."""
-    tier, left = tier_of(store), tier_of(store)._slab.clone()
+    tier, left = tier_of(store), slab_of(tier_of(store)).clone()
     found = []
-    for key in sorted(tier._entries):
-        entry = tier._entries[key]
+    for key in sorted(entries_of(tier)):
+        entry = entries_of(tier)[key]
         place = slice(entry.begin * 4096, entry.begin * 4096 + entry.num_bytes)
-        found.append(tier._slab[place].numpy().tobytes())
+        found.append(slab_of(tier)[place].numpy().tobytes())
         left[place] = POISON
     assert bool((left == POISON).all()), "bytes of no record were written"
     return found
@@ -61,9 +63,9 @@ def check_idle(store: KVStore, lanes: LateLanes) -> None:
     """No copy is under way, no record is held, and no lane is lent."""
     tier = tier_of(store)
     tier.check()
-    assert lanes.is_idle() and lanes.pool._num_used == 0
-    assert all(entry.num_readers == 0 for entry in tier._entries.values())
-    used = sum(-(-entry.num_bytes // 4096) for entry in tier._entries.values())
+    assert lanes.is_idle() and num_lent(lanes.pool) == 0
+    assert nobody_reads(tier)
+    used = sum(-(-entry.num_bytes // 4096) for entry in entries_of(tier).values())
     assert tier._extents.num_free == tier._extents.num_units - used, "half a record is left"
 
 
@@ -204,12 +206,11 @@ def test_a_digest_that_does_not_fit_is_a_miss(pinned: bool) -> None:
         store.store_blocks(TOKENS, engine, TABLE)
         tier, keys = tier_of(store), store.keys_of(TOKENS)
         chunk = rng.randrange(len(keys))
-        entry = tier._entries[keys[chunk]]
-        tier._slab[entry.begin * 4096 + rng.randrange(entry.num_bytes)] ^= 1 << rng.randrange(8)
+        corrupt(tier, keys[chunk], rng.randrange(entries_of(tier)[keys[chunk]].num_bytes))
         target = on_device(make_engine(seed=2))
         assert store.load_blocks(TOKENS, target, OTHER) == chunk * C
         check_idle(store, lanes)
-        assert store.stats().corrupt_records == 1 and len(tier._entries) == len(keys) - 1
+        assert store.stats().corrupt_records == 1 and len(entries_of(tier)) == len(keys) - 1
 
 
 @PINNED
@@ -229,14 +230,14 @@ def test_a_pool_keeps_few_sets() -> None:
         for place in places * 2:
             with pool.lanes(place, size) as lent:
                 assert len(lent) == device_lanes.NUM_LANES and len(lent[0].on_device) >= size
-    assert len(pool._free) <= device_lanes.MAX_SETS and pool._num_used == 0
+    assert len(pool._free) <= device_lanes.MAX_SETS and num_lent(pool) == 0
     with pool.lanes(places[2], 16) as first, pool.lanes(places[2], 16) as second:
         assert first is not second
     before = [kept for _, kept in pool._free]
     with pytest.raises(RuntimeError, match="the device has failed"), pool.lanes(places[2], 16) as lent:
         raise RuntimeError("the device has failed")
     assert all(kept is not lent for _, kept in pool._free) and len(pool._free) == len(before) - 1
-    assert pool._num_used == 0
+    assert num_lent(pool) == 0
 
 
 def test_rooms_that_cannot_be_made() -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from support.insides import gathered_by, nobody_reads, num_lent
 from support.late_lanes import POISON, LateLanes
 from support.store_engines import TOKENS, B, C, L, all_bytes, make_engine
+from support.store_kv import corrupt
 
 from kvpage import CacheEngine
 from kvpage.cache import layered_moves
@@ -35,7 +37,7 @@ class Load:
         self.layout, self.source = layout, make_engine(seed=1, **layout)
         self.tiers = tiers or [MemoryTier(1 << 16, pin_memory=False)]
         self.store = KVStore(KVStoreConfig(C, num_threads=2), metadata_of(self.source, "m"), self.tiers)
-        self.store._chunks._lanes = self.store._chunks._layer_lanes = self.lanes.pool
+        gathered_by(self.store, self.lanes.pool)
         self.store.store_blocks(TOKENS, self.source, TABLE)
         self.target = on_device(make_engine(seed=2, **layout))
 
@@ -54,13 +56,11 @@ class Load:
         return self.store.load_by_layer(TOKENS, self.target, OTHER, told, start)
 
     def damage(self, chunk: int, byte: int = 500) -> None:
-        tier = self.tiers[0]
-        entry = tier._entries[self.store.keys_of(TOKENS)[chunk]]
-        tier._slab[entry.begin * 4096 + byte] ^= 16
+        corrupt(self.tiers[0], self.store.keys_of(TOKENS)[chunk], byte)
 
     def check_idle(self) -> None:
-        assert self.lanes.is_idle() and self.lanes.pool._num_used == 0
-        assert all(entry.num_readers == 0 for entry in self.tiers[0]._entries.values())
+        assert self.lanes.is_idle() and num_lent(self.lanes.pool) == 0
+        assert nobody_reads(self.tiers[0])
 
 
 def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:

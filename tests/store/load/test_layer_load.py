@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from support.insides import nobody_reads
 from support.store_engines import TOKENS, B, C, L, all_bytes, make_engine, tokens_of
 
 from kvpage.store import KVStore, KVStoreConfig, TierError, metadata_of
@@ -93,7 +94,7 @@ def test_a_corrupt_head_is_no_expected_token() -> None:
             reader.piece(0, reader.num_bytes)[-1] ^= 1
         with store.load_layers(TOKENS, make_engine(), TARGET_IDS) as load:
             assert load.num_tokens == C == load.result()
-        assert all(entry.num_readers == 0 for entry in tier._entries.values())
+        assert nobody_reads(tier)
 
 
 class Slow(MemoryTier):
@@ -146,7 +147,7 @@ def test_closing_ends_it() -> None:
         closer.start()
         tier.go.set()
         closer.join(10)
-        assert not closer.is_alive() and all(entry.num_readers == 0 for entry in tier._entries.values())
+        assert not closer.is_alive() and nobody_reads(tier)
         with pytest.raises(ValueError, match="the load is closed"):
             load.wait(L - 1)
         load.close()
@@ -162,7 +163,7 @@ def test_a_store_is_closed_when_its_loads_are_over() -> None:
     tier.go.set()
     closer.join(10)
     assert load.result(timeout=10) == C and not closer.is_alive()
-    assert all(entry.num_readers == 0 for entry in tier._entries.values())
+    assert nobody_reads(tier)
 
 
 def test_without_a_thread_nothing_stays_open(monkeypatch) -> None:
@@ -180,7 +181,7 @@ def test_without_a_thread_nothing_stays_open(monkeypatch) -> None:
             patch.setattr(threading.Thread, "start", start)
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 store.load_layers(TOKENS, make_engine(), TARGET_IDS)
-        assert all(entry.num_readers == 0 for entry in tier._entries.values())
+        assert nobody_reads(tier)
         with store.load_layers(TOKENS, make_engine(), TARGET_IDS) as load:
             assert load.result() == len(TOKENS)
 

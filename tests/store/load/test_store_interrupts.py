@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.ctrl_c import CtrlC, pythons_handler  # noqa: F401, a fixture for all that is here
+from support.insides import nobody_reads, stack_of
 from support.store_engines import TOKENS, C, make_engine, tokens_of
 from support.waiting import until
 
@@ -60,7 +61,7 @@ class Subject:
         fill(self.target)
         before = tokens_of(self.target, OTHER, 0, len(TOKENS)).clone()
         self.memory.check()
-        assert not any(entry.num_readers for entry in self.memory._entries.values()), place
+        assert nobody_reads(self.memory), place
         assert torch.equal(tokens_of(self.target, OTHER, 0, len(TOKENS)), before), place
         self.work()
         closing = threading.Thread(target=self.store.close, daemon=True)
@@ -106,8 +107,8 @@ def test_a_pin_is_released_though_ctrl_c_comes_before_its_release(tmp_path: Path
 
     monkeypatch.setattr(Pin, "release", interrupted_once)
     with pytest.raises(KeyboardInterrupt), subject.store.pin(TOKENS):
-        assert any(entry.num_readers for entry in subject.memory._entries.values())
-    assert not any(entry.num_readers for entry in subject.memory._entries.values())
+        assert not nobody_reads(subject.memory)
+    assert nobody_reads(subject.memory)
     subject.store.close()
 
 
@@ -132,7 +133,7 @@ def test_a_handler_that_closes_what_is_being_closed(tmp_path: Path, caplog: pyte
     """As one of SIGTERM does."""
     subject = Subject(tmp_path / "s")
     begun, go = threading.Event(), threading.Event()
-    subject.store._tiers.later(lambda: begun.set() or go.wait(60))
+    stack_of(subject.store).later(lambda: begun.set() or go.wait(60))
     begun.wait()
     handler = signal.signal(signal.SIGUSR1, lambda *call: go.set() or subject.store.close())
     timer = threading.Timer(0.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGUSR1])
@@ -149,7 +150,7 @@ def test_close_after_a_close_that_was_interrupted(tmp_path: Path) -> None:
     """While it waits for what is written in the background."""
     subject = Subject(tmp_path / "s")
     begun, go = threading.Event(), threading.Event()
-    subject.store._tiers.later(lambda: begun.set() or go.wait(60))
+    stack_of(subject.store).later(lambda: begun.set() or go.wait(60))
     begun.wait()
     timer = threading.Timer(0.05, press)
     with pytest.raises(KeyboardInterrupt):
