@@ -32,7 +32,7 @@ def worker():
 
 
 class Workers:
-    """Some workers, one after the other, of which some are lost after so many lists of outputs."""
+    """Some workers, one after the other, of which some are lost after a number of outputs."""
 
     def __init__(self, worker: Worker, lost_after: list[int | None] = ()) -> None:  # type: ignore[assignment]
         self.worker, self.lost_after, self.calls = worker, list(lost_after), []
@@ -44,10 +44,11 @@ class Workers:
         self.num_open += 1
         try:
             async for items in self.worker.stream(call):
-                if left == 0:
-                    raise WorkerLost("killed")
-                left = None if left is None else left - 1
-                yield items
+                for item in items:  # under load all outputs may come at once
+                    if left == 0:
+                        raise WorkerLost("killed")
+                    left = None if left is None else left - 1
+                    yield [item]
         finally:
             self.num_open -= 1
 
