@@ -4,11 +4,14 @@ message   role, texts, calls of tools          ─► ChatForm ─► the dictio
 twin      the same shape, with marks as texts  ─► ChatForm ─► a prompt in which each mark is looked for
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 MARK = "kvpagemark"
+MARKS = re.compile(rf"{MARK}\d+[tc]\d+z(?:0key0|0val0)?")
+DEVELOPER, SYSTEM = "developer", "system"
 
 
 @dataclass(frozen=True, slots=True)

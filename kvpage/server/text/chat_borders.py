@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from itertools import product
 from os.path import commonprefix
 
-from kvpage.server.protocol.chat_message import ChatMessage, text_mark
-from kvpage.server.text.chat_form import DEVELOPER, MARKS, SYSTEM
+from kvpage.server.protocol.chat_message import DEVELOPER, MARKS, SYSTEM, ChatMessage, text_mark
 
 
 def borders_of(prompt: str, twin: str, messages: Sequence[ChatMessage]) -> list[int]:

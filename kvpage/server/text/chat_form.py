@@ -13,13 +13,20 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from kvpage.server.protocol.chat_message import MARK, Call, ChatMessage, call_marks, text_mark
+from kvpage.server.protocol.chat_message import (
+    DEVELOPER,
+    MARK,
+    MARKS,
+    SYSTEM,
+    Call,
+    ChatMessage,
+    call_marks,
+    text_mark,
+)
 
 ArgumentsForm = Literal["object", "wrapped", "text"]
 """Objects, with other text as it is; objects, with other text within one; all as text."""
-MARKS = re.compile(rf"{MARK}\d+[tc]\d+z(?:0key0|0val0)?")
 MISSPELT = re.compile(rf"""(?:\{{'|\\")({MARK}\d+c\d+z)0key0""")
-DEVELOPER, SYSTEM = "developer", "system"
 
 
 @dataclass(frozen=True, slots=True)

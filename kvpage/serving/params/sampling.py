@@ -48,7 +48,8 @@ class SamplingParams(LogitsParams):
         top_k: only the k likeliest tokens can be drawn, and those as likely as the last of them. 0 for all.
         top_p: only the likeliest tokens whose probabilities make up `top_p` can be drawn, and those as likely as the
             last of them. 1 for all.
-        seed: a request with a seed draws the same tokens, whatever else runs. None: a new seed for each request.
+        seed: a request with a seed draws the same tokens, whatever else runs; not always with a model in bf16 whose
+            layers keep states. None: a new seed for each request.
         stop_token_ids: a request ends at the first of these, which is the last token of its output.
         ignore_eos: do not end at the end-of-sequence tokens of the model's generation config.
         priority: 0 to 7. Cached blocks of requests with a higher one are evicted later.

@@ -72,7 +72,10 @@ def test_branches_take_slots_from_requests(model) -> None:
 
 
 @pytest.mark.parametrize("num_returned", [1, 3])
-def test_the_next_turn_goes_on_from_the_best_beams(model, num_returned) -> None:
+@pytest.mark.parametrize("kind", ["jamba", "lfm2", "mamba2", "qwen3_next", "zamba2"])
+def test_the_next_turn_goes_on_from_the_best_beams(kind, num_returned) -> None:
+    """Also of Zamba2: beams are computed by the scan's rule, as prompts are."""
+    model = make_state_model(kind)
     engine = make_engine(model)
     params = BeamSearchParams(num_beams=3, max_tokens=6, num_return_sequences=num_returned, ignore_eos=True)
     beams = engine.beam_search([PROMPT], params)[0].beams
