@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
+from kvpage.benchmarks.bench_store import speed_row
 from kvpage.benchmarks.cells import Table
 from kvpage.benchmarks.figure import Figure, in_turns
 from kvpage.benchmarks.pictures import bars
@@ -134,16 +135,9 @@ def measure(part: str, num_tokens: int, folder: Path, options: argparse.Namespac
 def row(part: str, verb: str, num_tokens: int, num_bytes: int, spent: dict[str, list[float]]) -> dict[str, Any]:
     (bound,) = (name for name in spent if name.startswith(verb) and name.split()[1] not in ("blocks", "pages"))
     blocks, pages = spent[f"{verb} blocks"], spent[f"{verb} pages"]
-    return {
-        "operation": f"{part} {verb}",
-        "tokens": num_tokens,
-        "GB/s": Figure.rate(num_bytes / 1e9, pages),
-        "blocks GB/s": Figure.rate(num_bytes / 1e9, blocks),
-        "of blocks": Figure.ratio(blocks, pages),
-        "bound": bound.split()[1],
-        "bound GB/s": Figure.rate(num_bytes / 1e9, spent[bound]),
-        "of bound": Figure.ratio(spent[bound], pages),
-    }
+    found = speed_row(f"{part} {verb}", num_bytes, pages, bound.split()[1], spent[bound])
+    speeds = {"blocks GB/s": Figure.rate(num_bytes / 1e9, blocks), "of blocks": Figure.ratio(blocks, pages)}
+    return found | speeds | {"tokens": num_tokens}
 
 
 def main() -> None:

@@ -65,9 +65,15 @@ class Options(argparse.ArgumentParser):
         """Add --vllm."""
         self.add("--vllm", type=Path, metavar="PYTHON", help="an interpreter that has vLLM's CPU build")
 
+    def add_without(self) -> None:
+        """Add --without."""
+        self.add("--without", default=[], nargs="+", metavar="NAME", help="contenders to leave out")
+
     def parse(self) -> argparse.Namespace:
         """Return the options of the command line. Torch has as many threads as they say."""
         options = self.parse_args()
+        if "kvpage" in getattr(options, "without", []):
+            self.error("--without must leave kvpage in, with whose tokens all are compared")
         if isinstance(getattr(options, "threads", None), int):
             import torch
 
