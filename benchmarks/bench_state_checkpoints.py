@@ -87,9 +87,9 @@ class Pieces:
         return Pieces.own(*call)
 
     @staticmethod
-    def any(forward: MixerForward, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def any(forward: MixerForward, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *how: Any) -> Any:
         rows = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
-        return (Pieces.one if rows.shape[1] == 1 else Pieces.many)(forward, cache, args, kwargs)
+        return (Pieces.one if rows.shape[1] == 1 else Pieces.many)(forward, cache, args, kwargs, *how)
 
 
 PARTS: dict[str, list[tuple[Any, str]]] = {

@@ -47,11 +47,11 @@ def pieces_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int)
     return answer_by_pieces
 
 
-def _one_by_one(cut_row: Callable[[StatePass], Iterable[Any]]) -> Callable[[StatePass], Iterator[Any]]:
+def _one_by_one(cut_row: Callable[[StatePass, bool], Iterable[Any]]) -> Callable[[StatePass, bool], Iterator[Any]]:
     """Return the same cuts of a packed row, but the decodes, which are one, are cut into single ones."""
 
-    def cut(states: StatePass) -> Iterator[Any]:
-        for piece in cut_row(states):
+    def cut(states: StatePass, is_apart: bool) -> Iterator[Any]:
+        for piece in cut_row(states, is_apart):
             if not piece.cut.is_batch:
                 yield piece
                 continue
