@@ -11,7 +11,7 @@ from typing import Any
 from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.figure import dumps
 
-NO_SETTINGS = ("benchmark", "plot", "vllm", "path", "device")
+NO_SETTINGS = ("benchmark", "plot", "device", "url", "api_key")
 
 
 class Options(argparse.ArgumentParser):
@@ -113,6 +113,6 @@ def finish(options: argparse.Namespace, draw: Callable[[Path], object] | None = 
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what sets the work: no paths, and no number that JSON lacks."""
+    """Return what sets the work: no paths, addresses or keys, and no number that JSON lacks."""
     named = {name: value for name, value in vars(options).items() if name not in NO_SETTINGS and value is not None}
-    return {name: value for name, value in named.items() if value != math.inf}
+    return {name: value for name, value in named.items() if not isinstance(value, Path) and value != math.inf}
