@@ -18,16 +18,12 @@ Five kinds of step, over blocks in random order:
 Beside it: gathering the blocks and torch's scaled_dot_product_attention, and with --vllm PYTHON, an interpreter for
 which vLLM's CPU build is installed, vLLM's own operation on a cache of its own form, in a process that sleeps while
 others run. Results are checked before anything is timed; the contenders take turns; medians with their quartiles.
-
-    python benchmarks/bench_attention_steps.py [--steps NAME ...] [--shapes NAME ...] [--dtypes NAME ...]
-        [--threads N ...] [--rounds N] [--vllm PYTHON] [--plot PATH]
 """
 
-import argparse
+import functools
 import itertools
-import platform
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +32,20 @@ import torch.nn.functional as F
 
 import kvpage._C as _C
 from kvpage import CacheLayout, ops
-from kvpage.benchmarks.arguments import positive
-from kvpage.benchmarks.figure import Figure, dumps, in_turns
-from kvpage.benchmarks.vllm_attention import AttentionProcess
+from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.figure import Figure, in_turns, result, seconds
+from kvpage.benchmarks.peer_process import PeerProcess
+from kvpage.benchmarks.pictures import bars
+from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.vllm_process import recommended
 
 BLOCK_SIZE = 16
 SHAPES = {"small": (2, 4, 64), "llama 3 8B": (8, 4, 128)}  # KV heads, query heads of each, head size
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KEYS = ("step", "shape", "dtype", "threads")
+COLUMNS = "{step:<14} {shape:<11} {dtype:<9} {threads:>7} {us:>22.0f} {of bound:>17.2f} {x sdpa:>17.2f} {x vllm:>17.2f}"
 PORTIONS = tuple(range(16, 65, 3))[:16]
-STEPS: dict[
-    str, tuple[tuple[int, ...], tuple[int, ...], int]
-] = {  # tokens of each sequence, queries of each, shared tokens
+STEPS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {  # tokens and queries of each; shared tokens
     "decode": ((1088,) * 64, (1,) * 64, 0),
     "decode shared": ((1088,) * 64, (1,) * 64, 1024),
     "prefill": ((2048,), (2048,), 0),
@@ -115,21 +114,25 @@ def product_rate(rounds: int) -> float:
     return 1024**3 / min(in_turns({"mm": lambda: a @ b}, rounds)["mm"])
 
 
-def measure(
-    step: str, shape: str, dtype: str, threads: int, rounds: int, vllm: AttentionProcess | None
-) -> dict[str, Any]:
+def start_peer(python: Path) -> AbstractContextManager[PeerProcess]:
+    return PeerProcess.start(python, "vllm_attention_peer.py", [], recommended(python))
+
+
+def measure(step: str, shape: str, dtype: str, threads: int, rounds: int, peer: PeerProcess | None) -> dict[str, Any]:
     torch.set_num_threads(threads)
     case = Step(step, shape, DTYPES[dtype])
     case.check()
     num_bytes = case.num_blocks * BLOCK_SIZE * 2 * SHAPES[shape][0] * SHAPES[shape][2] * DTYPES[dtype].itemsize
     plain = torch.ones(num_bytes // 4)
-    calls: dict[str, Callable[[], object]] = {"paged": case.paged, "sdpa": case.sdpa, "read": plain.sum}
-    if vllm is not None:
-        vllm.prepare(case.lengths, case.queries, STEPS[step][2], SHAPES[shape], dtype, threads)
-        calls["vllm"] = vllm.attend
-    taken = in_turns(calls, rounds)
-    if vllm is not None:
-        taken["vllm"] = vllm.seconds()[-rounds:]
+    calls: dict[str, Callable[[], float]] = {
+        name: functools.partial(seconds, call)
+        for name, call in (("paged", case.paged), ("sdpa", case.sdpa), ("read", plain.sum))
+    }
+    if peer is not None:
+        asked = {"lengths": case.lengths, "queries": case.queries, "shared": STEPS[step][2]}
+        peer.ask(**asked, shape=SHAPES[shape], dtype=dtype, threads=threads)
+        calls["vllm"] = lambda: peer.ask()["seconds"]
+    taken = in_turns(calls, rounds, measure=result)
     products = case.num_products / product_rate(rounds)
     bounds = [max(products, read) for read in taken["read"]]
     row: dict[str, Any] = {"step": step, "shape": shape, "dtype": dtype, "threads": threads}
@@ -137,58 +140,30 @@ def measure(
     row["products us"], row["read us"] = products * 1e6, Figure.of(taken["read"], 1e6)
     row["of bound"] = Figure.ratio(bounds, taken["paged"])
     row["x sdpa"] = Figure.ratio(taken["sdpa"], taken["paged"])
-    if vllm is not None:
+    if peer is not None:
         row["x vllm"] = Figure.ratio(taken["vllm"], taken["paged"])
     return row
 
 
-def show(row: dict[str, Any]) -> None:
-    peer = f"{row['x vllm']:.2f}" if "x vllm" in row else "-"
-    print(
-        f"{row['step']:14} {row['shape']:11} {row['dtype']:9} {row['threads']:2}  {row['us']:.0f}  "
-        f"{row['of bound']:.2f}  {row['x sdpa']:.2f}  {peer}",
-        flush=True,
-    )
-
-
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 0.3 * len(results) + 1))
-    names = [f"{r['step']}, {r['shape']}, {r['dtype']}, {r['threads']}" for r in results]
-    axes.barh(names[::-1], [r["of bound"].median for r in results[::-1]])
-    axes.axvline(1.0, color="gray", linewidth=0.8)
-    axes.set(xlabel="speed, in the larger of the two bounds")
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--threads", type=positive, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--vllm", type=Path, help="an interpreter with vLLM's CPU build")
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    parser = Options("attention_steps", __doc__, rounds=5)
+    for option, names in (("--steps", STEPS), ("--shapes", SHAPES), ("--dtypes", DTYPES)):
+        parser.add(option, list(names), choices=names)
+    parser.add("--threads", [1, 2])
+    parser.add_vllm()
+    options = parser.parse()
     torch.manual_seed(0)
     kernel = _C.attention_kernels()[0]
-    print(f"kernel {kernel}\n\nstep           shape       dtype  threads  us  of bound  x sdpa  x vllm")
-    results = []
+    print(f"kernel {kernel}")
+    table, results = Table(COLUMNS), []
     with ExitStack() as stack:
-        peer = stack.enter_context(AttentionProcess.start(options.vllm)) if options.vllm else None
+        peer = stack.enter_context(start_peer(options.vllm)) if options.vllm else None
         for case in itertools.product(options.steps, options.shapes, options.dtypes, options.threads):
             results.append(measure(*case, options.rounds, peer))
-            show(results[-1])
-    if options.plot:
-        plot(results, options.plot)
-    machine = platform.processor() or platform.machine()
-    print(dumps({"machine": machine, "kernel": kernel, "torch": torch.__version__, "results": results}))
+            table.show(results[-1])
+    names = {", ".join(f"{row[name]}" for name in KEYS): row["of bound"] for row in results}
+    draw = functools.partial(bars, values=names, label="speed, in the larger of the two bounds", lines=[1.0])
+    finish(options, draw, kernel=kernel, results=results)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,10 @@ that the check layer and the chosen rows leave: full recompute, timed in the sam
 Gate: ratio 1 gives the token that a full recompute gives. What it costs before: to compute a segment twice, once more
 behind itself, which tells the rows that change with what stands before them. Where others keep a machine's processors
 busy, the processor time of one thread (--threads 1) tells more than the clock.
-
-    kvpage bench blend [--part all|quality|speed] [--full] [--seeds N ...] [--documents N] [--tokens N ...]
-                       [--device cpu|cuda] [--threads N] [--plot PATH]
 """
 
 import argparse
-import platform
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,10 +24,20 @@ import torch
 
 from kvpage.benchmarks import blend_model, blend_quality, blend_speed
 from kvpage.benchmarks.blend_quality import Answers, Method
-from kvpage.benchmarks.figure import dumps
+from kvpage.benchmarks.cells import Table, show_all
+from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.pictures import curve, drawn, groups
+from kvpage.benchmarks.script import Options, finish, skip
 
 AGREEMENT = 0.98  # rows that differ by rounding alone may be chosen in another order
 TARGET_RATIO, TARGET_LOSS, TARGET_SPEEDUP, TARGET_CEILING = 0.15, 0.02, 3.0, 0.8
+QUALITY_COLUMNS = (
+    "{method:<22} {check:>7} {ratios:>15} {all:>21.3f} {cross:>21.3f} {lost:>24.3f} {refers found:>12.2f} {work:>6.3f}"
+)
+SPEED_COLUMNS = (
+    "{num_tokens:>10} {method:>8} {ratio:>6} {seconds:>22.3f} {speedup:>22.2f} {cpu:>22.3f} {cpu_speedup:>22.2f} "
+    "{ceiling:>8.2f} {of ceiling:>10.2f} {num_recomputed:>14}"
+)
 SEGMENT_TOKENS = {"quality": 40, "speed": 512}
 
 
@@ -86,15 +93,14 @@ def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, lis
     }
 
 
-def print_quality(rows: Sequence[dict[str, Any]]) -> None:
-    print(f"\n{'method':22} {'check':>7} {'ratio':>15} {'all':>21} {'cross':>21} {'lost, all':>24}", end=" ")
-    print(f"{'found':>6} {'work':>6}")
+def show_quality(rows: Sequence[dict[str, Any]]) -> None:
+    """Print all rows, estimates with their intervals."""
+    print()
+    table = Table(QUALITY_COLUMNS)
     for row in rows:
-        check, ratio = ("+".join(f"{one:.3g}" for one in row[name]) for name in ("check", "ratios"))
-        cells = ["{:.3f} ({:.3f} - {:.3f})".format(*row[name]) for name in ("all", "cross")]
-        lost = "{:+.3f} ({:+.3f} - {:+.3f})".format(*row["lost"])
-        print(f"{row['method']:22} {check:>7} {ratio:>15} {cells[0]:>21} {cells[1]:>21} {lost:>24}", end=" ")
-        print(f"{row['refers found']:6.2f} {row['work']:6.3f}")
+        names = {name: "+".join(f"{one:.3g}" for one in row[name]) for name in ("check", "ratios")}
+        intervals = {name: Figure(*row[name], num=1) for name in ("all", "cross", "lost")}
+        table.show(row | names | intervals)
 
 
 def shape_on(device: str) -> blend_speed.Shape:
@@ -117,10 +123,7 @@ def speed(
     shape = shape_on(device)
     chooses = "rows chosen before the first layer" if check_layer is None else f"check layer {check_layer}"
     print(f"\n{shape.name}, {chooses}")
-    print(
-        f"{'tokens':>7} {'method':>12} {'seconds':>22} {'times sooner':>22} {'cpu s':>22} {'times sooner':>22}", end=" "
-    )
-    print(f"{'ceiling':>8} {'of it':>6} {'again':>6}")
+    table = Table(SPEED_COLUMNS)
     rows = []
     for num_tokens in tokens:
         found = blend_speed.measure(shape, num_tokens, ratios, check_layer, rounds, device, SEGMENT_TOKENS["speed"])
@@ -128,11 +131,8 @@ def speed(
         for one in found:
             ceiling = full.flops / one.flops
             share = one.speedup.median / ceiling
-            name = one.method if one.ratio is None else f"{one.method} {one.ratio:g}"
-            cells = (f"{one.seconds:.3f}", f"{one.speedup:.2f}", f"{one.cpu:.3f}", f"{one.cpu_speedup:.2f}")
-            print(f"{one.num_tokens:7} {name:>12}", *(f"{cell:>22}" for cell in cells), end=" ")
-            print(f"{ceiling:7.2f}x {share:6.2f} {one.num_recomputed:6}", flush=True)
             rows.append({**one._asdict(), "ceiling": ceiling, "of ceiling": share})
+            table.show(rows[-1])
     return rows
 
 
@@ -151,98 +151,69 @@ def verdicts(quality_rows: Sequence[dict[str, Any]], speed_rows: Sequence[dict[s
 
 
 def plot(quality_rows: Sequence[dict[str, Any]], speed_rows: Sequence[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5))
-    single = [row for row in quality_rows if len(row["check"]) == 1]
-    for name, check in dict.fromkeys((row["method"], row["check"][0]) for row in single):
-        rows = [row for row in single if (row["method"], row["check"][0]) == (name, check)]
-        if len(rows) > 3:
-            rows.sort(key=lambda row: row["ratios"][0])
-            low, high = ([abs(row["cross"][side] - row["cross"].mean) for row in rows] for side in (1, 2))
-            style = "--" if name.startswith(("oracle", "random")) else "-"
-            left.errorbar(
-                [row["ratios"][0] for row in rows], [row["cross"].mean for row in rows], [low, high],
-                linestyle=style, capsize=2, label=name if style == "--" else f"{name}, check layer {check}",
-            )  # fmt: skip
-    left.set(xlabel="share of rows computed again", ylabel="accuracy where the name is in another segment")
-    for color, num_tokens in enumerate(dict.fromkeys(row["num_tokens"] for row in speed_rows)):
-        rows = [row for row in speed_rows if row["num_tokens"] == num_tokens and row["ratio"] is not None]
-        ratios = [row["ratio"] for row in rows]
-        right.plot(
-            ratios, [row["speedup"].median for row in rows], "o-", color=f"C{color}", label=f"{num_tokens} tokens"
-        )
-        right.plot(ratios, [row["ceiling"] for row in rows], ":", color=f"C{color}", label="its ceiling")
-    right.axhline(1.0, color="gray", linewidth=0.8)
-    right.set(
-        xlabel="share of rows computed again", ylabel="full recompute's time to first token, over this", ylim=(0, None)
-    )
-    for axes in (left, right):
-        if axes.get_legend_handles_labels()[0]:
+    with drawn(path, 1, 2, size=(12, 4.5)) as (left, right):
+        draw_quality(left, [{**row, "layer": row["check"][0]} for row in quality_rows if len(row["check"]) == 1])
+        for color, ((num_tokens,), rows) in enumerate(groups(speed_rows, "num_tokens").items()):
+            chosen = [row for row in rows if row["ratio"] is not None]
+            curve(right, chosen, "ratio", "speedup", color=f"C{color}", label=f"{num_tokens} tokens")
+            curve(right, chosen, "ratio", "ceiling", ":", color=f"C{color}", label="its ceiling")
+        right.axhline(1.0, color="gray", linewidth=0.8)
+        right.set(ylabel="full recompute's time to first token, over this", ylim=(0, None))
+        for axes, rows in ((left, quality_rows), (right, speed_rows)):
+            axes.set(xlabel="share of rows computed again", visible=bool(rows))
             axes.legend(fontsize=7)
-        else:
-            axes.set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="kvpage bench blend", description=__doc__.splitlines()[0])
-    parser.add_argument("--part", default="all", choices=["all", "quality", "speed"])
+def draw_quality(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    for (name, layer), of_method in groups(rows, "method", "layer").items():
+        if len(of_method) > 3:
+            ordered = sorted(of_method, key=lambda row: row["ratios"][0])
+            spread = [[abs(row["cross"][side] - row["cross"].mean) for row in ordered] for side in (1, 2)]
+            is_bound = name.startswith(("oracle", "random"))
+            axes.errorbar(
+                [row["ratios"][0] for row in ordered], [row["cross"].mean for row in ordered], spread, capsize=2,
+                linestyle="--" if is_bound else "-", label=name if is_bound else f"{name}, check layer {layer}",
+            )  # fmt: skip
+    axes.set(ylabel="accuracy where the name is in another segment")
+
+
+def parse() -> argparse.Namespace:
+    parser = Options("blend", __doc__, rounds=3, threads=torch.get_num_threads(), device="cpu")
+    parser.add("--part", "all", choices=["all", "quality", "speed"])
     parser.add_argument("--full", action="store_true", help="three seeds, and longer prompts")
-    parser.add_argument("--seeds", type=int, nargs="+", help="of the trainings")
-    parser.add_argument("--layers", type=int, default=6, help="of the small Llama")
-    parser.add_argument("--hidden", type=int, default=128, help="its hidden size")
-    parser.add_argument("--documents", type=int, default=80, help="of each seed")
-    parser.add_argument("--tokens", type=int, nargs="+", help="of the prompts that are timed")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, 0.15, 0.3, 0.5, 1.0])
-    parser.add_argument("--check-layer", type=int, help="of the prompts that are timed; by default none")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of the prompts that are timed")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--cache", type=Path, default=blend_model.CACHE, help="where trained models are kept")
-    parser.add_argument("--plot", type=Path)
-    return parser.parse_args()
+    parser.add("--seeds", type=int, nargs="+", help="of the trainings")
+    parser.add("--layers", 6, help="of the small Llama")
+    parser.add("--hidden", 128, help="its hidden size")
+    parser.add("--documents", 80, help="of each seed")
+    parser.add("--tokens", type=int, nargs="+", help="of the prompts that are timed")
+    parser.add("--ratios", [0.05, 0.15, 0.3, 0.5, 1.0], type=float)
+    parser.add("--check-layer", type=int, help="of the prompts that are timed; by default none")
+    parser.add("--cache", type=Path, default=blend_model.CACHE, help="where trained models are kept")
+    return parser.parse()
 
 
 def main() -> None:
-    chosen = options()
-    if chosen.threads:
-        torch.set_num_threads(chosen.threads)
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        print(dumps({"skipped": "Llama-3-8B's shape needs a CUDA device; --device cpu times a smaller one"}))
+    options = parse()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        skip("Llama-3-8B's shape needs a CUDA device; --device cpu times a smaller one")
         return
-    seeds = chosen.seeds or ([0, 1, 2] if chosen.full else [0])
-    tokens = chosen.tokens or ([2048, 4096, 8192] if chosen.full else [2048, 4096])
+    options.seeds = options.seeds or ([0, 1, 2] if options.full else [0])
+    tokens = options.tokens or ([2048, 4096, 8192] if options.full else [2048, 4096])
     quality_rows, speed_rows, warm = [], [], None
-    if chosen.part != "speed":
-        configs = [blend_model.TrainingConfig(seed, chosen.layers, chosen.hidden) for seed in seeds]
-        quality_rows = quality(configs, chosen.documents, chosen.cache)
-        print_quality(quality_rows)
-    if chosen.part != "quality":
-        if chosen.device == "cpu":
+    if options.part != "speed":
+        configs = [blend_model.TrainingConfig(seed, options.layers, options.hidden) for seed in options.seeds]
+        quality_rows = quality(configs, options.documents, options.cache)
+        show_quality(quality_rows)
+    if options.part != "quality":
+        if options.device == "cpu":
             print("\nLlama-3-8B's shape: skipped, needs --device cuda")
-        warm = warming(chosen.rounds, chosen.device)
-        speed_rows = speed(tokens, chosen.ratios, chosen.check_layer, chosen.rounds, chosen.device)
+        warm = warming(options.rounds, options.device)
+        speed_rows = speed(tokens, options.ratios, options.check_layer, options.rounds, options.device)
     said = verdicts(quality_rows, speed_rows)
-    for target, is_met in said.items():
-        print(f"{'met   ' if is_met else 'missed'} {target}")
-    if chosen.plot:
-        plot(quality_rows, speed_rows, chosen.plot)
-    machine = torch.cuda.get_device_name() if chosen.device == "cuda" else platform.processor() or platform.machine()
-    print(
-        dumps(
-            {
-                "benchmark": "blend", "machine": machine, "threads": torch.get_num_threads(),
-                "torch": torch.__version__, "seeds": seeds, "quality": quality_rows, "speed": speed_rows,
-                "warming": warm and warm._asdict(),
-                "targets": said,
-            }
-        )
-    )  # fmt: skip
+    show_all("{met:<7} {target}", [{"met": is_met, "target": target} for target, is_met in said.items()])
+    draw = functools.partial(plot, quality_rows, speed_rows)
+    found = {"quality": quality_rows, "speed": speed_rows, "warming": warm and warm._asdict(), "targets": said}
+    finish(options, draw, **found)
 
 
 if __name__ == "__main__":

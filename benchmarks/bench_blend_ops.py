@@ -17,26 +17,23 @@ operations write past the cache, which copy_ of as little does not: turning and 
 Targets: on a CPU at most 2 copies for the whole blend, 0.6 of one unturned; on a GPU at least 0.85 of the copy's speed.
 There it is the device's time, behind a delay until all is launched (benchmarks/device_clock.py); `hidden` says where
 that failed.
-
-    python benchmarks/bench_blend_ops.py [--device cpu|cuda] [--layers N] [--tokens N] [--threads N]
-        [--seconds S] [--plot PATH]
 """
 
-import argparse
 import functools
 import math
 import operator
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvpage import ops
+from kvpage.benchmarks.cells import show_all
 from kvpage.benchmarks.device_clock import DeviceClock, Timing
-from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.pictures import bars
+from kvpage.benchmarks.script import Options, finish, skip
 from kvpage.blend import RotaryTables
 from kvpage.integrations.lmcache import CacheBlendImpl
 
@@ -63,6 +60,7 @@ class Prompt:
         self.room = [(torch.empty_like(k), torch.empty_like(v)) for k, v in self.retrieved]
 
         self.mixed = Blending(self, self.retrieved, self.original)
+        # These mix what the copies have left in `room`; the last as if it had been computed at its positions.
         self.mixed_in_place = Blending(self, self.room, self.original, in_place=True)
         self.unturned = Blending(self, self.room, self.positions, in_place=True)
 
@@ -88,17 +86,6 @@ class Prompt:
         for layer in layers:
             k, v = self.retrieved[layer]
             ops.row_deviation(k[:, None], v[:, None], self.valid)
-
-    def blend(self, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.mixed.run(layers)
-
-    def blend_in_place(self, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mix what the copies have left in `room`."""
-        return self.mixed_in_place.run(layers)
-
-    def blend_unturned(self, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mix what is in `room`, as if it had been computed at its positions."""
-        return self.unturned.run(layers)
 
     def eager(self, layers: range) -> None:
         if 0 in layers:
@@ -161,11 +148,9 @@ def eager_turn(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 def check(prompt: Prompt) -> None:
     """The last layer's blends compared with fp64: K must be equal within the precision of bf16."""
     layers = range(len(prompt.retrieved))
-    check_mixed(prompt, prompt.mixed, *prompt.blend(layers))
-    prompt.copy(layers)
-    check_mixed(prompt, prompt.mixed_in_place, *prompt.blend_in_place(layers))
-    prompt.copy(layers)
-    check_mixed(prompt, prompt.unturned, *prompt.blend_unturned(layers))
+    for mixed in (prompt.mixed, prompt.mixed_in_place, prompt.unturned):
+        prompt.copy(layers)
+        check_mixed(prompt, mixed, *mixed.run(layers))
 
 
 def check_mixed(prompt: Prompt, mixed: Blending, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -194,9 +179,9 @@ def measure(prompt: Prompt, device: str, rounds: int, most_seconds: float = math
         "copy": prompt.copy,
         "turn": prompt.turn,
         "turn+copy": prompt.turn_and_copy,
-        "blend": prompt.blend,
-        "in place": prompt.blend_in_place,
-        "unturned": prompt.blend_unturned,
+        "blend": prompt.mixed.run,
+        "in place": prompt.mixed_in_place.run,
+        "unturned": prompt.unturned.run,
         "deviation": prompt.deviation,
         "eager": prompt.eager,
     }
@@ -235,63 +220,27 @@ def measure(prompt: Prompt, device: str, rounds: int, most_seconds: float = math
     ]
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.5))
-    axes.barh([row["operation"] for row in results], [row["copies"].median for row in results])
-    axes.axvline(1.0, color="gray", linewidth=0.8)
-    axes.axvline(2.0, color="gray", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="time, in copies of as many bytes", xscale="log")
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--threads", type=int, help="on a CPU; of torch's copies, too")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further round begins")
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    parser = Options("blend_ops", __doc__, rounds=10, threads=torch.get_num_threads(), device="cpu")
+    parser.add("--layers", 32, type=int)
+    parser.add("--tokens", 4096)
+    parser.add("--seconds", math.inf, help="after which no further round begins")
+    options = parser.parse()
     if options.layers < 3:
         parser.error(f"--layers must be at least 3: layer 1 chooses rows, those behind it blend, got {options.layers}")
     if options.device == "cuda" and not torch.cuda.is_available():
-        print(dumps({"skipped": "needs a CUDA device; --device cpu tries the script without one"}))
+        skip("needs a CUDA device; --device cpu tries the script without one")
         return
-    if options.threads:
-        torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     prompt = Prompt(options.layers, options.tokens, options.device)
     check(prompt)
     results = measure(prompt, options.device, options.rounds, options.seconds)
-    print(f"{'operation':12} {'ms':>24} {'GB/s':>18} {'copies':>18}")
-    for row in results:
-        cells = (f"{row['ms']:.2f}", f"{row['GB/s']:.1f}", f"{row['copies']:.2f}")
-        print(
-            f"{row['operation']:12} {cells[0]:>24} {cells[1]:>18} {cells[2]:>18}", "" if row["hidden"] else "not hidden"
-        )
-    if options.plot:
-        plot(results, options.plot)
-    machine = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
-    shape = {"layers": options.layers, "tokens": options.tokens, "heads": HEADS, "head size": SIZE}
-    print(
-        dumps(
-            {
-                "machine": machine,
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-                **shape,
-                "results": results,
-            }
-        )
+    show_all("{operation:<12} {ms:>24.2f} {GB/s:>18.1f} {copies:>18.2f} {hidden:>7}", results)
+    copies = {row["operation"]: row["copies"] for row in results}
+    draw = functools.partial(
+        bars, values=copies, label="time, in copies of as many bytes", lines=[1.0, 2.0], xscale="log"
     )
+    finish(options, draw, heads=HEADS, **{"head size": SIZE}, results=results)
 
 
 if __name__ == "__main__":

@@ -10,21 +10,22 @@
 All are measured in the same run and take turns. Figures are medians of rounds, with quartiles, of the thread's own
 time. Slots and tables are compared with those made of `block_ids` before anything is timed.
 Targets: 0.3 us a sequence by rows; 4 us for an array, 10 us for a list.
-
-    python benchmarks/bench_block_manager.py [--seqs 256] [--rounds 21] [--plot manager.png]
 """
 
-import argparse
 import ctypes
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvpage import BlockManager
-from kvpage.benchmarks.figure import Figure, dumps, in_turns, own_seconds, seconds
+from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.figure import Figure, in_turns, own_seconds, thread_seconds
+from kvpage.benchmarks.pictures import add_bars, drawn
+from kvpage.benchmarks.script import Options, finish
 
 B = 16
 PROMPT_TOKENS, CACHED_TOKENS = 8192, 6144
@@ -33,10 +34,6 @@ NUM_PROMPTS = 16  # allocated in one measurement
 
 libc = ctypes.CDLL(None)
 libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-
-
-def thread_seconds(call: Callable[[], object], number: int) -> float:
-    return seconds(call, number, time.thread_time)
 
 
 class Steps:
@@ -176,44 +173,22 @@ def row(what: str, each: str, us: Figure, bound: str, bound_us: Figure, target: 
     return {"what": what, "each": each, "us": us, "bound": bound, "bound us": bound_us, "target us": target}
 
 
-def report(rows: list[dict[str, Any]]) -> bool:
-    """Print the table; return whether the targets are met."""
-    print("us: median (25th to 75th percentile), of the thread's own time")
-    for one in rows:
-        target = "-" if one["target us"] is None else f"{one['target us']:.1f}"
-        bound = f"{one['bound us']:.3f} {one['bound']}"
-        print(f"{one['what']:18}{one['each']:20}{format(one['us'], '.3f'):>24}   target {target:>5}   beside {bound}")
-    return all(one["us"].median <= one["target us"] for one in rows if one["target us"])
-
-
-def plot(rows: list[dict[str, Any]], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3))
-    names = [f"{one['what']}, {one['each']}" for one in rows]
-    axes.barh(names, [one["us"].median for one in rows], label="kvpage")
-    axes.plot([one["bound us"].median for one in rows], names, "k|", markersize=14, label="bound")
-    axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="us")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    names = {f"{one['what']}, {one['each']}": one for one in rows}
+    with drawn(path, size=(7, 3)) as axes:
+        add_bars(axes, {name: one["us"] for name, one in names.items()}, "us", xscale="log")
+        axes.plot([one["bound us"].median for one in rows], list(names), "k|", markersize=14, label="bound")
+        axes.legend()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seqs", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--plot", metavar="PATH")
-    args = parser.parse_args()
-    rows = [*measure_steps(args.seqs, args.rounds), *measure_admissions(args.rounds)]
-    met = report(rows)
-    if args.plot:
-        plot(rows, args.plot)
-    print(dumps({"benchmark": "block_manager", "rounds": args.rounds, "rows": rows, "targets_met": met}))
+    parser = Options("block_manager", __doc__, rounds=21)
+    parser.add("--seqs", 256)
+    options = parser.parse()
+    rows = [*measure_steps(options.seqs, options.rounds), *measure_admissions(options.rounds)]
+    show_all("{what:<16} {each:<18} {us:>24.3f} {target us:>9} {bound us:>24.3f} {bound}", rows)
+    met = all(one["us"].median <= one["target us"] for one in rows if one["target us"])
+    finish(options, functools.partial(plot, rows), rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

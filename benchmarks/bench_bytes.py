@@ -9,14 +9,12 @@ All take turns. Records are of `--tokens` each: 2 MiB for 16 tokens. What comes 
 anything is timed. Records carry digests in both, made and checked on the way. The disk's page cache is warm.
 
 Target: `pages` at least as fast as `blocks`.
-
-    python benchmarks/bench_bytes.py [--tokens N ...] [--records N] [--threads N] [--rounds N] [--path DIR]
-        [--plot PATH] [--parts memory disk]
 """
 
 import argparse
+import functools
+import itertools
 import os
-import platform
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +25,19 @@ import numpy as np
 import torch
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
-from kvpage.benchmarks.figure import Figure, dumps, in_turns
+from kvpage.benchmarks.bench_store import speed_row
+from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.figure import Figure, in_turns
+from kvpage.benchmarks.pictures import bars
+from kvpage.benchmarks.script import Options, finish
 from kvpage.store import ByteStore, ByteStoreConfig, KVStore, KVStoreConfig, PageView, metadata_of
 
 BLOCK_SIZE, LAYERS, HEADS, HEAD_SIZE = 16, 32, 8, 128
 PARTS = ("memory", "disk")
 CALL_BYTES = 1 << 20
+COLUMNS = (
+    "{operation:<14} {tokens:>6} {GB/s:>18.2f} {of blocks:>18.2f} {of bound:>18.2f} {bound:>7} {bound GB/s:>18.2f}"
+)
 
 
 class Blocks:
@@ -130,59 +135,27 @@ def measure(part: str, num_tokens: int, folder: Path, options: argparse.Namespac
 def row(part: str, verb: str, num_tokens: int, num_bytes: int, spent: dict[str, list[float]]) -> dict[str, Any]:
     (bound,) = (name for name in spent if name.startswith(verb) and name.split()[1] not in ("blocks", "pages"))
     blocks, pages = spent[f"{verb} blocks"], spent[f"{verb} pages"]
-    return {
-        "operation": f"{part} {verb}",
-        "tokens": num_tokens,
-        "GB/s": Figure.rate(num_bytes / 1e9, pages),
-        "blocks GB/s": Figure.rate(num_bytes / 1e9, blocks),
-        "of blocks": Figure.ratio(blocks, pages),
-        "bound": bound.split()[1],
-        "bound GB/s": Figure.rate(num_bytes / 1e9, spent[bound]),
-        "of bound": Figure.ratio(spent[bound], pages),
-    }
-
-
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.5))
-    axes.barh([f"{row['operation']}, {row['tokens']}" for row in results], [row["of blocks"].median for row in results])
-    axes.axvline(1.0, color="gray", linewidth=0.8)
-    axes.invert_yaxis()
-    axes.set(xlabel="speed of pages, in that of blocks")
-    figure.tight_layout()
-    figure.savefig(path)
+    found = speed_row(f"{part} {verb}", num_bytes, pages, bound.split()[1], spent[bound])
+    speeds = {"blocks GB/s": Figure.rate(num_bytes / 1e9, blocks), "of blocks": Figure.ratio(blocks, pages)}
+    return found | speeds | {"tokens": num_tokens}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 256], help="of a record")
-    parser.add_argument("--records", type=int, default=16)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    results = []
-    for part in options.parts:
-        for num_tokens in options.tokens:
-            with tempfile.TemporaryDirectory(dir=options.path) as folder:
-                for found in measure(part, num_tokens, Path(folder), options):
-                    results.append(found)
-                    print(
-                        "{operation:14} {tokens:4} tokens  {GB/s:.2f} GB/s, {of blocks:.2f} of blocks, "
-                        "{of bound:.2f} of {bound}, {bound GB/s:.2f} GB/s".format(**found),
-                        flush=True,
-                    )
-    if options.plot:
-        plot(results, options.plot)
-    machine = platform.processor() or platform.machine()
-    print(dumps({"machine": machine, "torch": torch.__version__, "threads": options.threads, "results": results}))
+    parser = Options("bytes", __doc__, rounds=21, threads=torch.get_num_threads())
+    parser.add("--tokens", [16, 256], help="of a record")
+    parser.add("--records", 16)
+    parser.add("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
+    parser.add("--parts", PARTS, choices=PARTS)
+    options = parser.parse()
+    table, results = Table(COLUMNS), []
+    for part, num_tokens in itertools.product(options.parts, options.tokens):
+        with tempfile.TemporaryDirectory(dir=options.path) as folder:
+            for found in measure(part, num_tokens, Path(folder), options):
+                results.append(found)
+                table.show(found)
+    shares = {f"{row['operation']}, {row['tokens']}": row["of blocks"] for row in results}
+    draw = functools.partial(bars, values=shares, label="speed of pages, in that of blocks", lines=[1.0])
+    finish(options, draw, results=results)
 
 
 if __name__ == "__main__":

@@ -17,23 +17,17 @@ with an output that is made up outside of the time. Slots, tables, arguments and
 Tokens are checked before anything is timed. Figures are medians of rounds; a round is a mean over some steps. Each is
 given for the thread's own time, which other processes disturb less, and on the wall. Parts are measured in steps of
 their own, by a clock around each; a part does not contain the parts inside it.
-
-    python benchmarks/bench_engine_overhead.py [--batches 64 256] [--vocabs 1024 32000] [--rounds 15] [--steps 16]
-        [--vllm PYTHON] [--plot PATH]
 """
 
 import argparse
 import contextlib
 import functools
-import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from kvpage.benchmarks.arguments import positive
+from kvpage.benchmarks.cells import show_all
 from kvpage.benchmarks.engine_stub import (
     NUM_ADMITTED,
     PARTS,
@@ -43,9 +37,11 @@ from kvpage.benchmarks.engine_stub import (
     decode_prompts,
     make_model,
 )
-from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.figure import Figure, in_turns, result
 from kvpage.benchmarks.part_clock import Spent, mean_spent
 from kvpage.benchmarks.peer_process import PeerProcess
+from kvpage.benchmarks.pictures import stacked
+from kvpage.benchmarks.script import Options, finish
 from kvpage.serving import SamplingParams
 
 SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
@@ -54,6 +50,8 @@ MODES: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": SAMPLED, "penalties
 NUM_WAITING, ADMITTED_VOCAB = 1000, 1024
 TARGETS_US = {("greedy", 64): 200, ("greedy", 256): 500, ("sampled", 256): 700, ("admit", "array"): 30}
 TARGETS_US[("admit", "list")] = TARGETS_US[("admit", "array")]
+COLUMNS = "{step:<34}{kvpage us:>24}{kvpage wall us:>24}{argmax us:>24}{vllm us:>24}{of vllm:>24}{target us:>10}"
+PART_COLUMNS = "{step:<34}" + "".join(f"{{{part}:>24.1f}}" for part in PARTS)
 Calls = dict[str, Callable[[], Spent]]
 
 
@@ -147,21 +145,9 @@ def rows_of(options: argparse.Namespace, vllm: VLLMScheduler | None) -> Iterator
 
 def measure(row: Row) -> dict[str, Any]:
     """Return the figures of a row. All take turns; the first turn does not count."""
-    spent: dict[str, list[Spent]] = {name: [] for name in row.calls}
-    parts: list[dict[str, float]] = []
-    gc.collect()
-    gc.disable()
-    try:
-        for turn in range(row.num_rounds + 1):
-            now = {name: call() for name, call in row.calls.items()}
-            part = row.parts() if row.parts else {}
-            if turn:
-                parts.append(part)
-                for name, taken in now.items():
-                    spent[name].append(taken)
-    finally:
-        gc.enable()
-    return row.what | figures(spent, parts) | {"target us": row.target_us}
+    calls: dict[str, Callable[[], Any]] = {**row.calls, **({"parts": row.parts} if row.parts else {})}
+    spent = in_turns(calls, row.num_rounds, measure=result)
+    return row.what | figures(spent, spent.pop("parts", [])) | {"target us": row.target_us}
 
 
 def figures(spent: dict[str, list[Spent]], parts: list[dict[str, float]]) -> dict[str, Any]:
@@ -173,7 +159,8 @@ def figures(spent: dict[str, list[Spent]], parts: list[dict[str, float]]) -> dic
     if "vllm" in spent:
         pair = (spent["vllm"], spent["kvpage"])
         found["of vllm"] = Figure.ratio(*([one.thread for one in taken] for taken in pair))
-    found["parts us"] = {name: Figure.of((part[name] for part in parts), 1e6) for name in parts[0]}
+    names = parts[0] if parts else ()
+    found["parts us"] = {name: Figure.of((part[name] for part in parts), 1e6) for name in names}
     return found
 
 
@@ -184,71 +171,36 @@ def name_of(row: dict[str, Any]) -> str:
     return f"{row['seqs']} x {row['mode']}, {row['vocab']:,}{waiting}"
 
 
-def report(rows: list[dict[str, Any]]) -> bool:
-    """Print the tables; return whether the targets are met."""
+def show(rows: list[dict[str, Any]]) -> None:
     print("us of a step (of a prompt): median (25th to 75th percentile), of the thread's own time")
-    columns = ("kvpage us", "kvpage wall us", "argmax us", "vllm us", "of vllm")
-    print(f"{'':34}" + "".join(f"{name:>24}" for name in columns) + f"{'target':>8}")
-    for row in rows:
-        cells = (str(row[name]) if name in row else "-" for name in columns)
-        print(f"{name_of(row):34}" + "".join(f"{cell:>24}" for cell in cells) + f"{row['target us'] or '-':>8}")
-    print(f"\nparts, us on the wall\n{'':34}" + "".join(f"{name:>24}" for name in PARTS))
-    for row in rows:
-        if row["parts us"]:
-            print(f"{name_of(row):34}" + "".join(f"{row['parts us'][name].median:>24.1f}" for name in PARTS))
-    return all(row["kvpage us"].median <= row["target us"] for row in rows if row["target us"])
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the parts of each step on top of one another."""
-    from matplotlib import pyplot
-
-    shown = [row for row in rows if row["parts us"]]
-    figure, axis = pyplot.subplots(figsize=(9, 0.4 * len(shown) + 1.5))
-    names, left = [name_of(row) for row in shown], [0.0] * len(shown)
-    for part in PARTS:
-        widths = [row["parts us"][part].median for row in shown]
-        axis.barh(names, widths, left=left, label=part)
-        left = [before + width for before, width in zip(left, widths, strict=True)]
-    axis.invert_yaxis()
-    axis.set_xscale("symlog", linthresh=1000)
-    axis.set_xlabel("us of a step")
-    axis.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    named = [{"step": name_of(row), **row} for row in rows]
+    show_all(COLUMNS, named)
+    print("\nparts, us on the wall")
+    show_all(PART_COLUMNS, [row | row["parts us"] for row in named if row["parts us"]])
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=positive, nargs="+", default=[64, 256], help="sequences of a step")
-    parser.add_argument("--vocabs", type=positive, nargs="+", default=[1024, 32000])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--rounds", type=positive, default=15, help="a quarter of it for larger vocabularies")
-    parser.add_argument(
-        "--steps", type=positive, default=16, help="in a row, that make one measurement; 16 tokens are a block"
-    )
-    parser.add_argument("--threads", type=positive, default=1, help="of torch; the thread's own time counts one")
-    parser.add_argument("--vllm", metavar="PYTHON", type=Path, help="an interpreter that has vLLM's CPU build")
-    parser.add_argument("--plot", type=Path)
-    return parser.parse_args()
+    parser = Options("engine_overhead", __doc__, rounds=15, threads=1)
+    parser.add("--batches", [64, 256], help="sequences of a step")
+    parser.add("--vocabs", [1024, 32000], help="a quarter of the rounds for larger ones than the first")
+    parser.add("--modes", list(MODES), choices=MODES)
+    parser.add("--steps", 16, help="in a row, that make one measurement; 16 tokens are a block")
+    parser.add_vllm()
+    return parser.parse()
 
 
 def main() -> None:
     options = parse()
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        with VLLMScheduler.start(options.vllm) if options.vllm else contextlib.nullcontext() as vllm:
-            rows = [measure(row) for row in rows_of(options, vllm)]
-    finally:
-        torch.set_num_threads(num_threads)
-    met = report(rows)
-    if options.plot:
-        plot(rows, options.plot)
-    settings = {name: getattr(options, name) for name in ("rounds", "steps", "threads")}
-    versions = {"torch": torch.__version__, "vllm": vllm.version if vllm else None}
-    print(dumps({"benchmark": "engine_overhead", **versions, **settings, "rows": rows, "targets_met": met}))
+    with VLLMScheduler.start(options.vllm) if options.vllm else contextlib.nullcontext() as vllm:
+        rows = [measure(row) for row in rows_of(options, vllm)]
+    show(rows)
+    steps = {
+        name_of(row): {name: part.median for name, part in row["parts us"].items()} for row in rows if row["parts us"]
+    }
+    met = all(row["kvpage us"].median <= row["target us"] for row in rows if row["target us"])
+    version = vllm.version if vllm else None
+    draw = functools.partial(stacked, steps=steps, label="us of a step", xscale="symlog")
+    finish(options, draw, vllm=version, rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

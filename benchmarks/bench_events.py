@@ -3,20 +3,21 @@
 A block is cached and evicted again: without a log, with one, with the log taken, as hashed events, and packed for the
 wire. Beside it, in the same run, what none of the latter can be below in Python: one SHA-256 over a block's tokens and
 the hash before it. For comparison: a step that computes 16 tokens of an 8-billion-parameter model takes milliseconds.
-
-    python benchmarks/bench_events.py [--plot events.png]
 """
 
-import argparse
+import functools
 import hashlib
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvpage import BlockPool, PrefixTree
-from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.figure import Figure, in_turns, result, seconds
+from kvpage.benchmarks.pictures import curve, drawn
+from kvpage.benchmarks.script import Options, finish
 from kvpage.observe.events.block_events import BlockEvents
 from kvpage.observe.events.schema import BlockRemoved, BlockStored, EventBatch, pack, unpack
 from kvpage.observe.tree_watch import TreeChanges
@@ -35,24 +36,28 @@ def life(batch: int, follow: Callable[[PrefixTree], object] | None, log: bool) -
         tree.log_changes(64 << 20)
         tree.take_changes()
     prompts = [np.full(batch * BLOCK_SIZE, i, np.int32) for i in range(NUM_BLOCKS // batch)]
-    begin = time.perf_counter()
-    for prompt in prompts:
-        tree.release(tree.insert(prompt, pool.allocate(batch)))
-        tree.evict(batch)
-        if follow:
-            follow(tree)
-    seconds = time.perf_counter() - begin
+
+    def live() -> None:
+        for prompt in prompts:
+            tree.release(tree.insert(prompt, pool.allocate(batch)))
+            tree.evict(batch)
+            if follow:
+                follow(tree)
+
+    taken = seconds(live)
     assert tree.num_cached == 0 and pool.num_free == NUM_BLOCKS
-    return seconds / NUM_BLOCKS * 1e6
+    return taken / NUM_BLOCKS * 1e6
 
 
 def sha256() -> float:
     """Microseconds for a block's hash alone."""
     digest, tokens = b"0" * 32, b"1" * (8 * BLOCK_SIZE)
-    begin = time.perf_counter()
-    for _ in range(NUM_BLOCKS):
+
+    def chain() -> None:
+        nonlocal digest
         digest = hashlib.sha256(digest + tokens).digest()
-    return (time.perf_counter() - begin) / NUM_BLOCKS * 1e6
+
+    return seconds(chain, NUM_BLOCKS) * 1e6
 
 
 def followers() -> dict[str, tuple[Callable[[PrefixTree], object] | None, bool]]:
@@ -93,50 +98,29 @@ def measure() -> list[dict[str, Any]]:
     verify()
     rows = []
     for batch in BATCHES:
-        times: dict[str, list[float]] = {name: [] for name in followers()}
-        for _ in range(REPEATS):  # in turns, so that company on the machine is shared
-            for name, (follow, log) in followers().items():
-                times[name].append(life(batch, follow, log))
-        rows.append({"batch": batch, **{name: Figure.of(taken) for name, taken in times.items()}})
-        rows[-1]["sha256"] = Figure.of(sha256() for _ in range(REPEATS))
+        calls: dict[str, Callable[[], float]] = {
+            name: functools.partial(life, batch, follow, log) for name, (follow, log) in followers().items()
+        }
+        taken = in_turns({**calls, "sha256": sha256}, REPEATS, measure=result, warmups=0)
+        rows.append({"batch": batch, **{name: Figure.of(each) for name, each in taken.items()}})
     return rows
 
 
-def report(rows: list[dict[str, Any]]) -> None:
-    names = list(rows[0])[1:]
-    print("microseconds for each block that is cached and evicted\n")
-    print(f"{'blocks a prompt':>15}" + "".join(f"{name:>22}" for name in names))
-    for row in rows:
-        cells = (f"{row[name]:.3f}" for name in names)
-        print(f"{row['batch']:>15}" + "".join(f"{cell:>22}" for cell in cells))
-
-
-def plot(rows: list[dict[str, Any]], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name in list(rows[0])[1:]:
-        style = "--" if name == "sha256" else "-"
-        axes.plot([row["batch"] for row in rows], [row[name].median for row in rows], style, marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="blocks a prompt", ylabel="us a block", title="Following the cache")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    with drawn(path, size=(7, 4)) as axes:
+        for name in list(rows[0])[1:]:
+            curve(axes, rows, "batch", name, "o--" if name == "sha256" else "o-", label=name)
+        axes.set(xscale="log", yscale="log", xlabel="blocks a prompt", ylabel="us a block", title="Following the cache")
+        axes.legend()
+        axes.grid(alpha=0.3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="PATH")
-    args = parser.parse_args()
+    options = Options("events", __doc__).parse()
     rows = measure()
-    report(rows)
-    if args.plot:
-        plot(rows, args.plot)
-    print(dumps({"benchmark": "events", "unit": "us", "rows": rows}))
+    print("microseconds for each block that is cached and evicted; batch: blocks of a prompt")
+    show_all("{batch:>6}" + "".join(f"{{{name}:>22.3f}}" for name in list(rows[0])[1:]), rows)
+    finish(options, functools.partial(plot, rows), unit="us", rows=rows)
 
 
 if __name__ == "__main__":

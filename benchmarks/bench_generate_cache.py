@@ -5,17 +5,12 @@ is made before the clock starts. Beside it `generate` as it is, which computes t
 is the bound: the forward is the same, and blocks are written besides. All answers are compared; the calls take turns,
 and medians with their quartiles count, of the CPU time of one thread.
 
-    python benchmarks/bench_generate_cache.py [--prefix N ...] [--batch N ...] [--rounds N] [--working-bytes N]
-                                              [--plot PATH]
-
 --working-bytes 0 gathers K and V out of the blocks at each step: see KVPageCachePool.
 """
 
-import argparse
 import copy
 import functools
 import itertools
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,11 +21,16 @@ import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvpage import CacheConfig
-from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.pictures import curve, drawn, groups
+from kvpage.benchmarks.script import Options, finish
 from kvpage.serving import KVPageCache, KVPageCachePool
 
 BLOCK_SIZE, TAIL, NEW = 16, 32, 32
 NAMES = ("generate", "nothing found", "prefix found", "prefix for nothing")
+COLUMNS = "{batch:>5} {prefix:>6}" + "".join(f" {{{name} ms:>21.0f}}" for name in NAMES)
+COLUMNS += " {saved:>19.2f} {of bound:>19.2f} {miss:>19.2f}"
 
 
 def make_model() -> LlamaForCausalLM:
@@ -120,47 +120,29 @@ def summary(num_prefix: int, batch: int, times: dict[str, list[float]]) -> dict[
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    batches = list(dict.fromkeys(result["batch"] for result in results))
-    figure, axes = plt.subplots(1, len(batches), figsize=(4.5 * len(batches), 4), squeeze=False)
-    for axis, batch in zip(axes[0], batches, strict=True):
-        rows = [result for result in results if result["batch"] == batch]
-        for name in NAMES:
-            axis.plot([row["prefix"] for row in rows], [row[f"{name} ms"].median for row in rows], "o-", label=name)
-        axis.set(title=f"batch {batch}", xlabel="tokens of the shared prefix", ylabel="ms", ylim=(0, None))
-        axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
+    batches = groups(results, "batch")
+    with drawn(path, 1, len(batches), size=(4.5 * len(batches), 4), squeeze=False) as panels:
+        for axes, ((batch,), rows) in zip(panels[0], batches.items(), strict=True):
+            for name in NAMES:
+                curve(axes, rows, "prefix", f"{name} ms", label=name)
+            axes.set(title=f"batch {batch}", xlabel="tokens of the shared prefix", ylabel="ms", ylim=(0, None))
+            axes.legend(fontsize=7)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prefix", type=int, nargs="+", default=[128, 1024])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--working-bytes", type=int, help="of the pool; None: no limit")
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    parser = Options("generate_cache", __doc__, rounds=7, threads=1)
+    parser.add("--prefix", [128, 1024])
+    parser.add("--batch", [1, 2])
+    parser.add("--working-bytes", type=int, help="of the pool; None: no limit")
+    options = parser.parse()
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     model = make_model()
     print(f"Llama of 6 layers, fp32; {TAIL} tokens behind the prefix, {NEW} generated; ms (quartiles)")
-    print(f"{'batch':>5} {'prefix':>6}", *(f"{name:>19}" for name in (*NAMES, "saved", "of bound", "miss")))
-    results = []
+    table, results = Table(COLUMNS), []
     for batch, num_prefix in itertools.product(options.batch, options.prefix):
-        row = measure(model, num_prefix, batch, options.rounds, options.working_bytes)
-        results.append(row)
-        print(f"{batch:5} {num_prefix:6}", *(format(row[f"{name} ms"], ".0f").rjust(19) for name in NAMES), end=" ")
-        print(*(format(row[name], ".2f").rjust(19) for name in ("saved", "of bound", "miss")), flush=True)
-    if options.plot:
-        plot(results, options.plot)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    machine = platform.processor() or platform.machine()
-    print(dumps({"machine": machine, "threads": torch.get_num_threads(), **versions, "results": results}))
+        results.append(measure(model, num_prefix, batch, options.rounds, options.working_bytes))
+        table.show(results[-1])
+    finish(options, functools.partial(plot, results), results=results)
 
 
 if __name__ == "__main__":

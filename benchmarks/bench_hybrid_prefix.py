@@ -22,20 +22,22 @@ prompt goes through its end without a reason to keep the state there, and a stat
 
 Targets: the ideal with an ample budget and marks; with a tenth of it, 0.9 of the bound, for each of three seeds.
 Without marks, the bound is at most what the ample budget finds.
-
-    python benchmarks/bench_hybrid_prefix.py [--seed N] [--plot PATH]
 """
 
-import argparse
+import functools
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.figure import Figure, in_turns, result
 from kvpage.benchmarks.hybrid_bounds import Offers, bound, offers_of
 from kvpage.benchmarks.hybrid_runs import run_borders, run_manager
 from kvpage.benchmarks.hybrid_traces import TRACES, Request
+from kvpage.benchmarks.pictures import drawn
+from kvpage.benchmarks.script import Options, finish
 from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.manager import BlockManager
 
@@ -43,6 +45,10 @@ BORDERS = {"aligned": 528, "shifted": 528, "short": 2096, "chats": 528, "agents"
 NUM_SEEDS = 3
 TENTH = 10
 ROUNDS = 100
+PARTS = ("ample", "tenth", "bound", "of_bound", "borders_all_ample", "borders_all_tenth", "borders_ends_ample")
+COLUMNS = "{trace:>8} {marks:>6} {slots:>6} {requests:>9} {hits:>5} {borders_hits:>13}" + "".join(
+    f" {{{name}:>18.3f}}" for name in PARTS
+)
 
 
 def row_of(name: str, requests: list[Request], offers: Offers, is_marked: bool) -> dict[str, Any]:
@@ -86,64 +92,55 @@ def allocation_us() -> dict[str, Figure]:
         if isinstance(manager, HybridManager):
             manager.keep(0)
         manager.release(0)
-    times: dict[str, list[float]] = {name: [] for name in managers}
-    for _ in range(ROUNDS):
-        for name, manager in managers.items():
-            before = time.perf_counter()
-            num_cached = manager.allocate(1, tokens).num_cached_tokens
-            manager.release(1)
-            times[name].append((time.perf_counter() - before) * 1e6)
-            assert num_cached == len(tokens) - 1
-            manager.do_moves(lambda move: None)
-            if isinstance(manager, HybridManager):
-                manager.do_state_moves(lambda move: None)
-    return {name: Figure.of(taken) for name, taken in times.items()}
+
+    def allocate(manager: BlockManager) -> float:
+        """Return the seconds of a call, and make its moves afterwards."""
+        before = time.perf_counter()
+        num_cached = manager.allocate(1, tokens).num_cached_tokens
+        manager.release(1)
+        taken = time.perf_counter() - before
+        assert num_cached == len(tokens) - 1
+        manager.do_moves(lambda move: None)
+        if isinstance(manager, HybridManager):
+            manager.do_state_moves(lambda move: None)
+        return taken
+
+    calls = {name: functools.partial(allocate, manager) for name, manager in managers.items()}
+    times = in_turns(calls, ROUNDS, measure=result, warmups=0)
+    return {name: Figure.of(taken, 1e6) for name, taken in times.items()}
 
 
-def plot(rows: list[dict[str, Any]], path: str) -> None:
-    import matplotlib.pyplot as plt
-
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
     shown = [row for row in rows if row["marked"]]
     bars = ("ample", "tenth", "bound", "borders_all_tenth", "borders_ends_tenth")
     names = ("ample budget", "a tenth of it", "its bound", "all borders, a tenth", "vLLM's borders, a tenth")
-    figure, axes = plt.subplots(figsize=(9, 4))
-    for i, (bar, name) in enumerate(zip(bars, names, strict=True)):
-        axes.bar([place + i * 0.16 for place in range(len(shown))], [row[bar] for row in shown], 0.15, label=name)
-    axes.set_xticks([place + 0.32 for place in range(len(shown))], [row["trace"] for row in shown])
-    axes.set_ylabel("tokens found, of the ideal")
-    axes.legend(loc="upper center", ncols=len(bars), bbox_to_anchor=(0.5, 1.15), fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with drawn(path, size=(9, 4)) as axes:
+        for i, (bar, name) in enumerate(zip(bars, names, strict=True)):
+            axes.bar([place + i * 0.16 for place in range(len(shown))], [row[bar] for row in shown], 0.15, label=name)
+        axes.set_xticks([place + 0.32 for place in range(len(shown))], [row["trace"] for row in shown])
+        axes.set_ylabel("tokens found, of the ideal")
+        axes.legend(loc="upper center", ncols=len(bars), bbox_to_anchor=(0.5, 1.15), fontsize="small")
 
 
-def report(rows: list[dict[str, Any]], costs: dict[str, Figure], seed: int) -> None:
+def show(rows: list[dict[str, Any]], costs: dict[str, Figure], seed: int) -> None:
     print(f"tokens found, of the ideal (seed {seed}); of bound: the least of {NUM_SEEDS} seeds")
-    columns = ("ample", "tenth", "bound", "of_bound", "borders_all_ample", "borders_all_tenth", "borders_ends_ample")
-    print(f"{'trace':>8} {'marks':>6} {'slots':>6} {'hits':>8} {'borders':>8}", *(f"{name:>18}" for name in columns))
-    for row in rows:
-        hits = (f"{row[name]}/{row['requests']}" for name in ("hits", "borders_hits"))
-        values = (f"{row[name]:>18.3f}" for name in columns)
-        marks = "yes" if row["marked"] else "no"
-        print(f"{row['trace']:>8} {marks:>6} {row['slots']:>6}", *(f"{one:>8}" for one in hits), *values)
+    show_all(COLUMNS, [row | {"marks": "yes" if row["marked"] else "no"} for row in rows])
     print("hits: requests that find any token, by kvpage and by the states at the borders where portions end")
     for name, figure in costs.items():
         print(f"{name}: allocate and release 8,192 cached tokens: {figure:.1f} us")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help=f"the first of {NUM_SEEDS}")
-    parser.add_argument("--plot", metavar="PATH")
-    args = parser.parse_args()
-    seeds = [rows_of(seed) for seed in range(args.seed, args.seed + NUM_SEEDS)]
+    parser = Options("hybrid_prefix", __doc__)
+    parser.add("--seed", 0, type=int, help=f"the first of {NUM_SEEDS}")
+    options = parser.parse()
+    seeds = [rows_of(seed) for seed in range(options.seed, options.seed + NUM_SEEDS)]
     rows = [{**row, "of_bound": min(one[i]["of_bound"] for one in seeds)} for i, row in enumerate(seeds[0])]
     costs = allocation_us()
-    report(rows, costs, args.seed)
-    if args.plot:
-        plot(rows, args.plot)
+    show(rows, costs, options.seed)
     ideal = all(row["ample"] == 1 for one in seeds for row in one if row["marked"])
     met = ideal and all(row["of_bound"] >= 0.9 for row in rows)
-    print(dumps({"benchmark": "hybrid_prefix", "rows": rows, "allocation_us": costs, "targets_met": met}))
+    finish(options, functools.partial(plot, rows), rows=rows, allocation_us=costs, targets_met=met)
 
 
 if __name__ == "__main__":

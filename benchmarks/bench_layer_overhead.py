@@ -7,16 +7,14 @@ new output, and the arguments. It is also measured for plain tensors, which bind
 Each output is compared with kvpage.ops.reference before anything is timed. Each figure is a median of rounds, with the
 25th and 75th percentile, of the thread's own time, which other processes on the machine disturb less.
 Targets: 25 us besides the native calls, and 25 Python calls of kvpage's own.
-
-    python benchmarks/bench_layer_overhead.py [--rounds 21] [--number 200] [--plot layer_overhead.png]
 """
 
-import argparse
 import functools
+import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,10 @@ import torch
 
 import kvpage._C as _C
 from kvpage import CacheConfig, CacheEngine, ModelConfig, ops
-from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
+from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.figure import Figure, in_turns, thread_seconds
+from kvpage.benchmarks.pictures import drawn
+from kvpage.benchmarks.script import Options, finish
 from kvpage.ops import reference
 from kvpage.serving.model.attention import paged_attention
 from kvpage.serving.model.step import Step
@@ -35,6 +36,10 @@ SHAPES = {"llama 3 8B": (8, 4, 128), "qwen3 0.6B": (8, 2, 128), "gpt2": (12, 1, 
 BATCHES = (1, 16)
 NUM_KEYS = 64  # of each sequence: the fewer, the more the rest counts
 MAX_MICROSECONDS, MAX_CALLS = 25, 25
+COLUMNS = "{model:<12} {dtype:<9} {seqs:>4} {calls:>5}" + "".join(
+    f"{{{name} us:>24.1f}}" for name in ("layer", "native", "besides", "unbound")
+)
+Call = Callable[[], object]
 NATIVE = ("reshape_and_cache", "paged_attention")
 
 
@@ -54,7 +59,7 @@ def replaced(make: Callable[[Callable[..., object]], Callable[..., object]]) -> 
 def without_native(call: Callable[[], object], number: int) -> float:
     """Seconds of a call whose native calls return at once."""
     with replaced(lambda own: lambda *args: None):
-        return seconds(call, number, time.thread_time)
+        return thread_seconds(call, number)
 
 
 def call_all(calls: Sequence[Callable[[], object]]) -> None:
@@ -137,86 +142,45 @@ class Layer:
         return count - 1  # without the benchmark's own
 
 
-def measure(rounds: int, number: int) -> list[dict[str, Any]]:
-    rows = []
-    for shape in SHAPES:
-        for dtype in (torch.float32, torch.bfloat16):
-            for num_seqs in BATCHES:
-                layer = Layer(shape, num_seqs, dtype)
-                layer.check()
-                native, held = layer.native_calls()
-                whole: dict[str, Callable[[], object]] = {
-                    "layer": layer.attend,
-                    "native": functools.partial(call_all, native),
-                }
-                rest: dict[str, Callable[[], object]] = {"besides": layer.attend, "unbound": layer.attend_unbound}
-                taken = in_turns(whole, rounds, number, functools.partial(seconds, clock=time.thread_time))
-                taken |= in_turns(rest, rounds, number, without_native)
-                del held
-                rows.append(
-                    {
-                        "model": shape,
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "seqs": num_seqs,
-                        "calls": layer.num_calls(),
-                        "layer us": Figure.of(taken["layer"], 1e6),
-                        "native us": Figure.of(taken["native"], 1e6),
-                        "besides us": Figure.of(taken["besides"], 1e6),
-                        "unbound us": Figure.of(taken["unbound"], 1e6),
-                    }
-                )
-    return rows
+def measure(shape: str, dtype: torch.dtype, num_seqs: int, rounds: int, number: int) -> dict[str, Any]:
+    layer = Layer(shape, num_seqs, dtype)
+    layer.check()
+    native, held = layer.native_calls()
+    whole: dict[str, Call] = {"layer": layer.attend, "native": functools.partial(call_all, native)}
+    rest: dict[str, Call] = {"besides": layer.attend, "unbound": layer.attend_unbound}
+    taken = in_turns(whole, rounds, number, thread_seconds) | in_turns(rest, rounds, number, without_native)
+    del held
+    names = {"model": shape, "dtype": str(dtype).removeprefix("torch."), "seqs": num_seqs, "calls": layer.num_calls()}
+    return names | {f"{name} us": Figure.of(each, 1e6) for name, each in taken.items()}
 
 
-def report(rows: list[dict[str, Any]]) -> bool:
-    """Print the table; whether the targets are met."""
-    print("us of a layer: median (25th to 75th percentile)")
-    columns = ("layer us", "native us", "besides us", "unbound us")
-    print(f"{'model':12} {'dtype':9} {'seqs':>4} {'calls':>5}" + "".join(f"{name:>24}" for name in columns))
-    for row in rows:
-        cells = "".join(format(row[name], ".1f").rjust(24) for name in columns)
-        print(f"{row['model']:12} {row['dtype']:9} {row['seqs']:4} {row['calls']:5}{cells}")
-    return all(row["calls"] <= MAX_CALLS and row["besides us"].median <= MAX_MICROSECONDS for row in rows)
-
-
-def plot(rows: list[dict[str, Any]], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
     names = [f"{row['model']}, {row['dtype']}, {row['seqs']}" for row in rows]
-    for offset, (column, label) in enumerate((("besides us", "a layer of a step"), ("unbound us", "plain tensors"))):
-        places = [place + 0.4 * offset for place in range(len(rows))]
-        axes.barh(places, [row[column].median for row in rows], height=0.4, label=label)
-    axes.axvline(MAX_MICROSECONDS, color="gray", linestyle=":", label="target")
-    axes.set_yticks([place + 0.2 for place in range(len(rows))], names, fontsize="small")
-    axes.set_xlabel("us besides the native calls")
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with drawn(path, size=(7, 4)) as axes:
+        for offset, (column, label) in enumerate(
+            (("besides us", "a layer of a step"), ("unbound us", "plain tensors"))
+        ):
+            places = [place + 0.4 * offset for place in range(len(rows))]
+            axes.barh(places, [row[column].median for row in rows], height=0.4, label=label)
+        axes.axvline(MAX_MICROSECONDS, color="gray", linestyle=":", label="target")
+        axes.set_yticks([place + 0.2 for place in range(len(rows))], names, fontsize="small")
+        axes.set_xlabel("us besides the native calls")
+        axes.legend(fontsize="small")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--number", type=int, default=200, help="calls in a row that make one measurement")
-    parser.add_argument("--plot", metavar="PATH")
-    options = parser.parse_args()
+    parser = Options("layer_overhead", __doc__, rounds=21)
+    parser.add("--number", 200, help="calls in a row that make one measurement")
+    options = parser.parse()
     torch.manual_seed(0)
-    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the clock is that of one thread
-    try:
-        with torch.no_grad():
-            rows = measure(options.rounds, options.number)
-    finally:
-        torch.set_num_threads(num_threads)
-    met = report(rows)
-    if options.plot:
-        plot(rows, options.plot)
-    print(dumps({"benchmark": "layer_overhead", "rounds": options.rounds, "rows": rows, "targets_met": met}))
+    cases = itertools.product(SHAPES, (torch.float32, torch.bfloat16), BATCHES)
+    with torch.no_grad():
+        rows = [measure(*case, options.rounds, options.number) for case in cases]
+    print("us of a layer: median (25th to 75th percentile)")
+    show_all(COLUMNS, rows)
+    met = all(row["calls"] <= MAX_CALLS and row["besides us"].median <= MAX_MICROSECONDS for row in rows)
+    finish(options, functools.partial(plot, rows), rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

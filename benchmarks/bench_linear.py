@@ -9,17 +9,12 @@ packed weights, in the interpreter that has vLLM.
 Shapes are those of the small Llama of bench_serving (512 wide, 1,536 in its MLP, 8,192 tokens) and of a model that is
 1,024 wide. Rows are those of decode steps and of a prompt. Every result is compared with a product in double before
 anything is timed. Calls take turns, medians with their quartiles; one thread is timed by its own clock.
-
-    python benchmarks/bench_linear.py [--threads N] [--rounds N] [--rows M ...] [--vllm PYTHON] [--plot PATH]
 """
 
-import argparse
 import functools
-import json
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,58 +23,21 @@ import torch.nn.functional as F
 
 import kvpage._C as _C
 from kvpage import ops
-from kvpage.benchmarks.arguments import positive
-from kvpage.benchmarks.figure import Figure, dumps, in_turns
+from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.figure import Figure, in_turns, seconds
+from kvpage.benchmarks.peer_process import PeerProcess
+from kvpage.benchmarks.pictures import curve, drawn
+from kvpage.benchmarks.script import Options, finish
 
 SHAPES = ((512, 512), (1536, 512), (512, 1536), (8192, 512), (1024, 1024), (4096, 1024), (1024, 4096))  # out, in
 ROWS = (1, 8, 32, 64, 256, 2048)
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+SPEEDS = ("kvpage GF/s", "torch GF/s", "packed GF/s", "vllm GF/s")
+COLUMNS = "{dtype:<9} {rows:>5} {columns:>7} {size:>5}" + "".join(f" {{{name}:>20.1f}}" for name in SPEEDS)
+COLUMNS += " {of bound:>18.2f} {of torch:>18.2f}"
 TURN = 0.004  # seconds of calls in one measurement
 FMA_ROUNDS = 500_000  # of some milliseconds in all
-
-PEER = """
-import json, sys, time, torch
-import vllm._custom_ops as custom
-torch.set_num_threads(int(sys.argv[1]))
-clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-for line in sys.stdin:
-    rows, columns, size, dtype, number, rounds = json.loads(line)
-    x, w = (torch.randn(n, size).to(getattr(torch, dtype)) for n in (rows, columns))
-    handler = custom.create_onednn_mm(w.t())
-    custom.onednn_mm(handler, x, None)
-    taken = []
-    for _ in range(rounds):
-        before = clock()
-        for _ in range(number):
-            custom.onednn_mm(handler, x, None)
-        taken.append((clock() - before) / number)
-    print("peer", json.dumps(taken), flush=True)
-"""
-
-
-class VllmPeer:
-    """vLLM's oneDNN products, in the interpreter that has vLLM."""
-
-    def __init__(self, python: str, num_threads: int) -> None:
-        command = [python, "-c", PEER, str(num_threads)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-
-    def seconds(self, rows: int, columns: int, size: int, dtype: torch.dtype, number: int, rounds: int) -> list[float]:
-        asked = [rows, columns, size, str(dtype).removeprefix("torch."), number, rounds]
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("peer "):
-                return json.loads(line.removeprefix("peer "))
-        raise RuntimeError(f"vLLM's interpreter ended with code {self._process.wait()}")
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
 
 
 def clock() -> Callable[[], float]:
@@ -87,15 +45,7 @@ def clock() -> Callable[[], float]:
 
 
 def measured(calls: Mapping[str, Callable[[], object]], number: int, rounds: int) -> dict[str, list[float]]:
-    now = clock()
-
-    def seconds(call: Callable[[], object], number: int) -> float:
-        before = now()
-        for _ in range(number):
-            call()
-        return (now() - before) / number
-
-    return in_turns(calls, rounds, number, seconds, warmups=1)
+    return in_turns(calls, rounds, number, functools.partial(seconds, clock=clock()))
 
 
 def peak_flops(rounds: int) -> Figure:
@@ -130,7 +80,7 @@ def check(name: str, found: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> N
 
 
 def measure_shape(
-    rows: int, columns: int, size: int, dtype: torch.dtype, flops: Figure, rounds: int, peer: VllmPeer | None
+    rows: int, columns: int, size: int, dtype: torch.dtype, flops: Figure, rounds: int, peer: PeerProcess | None
 ) -> dict[str, Any]:
     x, w = torch.randn(rows, size).to(dtype), (torch.randn(columns, size) / size**0.5).to(dtype)
     out = torch.empty(rows, columns, dtype=dtype)
@@ -148,7 +98,8 @@ def measure_shape(
     number = max(1, int(TURN / (bound * 1.5)))
     taken = measured(calls, number, rounds)
     if peer:
-        taken["vllm"] = peer.seconds(rows, columns, size, dtype, number, rounds)
+        asked = {"rows": rows, "columns": columns, "size": size, "dtype": str(dtype).removeprefix("torch.")}
+        taken["vllm"] = peer.ask(**asked, number=number, rounds=rounds)["seconds"]
     row = {"dtype": str(dtype).removeprefix("torch."), "rows": rows, "columns": columns, "size": size}
     row |= {f"{name} GF/s": Figure.rate(work / 1e9, each) for name, each in taken.items()}
     return row | {
@@ -157,7 +108,7 @@ def measure_shape(
     }
 
 
-def measure(rows: list[int], rounds: int, peer: VllmPeer | None) -> Iterator[dict[str, Any]]:
+def measure(rows: list[int], rounds: int, peer: PeerProcess | None) -> Iterator[dict[str, Any]]:
     flops = peak_flops(rounds)
     print(f"bound: {flops.median / 1e9:.0f} GF/s of fused multiply-adds, {torch.get_num_threads()} threads")
     for dtype in DTYPES:
@@ -166,46 +117,30 @@ def measure(rows: list[int], rounds: int, peer: VllmPeer | None) -> Iterator[dic
                 yield measure_shape(num_rows, columns, size, dtype, flops, rounds, peer)
 
 
-def shown(row: dict[str, Any]) -> str:
-    shape = f"{row['dtype']:9} {row['rows']:5} x {row['columns']:5} x {row['size']:5}"
-    figures = [f"{name} {each:.1f}" for name, each in row.items() if name.endswith("GF/s")]
-    return f"{shape}  {'  '.join(figures)}  bound {row['of bound']:.2f}  torch {row['of torch']:.2f}"
-
-
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(DTYPES), figsize=(12, 5), sharey=True)
-    for axis, dtype in zip(axes, DTYPES, strict=True):
-        of_type = [row for row in rows if row["dtype"] == str(dtype).removeprefix("torch.")]
-        for name in ("kvpage GF/s", "torch GF/s", "packed GF/s", "vllm GF/s"):
-            found = [row for row in of_type if name in row]
-            axis.plot([row["rows"] for row in found], [row[name].median for row in found], "o", label=name, alpha=0.6)
-        axis.set(title=str(dtype), xlabel="rows", ylabel="GF/s", xscale="log")
-        axis.legend()
-    figure.savefig(path)
+    with drawn(path, 1, len(DTYPES), size=(12, 5), sharey=True) as panels:
+        for axes, dtype in zip(panels, DTYPES, strict=True):
+            for name in SPEEDS:
+                of_type = [row for row in rows if row["dtype"] == str(dtype).removeprefix("torch.") and name in row]
+                curve(axes, of_type, "rows", name, "o", label=name, alpha=0.6)
+            axes.set(title=str(dtype), xlabel="rows", ylabel="GF/s", xscale="log")
+            axes.legend()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=positive, default=1)
-    parser.add_argument("--rounds", type=positive, default=7)
-    parser.add_argument("--rows", type=positive, nargs="+", default=list(ROWS))
-    parser.add_argument("--vllm", metavar="PYTHON", help="the interpreter that has vLLM's CPU build")
-    parser.add_argument("--plot", type=Path)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    parser = Options("linear", __doc__, rounds=7, threads=1)
+    parser.add("--rows", ROWS)
+    parser.add_vllm()
+    options = parser.parse()
     torch.manual_seed(0)
-    peer = VllmPeer(given.vllm, given.threads) if given.vllm else None
-    rows = []
-    for row in measure(given.rows, given.rounds, peer):
-        rows.append(row)
-        print(shown(row), flush=True)
-    if peer:
-        peer.close()
-    if given.plot:
-        plot(rows, given.plot)
-    print(dumps({"machine": platform.processor(), "threads": given.threads, "torch": torch.__version__, "rows": rows}))
+    table, rows = Table(COLUMNS), []
+    with ExitStack() as stack:
+        start = functools.partial(PeerProcess.start, options.vllm, "vllm_linear.py", [str(options.threads)])
+        peer = stack.enter_context(start()) if options.vllm else None
+        for row in measure(options.rows, options.rounds, peer):
+            rows.append(row)
+            table.show(row)
+    finish(options, functools.partial(plot, rows), rows=rows)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,10 @@ need. At 1 and 64 sequences of 8,192 keys and a prompt of 8,192 also the librari
 and cuDNN (attention_peers.py). Results are checked before anything is timed. Times are medians by the device's clock,
 with a cold L2 cache; the launch is hidden behind the flushing, and given apart (`launch us`: one call on the host,
 without waiting).
-
-    python benchmarks/bench_paged_attention.py [--seconds S] [--cases peers] [--without NAME ...] [--plot PATH]
 """
 
 import argparse
-import json
+import functools
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -27,9 +25,17 @@ import torch.nn.functional as F
 
 from kvpage import CacheLayout, ops
 from kvpage.benchmarks.attention_peers import peers_of, target_of
+from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.figure import seconds
+from kvpage.benchmarks.pictures import curve, drawn, groups
+from kvpage.benchmarks.script import Options, finish, machine, skip
 from kvpage.ops import reference
 
 BF16, E4M3, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
+COLUMNS = (
+    "{kind:<8} {model:<23} {dtype:<13} {seqs:>4} {keys:>6} {us:>9.1f} {GB/s:>6.0f} {TFLOP/s:>7.1f} {of bound:>8.2f} "
+    "{x sdpa:>6.2f} {launch us:>9.1f} {is_met:>6}"
+)
 MOST_CACHE_BYTES = 12 * 2**30
 
 
@@ -181,13 +187,11 @@ def milliseconds(call: Callable[[], object], flush: torch.Tensor, rounds: int) -
 
 def launch_seconds(call: Callable[[], object]) -> float:
     """Return the time of one call on the host, without waiting for the device."""
-    torch.cuda.synchronize()
     times = []
     for _ in range(20):
-        before = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - before)
         torch.cuda.synchronize()
+        times.append(seconds(call))
+    torch.cuda.synchronize()
     return statistics.median(times)
 
 
@@ -243,6 +247,7 @@ def measure(
     sdpa = milliseconds(contiguous, flush, rounds) if contiguous else None
     peers = () if without is None else peers_of(case, without)
     times = {peer: milliseconds(call, flush, rounds) for peer, call in peers}
+    target = target_of(case, case.num_bytes)
     return {
         "kind": kind,
         "model": name,
@@ -256,18 +261,15 @@ def measure(
         "of bound": bound / paged,
         "x sdpa": sdpa and sdpa / paged,
         "launch us": launch_seconds(case.paged) * 1e6,
-        "target": target_of(case, case.num_bytes),
+        "target": target,
+        "is_met": None if target is None else bound / paged >= target,
         "peers us": {peer: 1e3 * time for peer, time in times.items()},
     }
 
 
-def show(row: dict[str, Any]) -> None:
-    sdpa = "-" if row["x sdpa"] is None else f"{row['x sdpa']:.2f}"
-    verdict = "" if row["target"] is None else "  met" if row["of bound"] >= row["target"] else "  MISSED"
-    print("{kind:8} {model:23} {dtype:13} {seqs:4} {keys:6} {us:9.1f} {GB/s:6.0f} {TFLOP/s:7.1f} {of bound:8.2f} "
-          "{sdpa:>6} {launch us:9.1f}".format(**row, sdpa=sdpa) + verdict)  # fmt: skip
+def show_peers(row: dict[str, Any]) -> None:
     for peer, taken in row["peers us"].items():
-        print(f"{'':8} {peer:23} {'':25} {taken:9.1f} us, kvpage is {taken / row['us']:.2f} times as fast")
+        print(f"{'':8} {peer:23} {taken:.1f} us, kvpage is {taken / row['us']:.2f} times as fast")
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -275,8 +277,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, A
     flush = torch.empty(sizes.flushed, dtype=torch.uint8, device="cuda")
     limits = bounds(sizes, flush)
     print(f"copy {limits['bytes/s'] / 1e9:.0f} GB/s, bf16 product {limits['operations/s'] / 1e12:.0f} TFLOP/s\n")
-    header = f"{'kind':8} {'model':23} {'dtype':13} {'seqs':>4} {'keys':>6} {'us':>9} {'GB/s':>6} {'TFLOP/s':>7}"
-    print(header, f"{'of bound':>8} {'x sdpa':>6} {'launch us':>9}")
+    table = Table(COLUMNS)
     results: list[dict[str, Any]] = []
     deadline = time.monotonic() + options.seconds
     for kind, name, dtype, num_seqs, length, num_queries in cases(sizes):
@@ -290,47 +291,34 @@ def run(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, A
         case = Case(MODELS[name], dtype, num_seqs, length, num_queries)
         without = options.without if takes_peers else None
         results.append(measure(kind, name, case, limits, flush, options.rounds, without))
-        show(results[-1])
+        table.show(results[-1])
+        show_peers(results[-1])
     return limits, results
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    decoding = [row for row in results if row["kind"] == "decode"]
-    for model, dtype, seqs in dict.fromkeys((r["model"], r["dtype"], r["seqs"]) for r in decoding):
-        rows = [r for r in decoding if (r["model"], r["dtype"], r["seqs"]) == (model, dtype, seqs)]
-        rows.sort(key=lambda row: row["keys"])
-        axes.plot([r["keys"] for r in rows], [r["of bound"] for r in rows], ".-", label=f"{model}, {dtype}, {seqs}")
-    axes.axhline(1.0, color="gray", linewidth=0.8)
-    axes.set(xscale="log", xlabel="keys of a sequence", ylabel="decoding, part of the bound", ylim=(0, None))
-    axes.legend(fontsize="xx-small", ncols=2)
-    figure.tight_layout()
-    figure.savefig(path)
+    decoding = sorted((row for row in results if row["kind"] == "decode"), key=lambda row: row["keys"])
+    with drawn(path, size=(8, 4.5)) as axes:
+        for names, rows in groups(decoding, "model", "dtype", "seqs").items():
+            curve(axes, rows, "keys", "of bound", ".-", label=", ".join(map(str, names)))
+        axes.axhline(1.0, color="gray", linewidth=0.8)
+        axes.set(xscale="log", xlabel="keys of a sequence", ylabel="decoding, part of the bound", ylim=(0, None))
+        axes.legend(fontsize="xx-small", ncols=2)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=75.0, help="after which no further case begins")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--sizes", choices=SIZES, default="whole", help="tiny shows that it runs")
-    parser.add_argument("--cases", choices=["all", "peers"], default="all", help="peers: those that libraries compute")
-    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="peers to leave out")
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    parser = Options("paged_attention", __doc__, rounds=15)
+    parser.add("--seconds", 75.0, help="after which no further case begins")
+    parser.add("--sizes", "whole", choices=SIZES, help="tiny shows that it runs")
+    parser.add("--cases", "all", choices=["all", "peers"], help="peers: those that libraries compute")
+    parser.add("--without", default=[], nargs="+", metavar="NAME", help="peers to leave out")
+    options = parser.parse()
     if not torch.cuda.is_available():
-        print(json.dumps({"skipped": "needs a CUDA device: nothing was measured"}))
+        skip("needs a CUDA device: nothing was measured")
         return
     torch.manual_seed(0)
     limits, results = run(options)
-    if options.plot:
-        plot(results, options.plot)
-    environment = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__, **limits}
-    print(json.dumps({**environment, "results": results}))
+    finish(options, functools.partial(plot, results), machine=machine("cuda"), **limits, results=results)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@ Decoding must read every key and value once: the bound is the machine's read ban
 sum over as many contiguous bytes with as many threads. The second table asks from how many queries a sequence gathering
 the blocks and calling torch's scaled_dot_product_attention is faster. Results are checked before anything is timed; the
 times are the least of several, the contenders taking turns.
-
-    python benchmarks/bench_paged_attention_cpu.py [--keys N] [--queries N ...] [--plot PATH]
 """
 
-import argparse
-import platform
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,10 @@ import torch.nn.functional as F
 
 import kvpage._C as _C
 from kvpage import CacheLayout, ops
-from kvpage.benchmarks.figure import Figure, dumps, in_turns
+from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.figure import Figure, in_turns
+from kvpage.benchmarks.pictures import curve, drawn, groups
+from kvpage.benchmarks.script import Options, finish
 
 BLOCK_SIZE = 16
 SHAPES = {  # KV heads, query heads of each, head size
@@ -28,6 +29,12 @@ SHAPES = {  # KV heads, query heads of each, head size
     "gpt2": (12, 1, 64),
     "gpt_oss 20B": (8, 8, 64),
 }
+
+CROSSED = ("llama 3 8B", "gpt2")
+DECODE_COLUMNS = (
+    "{model:<12} {dtype:<9} {seqs:>4} {keys:>6} {MiB:>6.1f} {us:>26.1f} {GB/s:>18.1f} {of read:>17.2f} {x sdpa:>17.2f}"
+)
+CROSSOVER_COLUMNS = "{model:<12} {dtype:<9} {keys:>6} {queries:>7} {paged us:>26.1f} {sdpa us:>26.1f} {x sdpa:>17.2f}"
 
 
 class Case:
@@ -66,103 +73,68 @@ class Case:
         torch.testing.assert_close(self.paged(), self.sdpa(), rtol=tolerance, atol=tolerance)
 
 
-def decode(keys: int, rounds: int) -> list[dict[str, Any]]:
-    results = []
-    print("{:12} {:9} {:>4} {:>6} {:>6} {:>9} {:>6} {:>8} {:>7}".format(
-        "model", "dtype", "seqs", "keys", "MiB", "us", "GB/s", "of read", "x sdpa"))  # fmt: skip
-    for shape in SHAPES:
-        for dtype in (torch.float32, torch.bfloat16):
-            for num_seqs in (1, 16):
-                case = Case(shape, dtype, num_seqs, keys // num_seqs, 1)
-                case.check()
-                plain = torch.ones(case.num_bytes // 4)
-                calls: dict[str, Callable[[], object]] = {"paged": case.paged, "sdpa": case.sdpa, "read": plain.sum}
-                paged, sdpa, read = in_turns(calls, rounds).values()
-                row: dict[str, Any] = {
-                    "model": shape,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "seqs": num_seqs,
-                    "keys": keys // num_seqs,
-                    "MiB": case.num_bytes / 2**20,
-                    "us": Figure.of(paged, 1e6),
-                    "GB/s": Figure.rate(case.num_bytes / 1e9, paged),
-                    "of read": Figure.ratio(read, paged),
-                    "x sdpa": Figure.ratio(sdpa, paged),
-                }
-                results.append(row)
-                print("{model:12} {dtype:9} {seqs:4} {keys:6} {MiB:6.1f} {us:.1f} {GB/s:.1f} "
-                      "{of read:.2f} {x sdpa:.2f}".format(**row))  # fmt: skip
-    return results
+def decode(shape: str, dtype: torch.dtype, num_seqs: int, keys: int, rounds: int) -> dict[str, Any]:
+    """Return how near a step with one query each comes to reading as much. keys: of all sequences."""
+    case = Case(shape, dtype, num_seqs, keys // num_seqs, 1)
+    case.check()
+    plain = torch.ones(case.num_bytes // 4)
+    calls: dict[str, Callable[[], object]] = {"paged": case.paged, "sdpa": case.sdpa, "read": plain.sum}
+    paged, sdpa, read = in_turns(calls, rounds).values()
+    return {
+        **names_of(shape, dtype),
+        "seqs": num_seqs,
+        "keys": keys // num_seqs,
+        "MiB": case.num_bytes / 2**20,
+        "us": Figure.of(paged, 1e6),
+        "GB/s": Figure.rate(case.num_bytes / 1e9, paged),
+        "of read": Figure.ratio(read, paged),
+        "x sdpa": Figure.ratio(sdpa, paged),
+    }
 
 
-def crossover(num_queries: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    results = []
-    print(f"\n{'model':12} {'dtype':9} {'keys':>6} {'queries':>7} {'paged us':>10} {'sdpa us':>10} {'x sdpa':>7}")
-    for shape in ("llama 3 8B", "gpt2"):
-        for dtype in (torch.float32, torch.bfloat16):
-            for length in (512, 2048):
-                for count in num_queries:
-                    if count > length:
-                        continue
-                    case = Case(shape, dtype, 1, length, count)
-                    case.check()
-                    paged, sdpa = in_turns({"paged": case.paged, "sdpa": case.sdpa}, rounds).values()
-                    row: dict[str, Any] = {
-                        "model": shape,
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "keys": length,
-                        "queries": count,
-                        "paged us": Figure.of(paged, 1e6),
-                        "sdpa us": Figure.of(sdpa, 1e6),
-                        "x sdpa": Figure.ratio(sdpa, paged),
-                    }
-                    results.append(row)
-                    print("{model:12} {dtype:9} {keys:6} {queries:7} {paged us:.1f} {sdpa us:.1f} "
-                          "{x sdpa:.2f}".format(**row))  # fmt: skip
-    return results
+def crossover(shape: str, dtype: torch.dtype, length: int, num_queries: int, rounds: int) -> dict[str, Any]:
+    """Return how much faster so many queries of one sequence are than gathering its blocks."""
+    case = Case(shape, dtype, 1, length, num_queries)
+    case.check()
+    paged, sdpa = in_turns({"paged": case.paged, "sdpa": case.sdpa}, rounds).values()
+    figures = {"paged us": Figure.of(paged, 1e6), "sdpa us": Figure.of(sdpa, 1e6), "x sdpa": Figure.ratio(sdpa, paged)}
+    return {**names_of(shape, dtype), "keys": length, "queries": num_queries, **figures}
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
+def names_of(shape: str, dtype: torch.dtype) -> dict[str, str]:
+    return {"model": shape, "dtype": str(dtype).removeprefix("torch.")}
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for model, dtype, keys in dict.fromkeys((r["model"], r["dtype"], r["keys"]) for r in results):
-        rows = [r for r in results if (r["model"], r["dtype"], r["keys"]) == (model, dtype, keys)]
-        axes.plot(
-            [r["queries"] for r in rows],
-            [r["x sdpa"].median for r in rows],
-            ".-",
-            label=f"{model}, {dtype}, {keys} keys",
-        )
-    axes.axhline(1.0, color="gray", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="queries", ylabel="speed, in gather + scaled_dot_product_attention")
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path)
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    with drawn(path, size=(7, 4)) as axes:
+        for (model, dtype, keys), of_case in groups(rows, "model", "dtype", "keys").items():
+            curve(axes, of_case, "queries", "x sdpa", ".-", label=f"{model}, {dtype}, {keys} keys")
+        axes.axhline(1.0, color="gray", linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel="queries", ylabel="speed, in gather + scaled_dot_product_attention")
+        axes.legend(fontsize="small")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keys", type=int, default=16384, help="in the cache, over all sequences")
-    parser.add_argument("--queries", type=int, nargs="+", default=[1, 4, 16, 64, 512, 2048])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    parser = Options("paged_attention_cpu", __doc__, rounds=9)
+    parser.add("--keys", 16384, help="in the cache, over all sequences")
+    parser.add("--queries", [1, 4, 16, 64, 512, 2048])
+    options = parser.parse()
     torch.manual_seed(0)
-    print(f"kernel {_C.attention_kernels()[0]}, {torch.get_num_threads()} threads\n")
-    results = {"decode": decode(options.keys, options.rounds), "crossover": crossover(options.queries, options.rounds)}
-    if options.plot:
-        plot(results["crossover"], options.plot)
-    environment = {
-        "machine": platform.processor() or platform.machine(),
-        "kernel": _C.attention_kernels()[0],
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-    print(dumps({**environment, **results}))
+    kernel, dtypes = _C.attention_kernels()[0], (torch.float32, torch.bfloat16)
+    print(f"kernel {kernel}, {torch.get_num_threads()} threads\n")
+    found: dict[str, list[dict[str, Any]]] = {"decode": [], "crossover": []}
+    table = Table(DECODE_COLUMNS)
+    for shape, dtype, num_seqs in itertools.product(SHAPES, dtypes, (1, 16)):
+        found["decode"].append(decode(shape, dtype, num_seqs, options.keys, options.rounds))
+        table.show(found["decode"][-1])
+    table = Table(CROSSOVER_COLUMNS)
+    for shape, dtype, length, count in itertools.product(CROSSED, dtypes, (512, 2048), options.queries):
+        if count <= length:
+            found["crossover"].append(crossover(shape, dtype, length, count, options.rounds))
+            table.show(found["crossover"][-1])
+    finish(
+        options, functools.partial(plot, found["crossover"]), kernel=kernel, threads=torch.get_num_threads(), **found
+    )
 
 
 if __name__ == "__main__":

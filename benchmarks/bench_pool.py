@@ -10,20 +10,20 @@ Beside it, in the same run:
 Each figure is a median of rounds, with the 25th and 75th percentile, of the thread's own time, which other processes
 on the machine disturb less. The candidates take turns within a round.
 Targets: 10 ns a block in batches of 100 and more; 400 ns for one block.
-
-    python benchmarks/bench_pool.py [--rounds 21] [--plot pool.png]
 """
 
-import argparse
-import time
-import timeit
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvpage import BlockPool
-from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.figure import Figure, in_turns, thread_seconds
+from kvpage.benchmarks.pictures import drawn
+from kvpage.benchmarks.script import Options, finish
 
 NUM_BLOCKS = 1_000_000
 BATCHES = [1, 10, 100, 1000, 10_000]
@@ -119,14 +119,6 @@ def cycles(pools: tuple[BlockPool, ArrayPool, ListPool], batch: int | None) -> d
     }
 
 
-def nanoseconds(calls: dict[str, Cycle], number: int, rounds: int) -> dict[str, Figure]:
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(timeit.timeit(call, timer=time.thread_time, number=number))
-    return {name: Figure.of(taken, 1e9 / number) for name, taken in times.items()}
-
-
 def measure(rounds: int) -> list[dict[str, Any]]:
     ids = shuffled(0)
     pools = used_pool(ids), ArrayPool(ids), ListPool(ids)
@@ -134,55 +126,35 @@ def measure(rounds: int) -> list[dict[str, Any]]:
         verify(pool)
     rows = []
     for batch in (None, *BATCHES):
-        found = nanoseconds(cycles(pools, batch), max(10, 20_000 // (batch or 1)), rounds)
-        rows.append({"batch": batch or "one", **{f"{kind}_ns": figure for kind, figure in found.items()}})
+        number = max(10, 20_000 // (batch or 1))
+        taken = in_turns(cycles(pools, batch), rounds, number, thread_seconds, warmups=0)
+        figures = {f"{kind}_ns": Figure.of(each, 1e9) for kind, each in taken.items()}
+        rows.append({"batch": batch or "one", "a block": figures["pool_ns"].median / (batch or 1), **figures})
     pools[0].check()
     return rows
 
 
-def report(rows: list[dict[str, Any]]) -> bool:
-    print("ns a cycle: median (25th to 75th percentile)")
-    print(f"{'batch':>8}" + "".join(f"{kind:>28}" for kind in KINDS) + f"{'ns a block':>12}")
-    for row in rows:
-        cells = "".join(format(row[f"{kind}_ns"], ".0f").rjust(28) for kind in KINDS)
-        print(f"{row['batch']:>8}{cells}{a_block(row):12.1f}")
-    return rows[0]["pool_ns"].median <= 400 and all(a_block(row) <= 10 for row in rows[3:])
-
-
-def a_block(row: dict[str, Any]) -> float:
-    return row["pool_ns"].median / (1 if row["batch"] == "one" else row["batch"])
-
-
-def plot(rows: list[dict[str, Any]], path: str) -> None:
-    import matplotlib.pyplot as plt
-
-    batches = [row["batch"] for row in rows[1:]]
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    batches = [row["batch"] for row in rows]
     labels = ("BlockPool", "a copy of the ids", "numpy array", "Python list")
-    for kind, label in zip(KINDS, labels, strict=True):
-        low, middle, high = (
-            [getattr(row[f"{kind}_ns"], part) / row["batch"] for row in rows[1:]] for part in ("low", "median", "high")
-        )
-        (line,) = plt.plot(batches, middle, "o-", label=label)
-        plt.fill_between(batches, low, high, color=line.get_color(), alpha=0.2)
-    plt.axhline(10, color="gray", linestyle=":", label="target")
-    plt.xscale("log")
-    plt.yscale("log")
-    plt.xlabel("blocks a call")
-    plt.ylabel("ns a block, allocate and release")
-    plt.legend()
-    plt.savefig(path, dpi=120)
+    with drawn(path, size=(6.4, 4.8)) as axes:
+        for kind, label in zip(KINDS, labels, strict=True):
+            each = [row[f"{kind}_ns"] * (1 / row["batch"]) for row in rows]
+            (line,) = axes.plot(batches, [one.median for one in each], "o-", label=label)
+            axes.fill_between(batches, [one.low for one in each], [one.high for one in each], color=line.get_color(),
+                              alpha=0.2)  # fmt: skip
+        axes.axhline(10, color="gray", linestyle=":", label="target")
+        axes.set(xscale="log", yscale="log", xlabel="blocks a call", ylabel="ns a block, allocate and release")
+        axes.legend()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--plot", metavar="PATH")
-    args = parser.parse_args()
-    rows = measure(args.rounds)
-    met = report(rows)
-    if args.plot:
-        plot(rows, args.plot)
-    print(dumps({"benchmark": "pool", "rounds": args.rounds, "rows": rows, "targets_met": met}))
+    options = Options("pool", __doc__, rounds=21).parse()
+    rows = measure(options.rounds)
+    print("ns a cycle: median (25th to 75th percentile)")
+    show_all("{batch:>8}" + "".join(f"{{{kind}_ns:>28.0f}}" for kind in KINDS) + "{a block:>12.1f}", rows)
+    met = rows[0]["pool_ns"].median <= 400 and all(row["a block"] <= 10 for row in rows[3:])
+    finish(options, functools.partial(plot, rows[1:]), rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

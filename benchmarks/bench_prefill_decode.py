@@ -12,15 +12,14 @@ of one idle worker of 1 thread, which is measured in turns with the rest. The se
 a decode step. The requests under way are bound by their own pace, before the prompt comes. All tokens are compared
 between the contenders.
 
-    python benchmarks/bench_prefill_decode.py [--rounds N] [--plot PATH]        needs redis-server
+It needs redis-server.
 """
 
-import argparse
-import platform
+import functools
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +29,10 @@ import numpy as np
 import torch
 
 from kvpage import CacheConfig
-from kvpage.benchmarks.arguments import positive
-from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.pictures import drawn
+from kvpage.benchmarks.script import Options, finish, skip
 from kvpage.benchmarks.serving_workloads import BLOCK_SIZE, MODELS, VOCAB, make_model
 from kvpage.benchmarks.worker_process import WorkerPlan, WorkerProcess
 from kvpage.integrations.remote import RemoteEngine, RemoteLoop, RemoteSettings, Workers
@@ -43,7 +44,6 @@ NUM_TOKENS = 4  # of the prompt's answer
 LAYERS_PER_RECORD = 2  # of 8
 SHAPE, START = MODELS["small"], WorkerProcess
 Turn = dict[str, float]
-Run = Callable[[AsyncEngine, list[int]], tuple[list[int], Turn]]
 
 
 def client(decode: Workers, prefill: Workers | None) -> AsyncEngine:
@@ -120,12 +120,8 @@ def gaps(moments: list[float], begin: float, end: float) -> list[float]:
 def measure(clients: dict[str, AsyncEngine], num_tokens: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each contender and each of "idle" and "busy"; all take turns, with the same prompts."""
     draw, taken = np.random.default_rng(0), dict[tuple[str, str], list[Turn]]()
-    kinds: dict[str, Callable[[AsyncEngine, list[int]], tuple[list[int], Turn]]] = {
-        "idle": idle_turn,
-        "busy": busy_turn,
-    }
     for turn in range(rounds + 1):
-        for kind, run in kinds.items():
+        for kind, run in (("idle", idle_turn), ("busy", busy_turn)):
             prompt = draw.integers(1, VOCAB, num_tokens).tolist()
             answers = []
             for name, engine in clients.items():
@@ -163,60 +159,30 @@ def contenders(url: str, portion: int) -> Iterator[dict[str, AsyncEngine]]:
         yield made
 
 
-def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    columns = ("first ms", "second ms", "pace ms", "gap ms")
-    yield f"{'contender':24} {'workers':8}" + "".join(f"{column:>18}" for column in columns)
-    for one in rows:
-        cells = [format(one[column], ".0f") if column in one else "" for column in columns]
-        yield f"{one['contender']:24} {one['workers']:8}" + "".join(f"{cell:>18}" for cell in cells)
-
-
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 3, figsize=(11, 3.5))
     wanted = (("idle", "first ms"), ("busy", "first ms"), ("busy", "gap ms"))
     titles = ("first token, idle", "first token, others decode", "longest gap of the others")
-    for axes, (kind, column), title in zip(panels, wanted, titles, strict=True):
-        found = {one["contender"]: one[column] for one in rows if one["workers"] == kind}
-        axes.bar([name.replace(", ", "\n") for name in found], [value.median for value in found.values()])
-        axes.set(title=title, ylabel="ms", ylim=(0, None))
-    figure.tight_layout()
-    figure.savefig(path)
+    with drawn(path, 1, 3, size=(11, 3.5)) as panels:
+        for axes, (kind, column), title in zip(panels, wanted, titles, strict=True):
+            found = {one["contender"]: one[column] for one in rows if one["workers"] == kind}
+            axes.bar([name.replace(", ", "\n") for name in found], [value.median for value in found.values()])
+            axes.set(title=title, ylabel="ms", ylim=(0, None))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--tokens", type=positive, default=1024, help="of the prompt")
-    parser.add_argument("--portion", type=positive, default=256, help="of it that a step computes")
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    parser = Options("prefill_decode", __doc__, rounds=5)
+    parser.add("--tokens", 1024, help="of the prompt")
+    parser.add("--portion", 256, help="of it that a step computes")
+    options = parser.parse()
     if shutil.which("redis-server") is None:
-        print(dumps({"skipped": "needs redis-server"}))
+        skip("needs redis-server")
         return
     from kvpage.benchmarks.bench_store_redis import redis_server
 
     with redis_server() as (_, port), contenders(f"redis://127.0.0.1:{port}/0", options.portion) as clients:
         rows = measure(clients, options.tokens, options.rounds)
-    print(*table(rows), sep="\n")
-    if options.plot:
-        plot(rows, options.plot)
-    machine = platform.processor() or platform.machine()
-    print(
-        dumps(
-            {
-                "machine": machine,
-                "torch": torch.__version__,
-                "tokens": options.tokens,
-                "portion": options.portion,
-                "results": rows,
-            }
-        )
-    )
+    show_all("{contender:<24} {workers:<8}{first ms:>18.0f}{second ms:>18.0f}{pace ms:>18.0f}{gap ms:>18.0f}", rows)
+    finish(options, functools.partial(plot, rows), results=rows)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,8 @@ run, in the same state of the caches.
 
 All figures are medians, with the 25th and 75th percentile beside them. Single calls are timed by the wall clock, long
 loops by the thread's own time, which other processes on the machine disturb less.
-
-    python benchmarks/bench_prefix.py [--dtype int64] [--plot prefix.png]
 """
 
-import argparse
 import ctypes
 import functools
 import statistics
@@ -33,8 +30,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvpage import BlockPool, PrefixTree
-from kvpage.benchmarks.figure import Figure, dumps
-from kvpage.benchmarks.prefix_threads import measure_threads, report_threads
+from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.pictures import bars
+from kvpage.benchmarks.prefix_threads import measure_threads, show_threads
+from kvpage.benchmarks.script import Options, finish
 
 B = 16
 NUM_PROMPTS, NUM_TOKENS, NUM_COMMON, NUM_GROUP, GROUP_SIZE = 5000, 8192, 2048, 4096, 100
@@ -258,53 +258,35 @@ TARGETS = [  # what, its bound or None, and the target: a multiple of the bound,
 ]
 
 
-def report(result: dict[str, Any]) -> bool:
-    print(f"{'':22}{'us (quartiles)':>26}{'beside':>10}{'ratio':>8}   target")
-    all_met = True
-    for key, bound, target, is_ratio in TARGETS:
-        ratio = result[key].median / result[bound].median if bound else float("nan")
-        met = (ratio if is_ratio else result[key].median) <= target
-        all_met &= met
-        beside = f"{result[bound].median:10.2f}{ratio:8.2f}" if bound else f"{'':18}"
-        verdict = f"{target} {'x' if is_ratio else 'us'} {'met' if met else 'MISSED'}"
-        print(f"{key:22}{f'{result[key]:.2f}':>26}{beside}   {verdict}")
-    print(f"one memcmp of as many cold bytes as prompts and tree have: {result['cold_flat_us']:.2f} us a prompt")
-    return all_met
-
-
-def plot(result: dict[str, Any], path: str) -> None:
-    import matplotlib.pyplot as plt
-
-    used = [
-        ((result[key].median / result[str(bound)].median if is_ratio else result[key].median) / target)
-        for key, bound, target, is_ratio in TARGETS
-    ]
-    plt.figure(figsize=(8, 4))
-    plt.barh([key.removesuffix("_us") for key, *_ in TARGETS][::-1], used[::-1])
-    plt.axvline(1, color="gray", linestyle=":")
-    plt.xlabel("share of the target that is used")
-    plt.tight_layout()
-    plt.savefig(path, dpi=120)
+def verdict(result: dict[str, Any], key: str, bound: str | None, target: float, is_ratio: bool) -> dict[str, Any]:
+    """Return a row of the table. used: the share of the target."""
+    found = {"what": key, "us": result[key], "target": target, "unit": "x" if is_ratio else "us"}
+    if bound is not None:
+        found |= {"beside": result[bound].median, "ratio": result[key].median / result[bound].median}
+    used = (found["ratio"] if is_ratio else result[key].median) / target
+    return found | {"used": used, "met": used <= 1}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", choices=["int32", "int64"], default="int32")
-    parser.add_argument("--plot", metavar="PATH")
-    args = parser.parse_args()
-    dtype = np.dtype(args.dtype)
+    parser = Options("prefix", __doc__)
+    parser.add("--dtype", "int32", choices=["int32", "int64"])
+    options = parser.parse()
+    dtype = np.dtype(options.dtype)
     tokens = prompts(dtype)
     samples = (
         measure_shared(tokens) | measure_cold(tokens) | measure_long(dtype) | measure_grown(dtype) | measure_evict()
     )
     result = {key: Figure.of(values) for key, values in samples.items()}
-    met = report(result)
+    rows = [verdict(result, *target) for target in TARGETS]
+    show_all("{what:<22}{us:>26.2f}{beside:>10.2f}{ratio:>8.2f}{target:>8} {unit:<5}{met:<6}", rows)
+    print(f"one memcmp of as many cold bytes as prompts and tree have: {result['cold_flat_us']:.2f} us a prompt")
     threads = measure_threads()
-    report_threads(threads)
-    met &= all(row["ratio"].median >= TARGET_RATIO for row in threads if row["case"] == "match of 8,192")
-    if args.plot:
-        plot(result, args.plot)
-    print(dumps({"benchmark": "prefix", "dtype": args.dtype, **result, "threads": threads, "targets_met": met}))
+    show_threads(threads)
+    ratios = [row["ratio"].median for row in threads if row["case"] == "match of 8,192"]
+    met = all(row["met"] for row in rows) and min(ratios) >= TARGET_RATIO
+    used = {row["what"].removesuffix("_us"): row["used"] for row in rows}
+    draw = functools.partial(bars, values=used, label="share of the target that is used", lines=[1.0])
+    finish(options, draw, **result, threads=threads, targets_met=met)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,10 @@ time until a call returns. Chunks are of all layers of a model (of eight on a CP
 "vllm", "hf" in "huggingface"), and in pinned host memory (against one large copy_ over the bus). Scales are 1, or with
 "heads" one a head. Targets: at least 0.7 of the copy on a CPU; on a GPU 0.85 from 8k tokens. Where others keep a
 machine busy, one thread (--threads 1) tells more than several.
-
-    python benchmarks/bench_reshape_gather.py [--device cpu|cuda] [--tokens N ...] [--chunk-tokens N ...]
-        [--threads N] [--seconds S] [--plot PATH]
 """
 
-import argparse
 import functools
 import math
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,8 +24,12 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpage import CacheLayout, KVScales, ops
+from kvpage.benchmarks.arguments import positive
+from kvpage.benchmarks.cells import Table
 from kvpage.benchmarks.device_clock import DeviceClock
-from kvpage.benchmarks.figure import Figure, dumps, in_turns, within
+from kvpage.benchmarks.figure import Figure, in_turns, within
+from kvpage.benchmarks.pictures import curve, drawn, groups
+from kvpage.benchmarks.script import Options, finish, skip
 from kvpage.ops import reference
 
 BLOCK_SIZE = 16
@@ -38,9 +37,10 @@ CPU_TOKENS, CUDA_TOKENS, CHUNK_TOKENS = (1, 64, 512, 2048, 8192, 32768), (128, 1
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CALLS = 10  # at most, behind one delay of the device
 REST = 0.01  # seconds; OpenMP's idle threads spin for some milliseconds
-
-LLAMA = ("flash", 8, 128, 32)  # Llama 3 8B: 4 KiB a token and layer in bf16
-DEEPSEEK = ("mla", 1, 576, 61)  # DeepSeek V3: 1,152 bytes
+COLUMNS = (
+    "{operation:<18} {case:<30} {tokens:>7} {MiB:>8.2f} {us:>27.1f} {GB/s:>17.1f} {of copy:>17.2f} {of index:>17.2f} "
+    "{call us:>20.1f}"
+)
 
 
 class Case(NamedTuple):
@@ -65,35 +65,18 @@ class Case(NamedTuple):
 
 
 def cases(device: str) -> list[Case]:
-    def case(
-        model: str,
-        shape: tuple[Any, ...],
-        dtype: torch.dtype,
-        kv_layout: str = "NHD",
-        backend: str | None = None,
-        scaled: bool = False,
-    ) -> Case:
-        own, heads, size, num_layers = shape
-        return Case(model, CacheLayout(BLOCK_SIZE, heads, size, dtype, backend or own, kv_layout), num_layers, scaled)
+    plain = [(BF16, "flash", "NHD"), (BF16, "flash", "HND"), (BF16, "paged", "NHD"), (FP8, "flash", "NHD")]
+    scaled = [(FP8, "NHD"), (FP8, "HND"), (torch.float8_e5m2, "NHD")]
+    others = [(torch.int8, "flash", "NHD"), (torch.int8, "flash", "HND"), (FP8, "paged", "NHD")]
+    on_cpu = [llama(dtype, "flash", kv_layout, True) for dtype, kv_layout in scaled]
+    on_cpu += [llama(*each) for each in (*others, (torch.int8, "paged", "NHD"))]
+    latents = [Case("deepseek", CacheLayout(BLOCK_SIZE, 1, 576, dtype, "mla"), 61) for dtype in (BF16, FP8)]
+    return [*(llama(*each) for each in plain), *(on_cpu if device == "cpu" else []), *latents]
 
-    plain = [case("llama", LLAMA, BF16), case("llama", LLAMA, BF16, "HND")]
-    on_cpu = [
-        case("llama", LLAMA, FP8, scaled=True),
-        case("llama", LLAMA, FP8, "HND", scaled=True),
-        case("llama", LLAMA, torch.float8_e5m2, scaled=True),
-        case("llama", LLAMA, torch.int8),
-        case("llama", LLAMA, torch.int8, "HND"),
-        case("llama", LLAMA, FP8, backend="paged"),
-        case("llama", LLAMA, torch.int8, backend="paged"),
-    ]
-    return [
-        *plain,
-        case("llama", LLAMA, BF16, backend="paged"),
-        case("llama", LLAMA, FP8),
-        *(on_cpu if device == "cpu" else []),
-        case("deepseek", DEEPSEEK, BF16),
-        case("deepseek", DEEPSEEK, FP8),
-    ]
+
+def llama(dtype: torch.dtype, backend: str, kv_layout: str, head_scales: bool = False) -> Case:
+    """Return one of Llama 3 8B: 4 KiB a token and layer in bf16. Latents of DeepSeek V3 have 1,152 bytes."""
+    return Case("llama", CacheLayout(BLOCK_SIZE, 8, 128, dtype, backend, kv_layout), 32, head_scales)
 
 
 def rest() -> None:
@@ -280,61 +263,33 @@ def every_result(
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for name, style in (("reshape_and_cache", "-"), ("gather_cache", "--")):
-        for color, case in enumerate(dict.fromkeys(result["case"] for result in results)):
-            rows = [result for result in results if (result["operation"], result["case"]) == (name, case)]
-            speeds = [result["of copy"].median for result in rows]
-            axes.plot([r["tokens"] for r in rows], speeds, style, color=f"C{color}", label=f"{name}, {case}")
-    axes.axhline(1.0, color="gray", linewidth=0.8)
-    axes.set(xscale="log", xlabel="tokens", ylabel="speed, in contiguous copies of as many bytes", ylim=(0, None))
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-def table_line(result: dict[str, Any]) -> str:
-    cells = [f"{result['us']:.1f}", f"{result['GB/s']:.1f}", f"{result['of copy']:.2f}", f"{result['of index']:.2f}"]
-    call = "" if result["call us"] is None else f"{result['call us']:.1f}"
-    start = f"{result['operation']:18} {result['case']:30} {result['tokens']:7} {result['MiB']:8.2f}"
-    return " ".join([start, f"{cells[0]:>27}", *(f"{cell:>17}" for cell in cells[1:]), call])
+    with drawn(path, size=(8, 4.5)) as axes:
+        for color, ((case,), of_case) in enumerate(groups(results, "case").items()):
+            for name, style in (("reshape_and_cache", "-"), ("gather_cache", "--")):
+                rows = [row for row in of_case if row["operation"] == name]
+                curve(axes, rows, "tokens", "of copy", style, color=f"C{color}", label=f"{name}, {case}")
+        axes.axhline(1.0, color="gray", linewidth=0.8)
+        axes.set(xscale="log", xlabel="tokens", ylabel="speed, in contiguous copies of as many bytes", ylim=(0, None))
+        axes.legend(fontsize=7)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--tokens", type=int, nargs="+")
-    parser.add_argument("--chunk-tokens", type=int, nargs="+", default=CHUNK_TOKENS)
-    parser.add_argument("--threads", type=int, help="on a CPU; of torch's copies, too")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which nothing further begins")
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    parser = Options("reshape_gather", __doc__, rounds=15, threads=torch.get_num_threads(), device="cpu")
+    parser.add("--tokens", type=positive, nargs="+")
+    parser.add("--chunk-tokens", CHUNK_TOKENS)
+    parser.add("--seconds", math.inf, help="after which nothing further begins")
+    options = parser.parse()
     if options.device == "cuda" and not torch.cuda.is_available():
-        print(dumps({"skipped": "needs a CUDA device; --device cpu tries the script without one"}))
+        skip("needs a CUDA device; --device cpu tries the script without one")
         return
-    if options.threads:
-        torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    print(f"{'operation':18} {'case':30} {'tokens':>7} {'MiB':>8} {'us':>27} {'GB/s':>17}", end=" ")
-    print(f"{'of copy':>17} {'of index':>17} call us")
-    results = []
+    table, results = Table(COLUMNS), []
     tokens = options.tokens or (CUDA_TOKENS if options.device == "cuda" else CPU_TOKENS)
     measured = every_result(options.device, tokens, options.chunk_tokens, options.rounds)
     for result in within(options.seconds, measured):
         results.append(result)
-        print(table_line(result), flush=True)
-    if options.plot:
-        plot(results, options.plot)
-    machine = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
-    print(
-        dumps({"machine": machine, "threads": torch.get_num_threads(), "torch": torch.__version__, "results": results})
-    )
+        table.show(result)
+    finish(options, functools.partial(plot, results), results=results)
 
 
 if __name__ == "__main__":

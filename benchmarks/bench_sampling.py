@@ -7,22 +7,23 @@ on one thread, divided by the threads.
 
 Logits are normal, which is the hardest for top_p: many tokens are about as likely. Each token must be torch's, or else
 the exact reference's: torch sums up floats, which round.
-
-    python benchmarks/bench_sampling.py [--threads 2] [--vllm VENV/bin/python] [--plot sampling.png]
 """
 
-import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import functools
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvpage.benchmarks.arguments import positive
-from kvpage.benchmarks.figure import Figure, dumps, in_turns, own_seconds, seconds
+from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.figure import Figure, in_turns, own_seconds, seconds
 from kvpage.benchmarks.peer_process import PeerProcess
+from kvpage.benchmarks.pictures import curve, drawn
+from kvpage.benchmarks.script import Options, finish
 from kvpage.ops import reference
 from kvpage.serving import SamplingParams
 from kvpage.serving.loop.request import Request
@@ -106,67 +107,37 @@ def cases() -> dict[str, dict[str, Any]]:
     return RULES | {f"{name}, penalties": rules | PENALTIES for name, rules in RULES.items()}
 
 
-@contextmanager
-def vllm_peer(python: Path | None, num_threads: int) -> Iterator[PeerProcess | None]:
-    if python is None:
-        yield None
-        return
-    with PeerProcess.start(python, "vllm_sampler.py", [str(num_threads)]) as peer:
-        yield peer
-
-
-def report(row: dict[str, Any], names: list[str]) -> None:
-    cells = "".join(f"{format(row[name], '.3f'):>26}" for name in names)
-    print(f"{row['num_rows']:>5}{row['vocab_size']:>8}  {row['rules']:<24}{cells}", flush=True)
-
-
-def plot(rows: list[dict[str, Any]], names: list[str], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4))
+def plot(rows: list[dict[str, Any]], names: list[str], path: Path) -> None:
     most = max(row["num_rows"] for row in rows)
-    shown = [row for row in rows if row["num_rows"] == most]
-    for name in names:
-        style = "--" if name == "bound" else "-"
-        axes.plot([row[name].median for row in shown], style, marker="o", label=name)
-    axes.set_xticks(
-        range(len(shown)), [f"{row['vocab_size']}\n{row['rules']}" for row in shown], fontsize=5, rotation=90
-    )
-    axes.set(yscale="log", ylabel="ms", title=f"One token for each of {most} rows")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    shown = [{**row, "case": f"{row['vocab_size']}\n{row['rules']}"} for row in rows if row["num_rows"] == most]
+    with drawn(path, size=(9, 4)) as axes:
+        for name in names:
+            curve(axes, shown, "case", name, "o--" if name == "bound" else "o-", label=name)
+        axes.tick_params(axis="x", labelsize=5, rotation=90)
+        axes.set(yscale="log", ylabel="ms", title=f"One token for each of {most} rows")
+        axes.legend()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--vocabs", type=positive, nargs="+", default=[1024, 32_000, 151_936])
-    parser.add_argument("--rules", nargs="+", choices=list(cases()), default=list(cases()))
-    parser.add_argument("--threads", type=positive, default=2)
-    parser.add_argument("--rounds", type=positive, default=9)
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON")
-    parser.add_argument("--plot", metavar="PATH")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    names = ["bound", "rows", "sample", "torch", *(["vllm"] if args.vllm else [])]
-    print(f"milliseconds for one token a row, {args.threads} threads\n")
-    print(f"{'rows':>5}{'vocab':>8}  {'rules':<24}" + "".join(f"{name:>26}" for name in names))
+    parser = Options("sampling", __doc__, rounds=9, threads=2)
+    parser.add("--rows", [1, 64, 256])
+    parser.add("--vocabs", [1024, 32_000, 151_936])
+    parser.add("--rules", list(cases()), choices=list(cases()))
+    parser.add_vllm()
+    options = parser.parse()
+    names = ["bound", "rows", "sample", "torch", *(["vllm"] if options.vllm else [])]
+    print(f"milliseconds for one token a row, {options.threads} threads\n")
+    table = Table("{num_rows:>8} {vocab_size:>10} {rules:<24}" + "".join(f"{{{name}:>26.3f}}" for name in names))
     rows: list[dict[str, Any]] = []
-    with vllm_peer(args.vllm, args.threads) as peer:
-        for vocab_size in args.vocabs:
-            for num_rows in args.rows:
-                for rules in args.rules:
-                    found = measure(num_rows, vocab_size, cases()[rules], args.rounds, peer)
-                    rows.append({"num_rows": num_rows, "vocab_size": vocab_size, "rules": rules, **found})
-                    report(rows[-1], names)
-    if args.plot:
-        plot(rows, names, args.plot)
+    with ExitStack() as stack:
+        start = functools.partial(PeerProcess.start, options.vllm, "vllm_sampler.py", [str(options.threads)])
+        peer = stack.enter_context(start()) if options.vllm else None
+        for vocab_size, num_rows, rules in itertools.product(options.vocabs, options.rows, options.rules):
+            found = measure(num_rows, vocab_size, cases()[rules], options.rounds, peer)
+            rows.append({"num_rows": num_rows, "vocab_size": vocab_size, "rules": rules, **found})
+            table.show(rows[-1])
     version = {} if peer is None else peer.hello
-    print(dumps({"benchmark": "sampling", "unit": "ms", "threads": args.threads, **version, "rows": rows}))
+    finish(options, functools.partial(plot, rows, names), unit="ms", **version, rows=rows)
 
 
 if __name__ == "__main__":

@@ -17,28 +17,27 @@ differ from the Engine's are counted. Requests that fail are counted and named; 
 With --rate requests arrive by a Poisson process, whether the server keeps up or not. --rate inf sends them at once.
 --concurrency is the most that are open; others wait, and their times count from the arrival. Prompts are token ids.
 With --endpoint chat they are words.
-
-    kvpage bench serve --url http://127.0.0.1:8000 --rate 4 --num-requests 200 --goodput ttft:500 tpot:50
-    kvpage bench serve --serve small --compare --rounds 3
 """
 
 import argparse
 import asyncio
+import functools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from random import Random
 
-from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.script import finish
 from kvpage.benchmarks.serve_checks import WrongAnswer, check, find_model
 from kvpage.benchmarks.serve_client import ServeClient, ServeError
 from kvpage.benchmarks.serve_load import Outcome, Target, run_load
 from kvpage.benchmarks.serve_options import STARTED, parse
-from kvpage.benchmarks.serve_report import plot, report
+from kvpage.benchmarks.serve_report import plot, show
 from kvpage.benchmarks.serve_requests import (
     ServeRequest,
     Shape,
@@ -55,95 +54,88 @@ SETTLE_SECONDS = 0.3  # threads of the one before may spin until then
 CHECKED_TOKENS = 16  # of the answer that the gate asks for
 
 
-def num_warmups(args: argparse.Namespace) -> int:
+def num_warmups(options: argparse.Namespace) -> int:
     """Return the rounds that do not count."""
-    return 1 if args.serve else 0
+    return 1 if options.serve else 0
 
 
-def loads_of(args: argparse.Namespace) -> list[list[ServeRequest]]:
+def loads_of(options: argparse.Namespace) -> list[list[ServeRequest]]:
     """Return the requests of each round: with other tokens in each, so that no cache knows them from before."""
-    return [requests_of(args, args.seed + number) for number in range(num_warmups(args) + args.rounds)]
+    return [requests_of(options, options.seed + number) for number in range(num_warmups(options) + options.rounds)]
 
 
-def requests_of(args: argparse.Namespace, seed: int) -> list[ServeRequest]:
-    shape = Shape(args.vocab, args.input_len, args.output_len, args.prefix_len, args.num_prefixes, seed)
-    if args.trace is None:
-        requests = make_requests(args.dataset, args.num_requests, shape)
+def requests_of(options: argparse.Namespace, seed: int) -> list[ServeRequest]:
+    shape = Shape(options.vocab, options.input_len, options.output_len, options.prefix_len, options.num_prefixes, seed)
+    if options.trace is None:
+        requests = make_requests(options.dataset, options.num_requests, shape)
     else:
-        with args.trace.open() as lines:
-            requests = requests_of_trace(read_trace(lines), args.num_requests, shape, args.scale)
+        with options.trace.open() as lines:
+            requests = requests_of_trace(read_trace(lines), options.num_requests, shape, options.scale)
         if not requests:
-            raise TraceError(f"{args.trace} has no requests")
-    if args.rate:
-        requests = with_arrivals(requests, args.rate, seed)
-    return with_leavers(requests, args.abort_share, seed) if args.abort_share else requests
+            raise TraceError(f"{options.trace} has no requests")
+    if options.rate:
+        requests = with_arrivals(requests, options.rate, seed)
+    return with_leavers(requests, options.abort_share, seed) if options.abort_share else requests
 
 
-def concurrency_of(args: argparse.Namespace) -> int | None:
+def concurrency_of(options: argparse.Namespace) -> int | None:
     """Return how many requests are open at most; None for any number."""
-    most: int | None = args.concurrency
-    return most if most or args.rate or args.trace else 64
+    most: int | None = options.concurrency
+    return most if most or options.rate or options.trace else 64
 
 
 @contextmanager
-def servers_of(args: argparse.Namespace, requests: Sequence[ServeRequest]) -> Iterator[dict[str, str]]:
+def servers_of(options: argparse.Namespace, requests: Sequence[ServeRequest]) -> Iterator[dict[str, str]]:
     """Give the URLs by name; start the servers that are to be started."""
-    named = [url.partition("=") if "=" in url.partition("//")[0] else (url, "=", url) for url in args.url]
+    named = [url.partition("=") if "=" in url.partition("//")[0] else (url, "=", url) for url in options.url]
     found = {name: url for name, _, url in named}
     with ExitStack() as stack:
-        if args.serve:
-            found = start_servers(args, requests, stack) | found
+        if options.serve:
+            found = start_servers(options, requests, stack) | found
         yield found
 
 
-def start_servers(args: argparse.Namespace, requests: Sequence[ServeRequest], stack: ExitStack) -> dict[str, str]:
+def start_servers(options: argparse.Namespace, requests: Sequence[ServeRequest], stack: ExitStack) -> dict[str, str]:
     """Start kvpage's server, and vLLM's with --vllm, until the stack ends; return their URLs."""
     from kvpage.benchmarks.serve_model import save_model
     from kvpage.benchmarks.serve_process import kvpage_server, vllm_server
     from kvpage.benchmarks.serving_workloads import MODELS
     from kvpage.benchmarks.serving_workloads import Shape as ModelShape
 
-    num_seqs = concurrency_of(args) or 64
+    num_seqs = concurrency_of(options) or 64
     longest = sorted((len(one.prompt) + one.max_tokens for one in requests), reverse=True)[:num_seqs]
     num_blocks = sum(length // 16 + 2 for length in longest) + 64
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    save_model(folder, {**MODELS, "tiny": ModelShape(2, 64, 128, 4, 2)}[args.serve], args.dtype)
-    own = kvpage_server(folder, args.threads, args.dtype, num_blocks, num_seqs)
+    save_model(folder, {**MODELS, "tiny": ModelShape(2, 64, 128, 4, 2)}[options.serve], options.dtype)
+    own = kvpage_server(folder, options.threads, options.dtype, num_blocks, num_seqs)
     found = {OWN: stack.enter_context(own)}
-    if args.vllm:
-        found["vllm"] = stack.enter_context(vllm_server(args.vllm, folder, args.threads, args.dtype, num_seqs))
+    if options.vllm:
+        found["vllm"] = stack.enter_context(vllm_server(options.vllm, folder, options.threads, options.dtype, num_seqs))
     return found
 
 
-async def targets_of(args: argparse.Namespace, urls: Mapping[str, str]) -> list[Target]:
+async def targets_of(options: argparse.Namespace, urls: Mapping[str, str]) -> list[Target]:
     found = []
     for name, url in urls.items():
-        client = ServeClient(url, args.api_key, args.timeout)
-        is_started = args.serve and name in STARTED
-        model = await find_model(name, client, None if is_started else args.model)
-        found.append(Target(name, client, model, args.endpoint, () if args.plain else (("ignore_eos", True),)))
+        client = ServeClient(url, options.api_key, options.timeout)
+        is_started = options.serve and name in STARTED
+        model = await find_model(name, client, None if is_started else options.model)
+        found.append(Target(name, client, model, options.endpoint, () if options.plain else (("ignore_eos", True),)))
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Local:
-    """A load that ran in the server's process, without HTTP: its seconds, and the text of each answer."""
-
-    seconds: float
-    texts: list[str]
-
-
-async def run_local(client: ServeClient, name: str, requests: Sequence[ServeRequest]) -> Local:
-    """Let the Engine, or the AsyncEngine, of the server's process run the requests."""
+async def run_local(client: ServeClient, name: str, requests: Sequence[ServeRequest]) -> tuple[float, list[str]]:
+    """Let the Engine, or the AsyncEngine, of the server's process run the requests: its seconds, and the texts."""
     asked = {"prompts": [one.prompt for one in requests], "max_tokens": [one.max_tokens for one in requests]}
-    return Local(**(await client.call("POST", f"/bench/{name}", asked)).body())
+    said = (await client.call("POST", f"/bench/{name}", asked)).body()
+    return said["seconds"], said["texts"]
 
 
 class Measurement:
     """Rounds of all contenders: the servers, and with --compare the two ways without HTTP.
 
     Args:
-        args: The options.
+        options: Of the command line.
         loads: The requests of each round.
 
     Attributes:
@@ -151,8 +143,8 @@ class Measurement:
         num_parted: Answers over HTTP whose text is not the Engine's.
     """
 
-    def __init__(self, args: argparse.Namespace, loads: Sequence[Sequence[ServeRequest]]) -> None:
-        self.args, self.loads = args, loads
+    def __init__(self, options: argparse.Namespace, loads: Sequence[Sequence[ServeRequest]]) -> None:
+        self.options, self.loads = options, loads
         self._begin()
 
     def _begin(self) -> None:
@@ -162,12 +154,12 @@ class Measurement:
         self.num_parted = 0
 
     async def run(self, urls: Mapping[str, str]) -> None:
-        targets = {target.name: target for target in await targets_of(self.args, urls)}
+        targets = {target.name: target for target in await targets_of(self.options, urls)}
         for target in targets.values():
             await self._check(target)
-        names = [*(LOCAL if self.args.compare else ()), *targets]
+        names = [*(LOCAL if self.options.compare else ()), *targets]
         with progress(sum(map(len, self.loads)) * len(targets)) as note:
-            for number, requests in enumerate(self.loads, -num_warmups(self.args)):
+            for number, requests in enumerate(self.loads, -num_warmups(self.options)):
                 if number == 0:
                     self._begin()
                 Random(number).shuffle(names)
@@ -178,7 +170,7 @@ class Measurement:
         checked = await check(target, replace(request, max_tokens=min(request.max_tokens, CHECKED_TOKENS)))
         if not checked.repeats:
             message = f"{target.name}: the same prompt gives other texts when it is asked again, or as a stream"
-            if self.args.serve and target.name == OWN:
+            if self.options.serve and target.name == OWN:
                 raise WrongAnswer(message)
             print(message, file=sys.stderr)
 
@@ -193,27 +185,26 @@ class Measurement:
         texts: dict[str, list[str]] = {}
         for name in names:
             await asyncio.sleep(SETTLE_SECONDS if len(names) > 1 else 0.0)
-            if self.args.serve and name in (*LOCAL, OWN):
+            if self.options.serve and name in (*LOCAL, OWN):
                 await targets[OWN].client.call("POST", "/bench/forget", {})
             if name in LOCAL:
-                local = await run_local(targets[OWN].client, name, requests)
-                self._count(name, local.seconds, sum(one.max_tokens for one in requests))
-                texts[name] = local.texts
+                seconds, texts[name] = await run_local(targets[OWN].client, name, requests)
+                self._count(name, sum(one.max_tokens for one in requests) / seconds)
             else:
-                outcomes = await run_load(targets[name], requests, concurrency_of(self.args), note)
+                outcomes = await run_load(targets[name], requests, concurrency_of(self.options), note)
                 self._keep(name, outcomes)
                 texts[name] = [one.text for one in outcomes]
-        if self.args.compare:
+        if self.options.compare:
             self.num_parted += sum(a != b for a, b in zip(texts["engine"], texts[OWN], strict=True))
 
     def _keep(self, name: str, outcomes: Sequence[Outcome]) -> None:
-        summary = summarize(outcomes, dict(self.args.goodput))
+        summary = summarize(outcomes, dict(self.options.goodput))
         self.outcomes.setdefault(name, []).extend(outcomes)
         self.summaries.setdefault(name, []).append(summary)
-        self._count(name, summary.seconds, summary.num_output_tokens)
+        self._count(name, summary["tokens_per_second"])
 
-    def _count(self, name: str, seconds: float, num_tokens: int) -> None:
-        self.rates.setdefault(name, []).append(num_tokens / seconds)
+    def _count(self, name: str, rate: float) -> None:
+        self.rates.setdefault(name, []).append(rate)
 
     def losses(self) -> dict[str, Figure]:
         """Return the share of the Engine's tokens a second that each other way through the same process lacks."""
@@ -241,26 +232,27 @@ def progress(total: int) -> Iterator[Callable[[], object]]:
 
 
 def main() -> None:
-    args = parse(__doc__)
+    options = parse(__doc__)
     try:
-        loads = loads_of(args)
-        measured = Measurement(args, loads)
-        with servers_of(args, list(chain.from_iterable(loads))) as urls:
+        loads = loads_of(options)
+        measured = Measurement(options, loads)
+        with servers_of(options, list(chain.from_iterable(loads))) as urls:
             asyncio.run(measured.run(urls))
     except (OSError, TraceError, WrongAnswer, ServeError, RuntimeError, TimeoutError, ValueError) as error:
         raise SystemExit(f"kvpage bench serve: {error}") from error
-    report(measured)
-    if args.plot:
-        plot(measured, args.plot)
-    rows = {name: [one.as_json() for one in each] for name, each in measured.summaries.items()}
-    about = {
-        "dataset": args.dataset,
-        "requests": len(loads[0]),
-        "rate": args.rate and str(args.rate),  # JSON has no infinity
-        "concurrency": concurrency_of(args),
-    }
-    figures = {"tokens_per_second": measured.figures(), "loss": measured.losses(), "parted": measured.num_parted}
-    print(dumps({"benchmark": "serve", **about, **figures, "rounds": rows}))
+    figures, losses = measured.figures(), measured.losses()
+    show(figures, measured.summaries)
+    for name, loss in losses.items():
+        print(f"{name}: {loss:.1%} below the Engine's tokens a second")
+    if measured.num_parted:
+        print(f"kvpage: the texts of {measured.num_parted} requests are not the Engine's")
+    found = {"tokens_per_second": figures, "loss": losses, "parted": measured.num_parted}
+    found |= {
+        "rate": options.rate and str(options.rate),
+        "concurrency": concurrency_of(options),
+    }  # JSON has no infinity
+    draw = functools.partial(plot, measured.outcomes)
+    finish(options, draw, requests=len(loads[0]), **found, rounds=measured.summaries)
 
 
 if __name__ == "__main__":

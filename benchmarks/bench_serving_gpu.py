@@ -13,9 +13,6 @@ The model has Qwen3-0.6B's shape and random weights. Before anything counts, the
 a forward of the request alone in fp32 says how far each token's logit is from the best. kvpage's must lie within
 rounding (serving_tokens.py). Steps are medians with quartiles.
 
-    python benchmarks/bench_serving_gpu.py [--batches N ...] [--context N] [--requests N] [--attention NAME]
-        [--seconds S] [--plot PATH]
-
 On a CPU it shows that it runs, with --device cpu --shape tiny and small numbers: nothing is captured there.
 """
 
@@ -31,8 +28,11 @@ import torch
 import transformers as tf
 
 from kvpage import CacheConfig
-from kvpage.benchmarks.arguments import positive
-from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.cells import Table, show_all
+from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.hf_ways import has_batches
+from kvpage.benchmarks.pictures import add_bars, curve, drawn
+from kvpage.benchmarks.script import Options, finish, skip
 from kvpage.benchmarks.serving_latency import Moments, serve_generate_batch, serve_kvpage
 from kvpage.benchmarks.serving_step_bound import copy_bandwidth, step_bound
 from kvpage.benchmarks.serving_tokens import TokenJudge, compare_answers
@@ -53,6 +53,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 BLOCK_SIZE, BATCHED_TOKENS = 16, 4096
 TARGET_SEQS, TARGET = 64, 1.5
 STEPS = 24  # of a batch, of which the first ones warm up
+STEP_COLUMNS = (
+    "{seqs:>6} {context:>8} {step ms:>22.2f} {model ms:>9.2f} {bound ms:>9.2f} {bytes ms:>9.2f} {over bytes:>20.2f}  "
+    "{attention:<12} {replays:>7} {is_met:>7}"
+)
+SERVED_COLUMNS = (
+    "{name:<16} {tokens/s:>24.1f} {ttft ms:>20.1f} {ttft p99 ms.median:>18.1f} {between ms:>18.1f} "
+    "{between p99 ms.median:>21.1f} {parted:>7}"
+)
 COPY_BYTES = {"cuda": 512 << 20, "cpu": 1 << 20}
 
 
@@ -111,7 +119,7 @@ def decode_row(
     engine = make_engine(model, num_seqs, context + STEPS + num_seqs + 1, attention)
     seconds = decode_seconds(engine, make_prompts(num_seqs, context, context, model.config.vocab_size), STEPS)
     bound = step_bound(model, num_seqs, context, bandwidth)
-    graphs = engine.stats().graphs
+    graphs, over = engine.stats().graphs, Figure.of(seconds, 1 / bound.bytes)
     return {
         "seqs": num_seqs,
         "context": context,
@@ -119,20 +127,13 @@ def decode_row(
         "replays": graphs.num_replays if graphs else 0,
         "step ms": Figure.of(seconds, 1e3),
         "bytes ms": 1e3 * bound.bytes,
-        "over bytes": Figure.of(seconds, 1 / bound.bytes),
+        "over bytes": over,
         "bound ms": 1e3 * bound.seconds,
         "model ms": 1e3 * bound.model,
         "over bound": Figure.of(seconds, 1 / bound.seconds),
         "target": TARGET if num_seqs == TARGET_SEQS else None,
+        "is_met": over.median <= TARGET if num_seqs == TARGET_SEQS else None,
     }
-
-
-def show_decode(row: dict[str, Any]) -> None:
-    goal = row["target"]
-    verdict = "" if goal is None else "  met" if row["over bytes"].median <= goal else "  MISSED"
-    step, over = f"{row['step ms']:.2f}", f"{row['over bytes']:.2f}"
-    print(f"{row['seqs']:6} {row['context']:8} {step:>22} {row['model ms']:9.2f} {row['bound ms']:9.2f}"
-          f" {row['bytes ms']:9.2f} {over:>20}  {row['attention']}, {row['replays']} replays{verdict}")  # fmt: skip
 
 
 def contenders(model: Any, prompts: Prompts, options: argparse.Namespace) -> dict[str, Callable[[], Moments]]:
@@ -141,12 +142,10 @@ def contenders(model: Any, prompts: Prompts, options: argparse.Namespace) -> dic
     found: dict[str, Callable[[], Moments]] = {
         "kvpage": functools.partial(serve_kvpage, engine, prompts, options.tokens)
     }
-    if hasattr(tf, "ContinuousBatchingConfig"):
+    if has_batches():
         found["generate_batch"] = functools.partial(
-            serve_generate_batch, model, BLOCK_SIZE, BATCHED_TOKENS, prompts, options.tokens
+            serve_generate_batch, model, BATCHED_TOKENS, prompts, options.tokens
         )
-    else:
-        print(f"generate_batch is left out: transformers {tf.__version__} has no ContinuousBatchingConfig")
     return {name: run for name, run in found.items() if name not in options.without}
 
 
@@ -184,80 +183,51 @@ def until(deadline: float, rounds: int) -> Iterator[int]:
         yield number
 
 
-def show_served(results: dict[str, Any], bound: float) -> None:
-    print(f"\n{'':16} {'tokens/s':>24} {'first token ms':>20} {'p99':>8} {'between ms':>18} {'p99':>8} {'parted':>7}")
-    print(f"{'bound':16} {bound:24.1f}")
-    for name, row in results.items():
-        print(f"{name:16} {row['tokens/s']!s:>24} {row['ttft ms']!s:>20} {row['ttft p99 ms'].median:8.1f}"
-              f" {row['between ms']!s:>18} {row['between p99 ms'].median:8.1f} {row['parted']:7}")  # fmt: skip
-
-
 def plot(decodes: list[dict[str, Any]], results: dict[str, Any], path: Path) -> None:
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
-    seqs = [row["seqs"] for row in decodes]
-    left.plot(seqs, [row["step ms"].median for row in decodes], "o-", label="kvpage")
-    left.plot(seqs, [row["bound ms"] for row in decodes], ":", label="its modules, captured")
-    left.plot(seqs, [row["bytes ms"] for row in decodes], "--", label="its bytes")
-    left.set(xlabel="sequences", ylabel="ms a decode step", ylim=(0, None))
-    left.legend()
-    right.barh(list(results), [row["tokens/s"].median for row in results.values()])
-    right.invert_yaxis()
-    right.set_xlabel("generated tokens/s")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with drawn(path, 1, 2, size=(10, 3.6)) as (left, right):
+        for name, style, label in (
+            ("step ms", "o-", "kvpage"), ("bound ms", ":", "its modules, captured"), ("bytes ms", "--", "its bytes"),
+        ):  # fmt: skip
+            curve(left, decodes, "seqs", name, style, label=label)
+        left.set(xlabel="sequences", ylabel="ms a decode step", ylim=(0, None))
+        left.legend()
+        add_bars(right, {name: row["tokens/s"] for name, row in results.items()}, "generated tokens/s")
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument(
-        "--attention", choices=get_args(AttentionBackendName), default="auto", help="attention_backend of EngineConfig"
-    )
-    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--context", type=positive, default=1024, help="tokens of each sequence that decodes")
-    parser.add_argument("--requests", type=positive, default=64)
-    parser.add_argument("--prompt-tokens", type=positive, default=1024, help="at most; at least half of it")
-    parser.add_argument("--tokens", type=positive, default=128, help="to generate for each request")
-    parser.add_argument("--rounds", type=positive, default=3)
-    parser.add_argument("--seconds", type=float, default=60.0, help="after which nothing further begins")
-    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="contenders to leave out")
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
-    if "kvpage" in options.without:
-        parser.error("--without must leave kvpage in, with whose tokens all are compared")
-    return options
+    parser = Options("serving_gpu", __doc__, rounds=3, device="cuda")
+    parser.add("--shape", "qwen3-0.6b", choices=SHAPES)
+    parser.add("--attention", "auto", choices=get_args(AttentionBackendName), help="attention_backend of EngineConfig")
+    parser.add("--batches", [1, 8, 64, 256])
+    parser.add("--context", 1024, help="tokens of each sequence that decodes")
+    parser.add("--requests", 64)
+    parser.add("--prompt-tokens", 1024, help="at most; at least half of it")
+    parser.add("--tokens", 128, help="to generate for each request")
+    parser.add("--seconds", 60.0, help="after which nothing further begins")
+    parser.add_without()
+    return parser.parse()
 
 
 def main() -> None:
     options = parse()
     if options.device == "cuda" and not torch.cuda.is_available():
-        print(dumps({"skipped": "needs a CUDA device: nothing was measured"}))
+        skip("needs a CUDA device: nothing was measured")
         return
     tf.logging.set_verbosity_error()
     deadline = time.monotonic() + options.seconds
     model = make_model(options.shape, options.device)
     bandwidth = copy_bandwidth(model.device, COPY_BYTES[options.device])
-    print(f"  seqs  context                step ms  model ms  bound ms  bytes ms           over bytes  attention"
-          f"   (copy {bandwidth / 1e9:.0f} GB/s)")  # fmt: skip
-    decodes = []
+    print(f"copy {bandwidth / 1e9:.0f} GB/s")
+    table, decodes = Table(STEP_COLUMNS), []
     for number in until(deadline, len(options.batches)):
         decodes.append(decode_row(model, options.batches[number], options.context, bandwidth, options.attention))
-        show_decode(decodes[-1])
+        table.show(decodes[-1])
     results = served(model, options, deadline)
     bound = served_bound(model, options, bandwidth)
-    show_served(results, bound)
-    if options.plot:
-        plot(decodes, results, options.plot)
-    machine = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    names = ("shape", "context", "requests", "prompt_tokens", "tokens", "rounds")
-    settings = {name: getattr(options, name) for name in names}
-    versions = {"machine": machine, "torch": torch.__version__, "transformers": tf.__version__}
-    print(dumps({"benchmark": "serving_gpu", **versions, **settings, "copy_gb_per_s": bandwidth / 1e9,
-                 "decode": decodes, "served": results, "served_bound": bound}))  # fmt: skip
+    print(f"\nbound: {bound:.1f} tokens/s")
+    show_all(SERVED_COLUMNS, [{"name": name, **row} for name, row in results.items()])
+    found = {"copy_gb_per_s": bandwidth / 1e9, "decode": decodes, "served": results, "served_bound": bound}
+    finish(options, functools.partial(plot, decodes, results), **found)
 
 
 if __name__ == "__main__":

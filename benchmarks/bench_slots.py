@@ -4,19 +4,20 @@ Bounds, in the same run: pop and append of a Python list; memcmp over the prompt
 as many bytes. Beside them a trie in plain Python with one node a token, which is how the small engines do it. Medians
 with their quartiles. Targets, with the call from Python included: alloc and free 0.2 us together; insert and find of a
 prompt of 8,192 tokens 30 us each, given as an array; copy_kv at half the speed of `copy_`.
-
-    python benchmarks/bench_slots.py [--plot slots.png]
 """
 
-import argparse
-import time
+import functools
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
+from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.figure import Figure, in_turns, seconds
+from kvpage.benchmarks.pictures import curve, drawn
+from kvpage.benchmarks.script import Options, finish
 from kvpage.extras.slots import PrefixCacheManager, SlotAllocator
 
 NUM_TOKENS, NUM_SHARED, NUM_PROMPTS = 8192, 6144, 100
@@ -58,12 +59,7 @@ def prompts() -> list[np.ndarray]:
 
 def timed(call: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> Figure:
     """Microseconds a call, each argument once."""
-    times = []
-    for argument in arguments:
-        start = time.perf_counter()
-        call(*argument)
-        times.append(time.perf_counter() - start)
-    return Figure.of(times, 1e6)
+    return Figure.of((seconds(functools.partial(call, *argument)) for argument in arguments), 1e6)
 
 
 def allocator_row() -> dict[str, Any]:
@@ -115,35 +111,23 @@ def copy_row() -> dict[str, Any]:
     return {"what": "copy_kv, 64 MiB", "us": copy_kv, "target_us": 2 * copy.median, "bound_us": copy}
 
 
-def plot(rows: list[dict[str, Any]], path: str) -> None:
-    import matplotlib.pyplot as plt
-
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
     shown = [row for row in rows if "python_us" in row]
-    for key, label in (("python_us", "one dict a token"), ("us", "PrefixCacheManager"), ("bound_us", "memcmp")):
-        plt.plot([row["what"] for row in shown], [row[key].median for row in shown], "o", label=label)
-    plt.axhline(30, color="gray", linestyle=":", label="target")
-    plt.yscale("log")
-    plt.ylabel(f"us a prompt of {NUM_TOKENS} tokens")
-    plt.xticks(rotation=20)
-    plt.legend()
-    plt.tight_layout()
-    plt.savefig(path, dpi=120)
+    with drawn(path, size=(6.4, 4.8)) as axes:
+        for key, label in (("python_us", "one dict a token"), ("us", "PrefixCacheManager"), ("bound_us", "memcmp")):
+            curve(axes, shown, "what", key, "o", label=label)
+        axes.axhline(30, color="gray", linestyle=":", label="target")
+        axes.set(yscale="log", ylabel=f"us a prompt of {NUM_TOKENS} tokens")
+        axes.tick_params(axis="x", rotation=20)
+        axes.legend()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", metavar="PATH")
-    args = parser.parse_args()
+    options = Options("slots", __doc__).parse()
     rows = [allocator_row(), *(row for kind in KINDS for row in tree_rows(kind)), copy_row()]
-    print(f"{'us (quartiles)':>16} {'kvpage':>26} {'target':>10} {'bound':>26} {'dict a token':>24}")
-    for row in rows:
-        target = "" if row["target_us"] is None else f"{row['target_us']:.2f}"
-        python = f"{row['python_us']:.0f}" if "python_us" in row else ""
-        print(f"{row['what']:>16} {row['us']:.2f}".ljust(43), f"{target:>10} {row['bound_us']:.2f}".ljust(37), python)
-    if args.plot:
-        plot(rows, args.plot)
+    show_all("{what:<16} {us:>26.2f} {target_us:>10.2f} {bound_us:>26.2f} {python_us:>24.0f}", rows)
     met = all(row["target_us"] is None or row["us"].median <= row["target_us"] for row in rows)
-    print(dumps({"benchmark": "slots", "rows": rows, "targets_met": met}))
+    finish(options, functools.partial(plot, rows), rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

@@ -19,28 +19,25 @@ that it can add to are clocked, too, in both engines:
 
 The difference of their times is the share that counts. Without a checkpoint one call takes all tokens. In decodes the
 engine and the mixers count, without their calls.
-
-    python benchmarks/bench_state_checkpoints.py [--families NAME ...] [--hidden N] [--layers N] [--prompt-tokens N]
-                                                 [--tokens N] [--rounds N] [--threads N] [--plot PATH]
 """
 
 import argparse
 import functools
-import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 import transformers as tf
 
 from kvpage import CacheConfig
-from kvpage.benchmarks.arguments import positive
-from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
+from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.figure import Figure, in_turns, seconds
 from kvpage.benchmarks.part_clock import PartClock
+from kvpage.benchmarks.pictures import drawn
+from kvpage.benchmarks.script import Options, finish
 from kvpage.benchmarks.state_families import FAMILIES, SHAPE, VOCAB, Shape, make_family
 from kvpage.blocks.moves import BlockMove
 from kvpage.cache.state_cache import StateCache
@@ -54,8 +51,11 @@ BLOCK_SIZE, NUM_KEPT = 16, 8
 GATE_TOKENS = 8
 COPIES = 20
 """Of a state, in one measurement."""
-WIDTHS = 11, 24, 22, 8, 23, 20, 29
-"""Of the table's columns."""
+COLUMNS = (
+    "{family:<14}{prefill[without].median:>25.3f}{prefill_added:>24.2%}{whole_prefill_added:>22.1%}"
+    "{bound_added.median:>20.2%}{decode_added:>23.2%}{whole_decode_added:>20.1%}{restore_us:>18.0f}"
+    "{bound_us.median:>18.0f}{slot_bytes:>12,}"
+)
 
 
 def make_engine(model: tf.PreTrainedModel, num_tokens: int, slot_bytes: int | None) -> Engine:
@@ -87,9 +87,9 @@ class Pieces:
         return Pieces.own(*call)
 
     @staticmethod
-    def any(forward: MixerForward, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
+    def any(forward: MixerForward, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *how: Any) -> Any:
         rows = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
-        return (Pieces.one if rows.shape[1] == 1 else Pieces.many)(forward, cache, args, kwargs, *rest)
+        return (Pieces.one if rows.shape[1] == 1 else Pieces.many)(forward, cache, args, kwargs, *how)
 
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
@@ -189,66 +189,31 @@ def share(first: list[float], second: list[float], whole: list[float]) -> Figure
     return Figure.of((one - other) / all_of_it for one, other, all_of_it in turns)
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    titles = "prefill ms", "a checkpoint adds", "to all, turn by turn", "a copy", "to decodes", "to all", "restore us"
-    print(f"{'':14}" + "".join(f"{title:>{width}}" for title, width in zip(titles, WIDTHS, strict=True)))
-    for row in rows:
-        cells = (
-            f"{1e3 * row['prefill']['without'].median:.0f}",
-            f"{row['prefill_added']:.2%}",
-            f"{row['whole_prefill_added']:.1%}",
-            f"{row['bound_added'].median:.2%}",
-            f"{row['decode_added']:.2%}",
-            f"{row['whole_decode_added']:.1%}",
-            f"{row['restore_us']:.0f} / {row['bound_us'].median:.0f}, {row['slot_bytes'] / 2**20:.2f} MiB",
-        )
-        print(f"{row['family']:14}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)))
-
-
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(6, 3))
-    for name, label in (("prefill_added", "prefill"), ("decode_added", "decodes"), ("bound_added", "a copy alone")):
-        values = [row[name] for row in rows]
-        spread = [[100 * (one.median - one.low) for one in values], [100 * (one.high - one.median) for one in values]]
-        families = [row["family"] for row in rows]
-        axis.errorbar(families, [100 * one.median for one in values], spread, fmt="o", capsize=4, label=label)
-    axis.axhline(2, linestyle="--")
-    axis.set(ylabel="% added by a checkpoint")
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES)[:3])
-    parser.add_argument("--hidden", type=positive, default=SHAPE.hidden)
-    parser.add_argument("--layers", type=positive, default=SHAPE.layers)
-    parser.add_argument("--prompt-tokens", type=positive, default=2048)
-    parser.add_argument("--tokens", type=positive, default=33, help="of each answer; the first one ends the prefill")
-    parser.add_argument("--rounds", type=positive, default=15)
-    parser.add_argument("--threads", type=positive, default=1)
-    parser.add_argument("--plot", type=Path)
-    return parser.parse_args()
+    families = [row["family"] for row in rows]
+    with drawn(path, size=(6, 3)) as axes:
+        for name, label in (("prefill_added", "prefill"), ("decode_added", "decodes"), ("bound_added", "a copy alone")):
+            shares = [row[name] * 100 for row in rows]
+            spread = [[one.median - one.low for one in shares], [one.high - one.median for one in shares]]
+            axes.errorbar(families, [one.median for one in shares], spread, fmt="o", capsize=4, label=label)
+        axes.axhline(2, linestyle="--")
+        axes.set(ylabel="% added by a checkpoint")
+        axes.legend()
 
 
 def main() -> None:
-    options = parse()
-    torch.set_num_threads(options.threads)
+    parser = Options("state_checkpoints", __doc__, rounds=15, threads=1)
+    parser.add("--families", list(FAMILIES)[:3], choices=FAMILIES)
+    parser.add("--hidden", SHAPE.hidden)
+    parser.add("--layers", SHAPE.layers)
+    parser.add("--prompt-tokens", 2048)
+    parser.add("--tokens", 33, help="of each answer; the first one ends the prefill")
+    options = parser.parse()
     tf.logging.set_verbosity_error()
-    with mock.patch.object(MixerForward, "compute", Pieces.any):
-        rows = [measure(kind, options) for kind in options.families]
-    show(rows)
-    if options.plot:
-        plot(rows, options.plot)
-    settings = {
-        name: getattr(options, name) for name in ("hidden", "layers", "prompt_tokens", "tokens", "rounds", "threads")
-    }
-    versions = {"torch": torch.__version__, "transformers": tf.__version__, "machine": platform.machine()}
-    print(dumps({"benchmark": "state_checkpoints", **versions, **settings, "families": rows}))
+    MixerForward.compute = Pieces.any  # type: ignore[assignment, method-assign]
+    rows = [measure(kind, options) for kind in options.families]
+    show_all(COLUMNS, rows)
+    finish(options, functools.partial(plot, rows), families=rows)
 
 
 if __name__ == "__main__":

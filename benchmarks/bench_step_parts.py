@@ -12,13 +12,10 @@ attends over one token more than the last.
 
 The first step of all must generate the token of the model's own forward. Medians of rounds, on the wall, with their
 quartiles. The clocks themselves take less than a microsecond a part.
-
-    python benchmarks/bench_step_parts.py [--model small] [--dtype fp32] [--rounds 15] [--threads N] [--plot PATH]
 """
 
-import argparse
+import functools
 import gc
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,10 +25,12 @@ import transformers as tf
 
 import kvpage._C as _C
 from kvpage import CacheConfig
-from kvpage.benchmarks.arguments import positive
+from kvpage.benchmarks.cells import show_all
 from kvpage.benchmarks.engine_stub import random_prompt
-from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.figure import Figure
 from kvpage.benchmarks.part_clock import PartClock
+from kvpage.benchmarks.pictures import stacked
+from kvpage.benchmarks.script import Options, finish
 from kvpage.benchmarks.serving_workloads import BATCHED_TOKENS, BLOCK_SIZE, DTYPES, MODELS, VOCAB, make_model
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.model.runner import ModelRunner
@@ -112,49 +111,28 @@ def figures(step: str, rounds: list[Parts]) -> dict[str, Any]:
     return {"step": step, "us": Figure.of((sum(one.values()) for one in rounds), 1e6), "parts us": parts}
 
 
-def report(rows: list[dict[str, Any]]) -> None:
+def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         print(f"\n{row['step']}: {row['us']:.0f} us")
-        for part, figure in row["parts us"].items():
-            print(f"  {part:24} {f'{figure:.0f}':>24} us {100 * figure.median / row['us'].median:5.1f} %")
+        shares = shares_of(row)
+        parts = [{"part": part, "us": us, "%": shares[part]} for part, us in row["parts us"].items()]
+        show_all("  {part:<24} {us:>24.0f} {%:>5.1f}", parts)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw each step as a bar of its parts' shares."""
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(9, 0.6 * len(rows) + 1.5))
-    names, left = [f"{row['step']}, {row['us'].median / 1000:.1f} ms" for row in rows], [0.0] * len(rows)
-    for part in PARTS:
-        widths = [100 * row["parts us"][part].median / row["us"].median for row in rows]
-        axis.barh(names, widths, left=left, label=part)
-        left = [before + width for before, width in zip(left, widths, strict=True)]
-    axis.invert_yaxis()
-    axis.set_xlabel("% of a step")
-    axis.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.35))
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+def shares_of(row: dict[str, Any]) -> dict[str, float]:
+    """Return the percents of a step that its parts take."""
+    return {part: 100 * us.median / row["us"].median for part, us in row["parts us"].items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="small")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--rounds", type=positive, default=15)
-    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
-    try:
-        rows = measure(make_model(MODELS[options.model], DTYPES[options.dtype], VOCAB), options.rounds)
-    finally:
-        torch.set_num_threads(num_threads)
-    report(rows)
-    if options.plot:
-        plot(rows, options.plot)
-    settings = {name: getattr(options, name) for name in ("model", "dtype", "rounds", "threads")}
-    print(dumps({"benchmark": "step_parts", "torch": torch.__version__, **settings, "rows": rows}))
+    parser = Options("step_parts", __doc__, rounds=15, threads=torch.get_num_threads())
+    parser.add("--model", "small", choices=MODELS)
+    parser.add("--dtype", "fp32", choices=DTYPES)
+    options = parser.parse()
+    rows = measure(make_model(MODELS[options.model], DTYPES[options.dtype], VOCAB), options.rounds)
+    show(rows)
+    steps = {f"{row['step']}, {row['us'].median / 1000:.1f} ms": shares_of(row) for row in rows}
+    finish(options, functools.partial(stacked, steps=steps, label="% of a step"), rows=rows)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,6 @@ timed. The least time of several counts: others may use the machine.
 
 Targets: memory at least 0.85 of copy_, tensors 0.95 into given memory and 0.8 without, disk 0.8 of pwrite and preadv,
 redis 0.8 of redis-py, a lookup of 16k tokens within 100 us of SHA-256, a miss under 1 ms.
-
-    python benchmarks/bench_store.py [--chunks N] [--threads N] [--rounds N] [--path DIR] [--plot PATH]
-        [--parts memory tensors disk redis lookups]
 """
 
 import argparse
@@ -33,7 +30,6 @@ import functools
 import hashlib
 import operator
 import os
-import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -45,13 +41,18 @@ import numpy as np
 import torch
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
-from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
+from kvpage.benchmarks.cells import fill
+from kvpage.benchmarks.figure import Figure, in_turns, seconds
+from kvpage.benchmarks.pictures import bars
+from kvpage.benchmarks.script import Options, finish
 from kvpage.layout import host_memory
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
 
 BLOCK_SIZE, CHUNK_SIZE, LAYERS = 16, 256, 32
 CHUNK_BYTES = LAYERS * 2 * CHUNK_SIZE * 8 * 128 * 2
 LOOKUP_TOKENS = 16384
+TIME = "{operation:<28} {us:.0f} us, {over us:.0f} us over {bound}, {bound us:.0f} us"
+SPEED = "{operation:<28} {GB/s:.2f} GB/s, {of bound:.2f} of {bound}, {bound GB/s:.2f} GB/s"
 PARTS = ("memory", "tensors", "disk", "redis", "lookups")
 
 
@@ -118,8 +119,7 @@ def measure(
         extra = [functools.partial(call, moves) for _, _, call in others]
         calls: list[Callable[[], object]] = [writes, moves.put, reads, moves.get, moves.get_layers, *extra]
         spent = list(in_turns({str(n): call for n, call in enumerate(calls)}, options.rounds).values())
-    num_bytes, (write_name, read_name) = options.chunks * CHUNK_BYTES, bounds
-    name = url.partition(":")[0]
+    name, (write_name, read_name) = url.partition(":")[0], bounds
     rows = [
         ("store", spent[1], write_name, spent[0]),
         ("retrieve", spent[3], read_name, spent[2]),
@@ -129,16 +129,19 @@ def measure(
             for (operation, bound, _), taken, limit in zip(others, (spent[1], spent[3]), spent[5:], strict=False)
         ],
     ]
-    return [
-        {
-            "operation": f"{name} {operation}",
-            "GB/s": Figure.rate(num_bytes / 1e9, taken),
-            "bound": bound,
-            "bound GB/s": Figure.rate(num_bytes / 1e9, limit),
-            "of bound": Figure.ratio(limit, taken),
-        }
-        for operation, taken, bound, limit in rows
-    ]
+    num_bytes = options.chunks * CHUNK_BYTES
+    return [speed_row(f"{name} {operation}", num_bytes, *timed) for operation, *timed in rows]
+
+
+def speed_row(operation: str, num_bytes: int, taken: list[float], bound: str, limit: list[float]) -> dict[str, Any]:
+    """Return the row of an operation that moves so many bytes. limit: the seconds of its bound."""
+    return {
+        "operation": operation,
+        "GB/s": Figure.rate(num_bytes / 1e9, taken),
+        "bound": bound,
+        "bound GB/s": Figure.rate(num_bytes / 1e9, limit),
+        "of bound": Figure.ratio(limit, taken),
+    }
 
 
 def memory(engine: CacheEngine, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -187,16 +190,7 @@ def tensors(options: argparse.Namespace) -> list[dict[str, Any]]:
     for name, place in (("first store", url), ("first store, prefault=no", f"{url}&prefault=no")):
         taken[name] = [first_store(place) for _ in range(options.rounds)]
     copy = taken.pop("copy_")
-    return [
-        {
-            "operation": f"tensors {name}",
-            "GB/s": Figure.rate(kv.nbytes / 1e9, spent),
-            "bound": "copy_",
-            "bound GB/s": Figure.rate(kv.nbytes / 1e9, copy),
-            "of bound": Figure.ratio(copy, spent),
-        }
-        for name, spent in taken.items()
-    ]
+    return [speed_row(f"tensors {name}", kv.nbytes, spent, "copy_", copy) for name, spent in taken.items()]
 
 
 def disk(engine: CacheEngine, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -278,38 +272,12 @@ def lookups(options: argparse.Namespace) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in results if "of bound" in row]
-    figure, axes = plt.subplots(figsize=(7, 3.5))
-    axes.barh([row["operation"] for row in rows], [row["of bound"].median for row in rows])
-    axes.axvline(0.85, color="gray", linewidth=0.8)
-    axes.invert_yaxis()
-    axes.set(xlabel="speed, in copy_, pwrite, preadv, SET and GET of as many bytes")
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-def line(row: dict[str, Any]) -> str:
-    if "us" in row:
-        return "{operation:28} {us:.0f} us, {over us:.0f} us over {bound}, {bound us:.0f} us".format(**row)
-    return "{operation:28} {GB/s:.2f} GB/s, {of bound:.2f} of {bound}, {bound GB/s:.2f} GB/s".format(**row)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    parser = Options("store", __doc__, rounds=9, threads=torch.get_num_threads())
+    parser.add("--chunks", 8)
+    parser.add("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
+    parser.add("--parts", PARTS, choices=PARTS)
+    options = parser.parse()
     engine, results = make_engine(options.chunks), []
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         calls = {
@@ -322,12 +290,10 @@ def main() -> None:
         for name in options.parts:
             for row in calls[name]():
                 results.append(row)
-                print(line(row), flush=True)
-    if options.plot:
-        plot(results, options.plot)
-    machine = platform.processor() or platform.machine()
-    versions = {"torch": torch.__version__, "threads": options.threads, "chunks": options.chunks}
-    print(dumps({"machine": machine, **versions, "results": results}))
+                print(fill(TIME if "us" in row else SPEED, row), flush=True)
+    shares = {row["operation"]: row["of bound"] for row in results if "of bound" in row}
+    label = "speed, in copy_, pwrite, preadv, SET and GET of as many bytes"
+    finish(options, functools.partial(bars, values=shares, label=label, lines=[0.85]), results=results)
 
 
 if __name__ == "__main__":

@@ -8,30 +8,32 @@ before anything is timed. The disk itself is not in it: it writes later, at its 
 
 Beside it: opening a tier of 100 GiB (its headers alone are real, the files are sparse), and the calls that a small
 record takes in a full tier. Targets: records of 32 MiB at 0.8 of the bound, opening under a second.
-
-    python benchmarks/bench_store_disk.py [--path DIR] [--rounds N] [--plot PATH]
 """
 
-import argparse
+import functools
 import hashlib
+import itertools
 import os
-import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.figure import Figure, in_turns
+from kvpage.benchmarks.pictures import curve, drawn, groups
+from kvpage.benchmarks.script import Options, finish
 from kvpage.store.disk.disk_tier import SEGMENT_BYTES, SLOT_BYTES, DiskTier
 from kvpage.store.disk.segment import HEADER_BYTES, Run, Segment
 
 MIB = 1 << 20
 RECORD_BYTES = (MIB // 4, 2 * MIB, 32 * MIB)
 PIECES = (MIB // 4, MIB // 2, MIB)
+COLUMNS = "{operation:<12} {MiB:>6.2f} {piece KiB:>9} {GB/s:>17.2f} {bound GB/s:>17.2f} {of bound:>17.2f}"
 FULL_BYTES, FULL_RECORD = 100 << 30, 32 * MIB
 
 
@@ -67,17 +69,6 @@ def retrieve(tier: DiskTier, name: bytes, into: memoryview, piece_bytes: int) ->
     return checksum.digest()
 
 
-def taken(calls: Sequence[Callable[[int], object]], rounds: int) -> list[list[float]]:
-    """Seconds of each call in each round; the calls take turns, so that a noisy moment meets them all."""
-    times: list[list[float]] = [[] for _ in calls]
-    for number in range(rounds + 1):
-        for call, seconds in zip(calls, times, strict=True):
-            before = time.perf_counter()
-            call(number)
-            seconds.append(time.perf_counter() - before)
-    return [seconds[1:] for seconds in times]
-
-
 def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(num_bytes)
     source = rng.integers(0, 256, num_bytes, dtype=np.uint8).data
@@ -87,7 +78,7 @@ def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[d
     tier = DiskTier([path / "tier"], size, segment_bytes=size)
     fd = os.open(path / "plain", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(fd, 0, num_records * num_bytes)
-    calls: list[Callable[[int], object]] = [
+    calls: list[Callable[[int], object]] = [  # each takes the number of its turn
         lambda n: os.pwrite(fd, source, n % num_records * num_bytes),
         lambda n: store(tier, key(n % num_records), source, piece_bytes),
         lambda n: os.preadv(fd, [plain], n % num_records * num_bytes),
@@ -98,7 +89,9 @@ def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[d
         digest = store(tier, key(n), source, piece_bytes)
         assert retrieve(tier, key(n), into, piece_bytes) == digest and into == source, "not what was stored"
     store(tier, key(0), source, piece_bytes)
-    pwrite, stored, pread, retrieved = taken(calls, rounds)
+    turns = [map(call, itertools.count()) for call in calls]
+    numbered = {str(place): functools.partial(next, turn) for place, turn in enumerate(turns)}
+    pwrite, stored, pread, retrieved = in_turns(numbered, rounds).values()
     tier.check()
     tier.close()
     os.close(fd)
@@ -181,53 +174,31 @@ def small_calls(path: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for name, style in (("store", "-o"), ("retrieve", "--s")):
-        for color, piece in enumerate(PIECES):
-            rows = [one for one in results if (one["operation"], one.get("piece KiB")) == (name, piece // 1024)]
-            label = f"{name}, pieces of {piece // 1024} KiB"
-            axes.plot(
-                [one["MiB"] for one in rows],
-                [one["of bound"].median for one in rows],
-                style,
-                c=f"C{color}",
-                label=label,
-            )
-    axes.axhline(0.8, color="gray", linewidth=0.8)
-    axes.set(xscale="log", xlabel="record, MiB", ylabel="speed, in plain pwrites or preads", ylim=(0, None))
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
+    moved = [row for row in results if "piece KiB" in row]
+    with drawn(path, size=(7, 4)) as axes:
+        for (name, piece), rows in groups(moved, "operation", "piece KiB").items():
+            style, color = "-o" if name == "store" else "--s", f"C{PIECES.index(piece * 1024)}"
+            curve(axes, rows, "MiB", "of bound", style, c=color, label=f"{name}, pieces of {piece} KiB")
+        axes.axhline(0.8, color="gray", linewidth=0.8)
+        axes.set(xscale="log", xlabel="record, MiB", ylabel="speed, in plain pwrites or preads", ylim=(0, None))
+        axes.legend(fontsize=7)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
-    results = []
-    print(f"{'operation':12} {'MiB':>6} {'piece KiB':>9} {'GB/s':>17} {'bound':>17} {'of bound':>17}")
-    line = "{operation:12} {MiB:6.2f} {piece KiB:9}   {GB/s:.2f}  {bound GB/s:.2f}  {of bound:.2f}"
+    parser = Options("store_disk", __doc__, rounds=15)
+    parser.add("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
+    options = parser.parse()
+    table, results = Table(COLUMNS), []
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        for num_bytes in RECORD_BYTES:
-            for piece_bytes in PIECES:
-                rounds = options.rounds * max(1, min(20, 32 * MIB // num_bytes))
-                for result in measure(Path(folder), num_bytes, min(piece_bytes, num_bytes), rounds):
-                    result["piece KiB"] = piece_bytes // 1024
-                    results.append(result)
-                    print(line.format(**result), flush=True)
+        for num_bytes, piece_bytes in itertools.product(RECORD_BYTES, PIECES):
+            rounds = options.rounds * max(1, min(20, 32 * MIB // num_bytes))
+            for result in measure(Path(folder), num_bytes, min(piece_bytes, num_bytes), rounds):
+                results.append(result | {"piece KiB": piece_bytes // 1024})
+                table.show(results[-1])
         for result in [*small_calls(Path(folder), options.rounds), opening(Path(folder), 5)]:
             results.append(result)
             print(", ".join(f"{name} {value}" for name, value in result.items()), flush=True)
-    if options.plot:
-        plot(results, options.plot)
-    print(dumps({"machine": platform.processor() or platform.machine(), "results": results}))
+    finish(options, functools.partial(plot, results), results=results)
 
 
 if __name__ == "__main__":

@@ -8,34 +8,36 @@ in is compared with what comes out before anything is timed.
 The deadline: how much later than asked calls return from a server that is stopped (SIGSTOP), worst of several.
 Targets: at least 0.8 of redis-py; at most 50 ms late.
 
-    python benchmarks/bench_store_redis.py [--rounds N] [--plot PATH]        needs redis-server
+It needs redis-server.
 """
 
-import argparse
+import functools
 import hashlib
 import os
-import platform
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import redis
 import xxhash
 
-from kvpage.benchmarks.figure import Figure, dumps, in_turns
+from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.figure import Figure, in_turns
+from kvpage.benchmarks.pictures import bars
+from kvpage.benchmarks.script import Options, finish, skip
 from kvpage.store.records.record import RecordHead
 from kvpage.store.remote.redis import from_url
 from kvpage.store.tiers.tier import Tier, TierError
 
 SIZES = (1 << 16, 1 << 20, 32 << 20)
 BATCH = {1 << 16: 64, 1 << 20: 16, 32 << 20: 1}  # records a call
+COLUMNS = "{operation:<10} {records:>8} {MiB:>8.2f} {ms:>20.2f} {redis-py ms:>20.2f} {GB/s:>19.2f} {of redis-py:>19.2f}"
 NUM_KEYS = 64
 TIMEOUTS = (0.005, 0.05, 0.5)  # seconds
 
@@ -87,25 +89,27 @@ def get(tier: Tier, keys: list[bytes]) -> list[memoryview]:
     return [reader.piece(0, reader.num_bytes) for reader in tier.open(keys) if reader is not None]
 
 
+def pipelined(peer: redis.Redis, command: str, each: Iterable[tuple[Any, ...]]) -> Callable[[], object]:
+    """Return a call of redis-py that sends a command with each of these arguments at once."""
+    given = list(each)
+
+    def call() -> None:
+        pipeline = peer.pipeline(transaction=False)
+        for arguments in given:
+            getattr(pipeline, command)(*arguments)
+        pipeline.execute()
+
+    return call
+
+
 def measure(tier: Tier, peer: redis.Redis, size: int, rounds: int) -> Iterator[dict[str, Any]]:
     made = records(size, BATCH[size])
     keys = list(made)
     put(tier, made)
     assert get(tier, keys) == list(made.values()), "what came out is not what went in"
     own = {f"peer:{key.hex()}": data for key, data in made.items()}
-
-    def peer_put() -> None:
-        pipeline = peer.pipeline(transaction=False)
-        for name, data in own.items():
-            pipeline.set(name, data)
-        pipeline.execute()
-
-    def peer_get() -> None:
-        pipeline = peer.pipeline(transaction=False)
-        for name in own:
-            pipeline.get(name)
-        pipeline.execute()
-
+    peer_put = pipelined(peer, "set", own.items())
+    peer_get = pipelined(peer, "get", ((name,) for name in own))
     calls = {"put": (lambda: put(tier, made), peer_put), "get": (lambda: get(tier, keys), peer_get)}
     for operation, (ours, theirs) in calls.items():
         times = in_turns({"tier": ours, "redis-py": theirs}, rounds)
@@ -115,13 +119,7 @@ def measure(tier: Tier, peer: redis.Redis, size: int, rounds: int) -> Iterator[d
 def measure_contains(tier: Tier, peer: redis.Redis, rounds: int) -> dict[str, Any]:
     keys = [hashlib.sha256(b"%d" % i).digest() for i in range(NUM_KEYS)]
     names = ["kvpage:" + key.hex() for key in keys]
-
-    def peer_exists() -> None:
-        pipeline = peer.pipeline(transaction=False)
-        for name in names:
-            pipeline.exists(name)
-        pipeline.execute()
-
+    peer_exists = pipelined(peer, "exists", ((name,) for name in names))
     times = in_turns({"tier": lambda: tier.contains(keys), "redis-py": peer_exists}, 20 * rounds)
     return row("contains", 0, NUM_KEYS, times)
 
@@ -157,32 +155,12 @@ def lateness(url: str, server: subprocess.Popen[bytes], rounds: int) -> dict[str
     return worst
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    names = [f"{r['operation']}\n{r['records']} x {r['MiB']:g} MiB" for r in results]
-    axes.bar(names, [r["of redis-py"].median for r in results], color="C0")
-    axes.axhline(1.0, color="gray", linewidth=0.8)
-    axes.set(ylabel="speed, in redis-py's own", ylim=(0, None))
-    axes.tick_params(axis="x", labelsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--plot", type=Path)
-    options = parser.parse_args()
+    options = Options("store_redis", __doc__, rounds=15).parse()
     if shutil.which("redis-server") is None:
-        print(dumps({"skipped": "needs redis-server"}))
+        skip("needs redis-server")
         return
     results: list[dict[str, Any]] = []
-    print(f"{'operation':10} {'records':>8} {'MiB':>8} {'ms':>20} {'redis-py ms':>20} {'GB/s':>18} {'of redis-py':>18}")
     with redis_server() as (server, port):
         url = f"redis://127.0.0.1:{port}/0"
         tier, peer = from_url(url), redis.Redis(port=port)
@@ -191,16 +169,11 @@ def main() -> None:
         results.append(measure_contains(tier, peer, options.rounds))
         tier.close()
         late = lateness(url, server, 5)
-    for r in results:
-        cells = (f"{r[name]:.2f}" for name in ("ms", "redis-py ms", "GB/s", "of redis-py"))
-        print(f"{r['operation']:10} {r['records']:8} {r['MiB']:8.2f}", *(f"{cell:>19}" for cell in cells))
+    show_all(COLUMNS, results)
     print("late by, ms, at a timeout of: " + ", ".join(f"{t} ms: {ms:.1f}" for t, ms in late.items()))
-    if options.plot:
-        plot(results, options.plot)
-    versions = {"redis-py": redis.__version__, "python": platform.python_version()}
-    print(
-        dumps({"machine": platform.processor() or platform.machine(), **versions, "results": results, "late ms": late})
-    )
+    shares = {f"{r['operation']}, {r['records']} x {r['MiB']:g} MiB": r["of redis-py"] for r in results}
+    draw = functools.partial(bars, values=shares, label="speed, in redis-py's own", lines=[1.0])
+    finish(options, draw, **{"redis-py": redis.__version__}, results=results, **{"late ms": late})
 
 
 if __name__ == "__main__":

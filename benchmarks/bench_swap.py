@@ -14,31 +14,38 @@ The peer of swaps is the driver's own cuMemcpyBatchAsync over the same pieces, w
 
 Medians of rounds in which every case is measured once. Before anything is timed, every destination byte is compared.
 
-Usage: python benchmarks/bench_swap.py [--rounds 10] [--groups 16] [--seconds S] [--plot PATH]
 Without a GPU it measures the plan, says so, and ends.
 """
 
 import argparse
 import dataclasses
 import functools
-import json
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from kvpage import CacheConfig, CacheEngine, Calibration, DeviceConfig, ModelConfig, build_info, calibrate
-from kvpage.benchmarks.figure import within
+from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.figure import in_turns, within
+from kvpage.benchmarks.pictures import curve, drawn
 from kvpage.benchmarks.raw_batch_copy import RawBatchCopy, find_call
+from kvpage.benchmarks.script import Options, finish
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops.copies import BlockCopier
 
 SETTLED_BYTES = 64 << 20
 TARGETS = {("in", 2 << 20): 0.95, ("in", 32 << 10): 0.9, ("in", 8 << 10): 0.6}
 TARGETS |= {("out", size): target for (_, size), target in TARGETS.items()}
+COLUMNS = (
+    "{direction:<9} {piece_bytes:>11} {num_pieces:>10} {engine:>9.2f} {kernel:>9.2f} {raw:>9.2f} {chosen:>7} "
+    "{same_bytes:>10.2f} {bound:>9.2f} {of_bound:>8.2f} {of_raw:>7.2f} {enqueue_us:>10.1f} {is_met:>7}"
+)
 NEVER, ALWAYS = 0, 1 << 40
 
 
@@ -131,12 +138,8 @@ def clock(body: Callable[[], object]) -> tuple[float, float]:
 
 
 def medians(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
-    for round_ in range(rounds + 1):  # the first one warms up
-        for name, body in cases.items():
-            took = clock(body)
-            if round_:
-                times[name].append(took)
+    """Return the median of `clock` of each case, in turns."""
+    times = in_turns(cases, rounds, measure=lambda body, number: clock(body))
     return {name: tuple(map(statistics.median, zip(*of, strict=True))) for name, of in times.items()}
 
 
@@ -163,13 +166,14 @@ def measure(
     found = medians(bodies, rounds)
     rates = {name: case.num_bytes / found[name][1] / 1e9 for name in (*case.copiers, "same")}
     best, bound = chosen(direction, size, calibration), large_bytes / found["large"][1] / 1e9
+    target = TARGETS.get((direction, size)) if case.num_bytes >= SETTLED_BYTES else None
     return {
         "direction": direction, "piece_bytes": size, "num_pieces": count, "engine": rates.get("engine"),
         "kernel": rates["kernel"], "raw": rates.get("raw"), "chosen": best, "chosen_gb_per_s": rates[best],
         "same_bytes": rates["same"],
         "bound": bound, "of_bound": rates[best] / bound, "enqueue_us": found[best][0] * 1e6,
         "of_raw": rates[best] / rates["raw"] if "raw" in rates else None,
-        "target": TARGETS.get((direction, size)) if case.num_bytes >= SETTLED_BYTES else None,
+        "target": target, "is_met": None if target is None else rates[best] / bound >= target,
     }  # fmt: skip
 
 
@@ -210,36 +214,18 @@ def call_us(
     return {name: enqueued * 1e6 for name, (enqueued, _) in found.items()}
 
 
-def plot(rows: list[dict[str, Any]], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), sharex=True)
-    for axis, direction in zip(axes, ("out", "in", "copy"), strict=True):
-        by_size = sorted(rows, key=lambda row: (row["piece_bytes"], row["num_pieces"]))
-        most = {row["piece_bytes"]: row for row in by_size if row["direction"] == direction}  # of each size the last
-        for name in ("engine", "kernel", "raw", "bound"):
-            rates = [row[name] for row in most.values()]
-            if None not in rates:
-                axis.plot([size / 1024 for size in most], rates, ":" if name == "bound" else "o-", label=name)
-        axis.set(title=direction, xlabel="KiB a piece", xscale="log", ylabel="GB/s")
-        axis.set_ylim(0)
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def show(row: dict[str, Any]) -> None:
-    engine, raw, of_raw = ("" if row[name] is None else f"{row[name]:.2f}" for name in ("engine", "raw", "of_raw"))
-    target = "" if row["target"] is None else "  met" if row["of_bound"] >= row["target"] else "  MISSED"
-    print(
-        f"{row['direction']:6}{row['piece_bytes'] // 1024:5}{row['num_pieces']:8}{engine:>9}{row['kernel']:9.2f}"
-        f"{raw:>9}{row['chosen']:>9}{row['same_bytes']:9.2f}{row['bound']:9.2f}{row['of_bound']:7.2f}{of_raw:>8}"
-        f"{row['enqueue_us']:12.1f}"
-        f"{target}"
-    )
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    by_size = sorted(rows, key=lambda row: (row["piece_bytes"], row["num_pieces"]))
+    with drawn(path, 1, 3, size=(13, 3.8), sharex=True) as panels:
+        for axes, direction in zip(panels, ("out", "in", "copy"), strict=True):
+            # Of each size the last row: the most pieces.
+            most = {row["piece_bytes"] / 1024: row for row in by_size if row["direction"] == direction}
+            of_sizes = [{**row, "KiB": size} for size, row in most.items()]
+            for name in ("engine", "kernel", "raw", "bound"):
+                if all(row[name] is not None for row in of_sizes):
+                    curve(axes, of_sizes, "KiB", name, ":" if name == "bound" else "o-", label=name)
+            axes.set(title=direction, xlabel="KiB a piece", xscale="log", ylabel="GB/s", ylim=(0, None))
+            axes.legend()
 
 
 def each_swap(calibration: Calibration, rounds: int, sizes: Sizes) -> Iterator[dict[str, Any]]:
@@ -254,47 +240,46 @@ def each_swap(calibration: Calibration, rounds: int, sizes: Sizes) -> Iterator[d
 
 
 def swaps(calibration: Calibration, options: argparse.Namespace) -> list[dict[str, Any]]:
-    print("              pieces GB/s: by      by       the               one copy    large")
-    print("        KiB  of them   engine   kernel  driver's   chosen  as much     copy  of it  of raw  enqueue us")
-    rows = []
+    print("GB/s by the copy engines, by the kernel, by the driver's own call; same_bytes: one copy of as many")
+    table, rows = Table(COLUMNS), []
     for row in within(options.seconds, each_swap(calibration, options.rounds, SIZES[options.sizes])):
         rows.append(row)
-        show(row)
+        table.show(row)
     return rows
 
 
+def every_call_us(calibration: Calibration, rounds: int, num_blocks: int) -> dict[str, dict[str, float]]:
+    found = {}
+    for layer_layout, (name, kernel) in itertools.product(
+        ("separate", "packed"), (("kernel", True), ("engine", False))
+    ):
+        took = call_us(calibration, layer_layout, kernel, rounds, num_blocks)
+        found[f"{layer_layout}, {name}"] = took
+        words = ", ".join(f"{what} {us:.1f} us" for what, us in took.items())
+        print(f"host time of a call, {num_blocks} blocks, {layer_layout:8}, {name}: {words}")
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--groups", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further swap is measured")
-    parser.add_argument("--sizes", choices=SIZES, default="whole", help="tiny shows that it runs")
-    parser.add_argument("--plot")
-    options = parser.parse_args()
+    parser = Options("swap", __doc__, rounds=10)
+    parser.add("--groups", 16)
+    parser.add("--seconds", math.inf, help="after which no further swap is measured")
+    parser.add("--sizes", "whole", choices=SIZES, help="tiny shows that it runs")
+    options = parser.parse()
     torch.manual_seed(0)
-    report: dict[str, Any] = {"bench": "swap", "build": build_info(), "plan_us": plan_us()}
-    print(f"plan, host only: {report['plan_us']:.1f} us for 256 pairs in 32 layers")
-    if not torch.cuda.is_available() or report["build"]["cuda_error"]:
-        print(f"moving blocks needs a GPU: {report['build']['cuda_error'] or 'this torch cannot use it'}")
-        print(json.dumps(report, default=str))
+    found: dict[str, Any] = {"build": build_info(), "plan_us": plan_us()}
+    print(f"plan, host only: {found['plan_us']:.1f} us for 256 pairs in 32 layers")
+    if not torch.cuda.is_available() or found["build"]["cuda_error"]:
+        print(f"moving blocks needs a GPU: {found['build']['cuda_error'] or 'this torch cannot use it'}")
+        finish(options, **found)
         return
     calibration = calibrate("cuda", options.groups)
     print(f"calibration: kernel up to {calibration.max_bytes_in} bytes in, {calibration.max_bytes_out} out; "
           f"{calibration.seconds:.2f} s")  # fmt: skip
-    report |= {
-        "calibration": dataclasses.asdict(calibration),
-        "rows": swaps(calibration, options),
-    }
-    report["call_us"], num_blocks = {}, SIZES[options.sizes].call_blocks
-    for layer_layout in ("separate", "packed"):
-        for name, kernel in (("kernel", True), ("engine", False)):
-            took = call_us(calibration, layer_layout, kernel, options.rounds, num_blocks)
-            report["call_us"][f"{layer_layout}, {name}"] = took
-            print(f"host time of a call, {num_blocks} blocks, {layer_layout:8}, {name}: "
-                  + ", ".join(f"{what} {us:.1f} us" for what, us in took.items()))  # fmt: skip
-    if options.plot:
-        plot(report["rows"], options.plot)
-    print(json.dumps(report, default=str))
+    rows = swaps(calibration, options)
+    calls = every_call_us(calibration, options.rounds, SIZES[options.sizes].call_blocks)
+    found |= {"calibration": dataclasses.asdict(calibration), "rows": rows, "call_us": calls}
+    finish(options, functools.partial(plot, rows), **found)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,18 @@ Bound: memory bandwidth. One torch copy_ of as many contiguous bytes, with as ma
 the swap moves 4,096 blocks of 32 KiB, K and V, in 8 layers (2 GiB), between random places. The goal is 0.85 of it.
 Each round measures every case once, in turn, so that a busy machine slows all alike; medians of the rounds count.
 Before anything is timed, every destination byte is compared with what plain torch gives.
-
-Usage: python benchmarks/bench_swap_host.py [--blocks 4096] [--rounds 9] [--threads N] [--plot PATH]
 """
 
-import argparse
+import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvpage.benchmarks.figure import Figure, dumps, in_turns
+from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.figure import Figure, in_turns
+from kvpage.benchmarks.pictures import drawn
+from kvpage.benchmarks.script import Options, finish
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops import reference
 from kvpage.ops.copies import BlockCopier
@@ -46,7 +48,7 @@ def check(copier: BlockCopier, src: list[torch.Tensor], dst: list[torch.Tensor],
             raise SystemExit(f"layer {layer} of the swap differs from torch's")
 
 
-def run_layout(layer_layout: str, num_blocks: int, rounds: int, threads: int) -> dict[str, Any]:
+def run_layout(layer_layout: str, num_blocks: int, rounds: int) -> dict[str, Any]:
     copier, src, dst = make_case(layer_layout, num_blocks)
     scattered = torch.stack([torch.randperm(num_blocks), torch.randperm(num_blocks)], 1)
     in_order = torch.arange(num_blocks).repeat(2, 1).t()
@@ -79,48 +81,28 @@ def slab(caches: list[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((first.untyped_storage().size() // first.element_size(),), (1,), 0)
 
 
-def plot(results: dict[str, Any], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.5))
+def plot(results: dict[str, Any], path: Path) -> None:
     names = list(next(iter(results.values())))
-    for i, (layer_layout, rows) in enumerate(results.items()):
-        axes.bar(
-            [x + 0.4 * i for x in range(len(names))],
-            [rows[n]["gb_per_s"].median for n in names],
-            0.38,
-            label=layer_layout,
-        )
-    axes.set_xticks([x + 0.2 for x in range(len(names))], names)
-    axes.set_ylabel("GB/s moved")
-    axes.set_title("Host-to-host swap of blocks")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with drawn(path, size=(7, 3.5)) as axes:
+        for i, (layer_layout, rows) in enumerate(results.items()):
+            places, speeds = [x + 0.4 * i for x in range(len(names))], [rows[n]["gb_per_s"].median for n in names]
+            axes.bar(places, speeds, 0.38, label=layer_layout)
+        axes.set_xticks([x + 0.2 for x in range(len(names))], names)
+        axes.set(ylabel="GB/s moved", title="Host-to-host swap of blocks")
+        axes.legend()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--plot")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    parser = Options("swap_host", __doc__, rounds=9, threads=torch.get_num_threads())
+    parser.add("--blocks", 4096)
+    options = parser.parse()
     torch.manual_seed(0)
-    results = {}
-    print(f"{'layers':10} {'case':10} {'GB/s':>20} {'of copy_':>17}")
+    results, table = {}, Table("{layers:<10} {case:<10} {gb_per_s:>20.2f} {of_copy_:>17.2f}")
     for layer_layout in ("separate", "packed"):
-        results[layer_layout] = run_layout(layer_layout, options.blocks, options.rounds, options.threads)
+        results[layer_layout] = run_layout(layer_layout, options.blocks, options.rounds)
         for name, row in results[layer_layout].items():
-            print(f"{layer_layout:10} {name:10} {row['gb_per_s']:.2f}".ljust(43), f"{row['of_copy_']:.2f}")
-    if options.plot:
-        plot(results, options.plot)
-    summary = {"bench": "swap_host", "blocks": options.blocks, "threads": options.threads, "torch": torch.__version__}
-    print(dumps(summary | {"results": results}))
+            table.show({"layers": layer_layout, "case": name, **row})
+    finish(options, functools.partial(plot, results), results=results)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,8 @@ Beside them a trie whose every new token stamps all its ancestors, and whose evi
 each node, as written at first by those who write one. Targets: 30 ms to add 8,192 tokens, with and without K and V (two
 layers of two heads of 16), log_softmax not counted; eviction of 1,000 nodes at most four times as slow in a trie 16
 times as large. Medians with their quartiles.
-
-    python benchmarks/bench_token_trie.py
 """
 
-import argparse
 import functools
 import gc
 import time
@@ -18,7 +15,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from kvpage.benchmarks.figure import Figure, dumps
+from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.script import Options, finish
 from kvpage.extras.token_trie import DynamicTokenTrie, TokenTrie
 
 NUM_TOKENS, NUM_EVICTED, VOCAB = 8192, 1000, 32
@@ -143,15 +142,13 @@ def evictions() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    options = Options("token_trie", __doc__, has_plot=False).parse()
     rows, evicted = measure(), evictions()
-    print(f"{NUM_TOKENS} tokens, ms {'':>15} {'kvpage':>22} {'bound':>22} {'quadratic':>10}")
-    for row in (*rows, *evicted):
-        cells = (f"{row[key]:.2f}" for key in ("ms", "bound_ms", "quadratic_ms") if key in row)
-        print(f"{row['what']:>31}", *(f"{cell:>22}" for cell in cells))
+    print(f"{NUM_TOKENS} tokens")
+    show_all("{what:>31} {ms:>22.2f} {bound_ms:>22.2f} {quadratic_ms:>22.0f}", [*rows, *evicted])
     few, many = (row["ms"].median for row in evicted)
     met = all(row["ms"].median <= 30 for row in rows) and many <= 4 * few
-    print(dumps({"benchmark": "token_trie", "rows": rows + evicted, "targets_met": met}))
+    finish(options, rows=rows + evicted, targets_met=met)
 
 
 if __name__ == "__main__":

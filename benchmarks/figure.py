@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from itertools import islice
 from typing import Any
 
@@ -43,6 +43,10 @@ class Figure:
         """Return the figure of an amount a turn, per second."""
         return cls.of(amount / taken for taken in seconds)
 
+    def __mul__(self, factor: float) -> "Figure":
+        """Return it in another unit."""
+        return Figure(self.median * factor, self.low * factor, self.high * factor, self.num)
+
     def __format__(self, spec: str) -> str:
         return f"{self.median:{spec}} ({self.low:{spec}}-{self.high:{spec}})"
 
@@ -63,25 +67,42 @@ def seconds(call: Callable[[], object], number: int = 1, clock: Callable[[], flo
     return (clock() - before) / number
 
 
+def thread_seconds(call: Callable[[], object], number: int = 1) -> float:
+    """Return the same by the thread's own time, which other processes disturb less."""
+    return seconds(call, number, time.thread_time)
+
+
 def own_seconds(call: Callable[[], Any], number: int = 1) -> float:
     """Return the seconds that a call returns, which measures itself; a mean over `number`."""
     return float(sum(call() for _ in range(number)) / number)
 
 
+def result(call: Callable[[], Any], number: int = 1) -> Any:
+    """Return the measure that a call itself returns."""
+    return call()
+
+
 def in_turns(
-    calls: Mapping[str, Callable[[], object]],
+    calls: Mapping[str, Callable[[], Any]],
     rounds: int,
     number: int = 1,
-    measure: Callable[[Callable[[], object], int], float] = seconds,
+    measure: Callable[[Callable[[], Any], int], Any] = seconds,
     warmups: int = 1,
     rotates: bool = False,
-) -> dict[str, list[float]]:
-    """Return the seconds of each call in each round; all take turns, so that a noisy moment meets them all.
+) -> dict[str, list[Any]]:
+    """Return the measure of each call in each round; all take turns, so that a noisy moment meets them all.
 
-    The garbage collector is off meanwhile: it would charge one call for the garbage of another. rotates: whether each
-    round begins with the next call, so that none always follows the same one.
+    The garbage collector is off meanwhile: it would charge one call for the garbage of another.
+
+    Args:
+        calls: By name.
+        rounds: Measures of each.
+        number: Handed to `measure`.
+        measure: Makes the calls, and returns their measure; by default the seconds of one.
+        warmups: Rounds before, which do not count.
+        rotates: Whether each round begins with the next call, so that none always follows the same one.
     """
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    taken: dict[str, list[Any]] = {name: [] for name in calls}
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -110,4 +131,4 @@ def within(seconds: float, results: Iterable[Any]) -> Iterator[Any]:
 
 def dumps(result: Any) -> str:
     """One line of JSON, in which a Figure is {"median", "low", "high", "num"}."""
-    return json.dumps(result, default=lambda value: asdict(value))
+    return json.dumps(result, default=lambda value: asdict(value) if is_dataclass(value) else str(value))

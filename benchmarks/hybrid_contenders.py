@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 
 from kvpage import CacheConfig
+from kvpage.benchmarks.hf_ways import generation, padded
 from kvpage.benchmarks.serving_workloads import BLOCK_SIZE, Prompts, Tokens
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.model.hf_cache.argument import CACHE_ARGUMENTS, checked_cache_argument
@@ -16,7 +17,6 @@ from kvpage.serving.model.states.row_cuts import Cut
 from kvpage.serving.model.states.state_pass import StatePass
 
 Answer = Callable[[], Tokens]
-PAD = 0
 
 
 def kvpage_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int, num_at_once: int) -> Answer:
@@ -72,23 +72,12 @@ def alone_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) 
     return kvpage_answers(model, prompts, max_tokens, 1)
 
 
-@torch.no_grad()
-def generated(model: Any, prompts: Prompts, max_tokens: int) -> Tokens:
-    """Return the answers to prompts in one left-padded batch."""
-    width = max(map(len, prompts))
-    rows = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    config = tf.GenerationConfig(max_new_tokens=max_tokens, do_sample=False, pad_token_id=PAD)
-    found: Tokens = model.generate(rows, attention_mask=mask, generation_config=config)[:, width:].tolist()
-    return found
-
-
 def generate_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Answer:
-    return lambda: [generated(model, [prompt], max_tokens)[0] for prompt in prompts]
+    return lambda: [padded(model, [prompt], generation(max_tokens))[0] for prompt in prompts]
 
 
 def padded_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Answer:
-    return functools.partial(generated, model, prompts, max_tokens)
+    return functools.partial(padded, model, prompts, generation(max_tokens))
 
 
 CONTENDERS: dict[str, Callable[[tf.PreTrainedModel, Prompts, int], Answer]] = {

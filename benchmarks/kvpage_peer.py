@@ -5,14 +5,15 @@ It reads and answers lines as vllm_peer.py does, but for the room that the first
     LD_PRELOAD=... python benchmarks/kvpage_peer.py MODEL_DIR NUM_THREADS DTYPE
 """
 
-import json
 import sys
 import time
+from typing import Any
 
 import torch
 import transformers as tf
 
 import kvpage
+from kvpage.benchmarks.peer_answers import answer_lines
 from kvpage.benchmarks.serving_contenders import KVPageServer
 
 
@@ -24,18 +25,19 @@ def main() -> None:
     model = tf.AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     ).eval()
-    print(json.dumps({"kvpage": kvpage.__version__}), flush=True)
-    for line in sys.stdin:
-        given = json.loads(line)
-        if "num_tokens" in given:
-            server = KVPageServer(model, given["num_tokens"])
-            print(json.dumps({}), flush=True)
-            continue
-        if given["is_first"]:
-            server.forget()
+    servers: dict[str, KVPageServer] = {}
+
+    def answer(num_tokens: int = 0, **asked: Any) -> dict[str, Any]:
+        if num_tokens:
+            servers["last"] = KVPageServer(model, num_tokens)
+            return {}
+        if asked["is_first"]:
+            servers["last"].forget()
         before = time.perf_counter()
-        tokens = server.answer(given["prompts"], given["max_tokens"])
-        print(json.dumps({"seconds": time.perf_counter() - before, "tokens": tokens}), flush=True)
+        tokens = servers["last"].answer(asked["prompts"], asked["max_tokens"])
+        return {"seconds": time.perf_counter() - before, "tokens": tokens}
+
+    answer_lines(sys.stdout, {"kvpage": kvpage.__version__}, answer)
 
 
 if __name__ == "__main__":

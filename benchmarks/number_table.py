@@ -1,51 +1,20 @@
 """The tables of numbers, made of the results of benchmarks/runs.py. No number is written by hand.
 
 docs/benchmarks.md has all rows, README.md those with a headline. Each number is a median, with the quartiles after it.
+A row finds its values in a result; its cells are templates over them (benchmarks/cells.py).
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from kvpage.benchmarks.engine_cells import admission, attention_step, layer, products, step, step_beside
-from kvpage.benchmarks.hybrid_cells import HYBRID_ROWS, requests_served
-from kvpage.benchmarks.number_cells import (
-    CHUNKS,
-    LOSSES,
-    ROWS,
-    Result,
-    first_token,
-    first_token_beside,
-    generated,
-    generated_beside,
-    is_8bit,
-    is_plain,
-    losses,
-    lost,
-    manager,
-    mixed,
-    paged,
-    peers,
-    pool_beside,
-    pool_cell,
-    row_of,
-    sampled,
-    served,
-    shares,
-    slots_beside,
-    speeds,
-    store_bound,
-    stored,
-    text,
-    threads,
-    tree,
-    tree_beside,
-    trie,
-    us,
-)
+from kvpage.benchmarks.cells import fill, fill_known, markdown
+from kvpage.benchmarks.figure import Figure
 from kvpage.benchmarks.runs import RUNS, SERVED
-from kvpage.benchmarks.server_cells import handed_over, over_http, rolled_out
 
+Row = dict[str, Any]
+Result = dict[str, Any]
 Results = dict[str, Result]
+Find = Callable[[Result], Row]
 NOT_MEASURED = "not measured yet"
 
 
@@ -53,23 +22,26 @@ class Number(NamedTuple):
     """One row.
 
     Args:
-        what: its words in the full table.
-        measured: the cell with the number, from the run's result.
-        beside: the cell with bounds and peers.
         run: the name of the run that gave it.
-        headline: its words in the short table; None for a row of the full table alone.
-        headline_beside: the cell with fewer bounds and peers in the short table; None for the same cell.
+        what: its words in the full table.
+        find: returns the values of its cells, of the run's result.
+        measured: the template of the cell with the number.
+        beside: the template of the cell with bounds and peers; parts whose values are missing are left out.
     """
 
-    what: str
-    measured: Callable[[Result], str]
-    beside: Callable[[Result], str]
     run: str
-    headline: str | None = None
-    headline_beside: Callable[[Result], str] | None = None
+    what: str
+    find: Find
+    measured: str
+    beside: str
+
+    def cells(self, result: Result, beside: str | None = None) -> list[str]:
+        """Return the cell with the number, and the one with what is beside it. beside: another template for that."""
+        row = self.find(result)
+        return [fill(self.measured, row), fill_known(self.beside if beside is None else beside, row)]
 
 
-def measured_numbers(results: Results) -> list["Number"]:
+def measured_numbers(results: Results) -> list[Number]:
     """Return the rows whose run has a result."""
     return [number for number in NUMBERS if number.run in results]
 
@@ -80,14 +52,12 @@ def full_table(results: Results) -> str:
     Args:
         results: the line of JSON of each run, by name.
     """
-    lines = ["| measured | median (quartiles) | beside | command |", "|---|---|---|---|"]
-    last = ""
+    rows, last = [], ""
     for number in measured_numbers(results):
-        result = results[number.run]
         command = "" if number.run == last else f"`python {' '.join(RUNS[number.run].arguments)}`"
-        lines.append(f"| {number.what} | {number.measured(result)} | {number.beside(result)} | {command} |")
+        rows.append([number.what, *number.cells(results[number.run]), command])
         last = number.run
-    return "\n".join(lines)
+    return markdown(["measured", "median (quartiles)", "beside", "command"], rows)
 
 
 def short_table(results: Results) -> str:
@@ -96,298 +66,487 @@ def short_table(results: Results) -> str:
     Args:
         results: the line of JSON of each run, by name.
     """
-    lines = ["| measured | median (quartiles) | beside |", "|---|---|---|"]
-    lines += [_short_row(number, results) for number in NUMBERS if number.headline is not None]
-    return "\n".join(lines)
+    rows = [[headline, *_short_cells(number, results)] for number, headline in headlines()]
+    lines = markdown(["measured", "median (quartiles)", "beside"], rows)
+    return lines.replace(f"| {NOT_MEASURED} |  |", f"| {NOT_MEASURED} | |")
 
 
-def _short_row(number: Number, results: Results) -> str:
+def headlines() -> list[tuple[Number, str]]:
+    """Return the rows of the short table, with their words there."""
+    return [(number, HEADLINES[number.what]) for number in NUMBERS if number.what in HEADLINES]
+
+
+def _short_cells(number: Number, results: Results) -> list[str]:
     if number.run not in results:
-        return f"| {number.headline} | {NOT_MEASURED} | |"
-    result, beside = results[number.run], number.headline_beside or number.beside
-    return f"| {number.headline} | {number.measured(result)} | {beside(result)} |"
+        return [NOT_MEASURED, ""]
+    return number.cells(results[number.run], SHORT_BESIDE.get(number.what))
 
+
+def row_of(result: Result, rows: str, **wanted: Any) -> Row:
+    """Return the one row that has these values."""
+    (row,) = (row for row in result[rows] if all(row.get(key) == value for key, value in wanted.items()))
+    return dict(row)
+
+
+def row(rows: str, **wanted: Any) -> Find:
+    """Return what finds a row by its values."""
+    return lambda result: row_of(result, rows, **wanted)
+
+
+def whole(result: Result) -> Row:
+    """Return the result itself, as a row."""
+    return result
+
+
+def span(rows: str, is_wanted: Callable[[Row], bool]) -> Find:
+    """Return what finds several rows: each value is a list of theirs."""
+
+    def find(result: Result) -> Row:
+        found = [row for row in result[rows] if is_wanted(row)]
+        return {key: [row[key] for row in found] for key in found[0]}
+
+    return find
+
+
+def moved(operation: str, is_8bit: bool | None = None) -> Find:
+    """Return what finds rows of bench_reshape_gather over large inputs. operation: the end of its name."""
+
+    def is_wanted(row: Row) -> bool:
+        fits = row["operation"].endswith(operation) and row["tokens"] >= 8192
+        return fits and is_8bit in (None, "bfloat16" not in row["case"])
+
+    return span("results", is_wanted)
+
+
+def products(dtype: str, num_rows: int) -> Find:
+    """Return what finds all shapes of bench_linear."""
+    return span("rows", lambda row: row["dtype"] == dtype and row["rows"] == num_rows)
+
+
+def trie(what: str) -> Find:
+    made = "bare nodes and clones" if what.endswith(", K and V") else "bare nodes"
+    return lambda result: row_of(result, "rows", what=what) | {"made": made}
+
+
+def manager(what: str) -> Find:
+    words = {"numpy copy": "a copy of the arrays", "numpy's conversion": "numpy's conversion of the list"}
+
+    def find(result: Result) -> Row:
+        found = row_of(result, "rows", what=what)
+        return found | {"bound": words.get(found["bound"], found["bound"])}
+
+    return find
+
+
+def stored(operation: str, gathered: str | None = None) -> Find:
+    """Return what finds a row of bench_store, with the row of another bound."""
+
+    def find(result: Result) -> Row:
+        other = {} if gathered is None else {"gathered": row_of(result, "results", operation=gathered)}
+        return row_of(result, "results", operation=operation) | other
+
+    return find
+
+
+def step(**wanted: Any) -> Find:
+    """Return what finds a step of 1,024 logits and without waiting requests, if nothing else is said."""
+    return row("rows", operation="decode", **{"vocab": 1024, "waiting": 0, **wanted})
+
+
+MAX_ROUNDING = 0.25
+"""Of logits around 4 in bf16, for results that do not say it."""
+
+
+def served(workload: str) -> Find:
+    """Return what finds a workload of bench_serving, with vLLM's error if rounding does not explain it."""
+
+    def find(result: Result) -> Row:
+        found = row_of(result, "results", workload=workload)
+        gap = found.get("max_gap", {}).get("vllm", 0.0)
+        is_wrong = gap > found.get("max_rounding", MAX_ROUNDING)
+        return found | {"error": f", and whose tokens lie up to {gap:.2f} below the best logit" if is_wrong else ""}
+
+    return find
+
+
+def family(name: str) -> Find:
+    """Return what finds a family of bench_hybrid_serving, with the word of those whose tokens are wrong."""
+
+    def find(result: Result) -> Row:
+        found = row_of(result, "families", family=name)
+        wrong = {peer: ", wrong tokens" if peer in found["wrong"] else "" for peer in SERVING_COLUMNS}
+        return found | {"wrong": wrong}
+
+    return find
+
+
+def hits(trace: str) -> Find:
+    """Return what finds a trace of bench_hybrid_prefix with marks, and its row without them."""
+
+    def find(result: Result) -> Row:
+        marked, unmarked = (row_of(result, "rows", trace=trace, marked=is_marked) for is_marked in (True, False))
+        return marked | {"unmarked": unmarked}
+
+    return find
+
+
+def handed_over(column: str) -> Find:
+    """Return what finds a column of bench_prefill_decode while others decode, by contender."""
+
+    def find(result: Result) -> Row:
+        rows = [row for row in result["results"] if row["workers"] == "busy"]
+        return {row["contender"]: row[column] for row in rows}
+
+    return find
+
+
+def first_token(result: Result) -> Row:
+    """Return the row of blending at 15 %, the full recompute's, the prefix cache's, and the least of the arithmetic."""
+    blend = row_of(result, "speed", method="blend", ratio=0.15)
+    full, prefix = (row_of(result, "speed", method=method) for method in ("full", "prefix"))
+    return blend | {"full": full, "prefix": prefix, "least": full["seconds"].median / blend["ceiling"]}
+
+
+LOSSES = {
+    "behind itself": ("behind itself", 0.15, (0,)),
+    "plain": ("v", 0.0, (1,)),
+    "check layer": ("v at seams", 0.15, (1,)),
+    "seamless": ("v", 0.15, (1,)),
+    "random": ("random", 0.15, (1,)),
+    "oracle": ("oracle deviation", 0.15, (1,)),
+}
+
+
+def answered(result: Result, method: str, ratio: float, check: tuple[int, ...]) -> Row:
+    return row_of(result, "quality", method=method, ratios=[ratio], check=list(check))
+
+
+def lost(result: Result) -> Row:
+    """Return the answers lost by each method of LOSSES, of all."""
+    return {name: Figure(*answered(result, *how)["lost"], num=1) for name, how in LOSSES.items()}
+
+
+SERVING_COLUMNS = {
+    "kvpage": "kvpage",
+    "generate": "`generate`, one by one",
+    "generate_padded": "`generate`, a padded batch",
+    "forward": "the model's own forward",
+}
+SHARED = "write and gather 32,768 tokens of Llama-3-8B's shape, bf16, one thread: NHD, HND, `paged`"
+LOST = "answers lost to blending at 15 %, of 100, a Llama of 6 layers, one training, 80 documents (95 % interval)"
+BLEND_SHAPE = "15 % of the reused ones computed again, Llama of 16 layers, fp32, one thread"
+FOUND = "`model.generate` over `KVPageCache`, 1,024 of 1,056 prompt tokens found, 32 generated; CPU time of one thread"
+HEADLINES = {
+    "prefix tree: match a prompt of 8,192 tokens, 6,144 cached": "find the 6,144 cached tokens of a prompt of 8,192",
+    "swap 4,096 scattered blocks of 8 layers, host to host": "swap 4,096 scattered blocks of 8 layers, host to host",
+    SHARED: "write and gather 32,768 tokens, bf16, one thread",
+    "store: blocks into the memory tier, 256 MiB, digests made, one thread": "store 256 MiB of blocks in memory,"
+    " checksums made, one thread",
+    "a decode step of 256 sequences, greedy, the model left out; CPU time of one thread": "the engine's own time in a"
+    " decode step of 256 sequences, greedy",
+    "serve 32 requests without a shared prefix, Llama of 8 layers, fp32, two threads": "serve 32 requests that share"
+    " nothing, small Llama, fp32, two threads",
+    "serve 32 requests with a shared prefix of 1,024 tokens": "serve 32 requests that share a prefix of 1,024 tokens",
+    FOUND: "`model.generate` over `KVPageCache`: 1,024 of 1,056 tokens found, 32 generated",
+    f"first token of 2,080 tokens, {BLEND_SHAPE}": "first token of a blended prompt of 2,080 tokens, 15 % computed"
+    " again",
+    LOST: "answers lost to blending at 15 %, of 100, a small trained Llama (95 % interval)",
+}
+"""The words of a row in the short table, by its words in the full one."""
+SHORT_BESIDE = {LOST: "0: full recompute; {plain*100:.1f}: plain reuse; {random*100:.1f}: random tokens"}
+"""Templates with fewer bounds and peers."""
+
+
+def numbers_of(run: str, measured: str, beside: str, cases: Iterable[tuple[str, Find]]) -> list[Number]:
+    """Return rows of one run that have the same templates. cases: their words, and what finds their values."""
+    return [Number(run, what, find, measured, beside) for what, find in cases]
+
+
+def with_words(words: str, cases: Iterable[tuple[str, Find]]) -> list[tuple[str, Find]]:
+    """Return the cases with words in which theirs take the place of {}."""
+    return [(words.format(what), find) for what, find in cases]
+
+
+POOLED = "{array_ns:,.0f} ns: slices of a numpy array; {list_ns:,.0f} ns: a Python list"
+STORED = "{GB/s:,.1f} GB/s"
+STORE_BOUND = "{bound GB/s:,.1f}: {bound}; {gathered[bound GB/s]:,.1f}: {gathered[bound]}"
+DISK = [
+    ("into the disk tier{}", stored("disk store", gathered="disk gathered")),
+    ("and back", stored("disk retrieve")),
+]
+TENSORS = [
+    ("K and V in tensors into the memory tier", stored("tensors store")),
+    ("and back, in the store's memory", stored("tensors retrieve")),
+    ("and back, into the caller's tensors", stored("tensors out")),
+    ("the first into a tier that was just opened", stored("tensors first store")),
+]
+STEP = "{argmax us:,.0f} us: argmax alone; {vllm us:,.0f} us: vLLM's scheduler and KV manager alone"
+SAMPLERS = (
+    "{torch:,.2f} ms: by torch's operations; {vllm:,.2f} ms: vLLM's sampler; {bound:,.2f} ms: reading the logits once"
+)
+PRODUCTS = "{of bound:.2f} of the bound; {of torch:.2f} times as fast as `F.linear`"
+SERVERS = "; ".join([
+    "{tokens_per_s[vllm]:,.0f}: vLLM's CPU build, of which kvpage has {kvpage_over[vllm]:,.2f}{error}",
+    "{tokens_per_s[kvpage_preloaded]:,.0f}: kvpage with an allocator preloaded",
+    "{tokens_per_s[generate_copies]:,.0f}: a `generate` for each over the prefix's cache",
+    "{tokens_per_s[generate_prefix]:,.0f}: one `generate` over the prefix's cache",
+    "{tokens_per_s[generate_kept]:,.0f}: `generate` over a cache kept between the turns",
+    "{tokens_per_s[generate]:,.0f}: `model.generate`",
+    "{tokens_per_s[generate_batch]:,.0f}: `generate_batch`",
+    "{tokens_per_s[bound]:,.0f}: the model's matrix products alone",
+])  # fmt: skip
+FAMILY = "; ".join([
+    *(
+        f"{{tokens_per_s[{name}]:,.0f}}{{wrong[{name}]}}: {words}"
+        for name, words in SERVING_COLUMNS.items() if name != "kvpage"
+    ),
+    "kvpage has {kvpage_over[pieces]:,.2f} times that without packed mixers",
+])  # fmt: skip
+OVER_HTTP = "; ".join([
+    "{tokens_per_second[engine]:,.0f}: `Engine` in the same process",
+    "{tokens_per_second[live]:,.0f}: `AsyncEngine`",
+    "{tokens_per_second[vllm]:,.0f}: vLLM's CPU server over HTTP",
+    "HTTP lacks {loss[kvpage].median*100:.1f} % ({loss[kvpage].low*100:.1f}-{loss[kvpage].high*100:.1f})"
+    " of `Engine`'s",
+])  # fmt: skip
+ROLLED_OUT = "; ".join([
+    "{tokens_per_s[generate]:,.0f}: one `generate` over the padded batch, as TRL calls it",
+    "{tokens_per_s[generate_batch]:,.0f}: `generate_batch`",
+    "{tokens_per_s[bound]:,.0f}: the model's matrix products alone",
+    "kvpage has {kvpage_over[generate]:,.1f} times that of `generate`",
+])  # fmt: skip
+GENERATED = [("prefix found", "{prefix for nothing ms:,.0f} ms: if the prefix cost nothing; "), ("nothing found", "")]
+TOKENS_PER_S = "{tokens_per_s[kvpage]:,.0f} tokens/s"
+THREADS = {"one_thread": "one thread", "two_threads": "two threads"}
 
 NUMBERS: list[Number] = [
     Number(
-        "pool: allocate and release 100 blocks, each",
-        pool_cell(100),
-        pool_beside(100),
-        "pool",
+        "pool", "pool: allocate and release 100 blocks, each", row("rows", batch=100), "{pool_ns/100:,.1f} ns",
+        "{array_ns/100:,.1f} ns: slices of a numpy array; {list_ns/100:,.1f} ns: a Python list",
     ),
-    Number("pool: `allocate(1)` and release", pool_cell(1), pool_beside(1), "pool"),
-    Number("pool: `allocate_one` and release", pool_cell("one"), pool_beside("one"), "pool"),
-    Number(
-        "prefix tree: match a prompt of 8,192 tokens, 6,144 cached",
-        tree("match_us"),
-        tree_beside(match_memcmp_us="memcmp, all in cache"),
-        "prefix",
-        headline="find the 6,144 cached tokens of a prompt of 8,192",
-    ),
-    Number(
-        "the same prompts wholly cached, cold in the CPU's cache",
-        tree("cold_match_us"),
-        tree_beside(cold_memcmp_us="memcmp, piece by piece", cold_flat_us="one memcmp over all"),
-        "prefix",
-    ),
-    Number("insert its last 2,048 tokens", tree("insert_after_us"), lambda _: "", "prefix"),
-    Number("match one prompt of 131,072 tokens", tree("long_match_us"), tree_beside(long_memcmp_us="memcmp"), "prefix"),
-    Number("append a block to a conversation of up to 32,768 tokens", tree("append_us"), lambda _: "", "prefix"),
-    Number("evict a block among 50,000 leaves", tree("evict_50k_us"), tree_beside(evict_1k_us="among 1,000"), "prefix"),
-    Number(
-        "match 8,192 tokens from two threads, from four",
-        threads("match of 8,192", 2),
-        threads("match of 8,192", 4),
-        "prefix",
-    ),
-    Number(
-        "a decode step of 256 sequences in the block manager: append, slots, tables, commit; of each sequence",
-        *manager("step by rows"),
-        "block_manager",
-    ),
-    Number("the same by calls that name the sequences", *manager("step by names"), "block_manager"),
-    Number("allocate a prompt of 8,192 tokens, 6,144 cached, an array", *manager("allocate, array"), "block_manager"),
-    Number("the same, a list", *manager("allocate, list"), "block_manager"),
-    *(Number(f"hybrid models: {what}", *cells, "hybrid_prefix") for what, cells in HYBRID_ROWS),
-    Number(
-        "whole-sequence slots: alloc and free",
-        us("rows", what="alloc and free"),
-        lambda r: f"{text(row_of(r, 'rows', what='alloc and free')['bound_us'])} us: a Python list",
-        "slots",
-    ),
-    Number(
-        "find a prompt of 8,192 tokens among 100, 6,144 shared", us("rows", what="find, int32"), slots_beside, "slots"
-    ),
-    Number("token trie: add 8,192 tokens", *trie("DynamicTokenTrie, no K and V"), "token_trie"),
-    Number("the same with K and V", *trie("DynamicTokenTrie, K and V"), "token_trie"),
-    Number(
-        "hash and pack the events of a block, cached and evicted, 512 at once",
-        lambda r: f"{text(row_of(r, 'rows', batch=512)['packed'])} us",
-        lambda r: f"{text(row_of(r, 'rows', batch=512)['sha256'])} us: SHA-256 alone",
-        "events",
-    ),
-    Number(
-        "swap 4,096 scattered blocks of 8 layers, host to host",
-        lambda r: f"{text(r['results']['separate']['scattered']['gb_per_s'], 1)} GB/s",
-        lambda r: f"{text(r['results']['separate']['copy_']['gb_per_s'], 1)} GB/s: one `copy_`",
-        "swap_host",
-        headline="swap 4,096 scattered blocks of 8 layers, host to host",
-    ),
-    Number(
-        "write and gather 32,768 tokens of Llama-3-8B's shape, bf16, one thread: NHD, HND, `paged`",
-        speeds(ROWS, is_plain),
-        shares(ROWS, is_plain),
-        "reshape_gather_one_thread",
-        headline="write and gather 32,768 tokens, bf16, one thread",
-    ),
-    Number("the same in fp8 and int8", speeds(ROWS, is_8bit), shares(ROWS, is_8bit), "reshape_gather_one_thread"),
-    Number(
-        "chunks of 8,192 tokens, all layers in one call",
-        speeds(CHUNKS, lambda _: True),
-        shares(CHUNKS, lambda _: True),
-        "reshape_gather_one_thread",
-    ),
-    Number("two threads, 32,768 tokens, bf16", speeds(ROWS, is_plain), shares(ROWS, is_plain), "reshape_gather"),
-    Number("two threads, fp8 and int8", speeds(ROWS, is_8bit), shares(ROWS, is_8bit), "reshape_gather"),
-    Number(
-        "store: blocks into the memory tier, 256 MiB, digests made, one thread",
-        stored("memory store"),
-        store_bound("memory store"),
-        "store",
-        headline="store 256 MiB of blocks in memory, checksums made, one thread",
-    ),
-    Number("and back, digests checked", stored("memory retrieve"), store_bound("memory retrieve"), "store"),
-    Number(
-        "into the disk tier, in the page cache",
-        stored("disk store"),
-        store_bound("disk store", "disk gathered"),
-        "store",
-    ),
-    Number("and back", stored("disk retrieve"), store_bound("disk retrieve"), "store"),
-    Number("into Redis", stored("redis store"), store_bound("redis store"), "store"),
-    Number("and back", stored("redis retrieve"), store_bound("redis retrieve"), "store"),
-    Number(
-        "look up a prompt of 16,384 tokens",
-        lambda r: f"{text(row_of(r, 'results', operation='lookup 16k')['us'], 0)} us",
-        lambda r: f"{text(row_of(r, 'results', operation='lookup 16k')['bound us'], 0)} us: SHA-256",
-        "store",
-    ),
-    Number(
-        "into the disk tier, two threads",
-        stored("disk store"),
-        store_bound("disk store", "disk gathered"),
-        "store_two_threads",
-    ),
-    Number("and back", stored("disk retrieve"), store_bound("disk retrieve"), "store_two_threads"),
+    *numbers_of("pool", "{pool_ns:,.0f} ns", POOLED, [
+        ("pool: `allocate(1)` and release", row("rows", batch=1)),
+        ("pool: `allocate_one` and release", row("rows", batch="one")),
+    ]),
     *(
-        Number(f"{what}, {threads}", stored(f"tensors {operation}"), store_bound(f"tensors {operation}"), run)
-        for run, threads in (("store_tensors", "one thread"), ("store_tensors_two_threads", "two threads"))
-        for what, operation in (
-            ("K and V in tensors into the memory tier", "store"),
-            ("and back, in the store's memory", "retrieve"),
-            ("and back, into the caller's tensors", "out"),
-            ("the first into a tier that was just opened", "first store"),
-        )
-    ),
-    *(
-        Number(f"records of {num_tokens} tokens as pages of an engine, {what}", *paged(operation, num_tokens), "bytes")
-        for num_tokens in (16, 256)
-        for what, operation in (
-            ("into the memory tier", "memory store"),
-            ("and back", "memory load"),
-            ("into the disk tier, in the page cache", "disk store"),
-            ("and back from disk", "disk load"),
+        Number("prefix", what, whole, f"{{{name}:,.2f}} us", beside)
+        for what, name, beside in (
+            ("prefix tree: match a prompt of 8,192 tokens, 6,144 cached", "match_us",
+             "{match_memcmp_us:,.2f} us: memcmp, all in cache"),
+            ("the same prompts wholly cached, cold in the CPU's cache", "cold_match_us",
+             "{cold_memcmp_us:,.2f} us: memcmp, piece by piece; {cold_flat_us:,.2f} us: one memcmp over all"),
+            ("insert its last 2,048 tokens", "insert_after_us", ""),
+            ("match one prompt of 131,072 tokens", "long_match_us", "{long_memcmp_us:,.2f} us: memcmp"),
+            ("append a block to a conversation of up to 32,768 tokens", "append_us", ""),
+            ("evict a block among 50,000 leaves", "evict_50k_us", "{evict_1k_us:,.2f} us: among 1,000"),
         )
     ),
     Number(
-        "a decode step of 256 sequences, greedy, the model left out; CPU time of one thread",
-        step(seqs=256, mode="greedy"),
-        step_beside(seqs=256, mode="greedy"),
-        "engine_overhead",
-        headline="the engine's own time in a decode step of 256 sequences, greedy",
+        "prefix", "match 8,192 tokens from two threads, from four",
+        lambda result: {
+            str(num): row_of(result, "threads", case="match of 8,192", threads=num)["ratio"] for num in (2, 4)
+        },
+        "{2:,.2f} of one thread", "{4:,.2f} of one thread",
     ),
-    Number("the same of 64", step(seqs=64, mode="greedy"), step_beside(seqs=64, mode="greedy"), "engine_overhead"),
+    *numbers_of("block_manager", "{us:,.2f} us", "{bound us:,.2f} us: {bound}", [
+        ("a decode step of 256 sequences in the block manager: append, slots, tables, commit; of each sequence",
+         manager("step by rows")),
+        ("the same by calls that name the sequences", manager("step by names")),
+        ("allocate a prompt of 8,192 tokens, 6,144 cached, an array", manager("allocate, array")),
+        ("the same, a list", manager("allocate, list")),
+    ]),
+    *numbers_of(
+        "hybrid_prefix", "{hits} of {requests}",
+        "{borders_hits} of {requests}: states at block borders, as vLLM keeps them; "
+        "{unmarked[hits]} of {requests}: without the authors' marks",
+        with_words("hybrid models: {}", [
+            ("prompts that find their system prompt of 1,600 tokens", hits("aligned")),
+            ("the same, shifted by 100 tokens against blocks of 528", hits("shifted")),
+        ]),
+    ),
+    *numbers_of(
+        "hybrid_prefix", "{tenth*100:.1f} %",
+        "{bound*100:.1f} %: no policy finds more; {borders_all_tenth*100:.1f} %: states at all block borders",
+        with_words(
+            "hybrid models: {}, a tenth of the checkpoints: tokens found, of an oracle's that keeps all",
+            [(trace, hits(trace)) for trace in ("shifted", "short", "chats", "agents")],
+        ),
+    ),
     Number(
-        "of 256, while 1,000 requests wait",
-        step(seqs=256, mode="greedy", waiting=1000),
-        step_beside(seqs=256, mode="greedy", waiting=1000),
-        "engine_overhead",
+        "slots", "whole-sequence slots: alloc and free", row("rows", what="alloc and free"), "{us:,.2f} us",
+        "{bound_us:,.2f} us: a Python list",
     ),
     Number(
-        "of 256, sampled: temperature, top-k 50, top-p 0.9",
-        step(seqs=256, mode="sampled"),
-        step_beside(seqs=256, mode="sampled"),
-        "engine_overhead",
+        "slots", "find a prompt of 8,192 tokens among 100, 6,144 shared", row("rows", what="find, int32"),
+        "{us:,.2f} us", "{bound_us:,.2f} us: memcmp; {python_us:,.0f} us: a trie of dicts",
+    ),
+    *numbers_of(
+        "token_trie", "{ms:,.1f} ms", "{bound_ms:,.1f} ms: {made}; {quadratic_ms:,.0f} ms: stamping all ancestors", [
+            ("token trie: add 8,192 tokens", trie("DynamicTokenTrie, no K and V")),
+            ("the same with K and V", trie("DynamicTokenTrie, K and V")),
+        ],
     ),
     Number(
-        "of 256, sampled with penalties",
-        step(seqs=256, mode="penalties"),
-        step_beside(seqs=256, mode="penalties"),
-        "engine_overhead",
+        "events", "hash and pack the events of a block, cached and evicted, 512 at once", row("rows", batch=512),
+        "{packed:,.2f} us", "{sha256:,.2f} us: SHA-256 alone",
     ),
     Number(
-        "of 256, greedy, 32,000 tokens in the vocabulary instead of 1,024",
-        step(seqs=256, mode="greedy", vocab=32000),
-        step_beside(seqs=256, mode="greedy", vocab=32000),
-        "engine_overhead",
+        "swap_host", "swap 4,096 scattered blocks of 8 layers, host to host", lambda r: r["results"]["separate"],
+        "{scattered[gb_per_s]:,.1f} GB/s", "{copy_[gb_per_s]:,.1f} GB/s: one `copy_`",
     ),
-    Number("admit a prompt of 8,192 tokens, 6,144 cached, an array", *admission("array"), "engine_overhead"),
-    Number("the same, a list", *admission("list"), "engine_overhead"),
     *(
-        Number(f"choose a token for each of 256 rows of {vocab:,} logits, {rules}", *sampled(vocab, rules), "sampling")
+        Number(run, what, find, "{GB/s:.0f} GB/s", "{of copy:.2f} of one `copy_`")
+        for run, what, find in (
+            ("reshape_gather_one_thread", SHARED, moved("_cache", is_8bit=False)),
+            ("reshape_gather_one_thread", "the same in fp8 and int8", moved("_cache", is_8bit=True)),
+            ("reshape_gather_one_thread", "chunks of 8,192 tokens, all layers in one call",
+             moved("_chunk device")),
+            ("reshape_gather", "two threads, 32,768 tokens, bf16", moved("_cache", is_8bit=False)),
+            ("reshape_gather", "two threads, fp8 and int8", moved("_cache", is_8bit=True)),
+        )
+    ),
+    *numbers_of("store", STORED, STORE_BOUND, [
+        ("store: blocks into the memory tier, 256 MiB, digests made, one thread", stored("memory store")),
+        ("and back, digests checked", stored("memory retrieve")),
+        *((what.format(", in the page cache"), find) for what, find in DISK),
+        ("into Redis", stored("redis store")),
+        ("and back", stored("redis retrieve")),
+    ]),
+    Number(
+        "store", "look up a prompt of 16,384 tokens", stored("lookup 16k"), "{us:,.0f} us",
+        "{bound us:,.0f} us: SHA-256",
+    ),
+    *numbers_of(
+        "store_two_threads", STORED, STORE_BOUND, [(what.format(", two threads"), find) for what, find in DISK]
+    ),
+    *numbers_of("store_tensors", STORED, STORE_BOUND, with_words("{}, one thread", TENSORS)),
+    *numbers_of("store_tensors_two_threads", STORED, STORE_BOUND, with_words("{}, two threads", TENSORS)),
+    *numbers_of(
+        "bytes", STORED,
+        "{of blocks:,.2f} of the same blocks through a `KVStore`; {bound GB/s:,.1f}: {bound}", [
+            (f"records of {num_tokens} tokens as pages of an engine, {what}",
+             row("results", operation=operation, tokens=num_tokens))
+            for num_tokens in (16, 256)
+            for what, operation in (
+                ("into the memory tier", "memory store"),
+                ("and back", "memory load"),
+                ("into the disk tier, in the page cache", "disk store"),
+                ("and back from disk", "disk load"),
+            )
+        ],
+    ),
+    *numbers_of("engine_overhead", "{kvpage us:,.0f} us", STEP, [
+        ("a decode step of 256 sequences, greedy, the model left out; CPU time of one thread",
+         step(seqs=256, mode="greedy")),
+        ("the same of 64", step(seqs=64, mode="greedy")),
+        ("of 256, while 1,000 requests wait", step(seqs=256, mode="greedy", waiting=1000)),
+        ("of 256, sampled: temperature, top-k 50, top-p 0.9", step(seqs=256, mode="sampled")),
+        ("of 256, sampled with penalties", step(seqs=256, mode="penalties")),
+        ("of 256, greedy, 32,000 tokens in the vocabulary instead of 1,024",
+         step(seqs=256, mode="greedy", vocab=32000)),
+    ]),
+    *numbers_of("engine_overhead", "{kvpage us:,.0f} us", "{vllm us:,.0f} us: vLLM's", [
+        ("admit a prompt of 8,192 tokens, 6,144 cached, an array", row("rows", operation="admit", given="array")),
+        ("the same, a list", row("rows", operation="admit", given="list")),
+    ]),
+    *numbers_of("sampling", "{sample:,.2f} ms", SAMPLERS, [
+        (f"choose a token for each of 256 rows of {vocab:,} logits, {rules}",
+         row("rows", num_rows=256, vocab_size=vocab, rules=rules))
         for vocab in (1024, 151_936)
         for rules in ("greedy", "top-k 50", "top-p 0.9", "top-p 0.9, penalties")
-    ),
+    ]),
     Number(
-        "a layer of a decode step of 16 sequences, besides its native calls, Llama-3-8B, bf16",
-        *layer("llama 3 8B", "bfloat16", 16),
-        "layer_overhead",
+        "layer_overhead", "a layer of a decode step of 16 sequences, besides its native calls, Llama-3-8B, bf16",
+        row("rows", model="llama 3 8B", dtype="bfloat16", seqs=16), "{besides us:,.1f} us",
+        "{native us:,.1f} us: the native calls",
     ),
-    Number("products with weights of small models, fp32, one row", *products("float32", 1), "linear"),
-    Number("the same of 32 rows", *products("float32", 32), "linear"),
-    Number("the same of 256 rows", *products("float32", 256), "linear"),
-    Number("the same in bf16, 32 rows", *products("bfloat16", 32), "linear"),
-    Number("fp32 with two threads, one row", *products("float32", 1), "linear_two_threads"),
-    Number("the same of 256 rows", *products("float32", 256), "linear_two_threads"),
+    *numbers_of("linear", "{kvpage GF/s:.0f} GF/s", PRODUCTS, [
+        ("products with weights of small models, fp32, one row", products("float32", 1)),
+        ("the same of 32 rows", products("float32", 32)),
+        ("the same of 256 rows", products("float32", 256)),
+        ("the same in bf16, 32 rows", products("bfloat16", 32)),
+    ]),
+    *numbers_of("linear_two_threads", "{kvpage GF/s:.0f} GF/s", PRODUCTS, [
+        ("fp32 with two threads, one row", products("float32", 1)),
+        ("the same of 256 rows", products("float32", 256)),
+    ]),
     Number(
-        "attention of a layer in a decode step of 16 sequences of 1,088 tokens, Llama-3-8B, bf16, two threads",
-        *attention_step("decode", "llama 3 8B", "bfloat16", 2),
         "attention_steps",
-    ),
-    Number(
-        "serve 32 requests without a shared prefix, Llama of 8 layers, fp32, two threads",
-        served("separate", "kvpage"),
-        peers("separate"),
-        "serving",
-        headline="serve 32 requests that share nothing, small Llama, fp32, two threads",
-    ),
-    Number(
-        "serve 32 requests with a shared prefix of 1,024 tokens",
-        served("shared", "kvpage"),
-        peers("shared"),
-        "serving",
-        headline="serve 32 requests that share a prefix of 1,024 tokens",
+        "attention of a layer in a decode step of 16 sequences of 1,088 tokens, Llama-3-8B, bf16, two threads",
+        row("results", step="decode", shape="llama 3 8B", dtype="bfloat16", threads=2), "{us:,.0f} us",
+        "{of bound:,.2f} of the products' or reading's rate",
     ),
     *(
-        Number(f"{what}, {kind}", served(workload, "kvpage"), peers(workload), run)
-        for run, kind in (
-            ("serving_bf16", "8 requests, bf16"),
-            ("serving_large", "16 requests, Llama of 16 layers of 1,024, 197 million parameters, fp32"),
-            ("serving_large_bf16", "4 requests, the same Llama, bf16"),
+        Number(run, what, served(workload), TOKENS_PER_S, SERVERS)
+        for run, workload, what in (
+            ("serving", "separate", "serve 32 requests without a shared prefix, Llama of 8 layers, fp32, two threads"),
+            ("serving", "shared", "serve 32 requests with a shared prefix of 1,024 tokens"),
+            ("serving_bf16", "separate", "without a shared prefix, 8 requests, bf16"),
+            ("serving_bf16", "shared", "with one, 8 requests, bf16"),
+            *(
+                ("serving_large", workload,
+                 f"{what}, 16 requests, Llama of 16 layers of 1,024, 197 million parameters, fp32")
+                for workload, what in (("separate", "without a shared prefix"), ("shared", "with one"))
+            ),
+            ("serving_large_bf16", "separate", "without a shared prefix, 4 requests, the same Llama, bf16"),
+            ("serving_large_bf16", "shared", "with one, 4 requests, the same Llama, bf16"),
+            ("multi_turn", "multi-turn",
+             "16 conversations of 4 turns of 384 new tokens, 32 generated in each, Llama of 8 layers, fp32"),
         )
-        for what, workload in (("without a shared prefix", "separate"), ("with one", "shared"))
-    ),
-    Number(
-        "16 conversations of 4 turns of 384 new tokens, 32 generated in each, Llama of 8 layers, fp32",
-        served("multi-turn", "kvpage"),
-        peers("multi-turn"),
-        "multi_turn",
     ),
     *(
-        Number(f"8 requests at once, `{family}` of 4 layers of 512, fp32", *requests_served(family), run)
+        Number(run, f"8 requests at once, `{name}` of 4 layers of 512, fp32", family(name), TOKENS_PER_S, FAMILY)
         for run, families in SERVED.items()
-        for family in families
-    ),
-    Number("64 streams at once by a server, 32 tokens after 32 each, Llama of 8 layers, fp32", *over_http(), "serve"),
-    *(
-        Number(f"prefill and decode by workers apart, over Redis: {what}", *handed_over(column), "prefill_decode")
-        for what, column in (
-            ("first token of a prompt of 1,024 tokens while 4 others decode", "first ms"),
-            ("the longest gap of the others", "gap ms"),
-        )
-    ),
-    Number("GRPO's rollouts: 4 groups of 8 completions of 64 tokens, prompts of 512", *rolled_out(), "rollouts"),
-    Number(
-        "`model.generate` over `KVPageCache`, 1,024 of 1,056 prompt tokens found, 32 generated; CPU time of one thread",
-        generated(1024, "prefix found"),
-        generated_beside(1024, "prefix for nothing", "generate"),
-        "generate_cache",
-        headline="`model.generate` over `KVPageCache`: 1,024 of 1,056 tokens found, 32 generated",
+        for name in families
     ),
     Number(
-        "the same, nothing found",
-        generated(1024, "nothing found"),
-        generated_beside(1024, "generate"),
-        "generate_cache",
+        "serve", "64 streams at once by a server, 32 tokens after 32 each, Llama of 8 layers, fp32", whole,
+        "{tokens_per_second[kvpage]:,.0f} tokens/s", OVER_HTTP,
+    ),
+    *numbers_of(
+        "prefill_decode", "{apart:,.0f} ms",
+        "{one worker:,.0f} ms: one worker with one thread; {one worker, 2 threads:,.0f} ms: with both threads",
+        with_words("prefill and decode by workers apart, over Redis: {}", [
+            ("first token of a prompt of 1,024 tokens while 4 others decode", handed_over("first ms")),
+            ("the longest gap of the others", handed_over("gap ms")),
+        ]),
     ),
     Number(
-        "128 of 160 prompt tokens found",
-        generated(128, "prefix found"),
-        generated_beside(128, "prefix for nothing", "generate"),
-        "generate_cache",
-    ),
-    Number(
-        "the same, nothing found", generated(128, "nothing found"), generated_beside(128, "generate"), "generate_cache"
+        "rollouts", "GRPO's rollouts: 4 groups of 8 completions of 64 tokens, prompts of 512", whole, TOKENS_PER_S,
+        ROLLED_OUT,
     ),
     *(
-        Number(f"{what}, {threads}", *mixed(operation), run)
-        for run, threads in (("blend_ops_one_thread", "one thread"), ("blend_ops_two_threads", "two threads"))
+        Number("generate_cache", what if name == "prefix found" else "the same, nothing found",
+               row("results", prefix=num_prefix, batch=1), f"{{{name} ms:,.0f}} ms",
+               beside + "{generate ms:,.0f} ms: without kvpage")
+        for num_prefix, what in ((1024, FOUND), (128, "128 of 160 prompt tokens found"))
+        for name, beside in GENERATED
+    ),
+    *(
+        Number(f"blend_ops_{run}", f"{what}, {threads}", row("results", operation=operation), "{ms:,.1f} ms",
+               "{copies:,.2f} of a `copy_` of all K and V")
+        for run, threads in THREADS.items()
         for what, operation in (
             ("blend 32 layers of 4,096 retrieved tokens, Llama-3-8B, bf16", "blend"),
             ("the same in the memory of what was retrieved, K turned there", "in place"),
             ("the same of segments that stay at their positions", "unturned"),
         )
     ),
-    Number(
-        "first token of 2,080 tokens, 15 % of the reused ones computed again, Llama of 16 layers, fp32, one thread",
-        first_token("blend", 0.15),
-        first_token_beside,
-        "blend_speed_2048",
-        headline="first token of a blended prompt of 2,080 tokens, 15 % computed again",
+    *(
+        Number(run, what, find, measured, beside)
+        for first in ["{full[seconds]:,.2f} s: full recompute; {prefix[seconds]:,.2f} s: the first segment cached; "
+                      "{least:.2f} s: the least that its arithmetic takes"]
+        for run, what, find, measured, beside in (
+            ("blend_speed_2048", f"first token of 2,080 tokens, {BLEND_SHAPE}", first_token, "{seconds:,.2f} s", first),
+            ("blend_speed_2048", "to warm a segment of 512 tokens, once", lambda result: result["warming"],
+             "{measured:,.2f} s", "{alone:,.2f} s: without its sensitivity"),
+            ("blend_speed_4096", "first token of 4,128 tokens", first_token, "{seconds:,.2f} s", first),
+        )
     ),
     Number(
-        "to warm a segment of 512 tokens, once",
-        lambda r: f"{text(r['warming']['measured'])} s",
-        lambda r: f"{text(r['warming']['alone'])} s: without its sensitivity",
-        "blend_speed_2048",
+        "blend_quality", LOST, lost, "{behind itself*100:.1f}",
+        "0: full recompute; {plain*100:.1f}: plain reuse; {check layer*100:.1f}: chosen by a check layer; "
+        "{seamless*100:.1f}: by a check layer without `seam`; {random*100:.1f}: random tokens; "
+        "{oracle*100:.1f}: an oracle",
     ),
-    Number("first token of 4,128 tokens", first_token("blend", 0.15), first_token_beside, "blend_speed_4096"),
-    Number(
-        "answers lost to blending at 15 %, of 100, a Llama of 6 layers, one training, 80 documents (95 % interval)",
-        lost("behind itself", check=(0,)),
-        losses(*LOSSES),
-        "blend_quality",
-        headline="answers lost to blending at 15 %, of 100, a small trained Llama (95 % interval)",
-        headline_beside=losses("plain reuse", "random tokens"),
-    ),
-]
+]  # fmt: skip

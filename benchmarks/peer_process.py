@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+HIDDEN = ("PYTHONPATH", "PYTHONSAFEPATH", "LD_PRELOAD")
+"""Of the environment, what a peer does not see: it finds its own packages, and peer_answers.py beside its script."""
+
 
 class PeerProcess:
     """A script beside this file. `start` gives one that ends with its block.
@@ -30,7 +33,7 @@ class PeerProcess:
         Raises:
             RuntimeError: The script ended; its own words are above.
         """
-        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_PRELOAD")}
+        environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
         environment["KMP_BLOCKTIME"] = "0"  # the threads of Intel's OpenMP sleep while others are measured
         if path:
             environment["PYTHONPATH"] = path

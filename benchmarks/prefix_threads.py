@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvpage import BlockPool, PrefixTree
+from kvpage.benchmarks.cells import show_all
 from kvpage.benchmarks.figure import Figure
 
 B = 16
@@ -180,11 +181,8 @@ def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict[str, Any
     return rows
 
 
-def report_threads(rows: list[dict[str, Any]]) -> None:
-    print(f"{'sharing a tree or a pool':27}{'threads':>8}{'calls/s, all':>14}{'alone':>12}{'ratio (quartiles)':>24}")
-    for row in rows:
-        ratio = f"{row['ratio']:.2f}"
-        calls = f"{row['calls_s'].median:14,.0f}{row['alone_calls_s'].median:12,.0f}"
-        print(f"{row['case']:27}{row['threads']:>8}{calls}{ratio:>24}")
+def show_threads(rows: list[dict[str, Any]]) -> None:
+    print("sharing a tree or a pool: calls a second of all threads")
+    show_all("{case:<19}{threads:>8}{calls_s.median:>16,.0f}{alone_calls_s.median:>22,.0f}{ratio:>24.2f}", rows)
     print("alone: one thread that does the work of all in turns")
     print("control: plain Python without a call of kvpage; its ratio is the bound that the GIL sets")

@@ -23,10 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import kvpage
-from kvpage.benchmarks.answers_table import answers_table
-from kvpage.benchmarks.engine_cells import parts_table, step_parts_table
-from kvpage.benchmarks.hybrid_cells import checkpoints_table, serving_table
+from kvpage.benchmarks.cells import with_figures
 from kvpage.benchmarks.number_table import Results, full_table, short_table
+from kvpage.benchmarks.page_tables import (
+    answers_table,
+    checkpoints_table,
+    parts_table,
+    serving_table,
+    step_parts_table,
+)
 from kvpage.benchmarks.runs import RUNS, Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,7 +153,7 @@ def read_result(root: Path, name: str) -> tuple[str, dict[str, Any]]:
     """The commit of a result, and its line of JSON."""
     lines = (root / RESULTS / f"{name}.txt").read_text().splitlines()
     commit = next(line.split()[1] for line in lines if line.startswith("commit "))
-    return commit, json.loads(lines[-1])
+    return commit, json.loads(lines[-1], object_hook=with_figures)
 
 
 def read_results(root: Path) -> Results:

@@ -22,12 +22,13 @@ class ServeError(Exception):
 
 @dataclass(slots=True)
 class Reply:
-    """An answer as it came. reads: time.perf_counter() and bytes of each read."""
+    """An answer as it came. reads: time.perf_counter() and bytes of each read. error: why there is none."""
 
     begin: float
     reads: list[tuple[float, bytes]] = field(default_factory=list)
     end: float = 0.0
     is_aborted: bool = False
+    error: str = ""
 
     @property
     def head(self) -> bytes:

@@ -84,31 +84,20 @@ async def ask(target: Target, request: ServeRequest) -> Outcome:
     return outcome_of(await _send(target, target.bytes_of(request), request.leaves_after, time.perf_counter()))
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A request without an answer."""
-
-    begin: float
-    end: float
-    error: str
-
-
-async def _send(target: Target, data: bytes, leaves_after: int | None, begin: float) -> Reply | Failure:
+async def _send(target: Target, data: bytes, leaves_after: int | None, begin: float) -> Reply:
     try:
         return await target.client.send(data, begin, leaves_after)
     except ServeError as error:
-        return Failure(begin, time.perf_counter(), str(error))
+        return Reply(begin, end=time.perf_counter(), error=str(error))
 
 
-def outcome_of(reply: Reply | Failure) -> Outcome:
+def outcome_of(reply: Reply) -> Outcome:
     """Read the answer to a streamed request. A stream that breaks off without its usage has failed."""
-    if isinstance(reply, Failure):
-        return Outcome("failed", reply.begin, reply.end, error=reply.error)
     if reply.is_aborted:
         return Outcome("aborted", reply.begin, reply.end)
     try:
-        if reply.status != 200:
-            raise ServeError(reply.refusal())
+        if reply.error or reply.status != 200:
+            raise ServeError(reply.error or reply.refusal())
         return _read(reply)
     except (ServeError, ValueError) as error:  # ValueError: the framing of chunks
         return Outcome("failed", reply.begin, reply.end, error=str(error))
@@ -126,20 +115,15 @@ def _read(reply: Reply) -> Outcome:
             texts += texts_of(choices)
     if usage is None:
         raise ServeError("the stream has no usage")
-    return _complete(reply, times or [reply.end], "".join(texts), usage)  # tokens may have no text
-
-
-def _complete(reply: Reply, times: list[float], text: str, usage: dict[str, Any]) -> Outcome:
-    details = usage.get("prompt_tokens_details") or {}
     return Outcome(
         "ok",
         reply.begin,
         reply.end,
-        tuple(times),
+        tuple(times) or (reply.end,),  # tokens may have no text
         usage.get("prompt_tokens") or 0,
-        usage.get("completion_tokens") or len(times),
-        details.get("cached_tokens") or 0,
-        text,
+        usage.get("completion_tokens") or max(len(times), 1),
+        (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        "".join(texts),
     )
 
 
@@ -161,7 +145,7 @@ async def run_load(
     gate = asyncio.Semaphore(concurrency or len(requests))
     begin = time.perf_counter()
 
-    async def one(index: int) -> Reply | Failure:
+    async def one(index: int) -> Reply:
         request = requests[index]
         due = None if request.arrival is None else begin + request.arrival
         if due is not None:

@@ -2,102 +2,86 @@
 
 import math
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
+from kvpage.benchmarks.cells import show_all
 from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.pictures import drawn
 from kvpage.benchmarks.serve_load import Outcome
-from kvpage.benchmarks.serve_summary import MEASURES, PERCENTS, WORDS, Summary, measures_of
+from kvpage.benchmarks.serve_summary import PERCENTS, WORDS, Summary, measures_of
 
 LEAST_MS = 1e-3  # a logarithmic axis has no zero, and several chunks may come at once
 MOST_TICKS = 5
+COUNTS = (
+    "{contender:<24} {tokens/s:>18.0f} {ok:>7} {aborted:>8} {failed:>7} {cached:>7.0%} {requests/s:>11.2f}"
+    " {goodput:>8.2f}"
+)
+TIMES = "{contender:<24} {milliseconds:<22}" + "".join(f" {{p{percent}:>10.1f}}" for percent in PERCENTS)
 
 
-class Measured(Protocol):
-    """Rounds of all contenders. summaries, outcomes: by server. num_parted: answers that are not the Engine's."""
+def show(rates: Mapping[str, Figure], summaries: Mapping[str, Sequence[Summary]]) -> None:
+    """Print the counts and the times of each contender, and the errors of requests.
 
-    summaries: dict[str, list[Summary]]
-    outcomes: dict[str, list[Outcome]]
-    num_parted: int
-
-    def figures(self) -> Mapping[str, Figure]:
-        """Return the tokens a second of each contender, round by round."""
-
-    def losses(self) -> Mapping[str, Figure]:
-        """Return the share of the Engine's tokens a second that each other way through the same process lacks."""
-
-
-def report(measured: Measured) -> None:
-    """Print the tables, what is lost beside the Engine, and the errors."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    table = Table("contender", "tokens/s", "ok", "aborted", "failed", "cached", "requests/s", "goodput")
-    for name, rate in measured.figures().items():
-        each = measured.summaries.get(name)
-        table.add_row(name, f"{rate:.0f}", *(counts_of(each) if each else ["-"] * 6))
-    console.print(table)
-    times = Table("contender", "milliseconds", *(f"p{percent}" for percent in PERCENTS))
-    for name, each in measured.summaries.items():
-        for measure in MEASURES:
-            found = [one.percentiles[measure] for one in each if one.percentiles[measure]]
-            cells = [
-                f"{statistics.median(one[percent] for one in found):.1f}" if found else "-" for percent in PERCENTS
-            ]
-            times.add_row(name, WORDS[measure], *cells)
-    console.print(times)
-    for name, loss in measured.losses().items():
-        console.print(
-            f"{name}: {loss.median:.1%} ({loss.low:.1%} to {loss.high:.1%}) below the Engine's tokens a second"
-        )
-    if measured.num_parted:
-        console.print(f"kvpage: the texts of {measured.num_parted} requests are not the Engine's")
-    for name, each in measured.summaries.items():
-        for error in sorted({error for one in each for error in one.errors}):
-            console.print(f"{name}: a request failed: {error}", markup=False)
+    Args:
+        rates: Tokens a second, by contender.
+        summaries: Of each server, one a round.
+    """
+    show_all(COUNTS, [counts_of(name, rate, summaries.get(name, ())) for name, rate in rates.items()])
+    print()
+    show_all(TIMES, [times_of(name, each, measure) for name, each in summaries.items() for measure in WORDS])
+    for name, each in summaries.items():
+        for error in sorted({error for one in each for error in one["errors"]}):
+            print(f"{name}: a request failed: {error}")
 
 
-def counts_of(each: Sequence[Summary]) -> list[str]:
-    """Return the cells of a contender's counts, over all rounds."""
-    goodputs = [one.goodput for one in each if one.goodput is not None]
-    prompts = sum(one.num_prompt_tokens for one in each)
-    return [
-        str(sum(one.num_ok for one in each)),
-        str(sum(one.num_aborted for one in each)),
-        str(sum(one.num_failed for one in each)),
-        f"{sum(one.num_cached_tokens for one in each) / prompts:.0%}" if prompts else "-",
-        f"{statistics.median(one.num_ok / one.seconds for one in each):.2f}",
-        f"{statistics.median(goodputs):.2f}" if goodputs else "-",
-    ]
+def counts_of(name: str, rate: Figure, each: Sequence[Summary]) -> dict[str, Any]:
+    """Return a contender's counts, over all rounds; its tokens a second alone where it has no summaries."""
+    row: dict[str, Any] = {"contender": name, "tokens/s": rate}
+    if not each:
+        return row
+    sums = {key: sum(one[key] for one in each) for key in ("ok", "aborted", "failed")}
+    num_prompt, num_cached = (sum(one[key] for one in each) for key in ("prompt_tokens", "cached_tokens"))
+    goodputs = [one["goodput"] for one in each if one["goodput"] is not None]
+    rates = {
+        "cached": num_cached / num_prompt if num_prompt else None,
+        "requests/s": statistics.median(one["requests_per_second"] for one in each),
+        "goodput": statistics.median(goodputs) if goodputs else None,
+    }
+    return row | sums | rates
 
 
-def plot(measured: Measured, path: str) -> None:
-    """Draw, for each measure, the share of requests that were at least as fast."""
-    import matplotlib
+def times_of(name: str, each: Sequence[Summary], measure: str) -> dict[str, Any]:
+    """Return the percentiles of a measure, each a median over the rounds."""
+    found = [one["ms"][measure] for one in each if one["ms"][measure]]
+    row = {f"p{percent}": statistics.median(one[percent] for one in found) for percent in PERCENTS} if found else {}
+    return {"contender": name, "milliseconds": WORDS[measure], **row}
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
 
-    figure, axes = pyplot.subplots(1, len(MEASURES), figsize=(4 * len(MEASURES), 3.6), sharey=True)
-    for axis, measure in zip(axes, MEASURES, strict=True):
-        every: list[float] = []
-        for name, outcomes in measured.outcomes.items():
-            ok = [one for one in outcomes if one.status == "ok"]
-            values = sorted(max(value, LEAST_MS) for one in ok for value in measures_of(one)[measure])
-            axis.step(values, [(index + 1) / len(values) for index in range(len(values))], label=name)
-            every += values
-        axis.set(xlabel="ms", title=WORDS[measure], xscale="log", ylim=(0, 1.02))
-        ticks = ticks_between(min(every), max(every)) if every else []
-        axis.xaxis.set_major_locator(ticker.FixedLocator(ticks))
-        axis.xaxis.set_minor_locator(ticker.NullLocator())
-        axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:.6g}"))
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("share of requests")
-    axes[-1].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def plot(outcomes: Mapping[str, Sequence[Outcome]], path: Path) -> None:
+    """Draw, for each measure, the share of requests that were at least as fast. outcomes: by server."""
+    with drawn(path, 1, len(WORDS), size=(4 * len(WORDS), 3.6), sharey=True) as panels:
+        for axes, measure in zip(panels, WORDS, strict=True):
+            draw_measure(axes, outcomes, measure)
+        panels[0].set_ylabel("share of requests")
+        panels[-1].legend()
+
+
+def draw_measure(axes: Any, outcomes: Mapping[str, Sequence[Outcome]], measure: str) -> None:
+    from matplotlib import ticker
+
+    every: list[float] = []
+    for name, each in outcomes.items():
+        ok = [one for one in each if one.status == "ok"]
+        values = sorted(max(value, LEAST_MS) for one in ok for value in measures_of(one)[measure])
+        axes.step(values, [(index + 1) / len(values) for index in range(len(values))], label=name)
+        every += values
+    axes.set(xlabel="ms", title=WORDS[measure], xscale="log", ylim=(0, 1.02))
+    axes.xaxis.set_major_locator(ticker.FixedLocator(ticks_between(min(every), max(every)) if every else []))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:.6g}"))
+    axes.grid(alpha=0.3)
 
 
 def ticks_between(low: float, high: float) -> list[float]:

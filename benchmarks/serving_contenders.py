@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 
 from kvpage import CacheConfig
+from kvpage.benchmarks.hf_ways import batched_tokens_of, generation, has_batches, padded
 from kvpage.benchmarks.serving_workloads import BATCHED_TOKENS, BLOCK_SIZE, Prompts, Served, Tokens, Workload, converse
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 
@@ -57,49 +58,23 @@ def serve_kvpage(server: KVPageServer, workload: Workload, max_tokens: int) -> S
 
 def serve_generate(model: Any, workload: Workload, max_tokens: int) -> Served:
     """One left-padded batch a turn, from its first token on."""
-
-    def answer(prompts: Prompts) -> Tokens:
-        width = max(map(len, prompts))
-        rows = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        tokens = model.generate(rows, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
-        return tokens[:, width:].tolist()
-
-    return converse(workload, in_time(answer))
+    return converse(workload, in_time(lambda prompts: padded(model, prompts, generation(max_tokens))))
 
 
 def serve_generate_kept(model: Any, workload: Workload, max_tokens: int) -> Served:
     """One batch a turn, whose DynamicCache is kept from turn to turn. All prompts of a turn have one length."""
     cache = tf.DynamicCache()
-
-    def answer(prompts: Prompts) -> Tokens:
-        rows = torch.tensor(prompts)
-        tokens = model.generate(
-            rows, attention_mask=torch.ones_like(rows), past_key_values=cache, max_new_tokens=max_tokens,
-            do_sample=False,
-        )  # fmt: skip
-        return tokens[:, rows.shape[1] :].tolist()
-
-    return converse(workload, in_time(answer))
+    return converse(workload, in_time(lambda prompts: padded(model, prompts, generation(max_tokens), cache)))
 
 
 def serve_generate_prefix(model: Any, workload: Workload, max_tokens: int) -> Served:
     """One batch over one prefix: its cache is computed once and repeated; the tails are padded on their left."""
-    prefix_len = workload.prefix_len
+    num_shared = workload.prefix_len
 
     def answer(prompts: Prompts) -> Tokens:
-        prefix, tails = prompts[0][:prefix_len], [prompt[prefix_len:] for prompt in prompts]
-        width = max(map(len, tails))
-        rows = torch.tensor([prefix + [0] * (width - len(tail)) + tail for tail in tails])
-        mask = torch.ones_like(rows)
-        for row, tail in zip(mask, tails, strict=True):
-            row[prefix_len : prefix_len + width - len(tail)] = 0
-        cache = prefill(model, prefix)
+        cache = prefill(model, prompts[0][:num_shared])
         cache.batch_repeat_interleave(len(prompts))
-        tokens = model.generate(
-            rows, attention_mask=mask, past_key_values=cache, max_new_tokens=max_tokens, do_sample=False
-        )
-        return tokens[:, rows.shape[1] :].tolist()
+        return padded(model, prompts, generation(max_tokens), cache, num_shared)
 
     return converse(workload, in_time(answer))
 
@@ -108,15 +83,8 @@ def serve_generate_copies(model: Any, workload: Workload, max_tokens: int) -> Se
     """One request after the other, each over the prefix's cache, whose tensors all of them read."""
 
     def answer(prompts: Prompts) -> Tokens:
-        cache, found = prefill(model, prompts[0][: workload.prefix_len]), []
-        for prompt in prompts:
-            rows = torch.tensor([prompt])
-            tokens = model.generate(
-                rows, attention_mask=torch.ones_like(rows), past_key_values=shared_copy(cache),
-                max_new_tokens=max_tokens, do_sample=False,
-            )  # fmt: skip
-            found.append(tokens[0, len(prompt) :].tolist())
-        return found
+        cache, config = prefill(model, prompts[0][: workload.prefix_len]), generation(max_tokens)
+        return [padded(model, [prompt], config, shared_copy(cache))[0] for prompt in prompts]
 
     return converse(workload, in_time(answer))
 
@@ -137,19 +105,7 @@ def shared_copy(cache: tf.DynamicCache) -> tf.DynamicCache:
 
 def serve_generate_batch(model: Any, workload: Workload, max_tokens: int) -> Served:
     """Continuous batching over a paged cache."""
-    num_blocks = num_tokens_of(workload, max_tokens) // BLOCK_SIZE
-    batching = tf.ContinuousBatchingConfig(
-        page_size=BLOCK_SIZE, num_blocks=num_blocks, max_batch_tokens=BATCHED_TOKENS, use_async_batching=False
-    )
-    generation = tf.GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-
-    def answer(prompts: Prompts) -> Tokens:
-        outputs = model.generate_batch(
-            prompts, generation_config=generation, continuous_batching_config=batching, warmup=False
-        )
-        return [list(output.generated_tokens) for output in outputs.values()]
-
-    return converse(workload, in_time(answer))
+    return converse(workload, in_time(lambda prompts: batched_tokens_of(model, prompts, generation(max_tokens))))
 
 
 def local_contenders(model: tf.PreTrainedModel, workload: Workload, max_tokens: int) -> dict[str, Contender]:
@@ -161,8 +117,6 @@ def local_contenders(model: tf.PreTrainedModel, workload: Workload, max_tokens: 
         ways |= {"generate_prefix": serve_generate_prefix, "generate_copies": serve_generate_copies}
     if len(workload.turns) > 1:
         ways["generate_kept"] = serve_generate_kept
-    if hasattr(tf, "ContinuousBatchingConfig"):
+    if has_batches():
         ways["generate_batch"] = serve_generate_batch
-    else:
-        print(f"generate_batch is left out: transformers {tf.__version__} has no ContinuousBatchingConfig")
     return found | {name: functools.partial(way, model, workload, max_tokens) for name, way in ways.items()}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import transformers as tf
 
+from kvpage.benchmarks.hf_ways import batched, generation
 from kvpage.benchmarks.serving_workloads import Prompts, Tokens
 from kvpage.serving import Engine, SamplingParams
 
@@ -57,22 +57,9 @@ def serve_kvpage(engine: Engine, prompts: Prompts, max_tokens: int) -> Moments:
     return Moments(list(tokens.values()), begin, list(times.values()))
 
 
-def serve_generate_batch(
-    model: Any, block_size: int, batched_tokens: int, prompts: Prompts, max_tokens: int
-) -> Moments:
+def serve_generate_batch(model: Any, batched_tokens: int, prompts: Prompts, max_tokens: int) -> Moments:
     """Serve by transformers' continuous batching. It captures graphs before the first request; that is not counted."""
-    num_blocks = sum((len(prompt) + max_tokens) // block_size + 1 for prompt in prompts)
-    batching = tf.ContinuousBatchingConfig(
-        page_size=block_size, num_blocks=num_blocks, max_batch_tokens=batched_tokens, use_async_batching=False
-    )
-    generation = tf.GenerationConfig(max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    found = model.generate_batch(
-        prompts,
-        generation_config=generation,
-        continuous_batching_config=batching,
-        record_timestamps=True,
-        warmup=model.device.type == "cuda",
-    )
-    outputs = list(found.values())
+    is_cuda = model.device.type == "cuda"
+    outputs = batched(model, prompts, generation(max_tokens), batched_tokens, record_timestamps=True, warmup=is_cuda)
     begin = min(output.created_time for output in outputs)
     return Moments([list(one.generated_tokens) for one in outputs], begin, [list(one.timestamps) for one in outputs])

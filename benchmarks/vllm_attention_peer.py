@@ -1,16 +1,14 @@
-"""Runs vLLM's operation of attention on a CPU, for vllm_attention.py: a line of JSON asks, a line answers.
+"""Runs vLLM's operation of attention on a CPU, for bench_attention_steps: a line of JSON asks, a line answers.
 
 It needs nothing but vLLM's own environment.
 """
 
-import json
-import os
-import sys
 import time
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peer_answers import answer_lines, own_output  # it lies beside this file
 
 BLOCK_SIZE = 128  # as its engine makes it
 
@@ -72,22 +70,18 @@ class PeerStep:
             torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
-def answer(step: PeerStep | None, request: dict[str, Any]) -> tuple[PeerStep | None, dict[str, Any]]:
-    if request:
-        step = PeerStep(**request)
-        step.check()
-        return step, {}
-    assert step is not None
-    return step, {"seconds": step.attend()}
-
-
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints is no answer
-    step = None
-    for line in sys.stdin:
-        step, reply = answer(step, json.loads(line))
-        print(json.dumps(reply), file=answers, flush=True)
+    answers, steps = own_output(), dict[str, PeerStep]()
+
+    def answer(**asked: Any) -> dict[str, float]:
+        """Make a step that is asked for, and check it; else run the last one."""
+        if not asked:
+            return {"seconds": steps["last"].attend()}
+        steps["last"] = PeerStep(**asked)
+        steps["last"].check()
+        return {}
+
+    answer_lines(answers, {}, answer)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,17 @@ the standard error.
     VENV/bin/python benchmarks/vllm_peer.py MODEL_DIR NUM_THREADS DTYPE
 """
 
-import json
 import os
 import sys
 import time
+from typing import Any
+
+from peer_answers import answer_lines, own_output  # it lies beside this file
 
 
 def main() -> None:
     folder, num_threads, dtype = sys.argv[1:]
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints must not mix with the answers
+    answers = own_output()
     os.environ |= {
         "OMP_NUM_THREADS": num_threads,
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -30,18 +31,18 @@ def main() -> None:
         folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, enable_prefix_caching=True,
         max_model_len=2048, max_num_batched_tokens=2048, max_num_seqs=256, disable_log_stats=True,
     )  # fmt: skip
-    print(json.dumps({"vllm": vllm.__version__}), file=answers, flush=True)
-    for line in sys.stdin:
-        given = json.loads(line)
-        params = vllm.SamplingParams(max_tokens=given["max_tokens"], temperature=0, ignore_eos=True, detokenize=False)
-        prompts = [{"prompt_token_ids": prompt} for prompt in given["prompts"]]
-        if given["is_first"]:
+
+    def answer(prompts: list[list[int]], max_tokens: int, is_first: bool) -> dict[str, Any]:
+        params = vllm.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        if is_first:
             llm.reset_prefix_cache()
         before = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(given, params, use_tqdm=False)
         seconds = time.perf_counter() - before
-        tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers, flush=True)
+        return {"seconds": seconds, "tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+
+    answer_lines(answers, {"vllm": vllm.__version__}, answer)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ vLLM's own output goes to the standard error.
     VENV/bin/python benchmarks/vllm_sampler.py NUM_THREADS
 """
 
-import json
 import os
 import sys
 import time
 from functools import lru_cache
 from typing import Any
+
+from peer_answers import answer_lines, own_output  # it lies beside this file
 
 NUM_GENERATED = 64
 
@@ -49,9 +50,8 @@ def make_metadata(num_rows: int, vocab_size: int, rules: dict[str, float], promp
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints must not mix with the answers
-    os.environ |= {"OMP_NUM_THREADS": sys.argv[1], "KMP_BLOCKTIME": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    answers = own_output()
+    os.environ |= {"OMP_NUM_THREADS": sys.argv[1], "VLLM_LOGGING_LEVEL": "WARNING"}
     import torch
     import vllm
     from vllm.v1.sample.sampler import Sampler
@@ -59,15 +59,16 @@ def main() -> None:
     torch.set_num_threads(int(sys.argv[1]))
     sampler = Sampler()
     logits_of = lru_cache(1)(lambda num_rows, vocab_size: torch.randn(num_rows, vocab_size) * 2)
-    print(json.dumps({"vllm": vllm.__version__}), file=answers, flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        logits = logits_of(asked["num_rows"], asked["vocab_size"]).clone()  # it changes them in place
-        metadata = make_metadata(**asked)
+
+    def answer(num_rows: int, vocab_size: int, rules: dict[str, float], prompt: int) -> dict[str, float]:
+        logits = logits_of(num_rows, vocab_size).clone()  # it changes them in place
+        metadata = make_metadata(num_rows, vocab_size, rules, prompt)
         before = time.perf_counter()
         with torch.inference_mode():
             sampler(logits, metadata)
-        print(json.dumps({"seconds": time.perf_counter() - before}), file=answers, flush=True)
+        return {"seconds": time.perf_counter() - before}
+
+    answer_lines(answers, {"vllm": vllm.__version__}, answer)
 
 
 if __name__ == "__main__":

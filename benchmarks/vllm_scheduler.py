@@ -7,12 +7,13 @@ standard error.
 """
 
 import gc
-import json
 import os
 import sys
 import time
 from itertools import count
 from typing import Any
+
+from peer_answers import answer_lines, own_output  # it lies beside this file
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, BATCHED_TOKENS = 16, 65536, 16384, 2048
 Answer = dict[str, float]
@@ -126,22 +127,21 @@ class Calls:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints must not mix with the answers
+    answers = own_output()
     os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
     import vllm
 
     calls = Calls(sys.argv[1])
-    print(json.dumps({"vllm": vllm.__version__}), file=answers, flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
+
+    def answer(call: str, **asked: Any) -> Answer:
         gc.collect()
         gc.disable()
         try:
-            answer = getattr(calls, asked.pop("call"))(**asked)
+            return getattr(calls, call)(**asked)
         finally:
             gc.enable()
-        print(json.dumps(answer), file=answers, flush=True)
+
+    answer_lines(answers, {"vllm": vllm.__version__}, answer)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ torch = pytest.importorskip("torch")
 tf = pytest.importorskip("transformers")
 
 from kvpage.benchmarks import bench_serving_gpu as bench  # noqa: E402
-from kvpage.benchmarks.figure import Figure  # noqa: E402
 from kvpage.benchmarks.serving_latency import Moments, serve_kvpage  # noqa: E402
 from kvpage.benchmarks.serving_step_bound import StepBound, copy_bandwidth, kv_bytes, step_bound, weight_bytes  # noqa: E402
 from kvpage.serving import SamplingParams  # noqa: E402
@@ -47,15 +46,14 @@ def test_an_embedding_counts_where_it_is_the_head_too(model):
     assert weight_bytes(untied) == weight_bytes(model) == sum(weight.nbytes for weight in model.parameters())
 
 
-def test_a_step_is_held_against_its_bytes(model, monkeypatch, capsys):
+def test_a_step_is_held_against_its_bytes(model, monkeypatch):
     monkeypatch.setattr(bench, "step_bound", lambda *_: StepBound(0.2, 0.05, 0.15))
-    monkeypatch.setattr(bench, "decode_seconds", lambda *_: [0.3])
     monkeypatch.setattr(bench, "make_engine", lambda model, *_: bench_engine())
-    for num_seqs, verdict in ((64, "MISSED"), (2, "")):
+    for seconds, num_seqs, verdict in ((0.32, 64, False), (0.3, 64, True), (0.32, 2, None)):
+        monkeypatch.setattr(bench, "decode_seconds", lambda *_, seconds=seconds: [seconds])
         row = bench.decode_row(model, num_seqs, 8, 1.0, "kvpage")
-        assert row["bytes ms"] == 200 and row["over bytes"].median == pytest.approx(1.5)
-        bench.show_decode({**row, "over bytes": Figure.of([1.6])})
-        assert capsys.readouterr().out.strip().endswith(verdict or "replays")
+        assert row["bytes ms"] == 200 and row["over bytes"].median == pytest.approx(seconds / 0.2)
+        assert row["is_met"] is verdict
 
 
 def bench_engine():

@@ -1,7 +1,7 @@
 """The threads' part of `kvpage bench prefix`: the control is measured beside every case, in the same rows."""
 
 from kvpage.benchmarks import prefix_threads
-from kvpage.benchmarks.prefix_threads import CONTROL, NUM_THREADS, measure_threads, report_threads
+from kvpage.benchmarks.prefix_threads import CONTROL, NUM_THREADS, measure_threads, show_threads
 
 
 def test_the_control_comes_first_with_all_numbers_of_threads(monkeypatch, capsys):
@@ -14,7 +14,7 @@ def test_the_control_comes_first_with_all_numbers_of_threads(monkeypatch, capsys
     ]
     assert {tuple(row) for row in rows} == {("case", "threads", "calls_s", "alone_calls_s", "ratio")}
     assert all(row["ratio"].median == 1 for row in rows if row["threads"] == 1)
-    report_threads(rows)
+    show_threads(rows)
     printed = capsys.readouterr().out
     assert printed.count("\ncontrol ") == len(NUM_THREADS)
     assert "alone: one thread that does the work of all in turns" in printed

@@ -1,6 +1,5 @@
 """Figures come from this commit's sources, or are refused; the pages' tables are those that the results make."""
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -160,4 +159,4 @@ def test_every_number_of_the_pages_is_measured() -> None:
     missing = record.missing_results(ROOT)
     for name, run in runs.RUNS.items():
         assert (ROOT / run.script).is_file(), name
-        assert name in missing or json.dumps(record.read_result(ROOT, name)[1])
+        assert name in missing or record.read_result(ROOT, name)[1]

@@ -9,7 +9,7 @@ import pytest
 from support.raw_server import USAGE, chunk, event, raw_server, stream, text_events, whole
 
 from kvpage.benchmarks.serve_client import Chunks, Reply, ServeClient
-from kvpage.benchmarks.serve_load import Failure, Target, ask, outcome_of, run_load
+from kvpage.benchmarks.serve_load import Target, ask, outcome_of, run_load
 from kvpage.benchmarks.serve_requests import ServeRequest
 
 REQUEST = ServeRequest([11, 12, 13], 2)
@@ -123,7 +123,7 @@ def test_nobody_listens() -> None:
         pass
     outcome = asyncio.run(ask(target_of(server.url), REQUEST))
     assert outcome.status == "failed" and outcome.error.startswith("no server at 127.0.0.1:")
-    assert outcome_of(Failure(1.0, 2.0, "x")).end == 2.0
+    assert outcome_of(Reply(1.0, end=2.0, error="x")).error == "x"
 
 
 @pytest.mark.parametrize("url", ["", "ftp://host", "http://", "http:///v1"])

@@ -1,7 +1,6 @@
 """Ticks of the picture of `kvpage bench serve`: few, round, and between the least and the most."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 
@@ -35,7 +34,7 @@ def test_ticks_are_few_and_between():
         assert sorted(set(ticks)) == ticks
 
 
-def test_labels_of_the_picture_keep_apart(tmp_path):
+def test_labels_of_the_picture_keep_apart(tmp_path, monkeypatch):
     """Also where all requests take nearly as long, on an axis of logarithms."""
     pytest.importorskip("matplotlib")
     from matplotlib import pyplot
@@ -44,7 +43,9 @@ def test_labels_of_the_picture_keep_apart(tmp_path):
         Outcome("ok", 0.0, 1.9 + 0.01 * number, (0.06 * 1.2**number, 1.0, 1.4), 8, 3, 0, "text") for number in range(16)
     ]
     outcomes = {"kvpage": done, "live": [Outcome("failed", 0.0, 1.0)]}
-    plot(SimpleNamespace(outcomes=outcomes), str(tmp_path / "serve.png"))
+    close = pyplot.close
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    plot(outcomes, tmp_path / "serve.png")
     figure = pyplot.gcf()
     for axis in figure.axes:
         labels = [label for label in axis.get_xticklabels(which="both") if label.get_text()]
@@ -52,4 +53,4 @@ def test_labels_of_the_picture_keep_apart(tmp_path):
         assert "times" not in "".join(label.get_text() for label in labels)
         places = sorted((box.x0, box.x1) for box in (label.get_window_extent() for label in labels))
         assert all(end < begin for (_, end), (begin, _) in zip(places, places[1:], strict=False))
-    pyplot.close(figure)
+    close(figure)

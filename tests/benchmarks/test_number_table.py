@@ -1,24 +1,25 @@
-"""Cells of the tables, from small results in the form that the benchmarks print."""
+"""Rows of the tables, from small results in the form that the benchmarks print."""
 
 from kvpage.benchmarks import number_table
-from kvpage.benchmarks.engine_cells import (
+from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.number_table import NUMBERS, Result
+from kvpage.benchmarks.page_tables import (
     SHOWN_STEPS,
-    admission,
-    attention_step,
-    layer,
+    checkpoints_table,
     parts_table,
-    products,
-    step,
-    step_beside,
+    serving_table,
     step_parts_table,
 )
-from kvpage.benchmarks.hybrid_cells import checkpoints_table, requests_hit, requests_served, serving_table, tokens_found
-from kvpage.benchmarks.number_cells import Result, manager, mixed, paged, peers, sampled, served
-from kvpage.benchmarks.server_cells import rolled_out
 
 
-def figure(median: float) -> dict[str, float]:
-    return {"median": median, "low": median - 1, "high": median + 1, "num": 3}
+def figure(median: float, spread: float = 1.0) -> Figure:
+    return Figure(median, median - spread, median + spread, 3)
+
+
+def cells(run: str, words: str, result: Result) -> list[str]:
+    """Return the cells of the one row of a run that has these words."""
+    (number,) = (number for number in NUMBERS if number.run == run and words in number.what)
+    return number.cells(result)
 
 
 def decode(num_seqs: int, mode: str, waiting: int, vocab: int, us: float, peer: float | None = None) -> Result:
@@ -41,25 +42,22 @@ STEPS = [
     decode(256, "penalties", 0, 1024, 800),
 ]
 ENGINE: Result = {"rows": [*STEPS, admit("array"), admit("list")]}
-LAYER: Result = {
-    "rows": [{"model": "gpt2", "dtype": "float32", "seqs": 1, "besides us": figure(20), "native us": figure(8)}]
-}
 SPEEDS = {"kvpage": figure(300), "generate": figure(200), "vllm": figure(400), "bound": figure(900)}
 SERVED: Result = {"workload": "shared", "tokens_per_s": SPEEDS, "kvpage_over": {"vllm": figure(0.75)}}
 SERVING: Result = {"results": [SERVED]}
 
 
 def test_a_step_is_beside_its_bound_and_peer() -> None:
-    assert step(seqs=256, mode="greedy")(ENGINE) == "500 (499-501) us"
     beside = "70 (69-71) us: argmax alone; 2,200 (2,199-2,201) us: vLLM's scheduler and KV manager alone"
-    assert step_beside(seqs=256, mode="greedy")(ENGINE) == beside
-    assert step_beside(seqs=256, mode="sampled")(ENGINE) == "70 (69-71) us: argmax alone"
-    assert step(seqs=256, mode="greedy", waiting=1000)(ENGINE) == "600 (599-601) us"
-    assert step(seqs=256, mode="greedy", vocab=32000)(ENGINE) == "9,000 (8,999-9,001) us"
+    assert cells("engine_overhead", "a decode step of 256", ENGINE) == ["500 (499-501) us", beside]
+    alone = "70 (69-71) us: argmax alone"
+    assert cells("engine_overhead", "sampled: temperature", ENGINE) == ["700 (699-701) us", alone]
+    assert cells("engine_overhead", "1,000 requests wait", ENGINE)[0] == "600 (599-601) us"
+    assert cells("engine_overhead", "32,000 tokens", ENGINE) == ["9,000 (8,999-9,001) us", alone]
 
 
 def test_an_admission_is_beside_the_peers() -> None:
-    assert [cell(ENGINE) for cell in admission("array")] == ["30 (29-31) us", "1,000 (999-1,001) us: vLLM's"]
+    assert cells("engine_overhead", "an array", ENGINE) == ["30 (29-31) us", "1,000 (999-1,001) us: vLLM's"]
 
 
 def test_products_are_spans_over_all_shapes() -> None:
@@ -67,68 +65,108 @@ def test_products_are_spans_over_all_shapes() -> None:
         {"dtype": dtype, "rows": 1, **{name: figure(number) for name in ("kvpage GF/s", "of bound", "of torch")}}
         for dtype, number in (("float32", 2.0), ("float32", 1.0), ("bfloat16", 9.0))
     ]
-    cells = [cell({"rows": rows}) for cell in products("float32", 1)]
-    assert cells == ["1 to 2 GF/s", "1.00 to 2.00 of the bound; 1.00 to 2.00 times as fast as `F.linear`"]
+    beside = "1.00 to 2.00 of the bound; 1.00 to 2.00 times as fast as `F.linear`"
+    assert cells("linear", "one row", {"rows": rows}) == ["1 to 2 GF/s", beside]
+
+
+def test_moves_are_spans_over_large_inputs_of_a_kind() -> None:
+    def moved(operation: str, case: str, tokens: int, speed: float) -> Result:
+        return {"operation": operation, "case": case, "tokens": tokens, "GB/s": figure(speed), "of copy": figure(0.5)}
+
+    rows = [
+        moved("gather_cache", "llama NHD bfloat16", 8192, 20.0),
+        moved("reshape_and_cache", "llama HND bfloat16", 32768, 30.0),
+        moved("reshape_and_cache", "llama NHD bfloat16", 64, 1.0),
+        moved("reshape_and_cache", "llama NHD int8", 8192, 9.0),
+        moved("load_chunk device", "llama NHD float8_e4m3", 8192, 12.0),
+        moved("load_chunk hf", "llama NHD bfloat16", 8192, 2.0),
+    ]
+    run, result = "reshape_gather_one_thread", {"results": rows}
+    assert cells(run, "write and gather", result) == ["20 to 30 GB/s", "0.50 to 0.50 of one `copy_`"]
+    assert cells(run, "in fp8 and int8", result)[0] == "9 to 9 GB/s"
+    assert cells(run, "chunks", result)[0] == "12 to 12 GB/s"
 
 
 def test_a_layer_is_beside_its_native_calls() -> None:
-    cells = [cell(LAYER) for cell in layer("gpt2", "float32", 1)]
-    assert cells == ["20.0 (19.0-21.0) us", "8.0 (7.0-9.0) us: the native calls"]
+    keys = {"model": "llama 3 8B", "dtype": "bfloat16", "seqs": 16}
+    rows = [keys | {"besides us": figure(20), "native us": figure(8)}]
+    measured = cells("layer_overhead", "a layer", {"rows": rows})
+    assert measured == ["20.0 (19.0-21.0) us", "8.0 (7.0-9.0) us: the native calls"]
 
 
 def test_a_step_of_attention_is_beside_its_bound() -> None:
-    keys = {"step": "decode", "shape": "small", "dtype": "float32", "threads": 2}
+    keys = {"step": "decode", "shape": "llama 3 8B", "dtype": "bfloat16", "threads": 2}
     result: Result = {"results": [{**keys, "us": figure(600), "of bound": figure(2)}]}
-    cells = [cell(result) for cell in attention_step("decode", "small", "float32", 2)]
-    assert cells == ["600 (599-601) us", "2.00 (1.00-3.00) of the products' or reading's rate"]
+    measured = cells("attention_steps", "attention of a layer", result)
+    assert measured == ["600 (599-601) us", "2.00 (1.00-3.00) of the products' or reading's rate"]
 
 
 def test_a_managers_call_is_beside_its_bound() -> None:
     row = {"what": "step by rows", "us": figure(2), "bound": "numpy copy", "bound us": figure(1)}
-    cells = [cell({"rows": [row]}) for cell in manager("step by rows")]
-    assert cells == ["2.00 (1.00-3.00) us", "1.00 (0.00-2.00) us: a copy of the arrays"]
+    measured = cells("block_manager", "a decode step", {"rows": [row]})
+    assert measured == ["2.00 (1.00-3.00) us", "1.00 (0.00-2.00) us: a copy of the arrays"]
+
+
+def test_a_batch_of_blocks_counts_each() -> None:
+    row = {"batch": 100, **{f"{kind}_ns": figure(400, 100) for kind in ("pool", "array", "list")}}
+    measured, beside = cells("pool", "100 blocks", {"rows": [row]})
+    assert measured == "4.0 (3.0-5.0) ns"
+    assert beside == "4.0 (3.0-5.0) ns: slices of a numpy array; 4.0 (3.0-5.0) ns: a Python list"
+
+
+def test_a_store_is_beside_its_bounds() -> None:
+    row = {"operation": "disk store", "GB/s": figure(4), "bound": "pwrite", "bound GB/s": figure(6)}
+    rows = [row, row | {"operation": "disk gathered", "bound": "pwritev", "bound GB/s": figure(5)}]
+    measured = cells("store", "into the disk tier", {"results": rows})
+    assert measured == ["4.0 (3.0-5.0) GB/s", "6.0 (5.0-7.0): pwrite; 5.0 (4.0-6.0): pwritev"]
 
 
 def test_sampled_rows_are_beside_the_peers_that_were_measured() -> None:
-    names = {"num_rows": 256, "vocab_size": 1024, "rules": "greedy"}
-    row = {**names, "sample": figure(2), "torch": figure(8), "bound": figure(1)}
-    measured, beside = sampled(1024, "greedy")
-    assert measured({"rows": [row]}) == "2.00 (1.00-3.00) ms"
+    keys = {"num_rows": 256, "vocab_size": 1024, "rules": "greedy"}
+    row = {**keys, "sample": figure(2), "torch": figure(8), "bound": figure(1)}
+    measured, beside = cells("sampling", "1,024 logits, greedy", {"rows": [row]})
+    assert measured == "2.00 (1.00-3.00) ms"
     others = ["8.00 (7.00-9.00) ms: by torch's operations", "1.00 (0.00-2.00) ms: reading the logits once"]
-    assert beside({"rows": [row]}).split("; ") == others
-    with_peer = beside({"rows": [row | {"vllm": figure(4)}]}).split("; ")
-    assert with_peer == [others[0], "4.00 (3.00-5.00) ms: vLLM's sampler", others[1]]
+    assert beside.split("; ") == others
+    _, with_peer = cells("sampling", "1,024 logits, greedy", {"rows": [row | {"vllm": figure(4)}]})
+    assert with_peer.split("; ") == [others[0], "4.00 (3.00-5.00) ms: vLLM's sampler", others[1]]
 
 
 def test_blending_is_counted_in_copies() -> None:
     row = {"operation": "in place", "ms": figure(20), "copies": figure(2)}
-    cells = [cell({"results": [row]}) for cell in mixed("in place")]
-    assert cells == ["20.0 (19.0-21.0) ms", "2.00 (1.00-3.00) of a `copy_` of all K and V"]
+    measured = cells("blend_ops_one_thread", "in the memory", {"results": [row]})
+    assert measured == ["20.0 (19.0-21.0) ms", "2.00 (1.00-3.00) of a `copy_` of all K and V"]
+
+
+def served(**others: object) -> list[str]:
+    """Return the cells of a workload with a shared prefix."""
+    return cells("serving", "with a shared prefix", {"results": [SERVED | others]})
 
 
 def test_vllm_comes_first_with_the_ratio_as_it_is() -> None:
-    assert served("shared", "kvpage")(SERVING) == "300 (299-301) tokens/s"
-    first, *others = peers("shared")(SERVING).split("; ")
+    measured, beside = served()
+    assert measured == "300 (299-301) tokens/s"
+    first, *others = beside.split("; ")
     assert first == "400 (399-401): vLLM's CPU build, of which kvpage has 0.75 (-0.25-1.75)"
     assert others == ["200 (199-201): `model.generate`", "900 (899-901): the model's matrix products alone"]
 
 
 def test_a_peers_error_is_shown_where_rounding_does_not_explain_it() -> None:
     for gap, said in ((0.94, ", and whose tokens lie up to 0.94 below the best logit"), (0.2, "")):
-        cell = peers("shared")({"results": [SERVED | {"max_gap": {"vllm": gap}}]})
-        assert cell.split("; ")[0] == f"400 (399-401): vLLM's CPU build, of which kvpage has 0.75 (-0.25-1.75){said}"
+        first = served(max_gap={"vllm": gap})[1].split("; ")[0]
+        assert first == f"400 (399-401): vLLM's CPU build, of which kvpage has 0.75 (-0.25-1.75){said}"
 
 
 def test_without_vllm_its_cell_is_left_out() -> None:
     alone = {name: speed for name, speed in SPEEDS.items() if name != "vllm"}
-    assert "vLLM" not in peers("shared")({"results": [SERVED | {"tokens_per_s": alone}]})
+    assert "vLLM" not in served(tokens_per_s=alone, kvpage_over={})[1]
 
 
 def test_pages_are_beside_blocks_and_the_bound() -> None:
     row = {"operation": "disk load", "tokens": 16, "GB/s": figure(4), "of blocks": figure(1.5)}
     others = [row | {"tokens": 256}, row | {"operation": "disk store"}]
     result = {"results": [row | {"bound GB/s": figure(6), "bound": "preadv"}, *others]}
-    measured, beside = (cell(result) for cell in paged("disk load", 16))
+    measured, beside = cells("bytes", "16 tokens as pages of an engine, and back from disk", result)
     assert measured == "4.0 (3.0-5.0) GB/s"
     assert beside == "1.50 (0.50-2.50) of the same blocks through a `KVStore`; 6.0 (5.0-7.0): preadv"
 
@@ -136,7 +174,7 @@ def test_pages_are_beside_blocks_and_the_bound() -> None:
 def test_rollouts_are_beside_generate_and_the_bound() -> None:
     speeds = {"bound": figure(900), "kvpage": figure(600), "generate": figure(50)}
     result = {"tokens_per_s": speeds, "kvpage_over": {"generate": figure(12)}}
-    measured, beside = (cell(result) for cell in rolled_out())
+    measured, beside = cells("rollouts", "GRPO", result)
     assert measured == "600 (599-601) tokens/s"
     assert beside.split("; ") == [
         "50 (49-51): one `generate` over the padded batch, as TRL calls it",
@@ -146,28 +184,24 @@ def test_rollouts_are_beside_generate_and_the_bound() -> None:
 
 
 def test_hits_of_hybrid_models_are_beside_borders_and_the_bound() -> None:
-    row = {"trace": "short", "requests": 9, "borders_hits": 0, "tenth": 0.75, "bound": 0.8, "borders_all_tenth": 0.5}
+    row = {"trace": "shifted", "requests": 9, "borders_hits": 0, "tenth": 0.75, "bound": 0.8, "borders_all_tenth": 0.5}
     result = {"rows": [row | {"marked": True, "hits": 8}, row | {"marked": False, "hits": 7}]}
-    assert [cell(result) for cell in requests_hit("short")] == [
+    assert cells("hybrid_prefix", "shifted by 100 tokens", result) == [
         "8 of 9",
         "0 of 9: states at block borders, as vLLM keeps them; 7 of 9: without the authors' marks",
     ]
-    assert [cell(result) for cell in tokens_found("short")] == [
+    assert cells("hybrid_prefix", "shifted, a tenth", result) == [
         "75.0 %",
         "80.0 %: no policy finds more; 50.0 %: states at all block borders",
     ]
 
 
-def of(median: float, digits: float = 1) -> dict[str, float]:
-    return {"median": median, "low": median - digits, "high": median + digits}
-
-
 def test_serving_of_hybrid_models_is_beside_generate_and_says_what_packing_gains() -> None:
-    speeds = {"kvpage": of(50), "generate": of(20), "generate_padded": of(60), "forward": of(70)}
-    gains = {"pieces": of(1.5, 0.1)}
+    medians = {"kvpage": 50, "generate": 20, "generate_padded": 60, "forward": 70}
+    speeds, gains = {name: figure(median) for name, median in medians.items()}, {"pieces": figure(1.5, 0.1)}
     row = {"family": "lfm2", "states": "short convolution", "tokens_per_s": speeds, "kvpage_over": gains}
     result = {"families": [row | {"wrong": ["generate_padded"]}]}
-    assert [cell(result) for cell in requests_served("lfm2")] == [
+    assert cells("hybrid_serving", "`lfm2`", result) == [
         "50 (49-51) tokens/s",
         "20 (19-21): `generate`, one by one; 60 (59-61), wrong tokens: `generate`, a padded batch; 70 (69-71): the"
         " model's own forward; kvpage has 1.50 (1.40-1.60) times that without packed mixers",
@@ -176,14 +210,18 @@ def test_serving_of_hybrid_models_is_beside_generate_and_says_what_packing_gains
         "| `lfm2`: short convolution | 50 (49-51) | 20 (19-21) | 60 (59-61), wrong tokens | 70 (69-71)"
         " | 1.50 (1.40-1.60) |"
     )
-    without = {"families": [row | {"wrong": [], "tokens_per_s": {"kvpage": of(50)}}]}
+    without = {"families": [row | {"wrong": [], "tokens_per_s": {"kvpage": figure(50)}}]}
     assert "| 50 (49-51) | not run | not run | not run |" in serving_table({"hybrid_serving": without})
     assert serving_table({}) == "Not measured yet."
 
 
 def test_the_cost_of_a_checkpoint_is_a_table() -> None:
-    times = {"prefill": {"without": of(1.5)}, "prefill_added": of(0.01, 0.02), "decode_added": of(0, 0.01)}
-    copies = {"restore_us": of(5), "bound_us": of(3)}
+    times = {
+        "prefill": {"without": figure(1.5)},
+        "prefill_added": figure(0.01, 0.02),
+        "decode_added": figure(0, 0.01),
+    }
+    copies = {"restore_us": figure(5), "bound_us": figure(3)}
     row = {"states": "short convolution", "slot_bytes": 2**19, **times, **copies}
     lines = checkpoints_table({"state_checkpoints": {"prompt_tokens": 2048, "families": [row]}}).splitlines()
     assert lines[0].startswith("| state | prefill of 2,048 tokens | a checkpoint adds |")
@@ -218,10 +256,7 @@ def test_rows_without_a_result_are_left_out() -> None:
 
 
 def test_a_headline_without_a_result_says_so() -> None:
-    headlines = [number.headline for number in number_table.NUMBERS if number.headline]
+    words = [headline for _, headline in number_table.headlines()]
+    assert len(words) == len(number_table.HEADLINES) == 10
     rows = number_table.short_table({}).splitlines()[2:]
-    assert rows == [f"| {headline} | not measured yet | |" for headline in headlines]
-
-
-def test_ten_rows_have_a_headline() -> None:
-    assert sum(number.headline is not None for number in number_table.NUMBERS) == 10
+    assert rows == [f"| {headline} | not measured yet | |" for headline in words]
