@@ -89,16 +89,6 @@ def test_fork_copies_the_shared_block_once_per_writer_but_one():
     manager.check()
 
 
-def test_fork_at_a_full_block_copies_nothing():
-    manager, tokens = BlockManager(16, B), list(range(2 * B))
-    computed(manager, 0, tokens)
-    manager.fork(0, 1)
-    manager.append([0, 1])
-    assert len(manager.take_moves()) == 0
-    assert manager.block_ids(0)[:2].tolist() == manager.block_ids(1)[:2].tolist()
-    assert manager.block_ids(0)[2] != manager.block_ids(1)[2]
-
-
 @pytest.mark.parametrize("count", [np.int64(2), np.int32(2), [np.int64(2)], np.array([2]), (2,)])
 def test_append_takes_any_integers(count):
     manager = BlockManager(16, B)

@@ -31,25 +31,6 @@ def test_a_fresh_pool_hands_out_ascending_ids():
     assert pool.num_free == 2 and drain(pool) == [3, 4]
 
 
-def test_what_is_released_together_comes_back_in_order():
-    pool = BlockPool(6)
-    pool.allocate(6)
-    pool.release([2, 3, 4])
-    pool.release_one(0)
-    assert drain(pool) == [0, 2, 3, 4]
-
-
-def test_a_block_is_free_when_its_last_reference_goes():
-    pool = BlockPool(3)
-    pool.allocate(2)
-    pool.share([1, 1])
-    assert state(pool) == (1, [1, 3, 0])
-    pool.release([1, 1])
-    assert state(pool) == (1, [1, 1, 0])
-    pool.release([1])
-    assert state(pool) == (2, [1, 0, 0])
-
-
 @pytest.mark.parametrize("num_blocks, n", [(0, 1), (1, 2), (4, 5), (4, 2**40)])
 def test_out_of_blocks_names_both_numbers_and_changes_nothing(num_blocks, n):
     pool = BlockPool(num_blocks)

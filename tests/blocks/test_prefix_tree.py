@@ -46,19 +46,6 @@ def test_an_empty_match():
     assert matched(tree, [1] * (B + 1)) == [0]
 
 
-def test_paths_part_and_meet():
-    pool, tree = made(block_size=2)
-    assert cached(tree, pool, [1, 2, 3, 4, 5, 6]) == [0, 1, 2]
-    assert cached(tree, pool, [1, 2, 3, 4, 5, 7]) == [0, 1, 5] and tree.num_nodes == 3
-    assert cached(tree, pool, [1, 2, 9, 9]) == [0, 4] and tree.num_nodes == 5
-    assert matched(tree, [1, 2, 3, 4, 5, 6, 0]) == [0, 1, 2]
-    assert matched(tree, [1, 2, 3, 4, 5, 7, 0]) == [0, 1, 5]
-    assert matched(tree, [1, 2, 9, 9, 5, 6, 0]) == [0, 4]
-    assert matched(tree, [1, 3, 3, 4, 5, 6, 0]) == []
-    tree.check(owned_ids=[])
-    pool.check()
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_a_match_ends_at_the_token_that_differs(block_size, width):
@@ -135,31 +122,6 @@ def test_long_calls_without_the_gil():
 # --- pins -----------------------------------------------------------------------------------------------------------
 
 
-def test_pins_hold_what_was_matched_and_no_more():
-    pool, tree = made()
-    cached(tree, pool, list(range(4 * B)))
-    match = tree.match(list(range(2 * B)) + [99])
-    assert (tree.num_evictable, tree.num_cached) == (2, 4)
-    assert tree.evict(9) == 2
-    assert tree.num_evictable == 0 and match.block_ids.tolist() == [0, 1]
-    tree.check(owned_ids=[])
-    tree.release(match)
-    assert tree.evict(9) == 2 and pool.num_free == 64
-
-
-def test_a_split_leaves_other_matches_as_they_are():
-    pool, tree = made()
-    long = tree.insert(list(range(4 * B)), pool.allocate(4))
-    short = tree.match(list(range(B)) + [99])
-    middle = tree.match(list(range(3 * B)))
-    assert long.block_ids.tolist() == [0, 1, 2, 3]
-    assert middle.block_ids.tolist() == [0, 1] and short.block_ids.tolist() == [0]
-    for match, num_evictable in ((long, 2), (middle, 3), (short, 4)):
-        tree.release(match)
-        tree.check(owned_ids=[])
-        assert tree.num_evictable == num_evictable
-
-
 def test_block_ids_from_any_block():
     pool, tree = made()
     for num_blocks in range(1, 6):
@@ -199,32 +161,6 @@ def test_release_is_once():
 # --- insertion ------------------------------------------------------------------------------------------------------
 
 
-def test_a_duplicate_goes_back_and_the_trees_block_stands():
-    pool, tree = made()
-    cached(tree, pool, [1] * B)
-    match = tree.insert([1] * B + [2] * B, pool.allocate(2))
-    assert match.block_ids.tolist() == [0, 2] and pool.ref_count(1) == 0
-    tree.check(owned_ids=[])
-
-
-def test_a_shared_duplicate_loses_one_reference():
-    pool, tree = made()
-    cached(tree, pool, [1] * B)
-    mine = pool.allocate(1)
-    pool.share(mine)
-    assert tree.insert([1] * B, mine).block_ids.tolist() == [0]
-    tree.check(owned_ids=mine)
-
-
-def test_the_trees_own_ids_may_be_named():
-    pool, tree = made()
-    cached(tree, pool, [1] * 2 * B)
-    match = tree.match([1] * 2 * B + [2] * B)
-    again = tree.insert([1] * 2 * B + [2] * B, np.append(match.block_ids, pool.allocate(1)))
-    assert again.block_ids.tolist() == [0, 1, 2]
-    tree.check(owned_ids=[])
-
-
 def test_a_conversation_grown_block_by_block_is_one_edge():
     pool, tree = made(300)
     match = tree.match([])
@@ -237,30 +173,6 @@ def test_a_conversation_grown_block_by_block_is_one_edge():
     # and from the root: the path that is there is extended
     tree.release(tree.insert([i for i in range(150) for _ in range(B)], pool.allocate(150)))
     assert tree.num_nodes == 1 and tree.num_cached == 150
-    tree.check(owned_ids=[])
-
-
-def test_what_ends_another_match_does_not_grow():
-    pool, tree = made()
-    match = tree.insert([1] * B, pool.allocate(1))
-    fork = tree.pin(match)
-    left = tree.insert([2] * B, pool.allocate(1), after=match)
-    right = tree.insert([3] * B, pool.allocate(1), after=fork)
-    left = tree.insert([4] * B, pool.allocate(1), after=left)
-    assert left.block_ids.tolist() == [0, 1, 3] and right.block_ids.tolist() == [0, 2]
-    assert tree.num_nodes == 3
-    tree.release(left)
-    assert tree.evict(9) == 2 and right.block_ids.tolist() == [0, 2]
-    tree.check(owned_ids=[])
-
-
-def test_inserting_nothing():
-    pool, tree = made()
-    cached(tree, pool, [1] * B)
-    match = tree.insert([], [])
-    assert match.num_blocks == 0
-    deeper = tree.insert([], [], after=tree.match([1] * (B + 1)))
-    assert deeper.block_ids.tolist() == [0]
     tree.check(owned_ids=[])
 
 

@@ -13,53 +13,6 @@ from kvpage import BlockPool, PrefixTree
 # --- namespaces, eviction -------------------------------------------------------------------------------------------
 
 
-def test_namespaces_share_nothing():
-    pool, tree = made()
-    names = [b"", b"\0", b"a", b"a" * 100]
-    ids = {name: cached(tree, pool, [1] * 2 * B, name) for name in names}
-    assert sorted(i for path in ids.values() for i in path) == list(range(8))
-    for name in names:
-        assert matched(tree, [1] * (2 * B + 1), name) == ids[name]
-    assert matched(tree, [1] * (2 * B + 1), b"b") == []
-    assert tree.evict(2) == 2 and matched(tree, [1] * (2 * B + 1), b"") == []
-    tree.check(owned_ids=[])
-
-
-def test_the_least_recently_released_goes_first_and_its_end_before_its_beginning():
-    pool, tree = made()
-    for first in (1, 2, 3):
-        cached(tree, pool, [first] * 2 * B)
-    assert matched(tree, [1] * (2 * B + 1)) == [0, 1]
-    gone = []
-    while tree.num_cached:
-        assert tree.evict(1) == 1
-        tree.check(owned_ids=gone)
-        gone.append(pool.allocate_one())
-    assert gone == [3, 2, 5, 4, 1, 0]
-    assert tree.evict(1) == 0
-
-
-def test_a_prefix_outlives_what_continues_it():
-    pool, tree = made()
-    trunk = [0] * B
-    for tail in range(1, 5):
-        cached(tree, pool, trunk + [tail] * B)
-    assert matched(tree, trunk + [1]) == [0]
-    assert tree.evict(4) == 4 and matched(tree, trunk + [1]) == [0]
-    tree.check(owned_ids=[])
-
-
-def test_clear_leaves_the_pinned():
-    pool, tree = made()
-    cached(tree, pool, [1] * 3 * B)
-    cached(tree, pool, [2] * 3 * B, b"x")
-    match = tree.match([1] * (B + 1))
-    assert tree.clear() == 5 and tree.num_cached == 1 and match.block_ids.tolist() == [0]
-    tree.release(match)
-    assert tree.clear() == 1 and pool.num_free == 64
-    tree.check(owned_ids=[])
-
-
 def test_a_tree_gives_its_blocks_back_when_the_last_match_goes():
     pool, tree = made()
     match = tree.insert([1] * B, pool.allocate(1))

@@ -51,35 +51,11 @@ def test_one_namespace_shows_nothing_of_another():
     assert tree.hottest(9, namespace=b"none") == []
 
 
-def test_pins_and_the_host_tier_are_shown():
-    pool, host_pool = BlockPool(8), BlockPool(8)
-    tree = PrefixTree(pool, B, host_pool)
-    match = tree.insert(np.arange(4 * B), pool.allocate(4))
-    (prefix,) = tree.hottest(9)
-    assert (prefix.num_pins, prefix.num_blocks, prefix.num_host_blocks) == (1, 4, 0)
-    tree.release(match)
-    tree.demote(3)
-    (prefix,) = tree.hottest(9)
-    assert (prefix.num_pins, prefix.num_blocks, prefix.num_host_blocks) == (0, 1, 3)
-
-
 @pytest.mark.parametrize("arguments", [{"limit": -1}, {"limit": 1, "max_tokens": -1}])
 def test_negative_numbers_are_refused(arguments):
     name = [*arguments][-1]
     with pytest.raises(ValueError, match=f"{name} must not be negative, got -1"):
         PrefixTree(BlockPool(1), B).hottest(**arguments)
-
-
-def test_looking_changes_nothing():
-    pool, tree = grown(*PATHS)
-    match = tree.match([1, 2, 9])
-    before = tree.num_evictable, tree.num_matches, tree.num_nodes, pool.num_free
-    last_used = [entry.last_used for entry in tree.entries(100)]
-    assert shown(tree.hottest(9)) == shown(tree.hottest(9))
-    assert (tree.num_evictable, tree.num_matches, tree.num_nodes, pool.num_free) == before
-    assert [entry.last_used for entry in tree.entries(100)] == last_used
-    tree.release(match)
-    tree.check(owned_ids=[])
 
 
 def large_tree(num_cold: int) -> tuple[BlockPool, PrefixTree]:

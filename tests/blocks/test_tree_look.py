@@ -100,17 +100,6 @@ def test_a_match_can_be_shortened(num_blocks):
         tree.shorten(match, 0)
 
 
-def test_a_match_over_several_edges_can_be_shortened():
-    pool, _, tree, tokens = filled()
-    tree.release(tree.insert([*tokens[:B], *[50] * B], pool.allocate(2)))
-    for num_blocks in range(4):
-        match = tree.match(tokens, num_left_over=0)
-        tree.shorten(match, num_blocks)
-        assert match.block_ids.tolist() == list(range(num_blocks))
-        tree.release(match)
-    tree.check(owned_ids=[])
-
-
 @pytest.mark.parametrize("shared", [0, 1, B - 1, B, B + 1, 3 * B - 1, 3 * B])
 def test_a_look_tells_how_far_tokens_are_cached(shared):
     pool, _, tree, tokens = filled()
@@ -120,16 +109,6 @@ def test_a_look_tells_how_far_tokens_are_cached(shared):
     assert tree.num_evictable == 3 and tree.num_matches == 0
     ids, num_common, cached, _ = tree.look(tokens[:shared])
     assert num_common == shared and cached == (shared if shared < 3 * B else None)
-
-
-def test_a_look_below_several_children():
-    pool, _, tree, tokens = filled()
-    tree.release(tree.insert([*tokens[:B], *[50] * B], pool.allocate(2)))
-    assert tree.look([*tokens[:B], 50, 50, 7])[1:3] == (B + 2, 50)
-    assert tree.look([*tokens[: B + 1], 7])[1:3] == (B + 1, B + 1)
-    ids, num_common, cached, _ = tree.look(tokens[:B])
-    assert num_common == B and cached in (50, B)
-    assert tree.look(tokens, b"elsewhere")[1:] == (0, None, False)
 
 
 def test_names():

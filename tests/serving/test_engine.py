@@ -152,15 +152,6 @@ def test_streams_side_by_side_with_steps_between() -> None:
     assert not engine.has_unfinished
 
 
-def test_closing_a_stream_aborts_its_request() -> None:
-    engine = make_engine()
-    stream = engine.stream(PROMPTS[0], PARAMS)
-    next(stream)
-    stream.close()
-    assert not engine.has_unfinished
-    assert engine.stats().num_used_blocks == 0
-
-
 @pytest.mark.parametrize("num_taken", [0, 1, 3])
 @pytest.mark.parametrize("drop", [False, True])
 def test_a_stream_that_is_closed_or_dropped_leaves_nothing(num_taken: int, drop: bool) -> None:

@@ -18,7 +18,6 @@ from support.store_kv import (
     corrupt,
     kv_of,
     make,
-    narrow,
     same,
 )
 
@@ -65,27 +64,6 @@ def test_lossy_codecs_say_so_in_the_record() -> None:
         found, _ = store.retrieve(tokens, return_tuple=False)
         assert not torch.equal(found, kv)
         torch.testing.assert_close(found, kv, rtol=0.1, atol=0.05)
-
-
-@pytest.mark.parametrize("fmt", FMTS)
-def test_the_first_implementations_cases(fmt: str) -> None:
-    """Prefixes of 2000 of 3000 tokens in chunks of 128 and 256; 12000 tokens of which leading ones are skipped."""
-    for chunk_size in (128, 256):
-        with KVStore(
-            KVStoreConfig(chunk_size, ("memory://?size=64MiB",)), KVStoreMetadata("m", fmt=fmt, kv_dtype=torch.float16)
-        ) as store:
-            tokens = torch.randint(0, 1000, (3000,))
-            shape = (1, 2, 3000, 1, 4) if fmt == "vllm" else (1, 2, 1, 3000, 4)
-            kv = torch.randn(shape).half()
-            store.store(tokens[:2000], narrow(kv, fmt, 0, 2000))
-            found, mask = store.retrieve(tokens)
-            expected = 2000 // chunk_size * chunk_size
-            assert int(mask.sum()) == expected and same(found, narrow(kv, fmt, 0, expected))
-            found, mask = store.retrieve(tokens[:2000])
-            assert int(mask.sum()) == 2000
-            for skip in (1, 128, 200, 1999):
-                found, mask = store.retrieve(tokens[:2000], torch.arange(2000) >= skip)
-                assert same(found, narrow(kv, fmt, skip, 2000)) and int(mask.sum()) == 2000 - skip
 
 
 def test_results_own_their_memory() -> None:

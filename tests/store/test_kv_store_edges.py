@@ -49,18 +49,6 @@ def test_flags_are_true_or_false(value):
         assert store.lookup(TOKENS) == blocks.lookup(TOKENS[:B]) == 0
 
 
-@pytest.mark.parametrize("num_skipped", [0, C, 2 * C])
-@pytest.mark.parametrize("blocking", [True, False])
-def test_chunks_after_those_that_are_left_out(num_skipped, blocking):
-    kv = kv_of(len(TOKENS))
-    with make() as store:
-        store.store(TOKENS[:num_skipped], kv[:, :, :num_skipped]).result()
-        given, mask = kv[:, :, num_skipped:], leading_false(num_skipped, len(TOKENS))
-        assert store.store(TOKENS, given, mask, blocking=blocking).result() == 3 - num_skipped // C
-        found, mask = store.retrieve(TOKENS, return_tuple=False)
-        assert torch.equal(found, kv) and mask.all() and mask.dtype == torch.bool
-
-
 @pytest.mark.parametrize("num_skipped", [1, C - 1, C + 1])
 def test_no_parts_of_chunks_are_left_out(num_skipped):
     kv = kv_of(len(TOKENS) - num_skipped)
@@ -116,20 +104,6 @@ def test_namespaces_do_not_meet_in_any_call():
         for call in (store.lookup, store.retrieve, store.pin, store.remove):
             with pytest.raises(TypeError, match="namespace must be bytes, got str"):
                 call(TOKENS, namespace="one")
-
-
-def test_an_unpinned_chunk_can_be_evicted():
-    with make(4096) as store:
-        store.store(TOKENS[:C], kv_of(C))
-        pin = store.pin(TOKENS[:C])
-        assert pin.num_tokens == C
-        for unpinned in (False, True):
-            if unpinned:
-                store.unpin(pin)
-                store.unpin(pin)
-            for number in range(1, 20):
-                store.store([1000 * number + unpinned] * C, kv_of(C))
-            assert store.lookup(TOKENS[:C]) == (0 if unpinned else C)
 
 
 def test_closing_closes_the_tiers_once():

@@ -1,21 +1,13 @@
 """Moves of blocks in the serving loop: on a short way, counted by kind, and kept until they are made."""
 
-import sys
-from pathlib import Path
-from types import FrameType
-
 import numpy as np
 import pytest
 import torch
 
-import kvpage
 from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.blocks.manager import BlockManager
-from kvpage.ops.copies import BlockCopier
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 
-PACKAGE = str(Path(kvpage.__file__).parent)
-MAX_FUNCTIONS = 4
 B = 4
 
 
@@ -33,38 +25,6 @@ def manager_with_moves() -> BlockManager:
         manager.swap_out(name)
     manager.swap_in("a", np.arange(B, dtype=np.int32) + ord("a"))
     return manager
-
-
-def depths_of_native_calls(call: object) -> dict[str, int]:
-    """How many functions of kvpage's are open at each call of a native `run`, or of its copier, by the kind of move."""
-    found: dict[str, int] = {}
-
-    def watch(frame: FrameType, event: str, argument: object) -> None:
-        is_native = event == "c_call" and getattr(argument, "__name__", "") == "run"  # not told by Python 3.12
-        if is_native or (event == "call" and frame.f_code is BlockCopier.run.__code__):
-            names, depth = [], 0
-            while frame is not None:
-                is_own = frame.f_code.co_filename.startswith(PACKAGE)
-                names += [frame.f_code.co_name] * is_own
-                depth += is_own
-                frame = frame.f_back
-            kind = next((name for name in names if name in ("swap_out", "swap_in", "copy")), "none")
-            found[kind] = max(depth, found.get(kind, 0))
-
-    sys.setprofile(watch)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
-
-
-def test_a_move_passes_at_most_four_functions() -> None:
-    """BlockTransfers.run, CacheEngine.swap_out, its _swap, and the copier: then the bytes move."""
-    transfers = BlockTransfers(make_cache(), manager_with_moves())
-    depths = depths_of_native_calls(transfers.run)
-    assert set(depths) == {"swap_out", "swap_in"}
-    assert max(depths.values()) <= MAX_FUNCTIONS
 
 
 def test_moves_are_counted_by_kind() -> None:

@@ -118,26 +118,6 @@ def test_a_step_leaves_nothing_to_the_garbage_collector() -> None:
 # --- the columns -----------------------------------------------------------------------------------------------------
 
 
-def test_columns_are_kept_while_the_same_requests_decode() -> None:
-    scheduler = scheduler_of()
-    for number in range(3):
-        scheduler.add(request_of(number, 5, max_tokens=4 + 3 * number))
-    step(scheduler)
-    first = scheduler.schedule().decodes
-    assert [request.request_id for request in first.requests] == ["r0", "r1", "r2"] and first.ends.tolist() == [6] * 3
-    scheduler.requeue(first.requests)
-    while scheduler.waiting or any(not request.needs_room for request in scheduler.running):
-        step(scheduler)
-    step(scheduler)
-    kept = scheduler._decodes
-    step(scheduler)
-    assert scheduler._decodes is kept
-    while len(scheduler.running) == 3:
-        step(scheduler)
-    step(scheduler)
-    assert [request.request_id for request in scheduler._decodes.requests] == ["r1", "r2"]
-
-
 @pytest.mark.parametrize("by_take", [True, False])
 def test_columns_follow_tokens_that_were_given_one_by_one(by_take: bool) -> None:
     """By `take`, or by each request: the next step reads the same lengths and newest tokens."""

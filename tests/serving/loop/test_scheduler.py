@@ -224,10 +224,6 @@ def test_a_batch_that_failed_is_scheduled_again() -> None:
     assert not scheduler.running and not scheduler.waiting
 
 
-def test_nothing_to_do() -> None:
-    assert plan(make_scheduler(4).schedule()) == []
-
-
 @pytest.mark.parametrize("length, max_tokens, fits", [(8, 1, True), (9, 1, False), (1, 8, True), (1, 9, False)])
 def test_what_can_never_fit_is_refused(length: int, max_tokens: int, fits: bool) -> None:
     scheduler = make_scheduler(num_blocks=2)

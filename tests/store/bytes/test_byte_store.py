@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_stores import HEADER, MEMORY, SIZES, as_kinds, data_of, disk, in_pieces, key_of, opened, room
-from support.insides import entries_of, names_of
+from support.insides import names_of
 from support.store_kv import Troubled, corrupt
 
 from kvpage.store import ByteStore, ByteStoreConfig, Placed
@@ -181,20 +181,6 @@ def test_records_outlive_the_store_on_disk(tmp_path) -> None:
     with opened(disk(tmp_path)) as store:
         rooms = [room(size) for size in SIZES]
         assert all(store.get_into(KEYS, rooms)) and rooms == RECORDS
-
-
-@pytest.mark.parametrize("is_last", [False, True])
-def test_a_damaged_record_is_a_miss_for_its_key_alone(is_last: bool) -> None:
-    tier = MemoryTier(1 << 20, pin_memory=False)
-    with opened(tier) as store:
-        assert all(store.put([b"a", b"b", b"c"], [b"1" * 5000, b"2" * 5000, b"3" * 5000]))
-        name = names_of(store, [b"b"])[0]
-        corrupt(tier, name, entries_of(tier)[name].num_bytes - 1 if is_last else 4000)
-        rooms = [room(5000) for _ in range(3)]
-        assert store.get_into([b"a", b"b", b"c"], rooms) == [True, False, True]
-        assert rooms[0] == b"1" * 5000 and rooms[2] == b"3" * 5000
-        assert store.stats().corrupt_records == 1 and store.contains([b"b"]) == [False], "dropped"
-        assert store.put([b"b"], [b"2" * 5000]) == [True] and store.get_into([b"b"], rooms[:1]) == [True]
 
 
 def test_a_slower_tier_gives_what_a_faster_one_has_damaged() -> None:

@@ -20,17 +20,6 @@ class Clock:
         return self.now
 
 
-def test_it_opens_after_failures_in_a_row_alone():
-    breaker = Breaker(3, 5.0, Clock())
-    for outcome in "ffsffsff":
-        assert breaker.admit()
-        breaker.failed() if outcome == "f" else breaker.succeeded()
-    assert not breaker.is_open
-    assert breaker.admit()
-    breaker.failed()
-    assert breaker.is_open and not breaker.admit()
-
-
 def test_after_the_cooldown_one_trial_decides():
     clock = Clock()
     breaker = Breaker(1, 5.0, clock)
