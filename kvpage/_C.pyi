@@ -426,15 +426,16 @@ _ChunkPlace = tuple[int, int, int, int, bool]  # address and number of block ids
 class ChunkPlan:
     """Moves bytes between the blocks of a sequence and the payload of a record, and hashes them on the way.
 
-    A layer is a stretch of the payload, with a digest of its own. So layers can be moved in any order, and by threads.
+    A layer is a stretch of the payload, or several, each with a digest of its own. So layers can be moved in any order,
+    and by threads.
     A plan serves all chunks of as many tokens. It reads each byte once, moves bytes as they are, and owns no memory of
     theirs.
     """
     def __init__(
         self,
         parts: list[_Numbers],  # of each layer; the rows' addresses count from the payload's beginning
-        # num_layers, moves_per_part, num_tokens, num_heads, num_blocks, block_size, layer_bytes
-        shape: tuple[int, int, int, int, int, int, int],
+        # num_layers, moves_per_part, num_tokens, num_heads, num_blocks, block_size, layer_bytes, stretch_bytes
+        shape: tuple[int, int, int, int, int, int, int, int],
         /,
     ) -> None:
         """Make a plan.
@@ -442,7 +443,8 @@ class ChunkPlan:
         Args:
             parts: The moves of all layers, equally many a layer. The rows' addresses count from the payload's
                 beginning.
-            shape: (num_layers, moves_per_part, num_tokens, num_heads, num_blocks, block_size, layer_bytes).
+            shape: (num_layers, moves_per_part, num_tokens, num_heads, num_blocks, block_size, layer_bytes,
+                stretch_bytes). A layer is whole stretches.
 
         Raises:
             ValueError: Sizes are not positive or do not fit each other, or a move changes bits.
@@ -457,7 +459,7 @@ class ChunkPlan:
             num_bytes: Bytes of the layers.
 
         Returns:
-            The layers' xxh3-128 digests, 16 bytes each.
+            The xxh3-128 digests of the layers' stretches, 16 bytes each.
 
         Raises:
             ValueError: A needed id, a layer or a number is out of range, or layers are not whole. Nothing is written
@@ -490,7 +492,7 @@ class ChunkPlan:
             last_token: The token after the last wanted one.
 
         Returns:
-            The digests of the whole layers, 16 bytes each.
+            The digests of the whole layers' stretches, 16 bytes each.
 
         Raises:
             ValueError: As in `store`.
@@ -673,6 +675,7 @@ class BlockCopier:
         pinned: bool,
         kernel_max_bytes: int,  # extents from and to pinned memory up to which the SM kernel copies; 0: never
         max_groups: int,  # of threads, that it may take for that
+        shapes: Sequence[tuple[Sequence[int], int]] = (),  # sizes and block_dim of each layer, where layers are unlike
     ) -> None:
         """Make a copier.
 
@@ -689,6 +692,7 @@ class BlockCopier:
             pinned: Whether the host side is pinned.
             kernel_max_bytes: Extents between CUDA and pinned memory, up to which the SM kernel copies; 0 for never.
             max_groups: Groups of threads that it may take for that.
+            shapes: sizes and block_dim of each layer, where layers are unlike. Those of all are not read then.
 
         Raises:
             ValueError: A number is out of range, a destination overlaps itself or the sources, or the two devices

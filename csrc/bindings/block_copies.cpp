@@ -17,11 +17,21 @@ namespace kvpage {
 namespace {
 
 using LayerTuple = std::pair<Address, std::vector<int64_t>>;
+using ShapeTuple = std::pair<std::vector<int64_t>, int>;  // sizes, block_dim
 
 CacheView cache_view(const std::vector<LayerTuple>& layers, int64_t num_blocks) {
   CacheView view{{}, num_blocks};
   for (const auto& [address, strides] : layers) view.layers.push_back({address, strides});
   return view;
+}
+
+// Returns one shape for all layers, unless `shapes` has one of each.
+std::vector<BlockShape> block_shapes(std::vector<int64_t> sizes, int block_dim, const std::vector<ShapeTuple>& shapes,
+                                     int64_t element_bytes) {
+  if (shapes.empty()) return {{std::move(sizes), block_dim, element_bytes}};
+  std::vector<BlockShape> each;
+  for (const auto& [own_sizes, own_dim] : shapes) each.push_back({own_sizes, own_dim, element_bytes});
+  return each;
 }
 
 const int64_t* pairs_pointer(uintptr_t address) { return reinterpret_cast<const int64_t*>(address); }
@@ -74,15 +84,16 @@ void bind_copier(py::module_& m) {
       .def(py::init([](std::vector<int64_t> sizes, int block_dim, int64_t element_bytes,
                        const std::vector<LayerTuple>& srcs, const std::vector<LayerTuple>& dsts, int64_t num_src_blocks,
                        int64_t num_dst_blocks, int src_device, int dst_device, bool pinned, int64_t kernel_max_bytes,
-                       int64_t max_groups) {
-             return std::make_unique<BlockCopier>(BlockShape{std::move(sizes), block_dim, element_bytes},
+                       int64_t max_groups, const std::vector<ShapeTuple>& shapes) {
+             return std::make_unique<BlockCopier>(block_shapes(std::move(sizes), block_dim, shapes, element_bytes),
                                                   cache_view(srcs, num_src_blocks), cache_view(dsts, num_dst_blocks),
                                                   Placement{src_device, dst_device, pinned},
                                                   KernelLimits{kernel_max_bytes, max_groups});
            }),
            py::kw_only(), py::arg("sizes"), py::arg("block_dim"), py::arg("element_bytes"), py::arg("srcs"),
            py::arg("dsts"), py::arg("num_src_blocks"), py::arg("num_dst_blocks"), py::arg("src_device"),
-           py::arg("dst_device"), py::arg("pinned"), py::arg("kernel_max_bytes"), py::arg("max_groups"))
+           py::arg("dst_device"), py::arg("pinned"), py::arg("kernel_max_bytes"), py::arg("max_groups"),
+           py::arg("shapes") = std::vector<ShapeTuple>{})
       .def_property_readonly("num_fragments",
                              [](const BlockCopier& copier) { return copier.geometry().fragments().size(); })
       .def_property_readonly("block_bytes", [](const BlockCopier& copier) { return copier.geometry().block_bytes(); })

@@ -136,7 +136,7 @@ ChunkPlace place_of(const Place& place) {
 
 std::vector<Digest> digests_of(const ChunkPlan& plan, int64_t num_bytes) {
   check(num_bytes >= 0, "num_bytes must not be negative, got ", num_bytes);
-  return std::vector<Digest>(static_cast<size_t>(num_bytes / plan.layer_bytes()));
+  return std::vector<Digest>(static_cast<size_t>(num_bytes / plan.stretch_bytes()));
 }
 
 void bind_stretches(py::module_& m) {
@@ -186,8 +186,9 @@ void bind_stretches(py::module_& m) {
 
 void bind_chunk_plan(py::module_& m) {
   py::class_<ChunkPlan>(m, "ChunkPlan", "See kvpage.store.load.block_chunks, which checks what needs a tensor.")
-      .def(py::init([](const std::vector<Part>& parts, const std::array<int64_t, 7>& shape) {
-        return ChunkPlan(token_moves(parts), {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]});
+      .def(py::init([](const std::vector<Part>& parts, const std::array<int64_t, 8>& shape) {
+        return ChunkPlan(token_moves(parts),
+                         {shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7]});
       }))
       .def("store",
            [](const ChunkPlan& plan, const Place& place, int64_t first, int64_t payload, int64_t num_bytes) {

@@ -6,6 +6,7 @@
 #include "base/copy_bytes.h"
 #include "base/parallel.h"
 #include "chunks/chunk_copy.h"
+#include "hash/stretch_hash.h"
 #include "tokens/raw_move.h"
 
 namespace kvpage {
@@ -46,6 +47,8 @@ ChunkPlan::ChunkPlan(std::vector<TokenMove> moves, const Shape& shape) : moves_(
   num_parts_ = moves_per_layer / shape.moves_per_part;
   check(num_parts_ > 0 && num_parts_ * shape.moves_per_part * shape.num_layers == static_cast<int64_t>(moves_.size()),
         "moves must be as many for each part of each layer, got ", moves_.size());
+  check(shape.stretch_bytes > 0 && shape.layer_bytes % shape.stretch_bytes == 0, "layer_bytes must be whole stretches of ",
+        shape.stretch_bytes, ", got ", shape.layer_bytes);
   check(shape.layer_bytes % (num_parts_ * shape.num_tokens) == 0, "layer_bytes must be whole tokens, got ",
         shape.layer_bytes);
   part_bytes_ = shape.layer_bytes / num_parts_;
@@ -85,11 +88,11 @@ template <typename Body>
 void ChunkPlan::for_each_layer(const ChunkPlace& place, int64_t first, int64_t num_layers, Digest* digests,
                                const Body& body) const {
   const int num_threads = useful_threads(num_layers * shape_.layer_bytes, kGrainBytes, place.max_threads);
+  const int64_t stretches_per_layer = shape_.layer_bytes / shape_.stretch_bytes;
   parallel_for(num_layers, num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      Xxh3 hash;
+      StretchHash hash(shape_.stretch_bytes, digests + i * stretches_per_layer);
       body(first + i, i, hash);
-      digests[i] = hash.digest();
     }
     if (place.streaming) end_streaming();
   });
@@ -118,7 +121,7 @@ void ChunkPlan::copy_runs(const ChunkPlace& place, int64_t first, std::byte* pay
                           Digest* digests) const {
   const std::vector<ByteRun> all = runs_of(place, first, num_layers);
   const int64_t runs_per_layer = static_cast<int64_t>(all.size()) / num_layers;
-  for_each_layer(place, first, num_layers, digests, [&](int64_t, int64_t i, Xxh3& hash) {
+  for_each_layer(place, first, num_layers, digests, [&](int64_t, int64_t i, StretchHash& hash) {
     std::byte* to = payload + i * shape_.layer_bytes;
     for (int64_t at = i * runs_per_layer; at < (i + 1) * runs_per_layer; ++at) {
       const auto [data, num_bytes] = all[static_cast<size_t>(at)];
@@ -135,7 +138,7 @@ void ChunkPlan::store(const ChunkPlace& place, int64_t first, std::byte* payload
   const int64_t num_layers = count_layers(first, num_bytes);
   if (num_layers == 0) return;
   if (dense_) return copy_runs(place, first, payload, num_layers, digests);
-  const auto store_part = [&](const Part& part, std::byte* to, Xxh3& hash) {
+  const auto store_part = [&](const Part& part, std::byte* to, StretchHash& hash) {
     for_each_block(place, shape_.block_size, 0, shape_.num_tokens,
                    [&](int32_t block_id, int64_t offset, int64_t count, int64_t token) {
                      for (int64_t i = 0; i < part.num_moves; ++i)
@@ -145,7 +148,7 @@ void ChunkPlan::store(const ChunkPlace& place, int64_t first, std::byte* payload
                    });
     if (!by_token_) hash.update(to, part_bytes_);
   };
-  for_each_layer(place, first, num_layers, digests, [&](int64_t layer, int64_t i, Xxh3& hash) {
+  for_each_layer(place, first, num_layers, digests, [&](int64_t layer, int64_t i, StretchHash& hash) {
     for (int64_t index = 0; index < num_parts_; ++index)
       store_part(part(layer, index), payload + i * shape_.layer_bytes + index * part_bytes_, hash);
   });
@@ -157,7 +160,7 @@ void ChunkPlan::load(const ChunkPlace& place, int64_t first, const std::byte* pa
         shape_.num_tokens, "], got ", first_token, " to ", last_token);
   check_chunk_blocks(place.block_ids, place.num_block_ids, shape_.num_blocks, shape_.block_size,
                      place.start + first_token, last_token - first_token);
-  const auto load_part = [&](const Part& part, const std::byte* from, Xxh3& hash) {
+  const auto load_part = [&](const Part& part, const std::byte* from, StretchHash& hash) {
     hash.update(from, dense_ ? first_token * token_bytes_ : part_bytes_);
     for_each_block(place, shape_.block_size, first_token, last_token,
                    [&](int32_t block_id, int64_t offset, int64_t count, int64_t token) {
@@ -172,7 +175,7 @@ void ChunkPlan::load(const ChunkPlace& place, int64_t first, const std::byte* pa
                    });
     if (dense_) hash.update(from + last_token * token_bytes_, (shape_.num_tokens - last_token) * token_bytes_);
   };
-  for_each_layer(place, first, count_layers(first, num_bytes), digests, [&](int64_t layer, int64_t i, Xxh3& hash) {
+  for_each_layer(place, first, count_layers(first, num_bytes), digests, [&](int64_t layer, int64_t i, StretchHash& hash) {
     for (int64_t index = 0; index < num_parts_; ++index)
       load_part(part(layer, index), payload + i * shape_.layer_bytes + index * part_bytes_, hash);
   });

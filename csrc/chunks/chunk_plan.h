@@ -4,8 +4,8 @@
 //   payload   [ layer 0: K of its tokens, V of its tokens | layer 1 | ... ]     K: [tokens, heads, size]
 //   digests       xxh3-128                                   xxh3-128              or [heads, tokens, size]
 //
-// A layer is a stretch of the payload, with a digest of its own: layers can be moved in any order, and by threads. A
-// plan is made once for all chunks of as many tokens. It moves the bytes as they are.
+// A layer is a stretch of the payload, or several, each with a digest of its own: layers can be moved in any order, and
+// by threads. A plan is made once for all chunks of as many tokens. It moves the bytes as they are.
 #pragma once
 
 #include <cstdint>
@@ -31,13 +31,13 @@ class ChunkPlan {
   // moves: of every layer the same number, together all of a layer's bytes; the addresses of their rows count from the
   // payload's beginning. moves_per_part: the moves of K, which are interleaved; V, where there is one, has as many.
   struct Shape {
-    int64_t num_layers, moves_per_part, num_tokens, num_heads, num_blocks, block_size, layer_bytes;
+    int64_t num_layers, moves_per_part, num_tokens, num_heads, num_blocks, block_size, layer_bytes, stretch_bytes;
   };
   // Throws InvalidArgument unless sizes are positive and fit each other, and every move copies bits.
   ChunkPlan(std::vector<TokenMove> moves, const Shape& shape);
 
   // Copies the layers from `first` on, as many as `num_bytes` of payload hold, from blocks to `payload`, and fills in
-  // their digests. `payload` is the address of the first of these layers. Throws InvalidArgument as store_chunk does,
+  // the digests of their stretches. `payload` is the address of the first of these layers. Throws InvalidArgument as store_chunk does,
   // and for layers that do not exist or are not whole, before anything is written.
   void store(const ChunkPlace& place, int64_t first, std::byte* payload, int64_t num_bytes, Digest* digests) const;
 
@@ -52,7 +52,7 @@ class ChunkPlan {
             int64_t last_token, Digest* digests) const;
 
   int64_t num_layers() const { return shape_.num_layers; }
-  int64_t layer_bytes() const { return shape_.layer_bytes; }
+  int64_t stretch_bytes() const { return shape_.stretch_bytes; }
 
  private:
   struct Part;  // K or V of a layer

@@ -18,7 +18,7 @@ from kvpage.cache.layered_moves import Arrival, LayeredMoves, PieceCopiers
 from kvpage.cache.transfer import BlockPins, OnDone, Pools, Transfer, TransferQueue
 from kvpage.cache.transfer_stream import TransferStream, open_stream
 from kvpage.checks.values import check_flag
-from kvpage.layout.cache_layout import CacheLayout
+from kvpage.layout.cache_layout import CacheLayout, allocate_layers
 from kvpage.layout.config import (
     CacheConfig,
     DeviceConfig,
@@ -45,12 +45,14 @@ class CacheEngine:
     Every other swap or copy comes after the transfers in flight.
 
     Attributes:
-        gpu_cache: One tensor for each attention layer of this pipeline stage, in the backend's generic shape, zeroed.
-            Its strides are those of the stride order and the layer layout. On a CPU device it is the device tier in
-            host memory.
+        gpu_cache: One tensor for each layer of this pipeline stage that has K and V of its own, zeroed, in the generic
+            shape of its layout. Its strides are those of the stride order and the layer layout. On a CPU device it is
+            the device tier in host memory.
         cpu_cache: The same for the host tier. Beside a GPU it is pinned, in huge pages where the system has them. It
             takes its blocks' bytes, each tensor rounded up to whole pages, and is there when the engine is made.
         layer_ids: The layer in the whole model of each entry of these lists.
+        layouts: The layout of each entry. Heads and sizes may differ.
+        shared_layers: Layers that attend over the K and V of one of these, by their number in the whole model, with it.
         kv_scales: The scales of each layer, or None.
 
     Args:
@@ -92,7 +94,8 @@ class CacheEngine:
         self.num_gpu_blocks = cache_config.num_gpu_blocks // parallel_config.pipeline_parallel_size
         self.num_cpu_blocks = cache_config.num_cpu_blocks // parallel_config.pipeline_parallel_size
         self.layer_ids = model_config.attention_layers(parallel_config)
-        self._layout: CacheLayout | None = None
+        self.layouts: tuple[CacheLayout, ...] = ()
+        self.shared_layers = {layer: own for layer, own in model_config.shared_layers if own in self.layer_ids}
         self._bound_caches: tuple[BoundCache, ...] | None = None
         self._bound_layers: dict[int, BoundCache] | None = None
         self._block_bytes = 0  # in all layers
@@ -101,7 +104,7 @@ class CacheEngine:
         self._swap_in = self._swap_out = self._copy = no_copier()
         self._piece_copiers = PieceCopiers({})
         if self.layer_ids:
-            self._allocate(cache_config.layout(model_config, parallel_config), calibration)
+            self._allocate(tuple(cache_config.layouts(model_config, parallel_config)), calibration)
         self.kv_scales = None if kv_scales is None else tuple(kv_scales)
         self._check_kv_scales()
         device = self.gpu_cache[0].device if self.gpu_cache else self.device  # with its index
@@ -110,14 +113,19 @@ class CacheEngine:
 
     @property
     def layout(self) -> CacheLayout:
-        """The layout of every tensor of both tiers.
+        """The layout of the first layer, in both tiers. All others have its dtype, and blocks of as many tokens.
 
         Raises:
             ValueError: This stage has no attention layer.
         """
-        if self._layout is None:
+        if not self.layouts:
             raise ValueError("layout needs a stage with attention layers, this one has none")
-        return self._layout
+        return self.layouts[0]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have one layout, and each layer that attends has K and V of its own."""
+        return len(set(self.layouts)) <= 1 and not self.shared_layers
 
     @property
     def bound_caches(self) -> tuple[BoundCache, ...]:
@@ -128,16 +136,18 @@ class CacheEngine:
         if self._bound_caches is None:
             each_scales = self.kv_scales or (None,) * len(self.gpu_cache)
             self._bound_caches = tuple(
-                BoundCache(cache, self.layout, scales)
-                for cache, scales in zip(self.gpu_cache, each_scales, strict=True)
+                BoundCache(cache, layout, scales)
+                for cache, layout, scales in zip(self.gpu_cache, self.layouts, each_scales, strict=True)
             )
         return self._bound_caches
 
     @property
     def bound_layers(self) -> dict[int, BoundCache]:
-        """The same by the layer in the whole model."""
+        """The same by the layer in the whole model, ascending. A layer that shares another's K and V has that one's."""
         if self._bound_layers is None:
-            self._bound_layers = dict(zip(self.layer_ids, self.bound_caches, strict=True))
+            own = dict(zip(self.layer_ids, self.bound_caches, strict=True))
+            shared = {layer: own[source] for layer, source in self.shared_layers.items()}
+            self._bound_layers = dict(sorted({**own, **shared}.items()))
         return self._bound_layers
 
     @overload
@@ -334,28 +344,31 @@ class CacheEngine:
             return
         if len(self.kv_scales) != len(self.gpu_cache):
             raise ValueError(f"kv_scales must be one a layer, {len(self.gpu_cache)}, got {len(self.kv_scales)}")
-        for scales, cache in zip(self.kv_scales, self.gpu_cache, strict=True):
-            check_scales(scales, cache, self.layout)
+        for scales, cache, layout in zip(self.kv_scales, self.gpu_cache, self.layouts, strict=True):
+            check_scales(scales, cache, layout)
 
-    def _allocate(self, layout: CacheLayout, calibration: Calibration | None) -> None:
-        num_layers, host, on_gpu = len(self.layer_ids), torch.device("cpu"), self.device.type == "cuda"
+    def _allocate(self, layouts: tuple[CacheLayout, ...], calibration: Calibration | None) -> None:
+        host, on_gpu = torch.device("cpu"), self.device.type == "cuda"
         if on_gpu and calibration is None and self.num_cpu_blocks and _C.cuda_error() is None:
             calibration = calibrate(self.device)
         max_bytes = (calibration.max_bytes_in, calibration.max_bytes_out) if calibration else (0, 0)
-        self._layout, self._block_bytes = layout, layout.block_bytes * num_layers
-        self.gpu_cache = layout.allocate(self.num_gpu_blocks, num_layers, self.device)
-        self.cpu_cache = layout.allocate(self.num_cpu_blocks, num_layers, host, on_gpu)
-        self._swap_in = swap_copier(self.cpu_cache, self.gpu_cache, layout, max_bytes[0])
-        self._swap_out = swap_copier(self.gpu_cache, self.cpu_cache, layout, max_bytes[1])
-        self._copy = device_copier(self.gpu_cache, layout)
+        self.layouts, self._block_bytes = layouts, sum(layout.block_bytes for layout in layouts)
+        self.gpu_cache = allocate_layers(layouts, self.num_gpu_blocks, self.device)
+        self.cpu_cache = allocate_layers(layouts, self.num_cpu_blocks, host, on_gpu)
         gpu, cpu = self.gpu_cache, self.cpu_cache
-        self._piece_copiers = PieceCopiers(
-            {
-                "swap_in": lambda first, last: swap_copier(cpu[first:last], gpu[first:last], layout, max_bytes[0]),
-                "swap_out": lambda first, last: swap_copier(gpu[first:last], cpu[first:last], layout, max_bytes[1]),
-                "copy": lambda first, last: device_copier(gpu[first:last], layout),
-            }
-        )
+
+        def swap_in(some: slice) -> Copier:
+            return swap_copier(cpu[some], gpu[some], layouts[some], max_bytes[0])
+
+        def swap_out(some: slice) -> Copier:
+            return swap_copier(gpu[some], cpu[some], layouts[some], max_bytes[1])
+
+        def copy(some: slice) -> Copier:
+            return device_copier(gpu[some], layouts[some])
+
+        everything = slice(None)
+        self._swap_in, self._swap_out, self._copy = swap_in(everything), swap_out(everything), copy(everything)
+        self._piece_copiers = PieceCopiers({"swap_in": swap_in, "swap_out": swap_out, "copy": copy})
 
     @staticmethod
     def get_cache_block_size(

@@ -63,19 +63,19 @@ class AllAtOnce:
 
 
 def swap_copier(
-    srcs: Sequence[torch.Tensor], dsts: Sequence[torch.Tensor], layout: CacheLayout, kernel_max_bytes: int
+    srcs: Sequence[torch.Tensor], dsts: Sequence[torch.Tensor], layouts: Sequence[CacheLayout], kernel_max_bytes: int
 ) -> Copier:
-    """Return a copier between two tiers: the backend's own, or a BlockCopier."""
-    custom = getattr(layout.backend_class, "swap_blocks", None)
+    """Return a copier between two tiers: the backend's own, or a BlockCopier. layouts: of each layer."""
+    custom = getattr(layouts[0].backend_class, "swap_blocks", None)
     if custom is None:
-        return BlockCopier(srcs, dsts, layout, kernel_max_bytes)
+        return BlockCopier(srcs, dsts, layouts, kernel_max_bytes)
     return LayerByLayer(custom, list(zip(srcs, dsts, strict=True)))
 
 
-def device_copier(caches: Sequence[torch.Tensor], layout: CacheLayout) -> Copier:
-    """Return a copier within one tier: the backend's own, or a BlockCopier."""
-    custom = getattr(layout.backend_class, "copy_blocks", None)
-    return BlockCopier(caches, caches, layout) if custom is None else AllAtOnce(custom, caches)
+def device_copier(caches: Sequence[torch.Tensor], layouts: Sequence[CacheLayout]) -> Copier:
+    """Return a copier within one tier: the backend's own, or a BlockCopier. layouts: of each layer."""
+    custom = getattr(layouts[0].backend_class, "copy_blocks", None)
+    return BlockCopier(caches, caches, layouts) if custom is None else AllAtOnce(custom, caches)
 
 
 def no_copier() -> Copier:

@@ -15,7 +15,7 @@ from kvpage.layout.kv_scales import KVScales
 
 
 class LayerCaches(Protocol):
-    """Caches of layers, of one layout, on one device. A CacheEngine has them, and a LayerSlice."""
+    """Caches of layers on one device. A CacheEngine has them, and a LayerSlice."""
 
     device: torch.device
     gpu_cache: list[torch.Tensor]
@@ -29,8 +29,12 @@ class LayerCaches(Protocol):
         """The scales of each layer, or None."""
 
     @property
+    def layouts(self) -> Sequence[CacheLayout]:
+        """The layout of each cache."""
+
+    @property
     def layout(self) -> CacheLayout:
-        """The layout of every cache."""
+        """The layout of the first cache. All others have its dtype, and blocks of as many tokens."""
 
 
 class LayerSlice:
@@ -48,7 +52,9 @@ class LayerSlice:
     def __init__(self, engine: CacheEngine, first: int, last: int) -> None:
         if not 0 <= first < last <= len(engine.gpu_cache):
             raise ValueError(f"layers must be some of [0, {len(engine.gpu_cache)}), got [{first}, {last})")
-        self.engine, self.device, self.layout = engine, engine.device, engine.layout
+        self.engine, self.device = engine, engine.device
+        self.layouts = engine.layouts[first:last]
+        self.layout = self.layouts[0]
         self.gpu_cache = engine.gpu_cache[first:last]
         self.layer_ids = tuple(engine.layer_ids[first:last])
         self.kv_scales = None if engine.kv_scales is None else engine.kv_scales[first:last]

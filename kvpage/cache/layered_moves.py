@@ -53,10 +53,10 @@ class PieceCopiers:
     """The copiers of some layers by kind, each made once.
 
     Args:
-        make: By kind, makes the copier of the layers [first, last).
+        make: By kind, makes the copier of a slice of the layers.
     """
 
-    def __init__(self, make: dict[Kind, Callable[[int, int], Copier]]) -> None:
+    def __init__(self, make: dict[Kind, Callable[[slice], Copier]]) -> None:
         self._make = make
         self._made: dict[tuple[Kind, int, int], Copier] = {}
 
@@ -70,7 +70,7 @@ class PieceCopiers:
         """
         key = kind, first, last
         if key not in self._made:
-            self._made[key] = self._make[kind](first, last)
+            self._made[key] = self._make[kind](slice(first, last))
         return self._made[key]
 
 

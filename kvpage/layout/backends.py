@@ -23,6 +23,7 @@ __all__ = [
     "AttentionBackend",
     "FlashBackend",
     "FlashInferBackend",
+    "JointBackend",
     "MlaBackend",
     "PagedBackend",
     "get_backend",
@@ -46,6 +47,10 @@ class AttentionBackend(Protocol):
         one run of memory; called instead of split_kv. head_size is the padded one, without scales.
     `padded_head_size(head_size, element_bytes)`: default head_size. Where each token and head has a scale, 4 bytes are
         added for it, and get_kv_cache_shape is asked for the sum.
+    `uneven`: the name of the backend of layers whose V has another size than K; default: this one, with rows of the
+        larger size for both.
+    `joins_values`: whether K and V of a head are one row, so that V may have a size of its own, or be missing.
+        get_kv_cache_shape is asked for the size of the whole row. It needs no split_kv.
     `swap_blocks(src, dst, block_mapping)` and `copy_blocks(caches, block_mapping)`: called instead of kvpage's own,
         with one layer's tensors, or with the tensors of all layers; `block_mapping` is int64 [num_pairs, 2] on the CPU.
     """
@@ -73,6 +78,7 @@ class FlashBackend:
 
     block_dim = 1
     kv_layouts = KV_LAYOUTS
+    uneven = "joint"
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
@@ -95,6 +101,7 @@ class FlashInferBackend:
 
     block_dim = 0
     kv_layouts = KV_LAYOUTS
+    uneven = "joint"
 
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
@@ -162,6 +169,24 @@ class PagedBackend:
         return KVView(key, by_token[0]), KVView(value, by_token[1])
 
 
+class JointBackend:
+    """K and V of a token's head in one row, K first: V may have a size of its own."""
+
+    block_dim = 0
+    kv_layouts = KV_LAYOUTS
+    joins_values = True
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """Return (`num_blocks`, `block_size`, `num_kv_heads`, `head_size`), the last of K and V together."""
+        return (num_blocks, block_size, num_kv_heads, head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(kv_layout: str) -> tuple[int, ...]:
+        """Return the dimensions of the generic shape for `kv_layout`, the outermost in memory first."""
+        return {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3)}[kv_layout]
+
+
 class MlaBackend:
     """Multi-head latent attention: one latent with its rotary part a token, for all heads, and no value part."""
 
@@ -182,6 +207,7 @@ class MlaBackend:
 _backends: dict[str, type[AttentionBackend]] = {
     "flash": FlashBackend,
     "flashinfer": FlashInferBackend,
+    "joint": JointBackend,
     "mla": MlaBackend,
     "paged": PagedBackend,
 }
@@ -213,7 +239,7 @@ def get_backend(name: str) -> type[AttentionBackend]:
     """Return the backend of this name.
 
     Args:
-        name: "flash", "flashinfer", "mla", "paged", or a registered one.
+        name: "flash", "flashinfer", "joint", "mla", "paged", or a registered one.
 
     Returns:
         The class.

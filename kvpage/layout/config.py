@@ -1,8 +1,7 @@
 """The configuration: frozen, validated, passed down. Nothing here holds memory."""
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +10,17 @@ from kvpage.checks.tensors import parse_device
 from kvpage.checks.values import check_at_least
 from kvpage.layout.backends import get_backend, stride_order
 from kvpage.layout.cache_layout import LAYER_LAYOUTS, CacheLayout
+from kvpage.layout.model_config import ModelConfig, ParallelConfig
+
+__all__ = [
+    "CACHE_DTYPES",
+    "CacheConfig",
+    "DeviceConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "cache_block_bytes",
+    "check_configs",
+]
 
 CACHE_DTYPES = {
     "fp32": torch.float32,
@@ -20,34 +30,6 @@ CACHE_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelConfig:
-    """The split of a model over devices: heads over tensor-parallel ranks, layers and blocks over pipeline stages.
-
-    Args:
-        tensor_parallel_size: Number of ranks that share each layer's heads.
-        pipeline_parallel_size: Number of stages that share the layers and the blocks.
-        pipeline_rank: The stage that this process holds, from 0. It decides which layers the engine allocates.
-
-    Raises:
-        ValueError: A size is below 1, or `pipeline_rank` is negative or not below `pipeline_parallel_size`.
-    """
-
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    pipeline_rank: int = 0
-
-    def __post_init__(self) -> None:
-        check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        check_at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
-        check_at_least("pipeline_rank", self.pipeline_rank, 0)
-        if self.pipeline_rank >= self.pipeline_parallel_size:
-            raise ValueError(
-                f"pipeline_rank must be under pipeline_parallel_size={self.pipeline_parallel_size}, "
-                f"got {self.pipeline_rank}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,163 +54,6 @@ class DeviceConfig:
         if device.type == "cuda":
             return torch.cuda.mem_get_info(device)[0]
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The shape of a model's K and V, as far as the cache needs it.
-
-    Args:
-        head_size: Elements of a head, the larger of K's and V's. For MLA it is that of the latent with its rotary part,
-            kv_lora_rank + qk_rope_head_dim.
-        num_kv_heads: KV heads over all ranks; 1 for MLA.
-        layer_types: One word a layer, from transformers: "full_attention", "sliding_attention", "mamba" and others.
-            Only layers that attend over keys and values of their own have a cache.
-        dtype: The model's dtype, in which blocks are kept unless CacheConfig names another one.
-        use_mla: Whether blocks hold one latent a token, without a value part.
-
-    Raises:
-        ValueError: A field is out of range or of another type, or `use_mla` comes with several heads.
-    """
-
-    head_size: int
-    num_kv_heads: int
-    layer_types: tuple[str, ...]
-    dtype: torch.dtype = torch.float16
-    use_mla: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "layer_types", _layer_words(self.layer_types))
-        minimum = 0 if self.is_attention_free else 1
-        check_at_least("head_size", self.head_size, minimum)
-        check_at_least("num_kv_heads", self.num_kv_heads, minimum)
-        if not isinstance(self.dtype, torch.dtype):
-            raise ValueError(f"dtype must be a torch.dtype, got {self.dtype!r}")
-        if not isinstance(self.use_mla, bool):
-            raise ValueError(f"use_mla must be True or False, got {type(self.use_mla).__name__}")
-        if self.use_mla and self.num_kv_heads > 1:
-            raise ValueError(f"num_kv_heads must be 1 with use_mla, got {self.num_kv_heads}")
-
-    @property
-    def is_attention_free(self) -> bool:
-        """Whether no layer has a cache."""
-        return not any(_is_attention(kind) for kind in self.layer_types)
-
-    def attention_layers(self, parallel_config: ParallelConfig) -> list[int]:
-        """Return the indices, in the whole model, of the attention layers that this pipeline stage holds.
-
-        Args:
-            parallel_config: The split of the model, with the stage.
-        """
-        num_layers, num_stages = len(self.layer_types), parallel_config.pipeline_parallel_size
-        first = parallel_config.pipeline_rank * num_layers // num_stages
-        last = (parallel_config.pipeline_rank + 1) * num_layers // num_stages
-        return [layer for layer in range(first, last) if _is_attention(self.layer_types[layer])]
-
-    def with_caches_of(self, layer_ids: Iterable[int]) -> "ModelConfig":
-        """Return the same shape, where only these layers have a cache.
-
-        Args:
-            layer_ids: Attention layers. The words of others become "elsewhere".
-        """
-        kept = set(layer_ids)
-        words = (kind if layer in kept else "elsewhere" for layer, kind in enumerate(self.layer_types))
-        return replace(self, layer_types=tuple(words))
-
-    def num_heads(self, parallel_config: ParallelConfig) -> int:
-        """Return the number of KV heads on one rank. With fewer heads than ranks, each rank holds a copy of one.
-
-        Args:
-            parallel_config: The split of the model.
-
-        Raises:
-            ValueError: Neither of the two numbers divides the other, so that heads would be lost.
-        """
-        heads, ranks = self.num_kv_heads, parallel_config.tensor_parallel_size
-        if max(heads, ranks) % max(min(heads, ranks), 1):
-            raise ValueError(
-                f"tensor_parallel_size must divide num_kv_heads={heads} or be a multiple of it, got {ranks}"
-            )
-        return max(1, heads // ranks)
-
-    @classmethod
-    def from_hf(cls, config: Any, dtype: torch.dtype | None = None, use_mla: bool = False) -> "ModelConfig":
-        """Read a transformers config that describes a text decoder, also one nested in a multimodal config.
-
-        Args:
-            config: The config.
-            dtype: The model's dtype. Default: the config's, or fp32 if it has none.
-            use_mla: Whether to cache DeepSeek's latents. Otherwise the cache holds the expanded heads, which
-                transformers' attention functions take.
-
-        Returns:
-            The model's config. A model without attention heads gets head_size 0 and num_kv_heads 0.
-
-        Raises:
-            ValueError: The config has no number of layers, or `use_mla` is given and it has no kv_lora_rank.
-        """
-        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        layer_types = _layer_types(text)
-        dtype = dtype or _dtype(text) or _dtype(config) or torch.float32
-        if getattr(text, "num_attention_heads", None) is None:
-            return cls(0, 0, layer_types, dtype)
-        if use_mla:
-            if getattr(text, "kv_lora_rank", None) is None:
-                raise ValueError(f"use_mla needs a config with kv_lora_rank, {type(text).__name__} has none")
-            return cls(text.kv_lora_rank + text.qk_rope_head_dim, 1, layer_types, dtype, use_mla=True)
-        layers = _layers(text)
-        return cls(max(map(_head_size, layers)), max(map(_num_kv_heads, layers)), layer_types, dtype)
-
-
-def _layer_words(layer_types: Any) -> tuple[str, ...]:
-    if isinstance(layer_types, Iterable) and not isinstance(layer_types, str):  # a str's letters would be layers
-        words = tuple(layer_types)
-        if all(isinstance(word, str) for word in words):
-            return words
-    raise ValueError(f"layer_types must be one str a layer, got {layer_types!r}")
-
-
-def _layers(text: Any) -> list[Any]:
-    """Return one config a layer where layers have attention of different shapes, otherwise the config alone."""
-    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
-
-
-def _is_attention(kind: str) -> bool:
-    return kind == "hybrid" or ("attention" in kind and "linear" not in kind)
-
-
-def _layer_types(text: Any) -> tuple[str, ...]:
-    for name in ("layer_types", "layers_block_type"):
-        kinds = getattr(text, name, None)
-        if kinds:
-            return tuple(kinds)
-    if getattr(text, "num_hidden_layers", None) is None:
-        raise ValueError(f"config must have num_hidden_layers, {type(text).__name__} has none")
-    has_attention = getattr(text, "num_attention_heads", None) is not None
-    return ("full_attention" if has_attention else "mamba",) * int(text.num_hidden_layers)
-
-
-def _dtype(config: Any) -> torch.dtype | None:
-    dtype = getattr(config, "dtype", None)
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-
-
-def _head_size(text: Any) -> int:
-    if getattr(text, "qk_nope_head_dim", None) and getattr(text, "qk_rope_head_dim", None):
-        return int(max(text.qk_nope_head_dim + text.qk_rope_head_dim, getattr(text, "v_head_dim", None) or 0))
-    heads = text.num_attention_heads
-    heads = max(heads) if isinstance(heads, (list, tuple)) else heads
-    sizes = [getattr(text, name, None) for name in ("head_dim", "global_head_dim", "v_head_dim")]
-    return int(max((size for size in sizes if size), default=None) or text.hidden_size // heads)
-
-
-def _num_kv_heads(text: Any) -> int:
-    names = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads", "num_attention_heads")
-    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
-        return 1
-    found = [getattr(text, name, None) for name in names]
-    own = [count for count in found[:3] if count] or [found[3]]
-    return int(max(max(count) if isinstance(count, (list, tuple)) else count for count in own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +98,22 @@ class CacheConfig:
         stride_order(get_backend(self.backend), self.kv_layout)
 
     def layout(self, model_config: ModelConfig, parallel_config: ParallelConfig) -> CacheLayout:
-        """Return the layout of each attention layer's cache on one rank.
+        """Return the layout of the first cache on one rank. Other layers may have other heads and sizes: see `layouts`.
+
+        Args:
+            model_config: The model's shape. Latents (use_mla) need the backend "mla".
+            parallel_config: The split of the model.
+
+        Raises:
+            ValueError: As of `layouts`.
+        """
+        layers = model_config.attention_layers(parallel_config)
+        return self._layout_of(model_config, parallel_config, layers[0] if layers else 0)
+
+    def layouts(self, model_config: ModelConfig, parallel_config: ParallelConfig) -> list[CacheLayout]:
+        """Return the layout of the cache of each layer that has one, on one rank.
+
+        Where V has another size than K, the backend's `uneven` keeps them; a backend without it pads both.
 
         Args:
             model_config: The model's shape. Latents (use_mla) need the backend "mla".
@@ -283,20 +123,28 @@ class CacheConfig:
             ValueError: Only one of the backend and the model is for latents, or the heads cannot be split over the
                 ranks.
         """
+        layers = model_config.attention_layers(parallel_config)
+        return [self._layout_of(model_config, parallel_config, layer) for layer in layers]
+
+    def _layout_of(self, model_config: ModelConfig, parallel_config: ParallelConfig, layer: int) -> CacheLayout:
         if model_config.use_mla and self.backend != "mla":
             raise ValueError(f"backend must be 'mla' for a ModelConfig with use_mla=True, got {self.backend!r}")
         if self.backend == "mla" and not model_config.use_mla:
             raise ValueError(
                 "backend must not be 'mla', which keeps latents, for a ModelConfig with use_mla=False, got 'mla'"
             )
+        shape = model_config.shape_of(layer)
+        uneven = getattr(get_backend(self.backend), "uneven", None)
+        is_joint = shape.value_size is not None and uneven is not None
         return CacheLayout(
             block_size=self.block_size,
-            num_kv_heads=model_config.num_heads(parallel_config),
-            head_size=model_config.head_size,
+            num_kv_heads=shape.heads_of_rank(parallel_config.tensor_parallel_size),
+            head_size=shape.head_size if is_joint else shape.largest,
             dtype=CACHE_DTYPES.get(self.cache_dtype, model_config.dtype),
-            backend=self.backend,
+            backend=uneven if is_joint and uneven is not None else self.backend,
             kv_layout=self.kv_layout,
             layer_layout=self.layer_layout,
+            value_size=shape.value_size if is_joint else None,
         )
 
     @classmethod
@@ -372,10 +220,7 @@ def _only_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 def cache_block_bytes(cache: CacheConfig, model: ModelConfig, parallel: ParallelConfig) -> int:
     """Return the bytes of one block in all attention layers of one rank, K and V together."""
-    num_layers = len(model.attention_layers(parallel))
-    if num_layers == 0:
-        return 0
-    return num_layers * cache.layout(model, parallel).block_bytes
+    return sum(layout.block_bytes for layout in cache.layouts(model, parallel))
 
 
 def check_configs(

@@ -46,6 +46,10 @@ class ViewLayout:
     def padded_head_size(self) -> int:
         return self.head_size
 
+    @property
+    def head_size_v(self) -> int:
+        return self.head_size
+
     def num_blocks(self, cache: torch.Tensor) -> int:
         return cache.shape[0]
 

@@ -134,7 +134,7 @@ def attend(
 def _checked_out(out: torch.Tensor, query: torch.Tensor, shape: tuple[int, ...], cache: BoundCache) -> torch.Tensor:
     check_writable("out", out)
     check_tensor("out", out, query.dtype, shape, cache.device)
-    check_size("out", out, cache.layout)
+    check_size("out", out, cache.value_size)
     return out
 
 
@@ -152,19 +152,19 @@ def _check_query(query: torch.Tensor, cache: BoundCache) -> None:
     if num_heads == 0 or num_heads % layout.num_kv_heads:
         raise ValueError(f"query's heads must be a multiple of {layout.num_kv_heads}, got {num_heads}")
     if not 1 <= size <= layout.head_size or query.stride(2) != 1:
-        check_size("query", query, layout)
+        check_size("query", query, layout.head_size)
     if query.device != cache.device:
         raise ValueError(f"query must be on {cache.device}, got {query.device}")
 
 
 def _completed(attention: Attention, query: torch.Tensor, cache: BoundCache) -> Attention:
     """Give the options that were left open, as implementations take them: sinks contiguous and in fp32."""
-    head_size, size = cache.layout.head_size, attention.value_size
-    if size is not None and not 1 <= size <= head_size:
-        raise ValueError(f"value_size must be in [1, {head_size}], got {size}")
+    most, size = cache.value_size, attention.value_size
+    if size is not None and not 1 <= size <= most:
+        raise ValueError(f"value_size must be in [1, {most}], got {size}")
     changes: dict[str, Any] = {}
     if size is None:
-        changes["value_size"] = head_size
+        changes["value_size"] = most
     if attention.scale is None:
         changes["scale"] = query.shape[2] ** -0.5
     if attention.sinks is not None:

@@ -14,7 +14,7 @@ import torch
 import kvpage._C as _C
 from kvpage.checks.tensors import check_plain, check_writable, readable
 from kvpage.checks.values import as_integer
-from kvpage.layout.cache_layout import SCALE_BYTES, CacheLayout
+from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
 from kvpage.ops.args.layers import KnownLayers
@@ -44,7 +44,7 @@ def store_chunk(
         block_ids: int32 [num_blocks], the blocks of a sequence in order, on the host or the caches' device. Ids of
             blocks without a wanted token are not read.
         chunk: [num_layers, parts, num_tokens, num_kv_heads, size] ("vllm") or [num_layers, parts, num_kv_heads,
-            num_tokens, size] ("huggingface"). parts is 2, or 1 without a value part (MLA). size is at most head_size:
+            num_tokens, size] ("huggingface"). parts is 2, or 1 without a value part (MLA). size is at most K's and V's:
             the first elements of each head are moved. Any strides will do with the last dimension contiguous, so a
             slice of tokens is a chunk, too. It is on the caches' device or, for caches on CUDA, in pinned host memory.
             Its dtype is the cache's. Where the layout quantises, it is fp32, bf16, fp16 or raw, so that every bit
@@ -158,8 +158,11 @@ def _check_chunk(rows: torch.Tensor, parts: tuple[int, int], layout: CacheLayout
     raw_int8 = layout.has_token_scales and rows.dtype == torch.int8
     if not raw_int8:
         check_dtype("chunk", rows, row_dtypes(layout))
-    raw_size = layout.padded_head_size + SCALE_BYTES
-    size, least, most = rows.shape[4], raw_size if raw_int8 else 1, raw_size if raw_int8 else layout.head_size
+    if raw_int8 and len(set(layout.row_sizes)) > 1:
+        raise ValueError(f"chunk must not be raw int8 for rows of K and V of several sizes, got {layout.row_sizes}")
+    size, least, most = rows.shape[4], 1, min(layout.head_size, layout.head_size_v or layout.head_size)
+    if raw_int8:
+        least = most = layout.row_sizes[0]
     if not least <= size <= most:
         raise ValueError(f"chunk's head size must be in [{least}, {most}], got {size}")
     if rows.stride(4) != 1 and size > 1:

@@ -1,4 +1,4 @@
-"""BlockCopier: moves blocks between two caches of one shape, all layers at once.
+"""BlockCopier: moves blocks between two caches whose layers have the same shapes, all layers at once.
 
     pairs of block ids ─► CopyPlan ─► host threads    CPU    ─► CPU
                           (csrc)      copy engines    CPU    ─► CUDA, CUDA ─► CPU
@@ -20,6 +20,7 @@ from kvpage.layout.cache_layout import CacheLayout, check_layout
 from kvpage.ops import reference
 
 HOST = -1
+_NO_LAYOUT = CacheLayout(1, 1, 1, torch.uint8)  # of a copier without layers
 MAX_GROUPS = 16
 
 
@@ -30,18 +31,19 @@ class BlockCopier:
     copier holds the tensors themselves. They must keep their memory while it lives.
 
     Args:
-        srcs: Caches to read, one tensor a layer, of the layout's generic shape.
+        srcs: Caches to read, one tensor a layer, of its layout's generic shape.
         dsts: Caches to write, likewise.
-        layout: How the tensors of both sides are to be read.
+        layout: How the tensors of both sides are to be read: one for all layers, or a sequence with one for each.
         kernel_max_bytes: Between CUDA and pinned memory, a kernel copies extents of up to so many bytes on average,
             all in one launch. The copy engines copy larger ones. With 0 they copy all. `kvpage.calibrate` finds the
             best limit.
         max_groups: Groups of 256 threads that this kernel may take. A multiprocessor holds at most eight.
 
     Raises:
-        TypeError: `srcs` or `dsts` are not tensors, or `layout` is no CacheLayout.
-        ValueError: A tensor is not of the layout. A side is on several devices, or the two are on two CUDA devices. The
-            numbers of layers differ. A destination overlaps itself, or the sides overlap without being the same caches.
+        TypeError: `srcs` or `dsts` are not tensors, or a layout is no CacheLayout.
+        ValueError: A tensor is not of its layout, or layouts are of several dtypes. A side is on several devices, or
+            the two are on two CUDA devices. The numbers of layers differ. A destination overlaps itself, or the sides
+            overlap without being the same caches.
             `kernel_max_bytes` is negative, or `max_groups` below 1.
     """
 
@@ -49,17 +51,17 @@ class BlockCopier:
         self,
         srcs: Sequence[torch.Tensor],
         dsts: Sequence[torch.Tensor],
-        layout: CacheLayout,
+        layout: CacheLayout | Sequence[CacheLayout],
         kernel_max_bytes: int = 0,
         max_groups: int = MAX_GROUPS,
     ) -> None:
-        check_layout(layout)
-        self._srcs, self._dsts, self._layout = tensor_list("src", srcs), tensor_list("dst", dsts), layout
+        self._srcs, self._dsts = tensor_list("src", srcs), tensor_list("dst", dsts)
+        self._layouts, self._is_uniform = _layouts(layout, len(self._srcs))
         self._limits = kernel_max_bytes, max_groups
         self._layers: list[BlockCopier] | None = None
         if len(self._srcs) != len(self._dsts):
             raise ValueError(f"src and dst must have as many layers, got {len(self._srcs)} and {len(self._dsts)}")
-        self._num_blocks = _num_blocks("src", self._srcs, layout), _num_blocks("dst", self._dsts, layout)
+        self._num_blocks = _num_blocks("src", self._srcs, self._layouts), _num_blocks("dst", self._dsts, self._layouts)
         src, dst = _device("src", self._srcs), _device("dst", self._dsts)
         if src.type == "cuda" and dst.type == "cuda" and src != dst:
             raise ValueError(f"src and dst must be on one CUDA device or one of them on the CPU, got {src} and {dst}")
@@ -129,17 +131,19 @@ class BlockCopier:
         """Return copiers of one layer each, in the order of the layers, with this copier's limits. They are made
         once."""
         if self._layers is None:
-            sides = zip(self._srcs, self._dsts, strict=True)
-            self._layers = [BlockCopier([src], [dst], self._layout, *self._limits) for src, dst in sides]
+            layers = zip(self._srcs, self._dsts, self._layouts, strict=True)
+            self._layers = [BlockCopier([src], [dst], layout, *self._limits) for src, dst, layout in layers]
         return self._layers
 
     def _make_native(self, places: tuple[int, int]) -> _C.BlockCopier:
         host = [cache for cache in (*self._srcs, *self._dsts) if cache.device.type == "cpu"]
         num_src_blocks, num_dst_blocks = self._num_blocks
+        first = self._layouts[0] if self._layouts else _NO_LAYOUT
+        shapes = [] if self._is_uniform else [(layout.shape(1), layout.block_dim) for layout in self._layouts]
         return _C.BlockCopier(
-            sizes=self._layout.shape(1),
-            block_dim=self._layout.block_dim,
-            element_bytes=self._layout.dtype.itemsize,
+            sizes=first.shape(1),
+            block_dim=first.block_dim,
+            element_bytes=first.dtype.itemsize,
             srcs=[_layer(cache) for cache in self._srcs],
             dsts=[_layer(cache) for cache in self._dsts],
             num_src_blocks=num_src_blocks,
@@ -149,12 +153,13 @@ class BlockCopier:
             pinned=self._cuda is not None and all(cache.is_pinned() for cache in host),
             kernel_max_bytes=self._limits[0],
             max_groups=self._limits[1],
+            shapes=shapes,
         )
 
     def _run_reference(self, pairs: torch.Tensor) -> None:
         self._native.check(pairs.data_ptr(), len(pairs))
-        for src, dst in zip(self._srcs, self._dsts, strict=True):
-            reference.swap_blocks(src, dst, pairs, self._layout)
+        for src, dst, layout in zip(self._srcs, self._dsts, self._layouts, strict=True):
+            reference.swap_blocks(src, dst, pairs, layout)
 
 
 def _pairs(block_mapping: torch.Tensor) -> torch.Tensor:
@@ -173,10 +178,25 @@ def check_block_mapping(block_mapping: torch.Tensor) -> None:
         raise ValueError(f"block_mapping.shape must be [num_pairs, 2], got {list(block_mapping.shape)}")
 
 
-def _num_blocks(name: str, caches: list[torch.Tensor], layout: CacheLayout) -> int:
-    for layer, cache in enumerate(caches):
+def _layouts(layout: CacheLayout | Sequence[CacheLayout], num_layers: int) -> tuple[list[CacheLayout], bool]:
+    """Return the layout of each layer, and whether all are alike."""
+    if not isinstance(layout, Sequence):
+        check_layout(layout)
+        return [layout] * num_layers, True
+    for each in layout:
+        check_layout(each)
+    dtypes = sorted({str(each.dtype) for each in layout})
+    if len(layout) != num_layers or len(dtypes) > 1:
+        rule = f"layout must be one for each of {num_layers} layers, all of one dtype"
+        raise ValueError(f"{rule}, got {len(layout)} of {', '.join(dtypes)}")
+    return list(layout), len(set(layout)) <= 1
+
+
+def _num_blocks(name: str, caches: list[torch.Tensor], layouts: Sequence[CacheLayout]) -> int:
+    counts = set()
+    for layer, (cache, layout) in enumerate(zip(caches, layouts, strict=True)):
         layout.validate(cache, f"{name}[{layer}]")
-    counts = {cache.shape[layout.block_dim] for cache in caches}
+        counts.add(cache.shape[layout.block_dim])
     if len(counts) > 1:
         raise ValueError(f"{name} must have as many blocks in each layer, got {sorted(counts)}")
     return counts.pop() if counts else 0

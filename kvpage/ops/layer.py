@@ -71,12 +71,13 @@ def _attend_on_host(
     """Take the short way; None, with nothing done, for anything that needs a closer look."""
     cache.check()
     num_blocks, block_size, num_kv_heads, head_size = cache.shape
+    most = cache.value_size
     num_tokens, value_size = sequences.num_tokens, attention.value_size
-    queries = _host_rows(query, cache, num_tokens)
-    keys, values = _host_rows(key, cache, num_tokens), _host_rows(value, cache, num_tokens)
+    queries, keys = (_host_rows(rows, cache, num_tokens, head_size) for rows in (query, key))
+    values = _host_rows(value, cache, num_tokens, most)
     if queries is None or keys is None or values is None or query.dtype not in ROW_TYPES:
         return None
-    if value_size is None or not 1 <= value_size <= head_size or attention.scale is None:
+    if value_size is None or not 1 <= value_size <= most or attention.scale is None:
         return None
     num_heads, given = query.shape[1], _host_options(attention, query.shape[1])
     if given is None or not _are_slots(slots, num_tokens):
@@ -104,8 +105,13 @@ def _attend_on_host(
     return out
 
 
-def _host_rows(rows: torch.Tensor, cache: BoundCache, num_tokens: int) -> tuple[int, int, int, int, int, int] | None:
-    """Address, strides of token and head, row type, codec and size of [1, heads, num_tokens, size] in host memory."""
+def _host_rows(
+    rows: torch.Tensor, cache: BoundCache, num_tokens: int, most: int
+) -> tuple[int, int, int, int, int, int] | None:
+    """Address, strides of token and head, row type, codec and size of [1, heads, num_tokens, size] in host memory.
+
+    most: of the size.
+    """
     if type(rows) is not torch.Tensor or rows.layout is not torch.strided or rows.is_nested:
         return None
     form = cache.host_forms.get(rows.dtype)
@@ -115,7 +121,7 @@ def _host_rows(rows: torch.Tensor, cache: BoundCache, num_tokens: int) -> tuple[
     if not rows.is_cpu or not address or rows.is_neg() or len(shape) != 4:
         return None
     size, item = shape[3], rows.element_size()
-    if shape[0] != 1 or shape[2] != num_tokens or not 1 <= size <= cache.shape[3] or strides[3] != 1:
+    if shape[0] != 1 or shape[2] != num_tokens or not 1 <= size <= most or strides[3] != 1:
         return None
     return address, strides[2] * item, strides[1] * item, *form, size
 

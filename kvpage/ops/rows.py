@@ -47,7 +47,7 @@ def reshape_and_cache(
 
     Args:
         key: [num_tokens, num_kv_heads, size] on the cache's device, any strides with the last dimension contiguous.
-            `size` may be under the layout's head_size; the rest of a cache row stays. Of the cache's dtype; where the
+            `size` may be under the layout's size of K; the rest of a cache row stays. Of the cache's dtype; where the
             layout quantises, fp32, bf16 or fp16, or the 8-bit float itself, copied as it is.
         value: As key, of a size of its own. None where the layout has no value part (MLA).
         cache: One layer's cache, or a BoundCache: then layout and scales are None.
@@ -88,13 +88,14 @@ def reshape_and_cache(
 
 
 def _check_rows(name: str, rows: torch.Tensor, num_tokens: int | None, cache: BoundCache) -> None:
-    """`rows` must be [num_tokens, num_kv_heads, 1..head_size], with its last dimension contiguous."""
+    """`rows`, "key" or "value", must be [num_tokens, num_kv_heads, 1..its size], its last dimension contiguous."""
     if rows.dim() != 3:
         raise ValueError(f"{name} must be [num_tokens, num_kv_heads, size], got shape {tuple(rows.shape)}")
     _, _, num_heads, head_size = cache.shape
+    most = head_size if name == "key" else cache.value_size
     count, heads, size = rows.shape
-    if not 1 <= size <= head_size or rows.stride(2) != 1:
-        check_size(name, rows, cache.layout)
+    if not 1 <= size <= most or rows.stride(2) != 1:
+        check_size(name, rows, most)
     if rows.dtype not in cache.row_dtypes:
         check_dtype(name, rows, cache.row_dtypes)
     if heads != num_heads or (num_tokens is not None and count != num_tokens) or rows.device != cache.device:
@@ -135,7 +136,7 @@ def gather_cache(
             the 8-bit float itself.
 
     Returns:
-        `out` where given, else new contiguous tensors [total_tokens, num_kv_heads, head_size].
+        `out` where given, else new contiguous tensors [total_tokens, num_kv_heads, head_size], of K's size and V's.
 
     Raises:
         TypeError: An argument is no tensor, no integer, or of another type.
@@ -198,6 +199,6 @@ def _new_rows(
     dtype = dtype or dtypes[0]
     if dtype not in dtypes:
         raise ValueError(f"dtype must be {' or '.join(map(str, dtypes))}, got {dtype}")
-    shape = (num_tokens, layout.num_kv_heads, layout.head_size)
-    key = cache.tensor.new_empty(shape, dtype=dtype)
-    return key, None if cache.value is None else cache.tensor.new_empty(shape, dtype=dtype)
+    heads = num_tokens, layout.num_kv_heads
+    key = cache.tensor.new_empty(*heads, layout.head_size, dtype=dtype)
+    return key, None if cache.value is None else cache.tensor.new_empty(*heads, layout.head_size_v, dtype=dtype)

@@ -56,9 +56,10 @@ def _new_rows(
     num_tokens: int, cache: torch.Tensor, layout: CacheLayout, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     dtype = dtype or row_dtypes(layout)[0]
-    shape = (num_tokens, layout.num_kv_heads, layout.head_size)
+    heads = num_tokens, layout.num_kv_heads
     has_values = layout.views(torch.empty(layout.shape(1), dtype=layout.dtype))[1] is not None
-    return cache.new_empty(shape, dtype=dtype), cache.new_empty(shape, dtype=dtype) if has_values else None
+    key = cache.new_empty(*heads, layout.head_size, dtype=dtype)
+    return key, cache.new_empty(*heads, layout.head_size_v, dtype=dtype) if has_values else None
 
 
 def paged_attention(
@@ -86,7 +87,7 @@ def paged_attention(
             raise TypeError(f"options must be among {', '.join(OPTIONS)}, got {name}")
     if out is None:
         value_size = options.get("value_size")
-        out = query.new_empty(*query.shape[:2], known.head_size if value_size is None else value_size)
+        out = query.new_empty(*query.shape[:2], known.head_size_v if value_size is None else value_size)
     torch.ops.kvpage.paged_attention(
         query,
         tensor,

@@ -122,7 +122,7 @@ def test_bad_tables_and_starts() -> None:
 def test_a_plan_refuses_what_does_not_fit_and_writes_nothing() -> None:
     engine = make_engine()
     before = all_bytes(engine)
-    plan = BlockChunks(engine, [1, 2, 3], metadata_of(engine, "m")).plan(C)
+    plan = BlockChunks(engine, [1, 2, 3], metadata_of(engine, "m")).plans(C)[0]
     payload, ids = torch.full((L * 2 * C * 2 * 10 * 2,), 7, dtype=torch.uint8), torch.tensor([1, 2, 3, 24]).int()
     size, at = len(payload) // L, payload.data_ptr()
 

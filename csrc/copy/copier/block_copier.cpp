@@ -44,9 +44,9 @@ Executor choose_executor(const Placement& placement, int64_t extent_bytes, int64
   return kernel ? Executor::kKernel : Executor::kCopyEngine;
 }
 
-BlockCopier::BlockCopier(const BlockShape& shape, const CacheView& src, const CacheView& dst,
+BlockCopier::BlockCopier(const std::vector<BlockShape>& shapes, const CacheView& src, const CacheView& dst,
                          const Placement& placement, const KernelLimits& limits)
-    : geometry_(shape, src, dst), placement_(placement), limits_(limits) {
+    : geometry_(shapes, src, dst), placement_(placement), limits_(limits) {
   check(limits.max_bytes >= 0, "kernel_max_bytes must not be negative, got ", limits.max_bytes);
   check(limits.max_groups > 0 && limits.max_groups <= kMostGroups, "max_groups must be between 1 and ", kMostGroups,
         ", got ", limits.max_groups);

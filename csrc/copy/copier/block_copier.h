@@ -47,8 +47,8 @@ class BlockCopier {
   // Throws InvalidArgument as CopyGeometry does, for limits out of range, for two different devices, and for a device
   // in a build without CUDA. Where the device does not see the host side under its own addresses, the kernel is never
   // used between them.
-  BlockCopier(const BlockShape& shape, const CacheView& src, const CacheView& dst, const Placement& placement,
-              const KernelLimits& limits);
+  BlockCopier(const std::vector<BlockShape>& shapes, const CacheView& src, const CacheView& dst,
+              const Placement& placement, const KernelLimits& limits);
   ~BlockCopier();
 
   const CopyGeometry& geometry() const { return geometry_; }

@@ -8,7 +8,7 @@ namespace kvpage {
 
 using Address = unsigned long long;  // as CUdeviceptr; a host or a device address
 
-// One layer's tensor. `strides` are in bytes, one for each dimension of the shape that all layers share.
+// One layer's tensor. `strides` are in bytes, one for each dimension of its shape.
 struct LayerView {
   Address address;
   std::vector<int64_t> strides;

@@ -79,6 +79,8 @@ bool are_same(const CacheView& a, const CacheView& b) {
 }
 
 void check_shape(const BlockShape& shape) {
+  check(shape.block_dim >= 0 && shape.block_dim < static_cast<int>(shape.sizes.size()),
+        "block_dim must be a dimension of ", shape.sizes.size(), ", got ", shape.block_dim);
   check(shape.element_bytes > 0, "element_bytes must be positive, got ", shape.element_bytes);
   int64_t bytes = shape.element_bytes;
   for (const int64_t size : shape.sizes) {
@@ -88,27 +90,33 @@ void check_shape(const BlockShape& shape) {
   }
 }
 
-void check_layers(const BlockShape& shape, const CacheView& cache, const char* name) {
+// Returns the shape of a layer; of all layers where there is only one.
+const BlockShape& shape_of(const std::vector<BlockShape>& shapes, size_t layer) {
+  return shapes[shapes.size() == 1 ? 0 : layer];
+}
+
+void check_layers(const std::vector<BlockShape>& shapes, const CacheView& cache, const char* name) {
   check(cache.num_blocks >= 0 && cache.num_blocks <= std::numeric_limits<int32_t>::max(), name,
         " must have block ids of 31 bits, got ", cache.num_blocks, " blocks");
-  for (const LayerView& layer : cache.layers) {
-    check(layer.strides.size() == shape.sizes.size(), name, " must have ", shape.sizes.size(), " strides a layer, got ",
-          layer.strides.size());
+  for (size_t i = 0; i < cache.layers.size(); ++i) {
+    const size_t num_dims = shape_of(shapes, i).sizes.size(), num_strides = cache.layers[i].strides.size();
+    check(num_strides == num_dims, name, " must have ", num_dims, " strides a layer, got ", num_strides);
   }
 }
 
 }  // namespace
 
-CopyGeometry::CopyGeometry(const BlockShape& shape, const CacheView& src, const CacheView& dst)
+CopyGeometry::CopyGeometry(const std::vector<BlockShape>& shapes, const CacheView& src, const CacheView& dst)
     : num_src_blocks_(src.num_blocks), num_dst_blocks_(dst.num_blocks) {
   check(src.layers.size() == dst.layers.size(), "src and dst must have as many layers, got ", src.layers.size(),
         " and ", dst.layers.size());
-  check(shape.block_dim >= 0 && shape.block_dim < static_cast<int>(shape.sizes.size()),
-        "block_dim must be a dimension of ", shape.sizes.size(), ", got ", shape.block_dim);
-  check_shape(shape);
-  check_layers(shape, src, "src");
-  check_layers(shape, dst, "dst");
-  for (size_t i = 0; i < src.layers.size(); ++i) add_layer(shape, src.layers[i], dst.layers[i], fragments_);
+  check(shapes.size() == 1 || shapes.size() == src.layers.size(), "shapes must be one, or one for each of ",
+        src.layers.size(), " layers, got ", shapes.size());
+  for (const BlockShape& shape : shapes) check_shape(shape);
+  check_layers(shapes, src, "src");
+  check_layers(shapes, dst, "dst");
+  for (size_t i = 0; i < src.layers.size(); ++i)
+    add_layer(shape_of(shapes, i), src.layers[i], dst.layers[i], fragments_);
   fragments_ = merge_neighbours(std::move(fragments_));
   for (const Fragment& fragment : fragments_) {
     block_bytes_ += fragment.bytes;

@@ -22,9 +22,10 @@ namespace kvpage {
 
 class CopyGeometry {
  public:
+  // shapes: one for all layers, or one a layer.
   // Throws InvalidArgument if numbers of layers or dimensions differ, if a block id would not fit 31 bits, if the
   // destination overlaps itself, or if source and destination overlap without being the same memory of one shape.
-  CopyGeometry(const BlockShape& shape, const CacheView& src, const CacheView& dst);
+  CopyGeometry(const std::vector<BlockShape>& shapes, const CacheView& src, const CacheView& dst);
 
   const std::vector<Fragment>& fragments() const { return fragments_; }  // sorted by source address
   int64_t num_src_blocks() const { return num_src_blocks_; }

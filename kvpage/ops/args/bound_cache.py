@@ -90,6 +90,7 @@ class BoundCache:
         "shape",
         "tensor",
         "value",
+        "value_size",
     )
 
     def __init__(self, tensor: torch.Tensor, layout: CacheLayout, scales: KVScales | None = None) -> None:
@@ -100,6 +101,7 @@ class BoundCache:
         self.device, self.is_cuda = tensor.device, tensor.is_cuda
         self.row_dtypes = row_dtypes(layout)
         self.shape = self.key.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_size
+        self.value_size = layout.head_size_v
         self._place = tensor.data_ptr(), tensor.shape, tensor.stride()
         self.native = _native(self)
         self.host_forms = {} if self.is_cuda or self.value is None else _host_forms(self)
@@ -137,7 +139,7 @@ class BoundCache:
             tensors = [tensor for view in self.views if view is not None for tensor in (view.rows, view.scales)]
             scales = () if self.scales is None else (self.scales.key, self.scales.value)
             described = [None if one is None else (one.dtype, one.shape, one.stride()) for one in (*tensors, *scales)]
-            self._geometry = self.device, self.shape, self.row_dtypes, *described
+            self._geometry = self.device, self.shape, self.value_size, self.row_dtypes, *described
         return self._geometry
 
     @property

@@ -109,9 +109,9 @@ def check_given_scales(what: str, scales: object, cache: torch.Tensor, layout: C
             raise ValueError(f"{what}.{name} must have 1 or {layout.num_kv_heads} entries, got {len(scale)}")
 
 
-def check_size(name: str, rows: torch.Tensor, layout: CacheLayout) -> None:
-    if not 1 <= rows.shape[-1] <= layout.head_size:
-        raise ValueError(f"{name}'s head size must be in [1, {layout.head_size}], got {rows.shape[-1]}")
+def check_size(name: str, rows: torch.Tensor, most: int) -> None:
+    if not 1 <= rows.shape[-1] <= most:
+        raise ValueError(f"{name}'s head size must be in [1, {most}], got {rows.shape[-1]}")
     if rows.stride(-1) != 1 and rows.shape[-1] > 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, got stride {rows.stride(-1)}")
 
@@ -185,11 +185,11 @@ def check_out_pair(out: tuple[torch.Tensor, torch.Tensor | None], has_values: bo
 
 
 def check_out(name: str, rows: torch.Tensor, lengths: list[int], cache: torch.Tensor, layout: CacheLayout) -> None:
-    """Check an output of gather_cache."""
+    """Check an output of gather_cache, named "key" or "value"."""
     num_seqs, heads, size = len(lengths), layout.num_kv_heads, rows.shape[-1] if rows.dim() else 0
     if rows.dim() not in (3, 4):
         raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(rows.shape)}")
-    check_size(name, rows, layout)
+    check_size(name, rows, layout.head_size if name == "key" else layout.head_size_v)
     check_dtype(name, rows, row_dtypes(layout))
     if rows.dim() == 3:
         check_tensor(name, rows, rows.dtype, (sum(lengths), heads, size), cache.device)
@@ -233,10 +233,10 @@ def check_open_out(
         raise ValueError("out must be given where seq_lens are on the device, got None")
     check_pair("out's ", *out, has_values)
     key, value = out
-    for name, rows in (("key", key), ("value", key if value is None else value)):
+    for name, rows in (("key", key), *([] if value is None else [("value", value)])):
         if rows.dim() not in (3, 4):
             raise ValueError(f"{name} must have 3 or 4 dimensions, got shape {tuple(rows.shape)}")
-        check_size(name, rows, layout)
+        check_size(name, rows, layout.head_size if name == "key" else layout.head_size_v)
         check_dtype(name, rows, row_dtypes(layout))
         room = (key.shape[0],) if key.dim() == 3 else (num_seqs, key.shape[1])
         check_tensor(name, rows, key.dtype, (*room, layout.num_kv_heads, rows.shape[-1]), cache.device)

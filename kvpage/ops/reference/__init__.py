@@ -82,7 +82,7 @@ def gather_cache(
     scales: KVScales | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """K and V of seq_lens[i] tokens of each table from seq_starts[i] on, packed: [total, heads, head_size].
+    """K and V of seq_lens[i] tokens of each table from seq_starts[i] on, packed: [total, heads, size].
 
     dtype: of the result; that of an 8-bit float's cache gives its bits as they are.
     """
@@ -94,9 +94,11 @@ def gather_cache(
     slots = torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=cache.device)
     places = slots // layout.block_size, slots % layout.block_size
     dtype = dtype or (torch.float32 if layout.is_quantized else layout.dtype)
+    sizes = layout.head_size, layout.head_size_v
+    parts_of_cache = _parts((None, None), cache, layout, scales)
     rows = [
-        read_view(view, places, layout.head_size, scale, dtype)
-        for _, view, scale in _parts((None, None), cache, layout, scales)
+        read_view(view, places, size, scale, dtype)
+        for (_, view, scale), size in zip(parts_of_cache, sizes, strict=False)
     ]
     return rows[0], rows[1] if len(rows) == 2 else None
 
@@ -239,7 +241,7 @@ def paged_attention(
     attention = Attention.of(attention, options)
     query_lens = torch.ones_like(seq_lens) if query_lens is None else query_lens
     counts, lengths = query_lens.tolist(), seq_lens.tolist()
-    outputs = [query.new_empty(0, query.shape[1], attention.value_size or layout.head_size)]
+    outputs = [query.new_empty(0, query.shape[1], attention.value_size or layout.head_size_v)]
     queries, places = torch.split(query.float(), counts), _query_positions(attention, lengths, counts)
     for rows, positions, table, length in zip(queries, places, block_tables, lengths, strict=True):
         key, value = gather_cache(

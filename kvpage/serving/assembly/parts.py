@@ -6,7 +6,7 @@ model, EngineConfig ─► checks, and a little computed over blocks ─► Engi
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -24,6 +24,7 @@ from kvpage.observe.events.config import SpecKind
 from kvpage.observe.telemetry import Telemetry
 from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, Candidate, candidates
 from kvpage.ops.cuda.libraries.library import AttentionLibrary
+from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.ops.cuda.served import check_served
 from kvpage.serving.assembly.found_states import found_states
 from kvpage.serving.assembly.state_parts import SlotCounts
@@ -156,14 +157,28 @@ def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates
     runner = ModelRunner(
         model, _native_layers(model, config), compiles=compiles, holds_interrupts=size > 1, states=states
     )
-    model_config = of_this_rank(runner, cache_config, of_all, size)
     with _names_compiler() if compiles else nullcontext():
+        model_config = of_all if states is not None else of_this_rank(runner, cache_config, of_all, size)
+        if config.blend is not None:
+            model_config = padded(model_config)
         if model_config.use_mla:
             verify_latents(runner, cache_config, model_config)
         takes_windows = config.num_window_blocks is not None
         name = config.attention_backend
         attention = choose_attention(runner, cache_config, model_config, name, size, takes_windows)
-    return ServableModel(runner, model_config, attention, of_all.num_kv_heads, states)
+    num_all_heads = model_config.num_kv_heads if size == 1 else of_all.num_kv_heads
+    return ServableModel(runner, model_config, attention, num_all_heads, states)
+
+
+def padded(config: ModelConfig) -> ModelConfig:
+    """Return the config with all layers of one shape, the largest sizes, and K and V of their own, for blending.
+
+    ValueError for layers with unlike numbers of heads.
+    """
+    counts = {shape.num_kv_heads for shape in config.layer_shapes or () if shape is not None}
+    if len(counts) > 1:
+        raise ValueError(f"blend must be None for a model whose layers have {sorted(counts)} KV heads")
+    return replace(config, layer_shapes=None, shared_layers=())
 
 
 @contextmanager
@@ -223,6 +238,10 @@ def _candidates(
 ) -> list[Candidate]:
     """Return the libraries to try: none for a model without attention."""
     if model_config.is_attention_free:
+        return []
+    if len(set(cache_config.layouts(model_config, ParallelConfig()))) > 1:
+        if name not in ("auto", OURS):
+            raise ValueError(f"attention_backend must be 'auto' or {OURS!r} for layers of unlike shapes, got {name!r}")
         return []
     return candidates(name, cache_config.layout(model_config, ParallelConfig()), device)
 

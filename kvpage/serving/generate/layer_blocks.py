@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kvpage import ops
+from kvpage.layout.layer_shape import LayerShape
 from kvpage.ops import BoundCache
 
 
@@ -14,14 +15,12 @@ class LayerBlocks:
 
     cache: the layer's cache of the device tier.
     is_latent: the layout has no value part. A row then holds a token's latent, followed by its rotary part.
-    num_heads, key_size, value_size: those of the K and V that the model hands over.
+    shape: of the K and V that the model hands over.
     """
 
     cache: BoundCache
     is_latent: bool
-    num_heads: int
-    key_size: int
-    value_size: int
+    shape: LayerShape
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write the tokens of all rows into their slots, one row after the other."""
@@ -33,10 +32,10 @@ class LayerBlocks:
         self, block_tables: torch.Tensor, num_tokens: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of the first tokens of each row, contiguous, in `dtype`. block_tables: see RowSlots."""
-        shape = block_tables.shape[0], self.num_heads, num_tokens
+        shape = block_tables.shape[0], self.shape.num_kv_heads, num_tokens
         keys, values = (
             torch.empty(*shape, size, dtype=self._row_dtype(dtype), device=self.cache.device)
-            for size in (self.key_size, self.value_size)
+            for size in (self.shape.head_size, self.shape.value_size or self.shape.head_size)
         )
         self.read_into(keys, values, block_tables)
         return keys.to(dtype), values.to(dtype)

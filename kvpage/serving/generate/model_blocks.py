@@ -41,10 +41,8 @@ class ModelBlocks:
     ) -> None:
         self.states = states
         self.model, self.engine, self.manager, self.dtype = model, engine, manager, shape.dtype
-        layers = zip(shape.layer_ids, engine.bound_caches, shape.layer_sizes, strict=True)
-        self.layers = {
-            layer_id: LayerBlocks(cache, shape.is_latent, shape.num_heads, *sizes) for layer_id, cache, sizes in layers
-        }
+        layers = zip(shape.layer_ids, engine.bound_caches, shape.layer_shapes, strict=True)
+        self.layers = {layer_id: LayerBlocks(cache, shape.is_latent, own) for layer_id, cache, own in layers}
         self.num_layers = max(*self.layers, *(states.layer_ids if states else ()), -1) + 1
         self.working_memory = WorkingMemory(max_working_bytes)
         self.forgotten: deque[Callable[[], None]] = deque()

@@ -62,7 +62,8 @@ def paged_attention(
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} of layer {layer} must be causal, is_causal is False")
     step.calls.append((layer, sliding_window))
-    if step.arrival is not None and layer not in step.windows:  # blocks of windows are moved before the step
+    writes = layer not in step.sharing
+    if step.arrival is not None and writes and layer not in step.windows:  # windows' blocks are moved before the step
         step.arrival.wait_layer(layer)
     attention = Attention(scaling or query.shape[3] ** -0.5, sliding_window, softcap, s_aux, value.shape[3])
     of_layer = step.windows.get(layer, step)
@@ -71,7 +72,7 @@ def paged_attention(
     else:
         with step.threads.lifted():
             output = _attend(module, (query, key, value), layer, of_layer, attention)
-    if step.written is not None:
+    if step.written is not None and writes:
         step.written(layer)
     return output, None
 
@@ -85,7 +86,8 @@ def _attend(
 ) -> torch.Tensor:
     """Write K and V and attend, in the way of the step. rows: query, key and value, as paged_attention gets them."""
     query, key, value = rows
-    cache, is_plain = step.caches[layer], step.blend is None and step.latents is None
+    cache, writes = step.caches[layer], layer not in step.sharing
+    is_plain = writes and step.blend is None and step.latents is None
     if is_plain and step.takes_all_rows and query.dtype == key.dtype == value.dtype and key.dtype in cache.row_dtypes:
         _check_heads(key.shape[1], cache)
         return ops.write_and_attend(query, key, value, cache, step.slot_mapping, step.sequences, attention)
@@ -94,7 +96,8 @@ def _attend(
         return step.blend.attend(query, key, value, layer, attention).unsqueeze(0)
     if step.latents is not None:
         return step.latents.attend(module, query, key, value, layer, attention).unsqueeze(0)
-    write_rows(key, value, layer, step, step.slot_mapping)
+    if writes:
+        write_rows(key, value, layer, step, step.slot_mapping)
     return attend_rows(query, key, value, layer, step, attention).unsqueeze(0)
 
 
@@ -111,7 +114,7 @@ def write_rows(key: torch.Tensor, value: torch.Tensor | None, layer: int, step: 
 
 def _check_heads(num_heads: int, cache: ops.BoundCache) -> None:
     if num_heads != cache.layout.num_kv_heads:
-        raise ValueError(f"every layer must have {cache.layout.num_kv_heads} KV heads, got one with {num_heads}")
+        raise ValueError(f"the layer must have {cache.layout.num_kv_heads} KV heads, as at load, got {num_heads}")
 
 
 def attend_rows(

@@ -61,7 +61,7 @@ def calibrate(
     table, ends = np.arange(num_blocks, dtype=np.int32)[None], [len(tokens)]
     step = Step.make(engine, np.arange(len(tokens)), table, [0], ends)
     runner.forward(PackedTokens(tokens, [0], ends, np.array(ends) - 1), step)
-    rows = (ops.gather_cache(cache, step.block_tables, ends, engine.layout) for cache in engine.gpu_cache)
+    rows = (ops.gather_cache(cache, step.block_tables, ends) for cache in engine.bound_caches)
     return [KVScales.from_rows(key, value, dtype) for key, value in rows]
 
 

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpage.layout.config import ModelConfig
+from kvpage.layout.layer_shape import LayerShape
 from kvpage.serving.model.hf_cache.argument import checked_cache_argument
 from kvpage.serving.model.hf_cache.seen_cache import SeenCache
 
@@ -20,22 +21,18 @@ class KVShape:
     """The shape of a model's K and V.
 
     layer_ids: the layers that have a cache, ascending.
-    num_heads: the number of KV heads. key_size, value_size: the largest of any layer.
-    layer_sizes: the sizes of K and V, for each of layer_ids.
+    layer_shapes: heads and sizes of each of layer_ids.
     is_latent: whether K is a latent for all heads, and V its rotary part (MLA).
     """
 
     layer_ids: tuple[int, ...]
-    num_heads: int
-    key_size: int
-    value_size: int
+    layer_shapes: tuple[LayerShape, ...]
     dtype: torch.dtype
     is_latent: bool
-    layer_sizes: tuple[tuple[int, int], ...]
 
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> "KVShape":
-        """Compute two tokens. Raises ValueError, with the reason, if K and V do not fit into blocks of one shape."""
+        """Compute two tokens. Raises ValueError, with the reason, if K and V do not fit into blocks."""
         seen = SeenCache()
         with torch.no_grad():
             tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
@@ -57,7 +54,6 @@ class KVShape:
         tensors = [tensor for _, key, value in rows for tensor in (key, value)]
         for noun, kinds in (
             ("shape [rows, heads, tokens, size]", {(x.dim(), x.shape[0], x.shape[2]) for x in tensors} | {(4, 1, 2)}),
-            ("number of KV heads", {x.shape[1] for x in tensors}),
             ("dtype", {x.dtype for x in tensors}),
             ("device", {x.device for x in tensors}),
         ):
@@ -65,24 +61,29 @@ class KVShape:
                 raise ValueError(
                     f"K and V of all layers must have one {noun}, those of {name} have {sorted(map(str, kinds))}"
                 )
-        sizes = {(key.shape[3], value.shape[3]) for _, key, value in rows}
-        num_heads = tensors[0].shape[1]
-        return cls(
-            tuple(sorted(layer_ids)),
-            num_heads,
-            max(key for key, _ in sizes),
-            max(value for _, value in sizes),
-            tensors[0].dtype,
-            num_heads == 1 and sizes == {_latent_sizes(model)},
-            tuple((key.shape[3], value.shape[3]) for _, key, value in sorted(rows, key=lambda call: call[0])),
-        )
+        shapes = tuple(shape_of_rows(name, *row) for row in sorted(rows, key=lambda row: row[0]))
+        is_latent = {(shape.num_kv_heads, shape.head_size, shape.value_size) for shape in shapes} == {
+            (1, *_latent_sizes(model))
+        }
+        return cls(tuple(sorted(layer_ids)), shapes, tensors[0].dtype, is_latent)
 
     def model_config(self) -> ModelConfig:
         """Return a config with one layer of blocks for each layer that has a cache, in their order."""
         layer_types = ("full_attention",) * len(self.layer_ids)
         if self.is_latent:
-            return ModelConfig(self.key_size + self.value_size, 1, layer_types, self.dtype, use_mla=True)
-        return ModelConfig(max(self.key_size, self.value_size), self.num_heads, layer_types, self.dtype)
+            first = self.layer_shapes[0]
+            return ModelConfig(first.head_size + (first.value_size or 0), 1, layer_types, self.dtype, use_mla=True)
+        return ModelConfig.of_shapes(self.layer_shapes, layer_types, self.dtype)
+
+
+def shape_of_rows(name: str, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerShape:
+    """Return the shape of a layer's K and V, [rows, heads, ..., size]. ValueError where they have unlike heads."""
+    if key.shape[1] != value.shape[1]:
+        raise ValueError(
+            f"K and V must have as many heads, those of layer {layer} of {name} have {key.shape[1]} and "
+            f"{value.shape[1]}"
+        )
+    return LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
 
 
 def _latent_sizes(model: PreTrainedModel) -> tuple[int | None, int | None]:

@@ -56,14 +56,23 @@ def verify_model(
 
     library: attends in place of kvpage's kernels, where it is given.
 
-    Returns, by layer, how many tokens its window holds, the newest included; None if it has no window.
+    Returns, by layer with a cache, how many tokens its window holds, the newest included; None if it has no window.
     """
     name = type(runner.model).__name__
     config = unquantized(cache_config, model_config)
     error, dtype, windows = _paged_error(runner, config, model_config, None, library)
     if not error <= max_error(runner.model.dtype, dtype):  # also for NaN
         raise ValueError(f"logits over blocks must be the model's own, those of {name} are {error:.1e} off (relative)")
-    return windows
+    return _of_caches(windows, dict(model_config.shared_layers))
+
+
+def _of_caches(windows: dict[int, int | None], shared: dict[int, int]) -> dict[int, int | None]:
+    """Return the windows of layers with a cache: the widest of a layer and of those that share its K and V."""
+    widest = {layer: window for layer, window in windows.items() if layer not in shared}
+    for layer, source in shared.items():
+        both = windows[layer], widest[source]
+        widest[source] = None if both[0] is None or both[1] is None else max(both[0], both[1])
+    return widest
 
 
 def verify_quantized(
@@ -169,11 +178,11 @@ def _slots(
 
 def _check_calls(model: PreTrainedModel, engine: CacheEngine, step: Step) -> None:
     """Raise ValueError unless each layer has called the attention function once, with its window."""
-    name, called = type(model).__name__, sorted(layer for layer, _ in step.calls)
-    if called != engine.layer_ids:
-        raise ValueError(f"layers {engine.layer_ids} must each attend once over blocks, of {name} it was {called}")
+    name, called, layer_ids = type(model).__name__, sorted(layer for layer, _ in step.calls), list(engine.bound_layers)
+    if called != layer_ids:
+        raise ValueError(f"layers {layer_ids} must each attend once over blocks, of {name} it was {called}")
     windows = dict(step.calls)
-    missing = [layer for layer in _windowed_layers(model.config, engine.layer_ids) if windows[layer] is None]
+    missing = [layer for layer in _windowed_layers(model.config, layer_ids) if windows[layer] is None]
     if missing:
         raise ValueError(
             f"a sliding window must reach the attention function, {name} has it only in its mask or its cache"

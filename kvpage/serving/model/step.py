@@ -152,7 +152,7 @@ class StepStates(Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """One forward pass over `caches`, one cache by layer_idx, all of one layout. Where no layer attends there are none.
+    """One forward pass over `caches`, one cache by layer_idx, all of one dtype. Where no layer attends there are none.
 
     slot_mapping: int64 [num_tokens]; block_tables: int32 [num_seqs, max_blocks]; both on the caches' device.
     device_query_lens, device_seq_lens: int64 [num_seqs] there too, the former None where each sequence has one query;
@@ -166,6 +166,8 @@ class Step:
     latents: the work on latents; None where blocks hold heads' K and V, and outside of a forward pass.
     states: the work on states; None where the model has none.
     windows: by layer_idx, the same step over the blocks of a window's group; empty where all layers share one table.
+    sharing: layers that attend over the K and V of another, which writes them; `caches` has that one's for them.
+    layout: of the first cache.
     threads: the limit of torch's threads in the forward pass, which attention lifts; None where there is none.
     written: called with each layer once its K and V are written; None if nobody wants to know.
     sequences: block tables and lengths, made once for all layers.
@@ -192,6 +194,7 @@ class Step:
     latents: StepLatents | None = None
     states: StepStates | None = None
     windows: dict[int, "Step"] = field(default_factory=dict)
+    sharing: frozenset[int] = frozenset()
     threads: TorchThreads | None = None
     written: Callable[[int], object] | None = None
     attends_in_place: bool = field(init=False)
@@ -245,7 +248,8 @@ class Step:
         lengths: list[int] = device_seq_lens.clamp(min=1).tolist() if on_host else [max_seq_len] * num_seqs
         queries, caches, layout = [1] * num_seqs, engine.bound_layers, _layout(engine)
         sequences = _sequences(caches, block_tables, device_seq_lens, None, queries, lengths)
-        return cls(caches, layout, slot_mapping, block_tables, None, device_seq_lens, queries, lengths, sequences)
+        tensors = slot_mapping, block_tables, None, device_seq_lens
+        return cls(caches, layout, *tensors, queries, lengths, sequences, sharing=frozenset(engine.shared_layers))
 
     @classmethod
     def _of_arrays(
@@ -267,7 +271,8 @@ class Step:
         device_queries = None if query_lens is None else others.pop(0)
         sequences = _sequences(caches, tables, device_lens, device_queries, queries, lengths)
         layout = _layout(engine)
-        step = cls(caches, layout, slots, tables, device_queries, device_lens, queries, lengths, sequences)
+        tensors, sharing = (slots, tables, device_queries, device_lens), frozenset(engine.shared_layers)
+        step = cls(caches, layout, *tensors, queries, lengths, sequences, sharing=sharing)
         if sent:
             step.inputs = ModelInputs(*others)
         return step
@@ -286,7 +291,7 @@ class Step:
 
     def use_window(self, group: "Step") -> None:
         """Let the layers of a window's group write and attend as this step of the same tokens says."""
-        self.caches = {**self.caches, **group.caches}
+        self.caches, self.sharing = {**self.caches, **group.caches}, self.sharing | group.sharing
         self.windows.update(dict.fromkeys(group.caches, group))
 
     def lift(self, threads: TorchThreads | None) -> None:

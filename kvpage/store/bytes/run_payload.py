@@ -25,6 +25,7 @@ class RunPayload:
     """
 
     stretch_bytes = STRETCH_BYTES
+    piece_ends = None
 
     def __init__(self, runs: Runs, owner: Any = None) -> None:
         self._runs, self._owner = runs, owner

@@ -1,26 +1,29 @@
 """BlockChunks: an engine's blocks as chunks, copied straight from and to the records' bytes.
 
 blocks of every layer ◄──► payload [ layer 0: K, V of the tokens | layer 1 | ... ]      a layer is a stretch
+
+Layers of unlike shapes are several stretches each: as many bytes as divide them all.
 """
 
 import functools
-import math
+import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 import kvpage._C as _C
 from kvpage.checks.tensors import check_plain
 from kvpage.checks.tokens import as_tokens
-from kvpage.layout.cache_layout import SCALE_BYTES, CacheLayout
-from kvpage.ops.chunks import load_chunk, native_chunk_parts, store_chunk
+from kvpage.ops.chunks import load_chunk, store_chunk
 from kvpage.store.load.device.device_lanes import LanePool
 from kvpage.store.load.device.device_pipeline import DevicePipeline, DeviceRun
+from kvpage.store.load.layer_units import LayerUnit, layer_units, row_layout_of, stretch_bytes_of, units_of
 from kvpage.store.records.keys import KVStoreMetadata, scales_digest
 from kvpage.store.records.record import Shape
 from kvpage.store.tiers.stretches import Runs, address_of
@@ -56,7 +59,7 @@ def metadata_of(
         return KVStoreMetadata(model_name, world_size, worker_id, fmt, None)
     layout = engine.layout
     return KVStoreMetadata(
-        model_name, world_size, worker_id, fmt, layout.dtype, _row_layout(engine), scales_digest(engine.kv_scales)
+        model_name, world_size, worker_id, fmt, layout.dtype, row_layout_of(engine), scales_digest(engine.kv_scales)
     )
 
 
@@ -80,25 +83,13 @@ def move_padding(engine: "LayerCaches", fmt: str) -> None:
         engine: the engine. Its blocks are neither read nor written.
         fmt: of the store, see KVStoreMetadata.
     """
-    if not engine.gpu_cache:
-        return
-    layout, device, num_layers = engine.layout, engine.device, len(engine.gpu_cache)
-    caches, ids = layout.allocate(1, num_layers, device), torch.zeros(1, dtype=torch.int32)
-    shape = _shape(layout, (num_layers, _num_parts(engine)), layout.block_size, fmt)
-    chunk = torch.zeros(shape, dtype=layout.dtype, device=device)
-    store_chunk(caches, ids, chunk, layout, 0, fmt)
-    load_chunk(caches, ids, chunk, layout, 0, fmt)
-
-
-def _num_parts(engine: "LayerCaches") -> int:
-    return sum(view is not None for view in engine.layout.views(engine.gpu_cache[0]))
-
-
-def _shape(layout: CacheLayout, parts: tuple[int, int], num_tokens: int, fmt: str) -> Shape:
-    """Return the shape of a chunk. parts: numbers of layers, and of a layer's parts."""
-    rows, columns = (num_tokens, layout.num_kv_heads)[:: 1 if fmt == "vllm" else -1]
-    row_size = layout.padded_head_size + SCALE_BYTES if layout.has_token_scales else layout.head_size
-    return *parts, rows, columns, row_size
+    ids, device = torch.zeros(1, dtype=torch.int32), engine.device
+    caches = [layout.allocate(1, 1, device)[0] for layout in engine.layouts]
+    for unit in units_of(engine.layouts, caches):
+        shape = unit.shape(unit.layout.block_size, fmt)
+        chunk = torch.zeros(shape, dtype=unit.layout.dtype, device=device)
+        store_chunk(unit.caches, ids, chunk, unit.layout, 0, fmt)
+        load_chunk(unit.caches, ids, chunk, unit.layout, 0, fmt)
 
 
 class ChunkPlans:
@@ -109,10 +100,14 @@ class ChunkPlans:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plans: weakref.WeakKeyDictionary[LayerCaches, dict[object, _C.ChunkPlan]] = weakref.WeakKeyDictionary()
+        self._plans: weakref.WeakKeyDictionary[LayerCaches, dict[object, list[_C.ChunkPlan]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def get(self, engine: "LayerCaches", fmt: str, num_tokens: int, make: Callable[[], _C.ChunkPlan]) -> _C.ChunkPlan:
-        """Return the plan for chunks of `num_tokens`, made if need be."""
+    def get(
+        self, engine: "LayerCaches", fmt: str, num_tokens: int, make: Callable[[], list[_C.ChunkPlan]]
+    ) -> list[_C.ChunkPlan]:
+        """Return the plans for chunks of `num_tokens`, one a unit, made if need be."""
         key = fmt, num_tokens, tuple(cache.data_ptr() for cache in engine.gpu_cache)
         with self._lock:
             plans = self._plans.setdefault(engine, {})
@@ -147,9 +142,9 @@ class BlockChunks:
                 )
         self.ids = _block_ids(block_table)
         self.engine, self.fmt = engine, metadata.fmt
-        self._num_parts = _num_parts(engine)
+        self.units = layer_units(engine)
         self._plans = plans or ChunkPlans()
-        self._mine: dict[int, _C.ChunkPlan] = {}  # by number of tokens
+        self._mine: dict[int, list[_C.ChunkPlan]] = {}  # by number of tokens
         self.is_on_device = engine.device.type != "cpu"
         if self.is_on_device:  # threads that copy have other current streams than the caller
             device, pool = engine.gpu_cache[0].device, lanes or LanePool()
@@ -179,8 +174,11 @@ class BlockChunks:
             raise ValueError("block_table must name a block once where it is written, got one twice")
 
     def shape(self, num_tokens: int) -> Shape:
-        """Return the shape of a chunk of `num_tokens`."""
-        return _shape(self.engine.layout, (self.num_layers, self._num_parts), num_tokens, self.fmt)
+        """Return the shape of a chunk of `num_tokens`; with units of several shapes, that of one long row a token."""
+        if len(self.units) == 1:
+            return self.units[0].shape(num_tokens, self.fmt)
+        size = sum(unit.token_size for unit in self.units)
+        return (1, 1, num_tokens, 1, size) if self.fmt == "vllm" else (1, 1, 1, num_tokens, size)
 
     def chunk(self, begin: int, end: int, first: int | None = None, last: int | None = None) -> "BlockChunk":
         """Return the tokens [begin, end) as a payload, of which [first, last) are loaded; by default all."""
@@ -188,10 +186,10 @@ class BlockChunks:
         kind = DeviceBlockChunk if self.is_on_device else HostBlockChunk
         return kind(self, begin, end, *wanted)
 
-    def plan(self, num_tokens: int) -> _C.ChunkPlan:
-        """Return the plan for chunks of `num_tokens` in host memory."""
+    def plans(self, num_tokens: int) -> list[_C.ChunkPlan]:
+        """Return the plans of the units, for chunks of `num_tokens` in host memory."""
         if num_tokens not in self._mine:
-            make = functools.partial(self._make_plan, num_tokens)
+            make = functools.partial(self._make_plans, num_tokens)
             self._mine[num_tokens] = self._plans.get(self.engine, self.fmt, num_tokens, make)
         return self._mine[num_tokens]
 
@@ -205,24 +203,74 @@ class BlockChunks:
             raise ValueError(f"block_table must be in [0, {num_blocks}), got {int(ids.min())} to {int(ids.max())}")
         return ids
 
-    def _make_plan(self, num_tokens: int) -> _C.ChunkPlan:
-        layout, caches, shape = self.engine.layout, self.engine.gpu_cache, self.shape(num_tokens)
-        payload = torch.empty(shape, dtype=layout.dtype, device="meta")  # whose addresses count from 0
-        parts = native_chunk_parts(caches, payload if self.fmt == "vllm" else payload.transpose(2, 3), layout)
-        moves_per_part = len(parts) // (shape[0] * shape[1])
-        layer_bytes = math.prod(shape[1:]) * layout.dtype.itemsize
-        sizes = layout.num_kv_heads, layout.num_blocks(caches[0]), layout.block_size, layer_bytes
-        return _C.ChunkPlan(parts, (shape[0], moves_per_part, num_tokens, *sizes))
+    def _make_plans(self, num_tokens: int) -> list[_C.ChunkPlan]:
+        stretch_bytes = stretch_bytes_of(self.units, num_tokens)
+        return [unit.plan(num_tokens, self.fmt, stretch_bytes) for unit in self.units]
+
+
+class UnitSpan(NamedTuple):
+    """Whole layers of one unit in a run of a payload's bytes.
+
+    unit: its number. first: layer, counted in the unit. begin, end: bytes, counted from the beginning of the run.
+    """
+
+    unit: int
+    first: int
+    begin: int
+    end: int
 
 
 class BlockChunk(ABC):
-    """The tokens [begin, end) of a sequence's blocks as a payload, whose stretches are layers."""
+    """The tokens [begin, end) of a sequence's blocks as a payload of whole layers, each of one stretch or several."""
 
     def __init__(self, blocks: BlockChunks, begin: int, end: int, first: int, last: int) -> None:
-        self.shape = blocks.shape(end - begin)
-        self.stretch_bytes = math.prod(self.shape[1:]) * blocks.engine.layout.dtype.itemsize
-        self._blocks, self._begin = blocks, begin
+        num_tokens, units = end - begin, blocks.units
+        self.shape = blocks.shape(num_tokens)
+        self.stretch_bytes = stretch_bytes_of(units, num_tokens)
+        self._layer_bytes = [unit.layer_bytes(num_tokens) for unit in units]  # of each unit
+        sizes = (size * len(unit.caches) for size, unit in zip(self._layer_bytes, units, strict=True))
+        self._unit_ends = list(itertools.accumulate(sizes))
+        self._blocks, self._begin, self._num_tokens = blocks, begin, num_tokens
         self._first, self._last = first - begin, last - begin  # of the chunk's tokens those that are taken
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return self._blocks.num_layers
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the payload."""
+        return self._unit_ends[-1]
+
+    @property
+    def piece_ends(self) -> Sequence[int] | None:
+        """The bytes at which pieces of the payload may end; None for each stretch's end."""
+        return None if len(self._unit_ends) == 1 else self._layer_ends()
+
+    def layer_span(self, layer: int) -> tuple[int, int]:
+        """Return the bytes [begin, end) of a layer in the payload."""
+        if len(self._unit_ends) == 1:
+            size = self._layer_bytes[0]
+            return layer * size, (layer + 1) * size
+        each = self._layer_ends()
+        parts = len(each) // self.num_layers  # K and V of one layer may be two units
+        return (each[layer * parts - 1] if layer else 0), each[(layer + 1) * parts - 1]
+
+    def _layer_ends(self) -> list[int]:
+        """Return the end of each unit's layers."""
+        counts = (len(unit.caches) for unit in self._blocks.units)
+        each = ([size] * count for size, count in zip(self._layer_bytes, counts, strict=True))
+        return list(itertools.accumulate(itertools.chain(*each)))
+
+    def _spans(self, begin: int, num_bytes: int) -> Iterator[UnitSpan]:
+        """Walk over the layers of each unit in the payload's bytes from `begin` on."""
+        unit_begin = 0
+        for index, unit_end in enumerate(self._unit_ends):
+            low, high = max(begin, unit_begin), min(begin + num_bytes, unit_end)
+            if low < high:
+                yield UnitSpan(index, (low - unit_begin) // self._layer_bytes[index], low - begin, high - begin)
+            unit_begin = unit_end
 
     @abstractmethod
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
@@ -241,22 +289,32 @@ class HostBlockChunk(BlockChunk):
     """Blocks in host memory: every byte is read once."""
 
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
-        place, first = self._place(num_threads, streaming), begin // self.stretch_bytes
-        return self._plan.store(place, first, address_of(buffer), len(buffer))
+        place, plans = self._place(num_threads, streaming), self._plans
+        return b"".join(
+            plans[index].store(place, first, address_of(buffer) + low, high - low)
+            for index, first, low, high in self._spans(begin, len(buffer))
+        )
 
     def runs(self) -> Runs | None:
-        if self._last - self._first < self.shape[2 if self._blocks.fmt == "vllm" else 3]:
+        if self._last - self._first < self._num_tokens:
             return None
-        runs = self._plan.runs(self._place(1, streaming=False))
-        return runs if 0 < len(runs) * MIN_RUN_BYTES <= self.stretch_bytes * self.shape[0] else None
+        place = self._place(1, streaming=False)
+        each = [plan.runs(place) for plan in self._plans]
+        if not all(map(len, each)):
+            return None
+        runs = each[0] if len(each) == 1 else np.concatenate(each)
+        return runs if len(runs) * MIN_RUN_BYTES <= self.num_bytes else None
 
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
-        place, first = self._place(num_threads, streaming=True), begin // self.stretch_bytes
-        return self._plan.load(place, first, address_of(piece), len(piece), self._first, self._last)
+        place, plans = self._place(num_threads, streaming=True), self._plans
+        return b"".join(
+            plans[index].load(place, first, address_of(piece) + low, high - low, self._first, self._last)
+            for index, first, low, high in self._spans(begin, len(piece))
+        )
 
     @property
-    def _plan(self) -> _C.ChunkPlan:
-        return self._blocks.plan(self.shape[2 if self._blocks.fmt == "vllm" else 3])
+    def _plans(self) -> list[_C.ChunkPlan]:
+        return self._blocks.plans(self._num_tokens)
 
     def _place(self, num_threads: int, streaming: bool) -> tuple[int, int, int, int, bool]:
         ids = self._blocks.ids
@@ -276,39 +334,33 @@ class DeviceBlockChunk(BlockChunk):
 
     def runs_of_layers(self, payload: memoryview, first: int, last: int) -> list[DeviceRun]:
         """Return what `take` would copy of the layers [first, last), out of the whole payload."""
-        begin, end = first * self.stretch_bytes, last * self.stretch_bytes
+        begin, end = self.layer_span(first)[0], self.layer_span(last - 1)[1]
         return self._runs(begin, payload[begin:end], self._scatter)
 
-    def _runs(
-        self, begin: int, data: memoryview, move: Callable[[list[torch.Tensor], torch.Tensor], None]
-    ) -> list[DeviceRun]:
-        """Return runs of a few layers each. move: takes their caches, and their rows on the device as bytes."""
-        step, first = max(RUN_BYTES // self.stretch_bytes, 1), begin // self.stretch_bytes
+    def _runs(self, begin: int, data: memoryview, move: "Move") -> list[DeviceRun]:
+        """Return runs of a few layers each. move: takes a unit, some of its caches, and their rows as bytes."""
         runs = []
-        for at in range(0, len(data) // self.stretch_bytes, step):
-            run = data[at * self.stretch_bytes : (at + step) * self.stretch_bytes]
-            caches = self._blocks.engine.gpu_cache[first + at :][: len(run) // self.stretch_bytes]
-            runs.append(DeviceRun(run, functools.partial(move, caches)))
+        for index, first, low, high in self._spans(begin, len(data)):
+            unit, size = self._blocks.units[index], self._layer_bytes[index]
+            step = max(RUN_BYTES // size, 1)
+            for at in range(0, (high - low) // size, step):
+                run = data[low + at * size : min(low + (at + step) * size, high)]
+                caches = unit.caches[first + at :][: len(run) // size]
+                runs.append(DeviceRun(run, functools.partial(move, unit, caches)))
         return runs
 
-    def _gather(self, caches: list[torch.Tensor], data: torch.Tensor) -> None:
+    def _gather(self, unit: LayerUnit, caches: list[torch.Tensor], data: torch.Tensor) -> None:
         blocks = self._blocks
-        store_chunk(caches, blocks.ids, self._rows(data), blocks.engine.layout, self._begin, blocks.fmt)
+        store_chunk(caches, blocks.ids, self._rows(unit, data), unit.layout, self._begin, blocks.fmt)
 
-    def _scatter(self, caches: list[torch.Tensor], data: torch.Tensor) -> None:
+    def _scatter(self, unit: LayerUnit, caches: list[torch.Tensor], data: torch.Tensor) -> None:
         blocks, dim = self._blocks, 2 if self._blocks.fmt == "vllm" else 3
-        chunk = self._rows(data).narrow(dim, self._first, self._last - self._first)
-        load_chunk(caches, blocks.ids, chunk, blocks.engine.layout, self._begin + self._first, blocks.fmt)
+        chunk = self._rows(unit, data).narrow(dim, self._first, self._last - self._first)
+        load_chunk(caches, blocks.ids, chunk, unit.layout, self._begin + self._first, blocks.fmt)
 
-    def _rows(self, data: torch.Tensor) -> torch.Tensor:
+    def _rows(self, unit: LayerUnit, data: torch.Tensor) -> torch.Tensor:
         """Return a view of some layers' bytes: [layers, parts, ...]."""
-        return data.view(self._blocks.engine.layout.dtype).view(-1, *self.shape[1:])
+        return data.view(unit.layout.dtype).view(-1, *unit.shape(self._num_tokens, self._blocks.fmt)[1:])
 
 
-def _row_layout(engine: "LayerCaches") -> str:
-    """Return the meaning of a row's bytes beyond its dtype; empty unless it is a latent or a scale follows it."""
-    layout = engine.layout
-    parts = ["latent"] if layout.backend == "mla" else []
-    if layout.has_token_scales:
-        parts.append(f"int8[{layout.padded_head_size}] + fp32 scale")
-    return " ".join(parts)
+Move = Callable[[LayerUnit, list[torch.Tensor], torch.Tensor], None]

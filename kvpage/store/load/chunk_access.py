@@ -78,8 +78,11 @@ class ChunkAccess:
         return Pin(min(len(readers) * self._chunk_size, len(tokens)), readers)
 
     def blocks(self, engine: "LayerCaches", block_table: npt.ArrayLike | torch.Tensor) -> BlockChunks:
-        """Return the blocks as chunks. Raises ValueError unless the engine matches the store's metadata."""
-        return BlockChunks(engine, block_table, self._dtype.metadata, self._plans, self._lanes, self._layer_lanes)
+        """Return the blocks as chunks. Raises ValueError unless the engine matches the store's metadata and codec."""
+        blocks = BlockChunks(engine, block_table, self._dtype.metadata, self._plans, self._lanes, self._layer_lanes)
+        if self._dtype.codec == "fp8" and len(blocks.units) > 1:
+            raise ValueError("codec must be 'raw' or 'zstd' for layers of unlike heads or sizes, got 'fp8'")
+        return blocks
 
     def load(
         self,

@@ -65,7 +65,7 @@ class EarlyLoad:
 
     def _run(self, records: Sequence[PinnedRecord]) -> int:
         engine, num_layers = self._load.blocks.engine, self._load.blocks.num_layers
-        pieces = layer_pieces(num_layers, sum(record.chunk.stretch_bytes for record in records))
+        pieces = layer_pieces(num_layers, sum(record.chunk.num_bytes for record in records) // num_layers)
         runs = [
             [run for record in records for run in record.chunk.runs_of_layers(record.payload, first, last)]
             for first, last in pieces

@@ -29,6 +29,7 @@ SOUGHT = (
 
 class KnownDtype:
     """Thread-safe. metadata: with the dtype as soon as it is known. kinds: None until then. chunk_size: in tokens.
+    codec: its name.
 
     Raises ValueError or ImportError for a codec that cannot be made.
     """
@@ -36,7 +37,7 @@ class KnownDtype:
     def __init__(self, metadata: KVStoreMetadata, chunk_size: int, codec: str) -> None:
         self.metadata = metadata
         self.kinds: RecordKinds | None = None
-        self.chunk_size, self._codec = chunk_size, codec
+        self.chunk_size, self.codec = chunk_size, codec
         self._lock = threading.Lock()
         self._sought: list[tuple[torch.dtype, RecordKinds]] = []
         if metadata.kv_dtype is not None:
@@ -47,7 +48,7 @@ class KnownDtype:
     def of(self, dtype: torch.dtype) -> RecordKinds:
         """Return the kinds of this dtype. Raises ValueError if another is known, or the codec does not take it."""
         if self.kinds is None:
-            return RecordKinds(replace(self.metadata, kv_dtype=dtype), self.chunk_size, self._codec)
+            return RecordKinds(replace(self.metadata, kv_dtype=dtype), self.chunk_size, self.codec)
         if self.metadata.kv_dtype != dtype:
             raise ValueError(f"K and V must be of {self.metadata.kv_dtype}, as those that came first, got {dtype}")
         return self.kinds
@@ -84,7 +85,7 @@ class KnownDtype:
     def _kinds_of(self, dtype: torch.dtype) -> RecordKinds | None:
         """Return None for a dtype that the codec does not take. Raises the errors of the codec itself."""
         try:
-            return RecordKinds(replace(self.metadata, kv_dtype=dtype), self.chunk_size, self._codec)
+            return RecordKinds(replace(self.metadata, kv_dtype=dtype), self.chunk_size, self.codec)
         except ValueError:
             if dtype is SOUGHT[0]:
                 raise

@@ -41,10 +41,9 @@ class OpenChunk:
 
     def take(self, layer: int) -> bool:
         """Load a layer and return True. After CorruptRecord or TierError no layer of this chunk counts."""
-        size = self._chunk.stretch_bytes
-        begin, end = layer * size, (layer + 1) * size
+        begin, end = self._chunk.layer_span(layer)
         if self._runs is not None:
-            each = len(self._runs) // self._chunk.shape[0]
+            each = len(self._runs) // self._chunk.num_layers
             runs = self._runs[layer * each : (layer + 1) * each]
             read_into_runs(self.reader, self._head, self._digests, begin, end, runs)
             self.reader.release_piece()
@@ -57,7 +56,7 @@ class OpenChunk:
             self._decoded = decode(self.reader, self._head, self._digests, self._codec)
             self.reader.release_piece()
         piece = self._decoded[begin:end]
-        if self._chunk.take(begin, piece, 1) != digests_of(piece, size):
+        if self._chunk.take(begin, piece, 1) != digests_of(piece, self._chunk.stretch_bytes):
             raise CorruptRecord("a digest is wrong")  # the memory changed meanwhile
         return True
 

@@ -4,6 +4,7 @@ Source   a chunk to be stored     fill(begin, buffer) ─► bytes and their dig
 Sink     a chunk to be loaded     take(begin, piece)  ─► digests of the piece
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvpage.store.records.record import Shape
@@ -16,6 +17,10 @@ class Source(Protocol):
     """A payload to be written. stretch_bytes: bytes of each of its stretches."""
 
     stretch_bytes: int
+
+    @property
+    def piece_ends(self) -> Sequence[int] | None:
+        """The bytes at which pieces may end, ascending; None for each stretch's end."""
 
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         """Write the payload's stretches from the byte `begin` on into the buffer, and return their digests.
@@ -41,6 +46,10 @@ class Sink(Protocol):
 
     stretch_bytes: int
 
+    @property
+    def piece_ends(self) -> Sequence[int] | None:
+        """As of Source."""
+
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
         """Take the wanted bytes of the stretches from the byte `begin` on, and return the stretches' digests.
 
@@ -58,6 +67,7 @@ class EncodedPayload:
     """The output of a codec, as a source and a sink."""
 
     stretch_bytes = ENCODED_STRETCH_BYTES
+    piece_ends = None
 
     def __init__(self, payload: memoryview) -> None:
         self.payload = payload
@@ -80,6 +90,8 @@ class EncodedPayload:
 
 class BytesSink:
     """Copies stretches into bytes; with None it only hashes them."""
+
+    piece_ends = None
 
     def __init__(self, to: memoryview | None, stretch_bytes: int) -> None:
         self._to, self.stretch_bytes = to, stretch_bytes

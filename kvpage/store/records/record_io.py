@@ -9,7 +9,8 @@ A piece is a number of a payload's stretches: in memory all of them, which are c
 core's cache can keep.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from kvpage.store.records.codec import Codec
 from kvpage.store.records.kinds import RecordKind, RecordKinds
@@ -50,7 +51,7 @@ def write_record(writer: Writer, head: RecordHead, chunk: Source, num_threads: i
     runs = chunk.runs() if writer.takes_runs else None
     if runs is not None:
         digests.append(writer.write_runs(runs, head.stretch_bytes, num_threads))
-    for begin, end in pieces(head, writer.is_in_memory) if runs is None else ():
+    for begin, end in pieces(head, writer.is_in_memory, chunk.piece_ends) if runs is None else ():
         piece = writer.piece(head.payload_begin + begin, head.payload_begin + end)
         digests.append(chunk.fill(begin, piece, num_threads, writer.is_in_memory))
     table = b"".join(digests)
@@ -112,7 +113,7 @@ def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int 
         if runs is not None:
             read_into_runs(reader, head, digests, 0, head.payload_bytes, runs, num_threads)
             return
-        for begin, end in pieces(head, reader.is_in_memory):
+        for begin, end in pieces(head, reader.is_in_memory, chunk.piece_ends):
             read_piece(reader, head, digests, begin, end, chunk, num_threads)
         return
     decoded = decode(reader, head, digests, codec)
@@ -176,11 +177,26 @@ def verify_record(reader: Reader, key: bytes) -> None:
         read_piece(reader, head, digests, begin, end, BytesSink(None, head.stretch_bytes))
 
 
-def pieces(head: RecordHead, is_in_memory: bool) -> Iterator[tuple[int, int]]:
-    """Walk over begin and end of each piece in the payload: whole stretches, but for the last."""
+def pieces(head: RecordHead, is_in_memory: bool, piece_ends: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
+    """Walk over begin and end of each piece in the payload: whole stretches, but for the last.
+
+    piece_ends: bytes at which pieces may end, ascending; None for each stretch's end.
+    """
+    if piece_ends is not None and not is_in_memory:
+        yield from _pieces_to(piece_ends)
+        return
     size = head.payload_bytes if is_in_memory else max(PIECE_BYTES // head.stretch_bytes, 1) * head.stretch_bytes
     for begin in range(0, head.payload_bytes, max(size, 1)):  # an empty payload has no piece
         yield begin, min(begin + size, head.payload_bytes)
+
+
+def _pieces_to(ends: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Walk over pieces of PIECE_BYTES at most, or as few more as their ends allow."""
+    begin = 0
+    for end, after in pairwise([*ends, ends[-1] + PIECE_BYTES + 1]):
+        if after - begin > PIECE_BYTES:
+            yield begin, end
+            begin = end
 
 
 def _checksum(header: bytes, digests: bytes) -> bytes:

@@ -37,6 +37,8 @@ class TensorChunk:
     num_unwanted: leading tokens of the payload that the tensors lack.
     """
 
+    piece_ends = None
+
     def __init__(self, tokens: TokenParts, begin: int, end: int, num_unwanted: int) -> None:
         parts = tokens.parts
         self.shape = chunk_shape(parts, tokens.fmt, num_unwanted + end - begin)

@@ -23,7 +23,7 @@ CopyLife::CopyLife(uint64_t seed, Figures* figures) : Life(seed, figures), is_sa
   src_ = view(&src_memory_, rng.below(7));
   dst_ = is_same_ ? src_ : view(&dst_memory_, rng.below(7));
   naive_ = is_same_ ? src_memory_ : dst_memory_;
-  geometry_ = std::make_unique<kvpage::CopyGeometry>(shape_, src_, dst_);
+  geometry_ = std::make_unique<kvpage::CopyGeometry>(std::vector{shape_}, src_, dst_);
 }
 
 // Of one layer, in some order of dimensions, now and then with room between: and how many bytes one block step, or with

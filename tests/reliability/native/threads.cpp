@@ -222,7 +222,7 @@ void copy_blocks(uint64_t seed, int64_t num_operations) {
   Cache src(kNumThreads * kEach), dst(kNumThreads * kEach);
   Random bytes(seed);
   for (std::byte& each : src.memory) each = static_cast<std::byte>(bytes.next());
-  BlockCopier copier(Cache::shape(), src.view(), dst.view(), {kHost, kHost, false}, {0, 1});
+  BlockCopier copier({Cache::shape()}, src.view(), dst.view(), {kHost, kHost, false}, {0, 1});
   run_threads([&](int thread) {
     Random rng(seed + static_cast<uint64_t>(thread));
     for (int64_t i = 0; i < num_operations / kNumThreads; ++i) {

@@ -4,22 +4,16 @@ from_pretrained(name, tp_plan="auto")      rank 0: q, k, v of heads 0 and 1     
 latents of MLA                             the same rows on every rank
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from kvpage.cache.cache_engine import CacheEngine
-from kvpage.layout.attention import Attention
-from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
+from kvpage.layout.config import CacheConfig, ModelConfig, ParallelConfig
 from kvpage.layout.kv_scales import KVScales
-from kvpage.serving.model.probe import unquantized
+from kvpage.serving.model.attention_shapes import with_seen_shapes
 from kvpage.serving.model.runner import ModelRunner
-from kvpage.serving.model.step import PackedTokens, Step
 
 
 def sharded_size(model: PreTrainedModel) -> int:
@@ -48,46 +42,26 @@ def check_sharded_size(model: PreTrainedModel, size: int) -> None:
 
 
 def of_this_rank(runner: ModelRunner, cache_config: CacheConfig, config: ModelConfig, size: int) -> ModelConfig:
-    """Return the config with the KV heads of one rank, as its attention gets them. All ranks call it at once.
+    """Return the config with the shapes of one rank's K and V, as its attention gets them. All ranks call it at once.
 
-    Raises ValueError if the heads cannot be split over the ranks.
+    Raises ValueError if the heads cannot be split over the ranks, or if layers with unlike numbers of heads would be.
     """
-    if size == 1 or config.use_mla:
+    if config.use_mla:
         return config
+    seen = with_seen_shapes(runner, cache_config, config)
+    if size == 1:
+        return seen
     num_all, name = config.num_kv_heads, type(runner.model).__name__
     if num_all % size:
         raise ValueError(f"tensor_parallel_size must divide the {num_all} KV heads of {name}, got {size}")
-    num_heads = _num_heads_of_attention(runner, cache_config, config)
-    if num_heads not in (num_all, num_all // size):
-        raise ValueError(f"{name} must have {num_all // size} of {num_all} KV heads on each rank, got {num_heads}")
-    return replace(config, num_kv_heads=num_heads)
-
-
-class _CountedHeads:
-    """A step's work that writes nothing: it counts the heads of K. Some plans of transformers split no heads."""
-
-    def __init__(self) -> None:
-        self.num_heads = 0
-
-    def hooks(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, attention: Attention
-    ) -> torch.Tensor:
-        self.num_heads = key.shape[1]
-        return query.new_zeros(*query.shape[:2], value.shape[2])
-
-
-def _num_heads_of_attention(runner: ModelRunner, cache_config: CacheConfig, config: ModelConfig) -> int:
-    """Return how many KV heads the attention of this rank has, by computing a token."""
-    one_block = replace(unquantized(cache_config, config), num_gpu_blocks=1, num_cpu_blocks=0)
-    engine = CacheEngine(one_block, config, device_config=DeviceConfig(runner.model.device))
-    nothing, counted = np.zeros(1, np.int64), _CountedHeads()
-    packed = PackedTokens(np.zeros(1, np.int32), [0], [1], nothing)
-    step = Step.make(engine, nothing, np.zeros((1, 1), np.int32), [0], [1], packed)
-    runner.forward(packed, replace(step, blend=counted))
-    return counted.num_heads
+    counts = {seen.shape_of(layer).num_kv_heads for layer in seen.attention_layers(ParallelConfig())}
+    if len(counts) > 1:
+        raise ValueError(
+            f"tensor_parallel_size must be 1 for {name}, whose layers have {sorted(counts)} KV heads, got {size}"
+        )
+    if not counts <= {num_all, num_all // size}:
+        raise ValueError(f"{name} must have {num_all // size} of {num_all} KV heads on each rank, got {counts.pop()}")
+    return seen
 
 
 def scales_of_this_rank(kv_scales: Any, num_heads: int, num_all_heads: int) -> Any:

@@ -113,7 +113,8 @@ def _model_config(model: PreTrainedModel, kv_shape: KVShape | None, num_layers: 
         return ModelConfig(0, 0, layer_types, model.dtype)
     if kv_shape.is_latent:  # its attention gets heads, which it makes of the latents
         return replace(ModelConfig.from_hf(model.config, model.dtype), layer_types=layer_types)
-    return ModelConfig(max(kv_shape.key_size, kv_shape.value_size), kv_shape.num_heads, layer_types, model.dtype)
+    shapes = dict(zip(kv_shape.layer_ids, kv_shape.layer_shapes, strict=True))
+    return ModelConfig.of_shapes([shapes.get(layer) for layer in range(num_layers)], layer_types, model.dtype)
 
 
 def _computed(model: PreTrainedModel, use_cache: bool) -> SeenCache:
