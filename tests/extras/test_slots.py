@@ -100,6 +100,18 @@ def test_release_gives_back_the_whole_path_of_exactly_one():
     assert cache.num_pins == 0
 
 
+def test_with_all_pinned_it_goes_over_capacity_and_comes_back():
+    cache = PrefixCacheManager(3)
+    assert cache.insert([1, 2, 3], 0, 1) == 0
+    assert cache.insert([4, 5], 1, 1) == cache.num_over == 2
+    assert cache.find([1, 2, 3]) == (3, 0, 1) and cache.find([4, 5]) == (2, 1, 1)
+    cache.release([1, 2, 3])
+    assert (cache.num_tokens, cache.num_over) == (3, 0)
+    assert cache.find([1, 2, 3]) == (1, 0, 1) and cache.find([4, 5]) == (2, 1, 1)
+    cache.release([4, 5])
+    assert cache.num_pins == 0 and cache.num_tokens == 3
+
+
 def test_no_capacity_keeps_what_is_pinned_only():
     cache = PrefixCacheManager(0)
     assert cache.insert([1, 2], 0, 1) == 2 and cache.find([1]) == (1, 0, 1)
