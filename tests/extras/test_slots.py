@@ -9,7 +9,7 @@ from support.life import lived, total
 from support.seeds import seed_of
 from support.slot_life import WORLDS, AllocatorLife
 
-from kvpage.extras.slots import PrefixCacheManager, PrefixHit, SlotAllocator
+from kvpage.extras.slots import PrefixCacheManager, SlotAllocator
 
 # --- SlotAllocator ---
 
@@ -28,15 +28,6 @@ def test_alloc_gives_every_slot_once_and_then_minus_one(max_slots):
         assert allocator.free_count == 1 and allocator.alloc() == slot
         assert allocator.version(slot) == (2 if max_slots > 2 else allocator.version(slot))
     assert allocator.alloc() == -1
-
-
-def test_occupy_keeps_the_version():
-    allocator = SlotAllocator(4)
-    assert [allocator.alloc(), allocator.alloc()] == [0, 1]
-    allocator.free(0)
-    allocator.occupy(0)
-    assert (allocator.version(0), allocator.is_free(0), allocator.free_count) == (1, False, 2)
-    assert allocator.alloc() == 2
 
 
 @pytest.mark.parametrize(
@@ -77,30 +68,6 @@ def test_an_allocator_without_init_raises():
 # --- PrefixCacheManager: what it says ---
 
 
-def test_a_slot_holds_every_prefix_of_its_sequence():
-    cache = PrefixCacheManager(100)
-    assert cache.find([1, 2]) == PrefixHit(0, None, None)
-    assert cache.insert([1, 2, 3, 4, 5], 7, 11) == 0
-    for n in range(1, 6):
-        assert cache.find([1, 2, 3, 4, 5][:n]) == (n, 7, 11)
-    assert cache.find([1, 2, 9]) == (2, 7, 11)
-    assert cache.find([2, 1]) == cache.find([]) == (0, None, None)
-    assert (cache.num_tokens, cache.num_slots, cache.num_nodes, cache.num_pins) == (5, 1, 1, 1)
-
-
-def test_a_shared_prefix_counts_once_and_slots_move():
-    cache = PrefixCacheManager(100)
-    cache.insert([1, 2, 3, 4], 0, 1)
-    cache.insert([1, 2, 8], 1, 1)
-    assert (cache.num_tokens, cache.num_nodes) == (5, 3)
-    cache.insert([5], 1, 2)  # the slot was given to another sequence; what is pinned stays and nobody holds it
-    assert cache.find([1, 2, 8]) == (2, 0, 1) and cache.find([5]) == (1, 1, 2)
-    assert cache.num_tokens == 6
-    cache.release([1, 2, 8])
-    assert (cache.num_tokens, cache.num_nodes) == (5, 2)
-    cache.check()
-
-
 def test_eviction_takes_the_least_recently_used_from_its_end():
     cache = PrefixCacheManager(8)
     for slot, tokens in enumerate(([1, 2, 3, 4], [1, 2, 5, 6], [7, 8])):
@@ -113,26 +80,6 @@ def test_eviction_takes_the_least_recently_used_from_its_end():
     assert [cache.find(t).prefix_len for t in ([1, 2, 3, 4], [1, 2, 5, 6], [7, 8], [9, 9, 9])] == [4, 2, 1, 3]
     assert cache.num_slots == 4 and cache.num_over == 0
     cache.check()
-
-
-def test_with_all_pinned_it_goes_over_capacity_and_comes_back():
-    cache = PrefixCacheManager(3)
-    assert cache.insert([1, 2, 3], 0, 1) == 0
-    assert cache.insert([4, 5], 1, 1) == cache.num_over == 2
-    assert cache.find([1, 2, 3]) == (3, 0, 1) and cache.find([4, 5]) == (2, 1, 1)
-    cache.release([1, 2, 3])
-    assert (cache.num_tokens, cache.num_over) == (3, 0)
-    assert cache.find([1, 2, 3]) == (1, 0, 1) and cache.find([4, 5]) == (2, 1, 1)
-    cache.release([4, 5])
-    assert cache.num_pins == 0 and cache.num_tokens == 3
-
-
-def test_no_capacity_keeps_what_is_pinned_only():
-    cache = PrefixCacheManager(0)
-    assert cache.insert([1, 2], 0, 1) == 2 and cache.find([1]) == (1, 0, 1)
-    cache.release([1, 2])
-    assert (cache.num_tokens, cache.num_nodes, cache.num_slots) == (0, 0, 0)
-    assert cache.find([1]) == (0, None, None)
 
 
 def test_release_gives_back_the_whole_path_of_exactly_one():
@@ -153,33 +100,24 @@ def test_release_gives_back_the_whole_path_of_exactly_one():
     assert cache.num_pins == 0
 
 
-def test_withdrawn_slots_are_not_found():
-    cache = PrefixCacheManager(10)
-    cache.insert([1, 2, 3], 0, 1)
-    cache.insert([1, 2], 1, 1)
-    assert cache.withdraw(0) and not cache.withdraw(0) and not cache.withdraw(5)
-    assert cache.find([1, 2, 3]) == (2, 1, 1)
+def test_with_all_pinned_it_goes_over_capacity_and_comes_back():
+    cache = PrefixCacheManager(3)
+    assert cache.insert([1, 2, 3], 0, 1) == 0
+    assert cache.insert([4, 5], 1, 1) == cache.num_over == 2
+    assert cache.find([1, 2, 3]) == (3, 0, 1) and cache.find([4, 5]) == (2, 1, 1)
     cache.release([1, 2, 3])
-    assert cache.num_tokens == 2
-    cache.check()
+    assert (cache.num_tokens, cache.num_over) == (3, 0)
+    assert cache.find([1, 2, 3]) == (1, 0, 1) and cache.find([4, 5]) == (2, 1, 1)
+    cache.release([4, 5])
+    assert cache.num_pins == 0 and cache.num_tokens == 3
 
 
-def test_a_stale_version_is_told_from_a_valid_one():
-    slots, cache = SlotAllocator(3), PrefixCacheManager(100)
-    for tokens in ([1, 2, 3, 4], [1, 2, 5]):
-        slot = slots.alloc()
-        cache.insert(tokens, slot, slots.version(slot))
-        cache.release(tokens)
-    slots.free(0)
-    assert cache.find([1, 2, 3, 4], slots) == (4, 0, 1)  # free, and still what it was
-    slots.occupy(0)
-    assert cache.find([1, 2, 3, 4], slots) == (4, 0, 1)
-    slots.free(0)
-    assert slots.alloc() == 0
-    assert cache.find([1, 2, 3, 4]) == (4, 0, 1)  # the caller's to compare
-    assert cache.pin([1, 2, 3, 4], slots) == (2, 1, 1)
-    assert (cache.num_slots, cache.num_tokens) == (1, 3)
-    cache.check()
+def test_no_capacity_keeps_what_is_pinned_only():
+    cache = PrefixCacheManager(0)
+    assert cache.insert([1, 2], 0, 1) == 2 and cache.find([1]) == (1, 0, 1)
+    cache.release([1, 2])
+    assert (cache.num_tokens, cache.num_nodes, cache.num_slots) == (0, 0, 0)
+    assert cache.find([1]) == (0, None, None)
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda t: np.array(t, np.int32)])

@@ -189,31 +189,6 @@ def test_max_kv_is_not_negative():
     assert root.past_key_values == "kv"
 
 
-def test_eviction_goes_from_the_end_of_the_oldest_path():
-    root = DynamicTokenTrie()
-    old = root.extend_cache(0, [1, 2, 3], None, kv_of(3))
-    new = root.extend_cache(0, [1, 5], None, kv_of(2))
-    assert root.count_kv_size() == 4
-    root.evict_lru_kv(3)
-    assert old.past_key_values is None and old.parent.past_key_values is not None
-    root.evict_lru_kv(2)
-    assert old.parent.past_key_values is None and new.past_key_values is not None
-    root.evict_lru_kv(1)
-    assert new.past_key_values is None and new.parent.past_key_values is not None
-    root.evict_lru_kv(1)
-    root.evict_lru_kv(0)
-    assert root.collect_nodes_with_kv() == [] and root.count_kv_size() == 0
-
-
-def test_touch_saves_the_path():
-    root = DynamicTokenTrie()
-    ends = [root.extend_cache(0, [i, 9], None, kv_of(2)) for i in range(3)]
-    ends[0].add_token(4).touch()  # without K and V of its own
-    root.evict_lru_kv(2)
-    assert [node.past_key_values is not None for node in ends] == [True, False, False]
-    assert ends[0].parent.past_key_values is not None
-
-
 def test_eviction_frees_the_memory():
     root = DynamicTokenTrie()
     root.extend_cache(0, range(8), None, kv_of(8))

@@ -5,12 +5,12 @@ from functools import cache
 
 import pytest
 import torch
+from support.engines import B, make_engine
 from support.models import VOCAB, generate_each, generate_padded, make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.serving import BeamSearchParams, Engine, EngineConfig, RequestOutput, SamplingParams
 
-B = 4
 PROMPTS = make_prompts([6, 11, 3])
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -18,12 +18,6 @@ PARAMS = SamplingParams(max_tokens=8)
 @cache
 def expected() -> list[list[int]]:
     return generate_each(make_model("llama"), PROMPTS, 8)
-
-
-def make_engine(num_blocks: int = 64, **fields: object) -> Engine:
-    return Engine.from_model(
-        make_model("llama"), EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=num_blocks), **fields)
-    )
 
 
 def model_of(engine: Engine) -> torch.nn.Module:
@@ -119,7 +113,7 @@ def test_stats_count() -> None:
     assert stats.num_computed_tokens == (6 + 11 + 3 + 3 * 7) + (1 + 1)
     assert stats.num_steps == 9
     assert stats.num_used_blocks == 3 + 2
-    assert stats.num_blocks == 64
+    assert stats.num_blocks == 128
     assert stats.hit_rate == pytest.approx(15 / 37)
     assert make_engine().stats().hit_rate == 0
 

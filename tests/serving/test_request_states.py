@@ -4,21 +4,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.models import make_model, make_prompts
+from support.engines import make_engine
+from support.models import make_prompts
 
-from kvpage import CacheConfig
-from kvpage.serving import Engine, EngineConfig, RequestState, SamplingParams
+from kvpage.serving import RequestState, SamplingParams
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 B, C = 4, 8
 PROMPT = make_prompts([5 * C + 3])[0]
-
-
-def make_engine(num_blocks: int = 128, **options: object) -> Engine:
-    cache = {"num_cpu_blocks": options.pop("num_cpu_blocks", 0)}
-    config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, **cache)
-    return Engine.from_model(make_model("llama"), EngineConfig(config, **options))
 
 
 def parts(state: RequestState) -> tuple[str, int, int, int, int]:
@@ -79,7 +73,7 @@ def test_found_on_the_device():
 
 
 def test_loaded_from_the_host_tier():
-    engine = make_engine(12, num_cpu_blocks=40, load_or_compute=False)
+    engine = make_engine(12, num_host_blocks=40, load_or_compute=False)
     params = SamplingParams(max_tokens=2)
     others = make_prompts([44], seed=9)
     engine.generate([PROMPT], params)

@@ -2,23 +2,17 @@
 
 import pytest
 import torch
+from support.engines import B, make_engine
 from support.models import VOCAB, make_model, make_prompts
 
-from kvpage import CacheConfig
 from kvpage.blend.config import BlendConfig
-from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams
+from kvpage.serving import RequestOutput, SamplingParams
 from kvpage.serving.loop import intake
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.tiers.memory_tier import MemoryTier
 
-B = 4
 PROMPTS = make_prompts([1, 2, B, B + 1, 19, 33], seed=3)
 PARAMS = SamplingParams(max_tokens=4, prompt_logprobs=3)
-
-
-def make_engine(num_blocks: int = 120, kind: str = "llama", **options: object) -> Engine:
-    cache = CacheConfig(B, num_blocks, options.pop("num_cpu_blocks", 0))
-    return Engine.from_model(make_model(kind), EngineConfig(cache, load_or_compute=False, **options))
 
 
 def check(output: RequestOutput, num_top: int = 3, kind: str = "llama") -> None:
@@ -78,7 +72,7 @@ def test_a_cached_prompt_is_computed_again_and_still_shared() -> None:
 
 @pytest.mark.parametrize("num_cpu_blocks", [0, 40])
 def test_preempted_requests_have_all(num_cpu_blocks: int) -> None:
-    engine = make_engine(num_blocks=14, num_cpu_blocks=num_cpu_blocks, max_num_batched_tokens=12)
+    engine = make_engine(num_blocks=14, num_host_blocks=num_cpu_blocks, max_num_batched_tokens=12)
     prompts = [*make_prompts([17, 23, 29], seed=5), PROMPTS[4]]
     params = [SamplingParams(max_tokens=16, prompt_logprobs=0, logprobs=1, priority=index) for index in range(4)]
     outputs = engine.generate(prompts, params)

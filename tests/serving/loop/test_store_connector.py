@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 from support.dict_store import CHUNK, B, DictStore
+from support.engines import make_engine
 from support.models import generate_each, make_model, make_prompts
 
-from kvpage import CacheConfig
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving import Engine, SamplingParams
 
 MAX_TOKENS = 6
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
@@ -20,14 +20,6 @@ PROMPTS = make_prompts([5 * CHUNK + 3, 3 * CHUNK, CHUNK + 1, 3])
 class SlowStore(LoadOrCompute):
     def saw_prefill(self, num_tokens: int, seconds: float) -> None:
         """What is measured here is not to change it."""
-
-
-def make_engine(store: object, num_blocks: int = 128, num_host_blocks: int = 0, **options: object) -> Engine:
-    config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
-    engine = Engine.from_model(make_model("llama"), EngineConfig(config, **options), store=store)
-    for layer in engine.cache.gpu_cache:
-        layer.fill_(float("nan"))
-    return engine
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +42,9 @@ def serve(engine: Engine, expected: list[list[int]]) -> list[int]:
 )
 def test_a_second_engine_loads_what_the_first_computed(expected, options: dict) -> None:
     store = DictStore()
-    assert serve(make_engine(store, **options), expected) == [0, 0, 0, 0]
+    assert serve(make_engine(store=store, **options), expected) == [0, 0, 0, 0]
     assert len(store.chunks) == 5 + 3 + 1
-    engine = make_engine(store, load_or_compute=False, **options)
+    engine = make_engine(store=store, load_or_compute=False, **options)
     found = serve(engine, expected)
     if not options.get("num_blocks"):
         assert found == [5 * CHUNK, 3 * CHUNK - B, CHUNK, 0]
@@ -62,13 +54,13 @@ def test_a_second_engine_loads_what_the_first_computed(expected, options: dict) 
 
 def test_stats_tell_what_happened(expected) -> None:
     store = DictStore()
-    engine = make_engine(store)
+    engine = make_engine(store=store)
     engine.generate(PROMPTS, PARAMS)
     engine.debug.store.drain()
     stats = engine.stats().store
     assert (stats.num_lookups, stats.num_found_tokens, stats.num_stores) == (3, 0, 3)  # one prompt has no whole block
     assert stats.num_stored_tokens == (5 + 3 + 1) * CHUNK
-    engine = make_engine(store, load_or_compute=False)
+    engine = make_engine(store=store, load_or_compute=False)
     engine.generate(PROMPTS, PARAMS)
     stats = engine.stats().store
     assert (stats.num_lookups, stats.num_loads) == (3, 3)
@@ -76,13 +68,13 @@ def test_stats_tell_what_happened(expected) -> None:
     assert (stats.num_errors, stats.num_late, stats.num_refused_tokens) == (0, 0, 0)
     engine.close()
     assert engine.stats().store is None
-    assert make_engine(None).stats().store is None
+    assert make_engine(store=None).stats().store is None
 
 
 def test_namespaces_reach_the_store(expected) -> None:
     store = DictStore()
     for _ in range(2):
-        engine = make_engine(store)
+        engine = make_engine(store=store)
         for namespace in (b"one", b"two"):
             engine.add_request(PROMPTS[0], PARAMS, namespace=namespace)
         outputs = []
@@ -96,19 +88,19 @@ def test_namespaces_reach_the_store(expected) -> None:
 
 def test_what_was_generated_is_kept_if_asked_for(expected) -> None:
     store = DictStore()
-    serve(make_engine(store, save_generated=True), expected)
+    serve(make_engine(store=store, save_generated=True), expected)
     conversation = PROMPTS[0] + expected[0]
-    engine = make_engine(store, load_or_compute=False)
+    engine = make_engine(store=store, load_or_compute=False)
     (output,) = engine.generate([[*conversation, 5]], PARAMS)
     assert output.num_cached_tokens == (len(conversation) - 1) // CHUNK * CHUNK == 6 * CHUNK
 
 
 def test_others_compute_while_one_loads(expected) -> None:
     store = DictStore()
-    serve(make_engine(store), expected)
+    serve(make_engine(store=store), expected)
     gate = threading.Event()
     store.trouble = lambda name: gate.wait() if name == "load" else None
-    engine = make_engine(store, load_or_compute=False, store_deadline=60)
+    engine = make_engine(store=store, load_or_compute=False, store_deadline=60)
     engine.add_request(PROMPTS[0], PARAMS, "loads")
     engine.add_request(PROMPTS[3], PARAMS, "computes")
     finished = {}
@@ -125,10 +117,10 @@ def test_others_compute_while_one_loads(expected) -> None:
 @pytest.mark.parametrize("slow", ["lookup", "load"])
 def test_a_late_store_is_not_waited_for_and_writes_into_blocks_of_its_own(expected, slow: str) -> None:
     store = DictStore()
-    serve(make_engine(store), expected)
+    serve(make_engine(store=store), expected)
     gate = threading.Event()
     store.trouble = lambda name: gate.wait() if name == slow else None
-    engine = make_engine(store, load_or_compute=False, store_deadline=0.05)
+    engine = make_engine(store=store, load_or_compute=False, store_deadline=0.05)
     begin = time.monotonic()
     outputs = engine.generate(PROMPTS, PARAMS)
     assert [output.token_ids for output in outputs] == expected
@@ -144,14 +136,14 @@ def test_a_late_store_is_not_waited_for_and_writes_into_blocks_of_its_own(expect
 @pytest.mark.parametrize("name", ["lookup", "load", "store"])
 def test_a_store_that_raises_costs_a_miss(expected, name: str) -> None:
     store = DictStore()
-    serve(make_engine(store), expected)
+    serve(make_engine(store=store), expected)
 
     def fail(call: str) -> None:
         if call == name:
             raise OSError("gone")
 
     store.trouble = fail
-    engine = make_engine(store, load_or_compute=False)
+    engine = make_engine(store=store, load_or_compute=False)
     outputs = engine.generate(PROMPTS, PARAMS)
     assert [output.token_ids for output in outputs] == expected
     engine.debug.store.drain()
@@ -164,9 +156,9 @@ def test_a_store_that_raises_costs_a_miss(expected, name: str) -> None:
 @pytest.mark.parametrize("name", ["lookup", "load_blocks", "store_blocks"])
 def test_answers_that_are_no_counts_cost_a_miss(expected, name: str, answer: object) -> None:
     store = DictStore()
-    serve(make_engine(store), expected)
+    serve(make_engine(store=store), expected)
     answered = getattr(store, name)
-    engine = make_engine(store)
+    engine = make_engine(store=store)
     connector = engine.debug.store
     setattr(store, name, lambda *args, **named: (answered(*args, **named), answer)[1])
     cached = serve(engine, expected)
@@ -177,10 +169,10 @@ def test_answers_that_are_no_counts_cost_a_miss(expected, name: str, answer: obj
 
 def test_a_count_may_be_a_numpy_integer(expected) -> None:
     store = DictStore()
-    serve(make_engine(store), expected)
+    serve(make_engine(store=store), expected)
     answered = store.lookup
     store.lookup = lambda *args, **named: np.int64(answered(*args, **named))
-    assert serve(make_engine(store), expected)[0] == 5 * CHUNK
+    assert serve(make_engine(store=store), expected)[0] == 5 * CHUNK
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2, 3])
@@ -188,8 +180,8 @@ def test_a_count_may_be_a_numpy_integer(expected) -> None:
 def test_what_fails_between_engine_and_store_leaves_nothing_behind(expected, where: str, num_before: int) -> None:
     """The step raises; then all goes on, no block and no pin is lost, and closing comes to its end."""
     store = DictStore()
-    serve(make_engine(store), expected)
-    engine = make_engine(store if where != "_saves" else DictStore())
+    serve(make_engine(store=store), expected)
+    engine = make_engine(store=store if where != "_saves" else DictStore())
     connector, calls = engine.debug.store, []
     owner = connector._saves._thread if where == "_saves" else getattr(connector, where)
     name = "run" if where == "_transfers" else "submit"
@@ -228,20 +220,20 @@ def test_threads_that_cannot_be_had_are_missed_at_once(monkeypatch) -> None:
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        make_engine(DictStore())
+        make_engine(store=DictStore())
     assert threading.active_count() == threads
 
 
 def test_half_a_load_is_used(expected) -> None:
     store = DictStore()
-    serve(make_engine(store), expected)
+    serve(make_engine(store=store), expected)
 
     def lose(name: str) -> None:
         if name == "load":
             store.chunks.pop((b"", *PROMPTS[0][: 4 * CHUNK]), None)
 
     store.trouble = lose
-    engine = make_engine(store, load_or_compute=False)
+    engine = make_engine(store=store, load_or_compute=False)
     (output,) = engine.generate(PROMPTS[:1], PARAMS)
     assert (output.token_ids, output.num_cached_tokens) == (expected[0], 3 * CHUNK)
     engine.close()
@@ -250,8 +242,8 @@ def test_half_a_load_is_used(expected) -> None:
 
 def test_what_is_computed_faster_is_computed(expected) -> None:
     store = DictStore()
-    serve(make_engine(store), expected)
-    engine = make_engine(None)
+    serve(make_engine(store=store), expected)
+    engine = make_engine(store=None)
     engine.use_store(store, rule=SlowStore(1000, B, bytes_per_second=1.0, tokens_per_second=1e9))
     assert serve(engine, expected) == [0, 0, 0, 0]
     assert "load" not in store.calls
@@ -259,10 +251,10 @@ def test_what_is_computed_faster_is_computed(expected) -> None:
 
 def test_aborted_requests_leave_nothing(expected) -> None:
     store = DictStore()
-    serve(make_engine(store), expected)
+    serve(make_engine(store=store), expected)
     gate = threading.Event()
     store.trouble = lambda name: gate.wait() if name == "load" else None
-    engine = make_engine(store, load_or_compute=False, store_deadline=0.2)
+    engine = make_engine(store=store, load_or_compute=False, store_deadline=0.2)
     engine.add_request(PROMPTS[0], PARAMS, "one")
     for _ in range(2):
         engine.add_request(PROMPTS[3], SamplingParams(max_tokens=1))
@@ -276,6 +268,6 @@ def test_aborted_requests_leave_nothing(expected) -> None:
 
 def test_stores_that_cannot_be_used() -> None:
     with pytest.raises(ValueError, match="store needs enable_prefix_caching"):
-        make_engine(DictStore(), enable_prefix_caching=False)
+        make_engine(store=DictStore(), enable_prefix_caching=False)
     with pytest.raises(ValueError, match="store must be given once"):
-        make_engine(DictStore()).use_store(DictStore())
+        make_engine(store=DictStore()).use_store(DictStore())

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from support.engines import B, make_engine
 from support.models import generate_each, make_model, make_prompts
 
-from kvpage import CacheConfig
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.space import HostPolicy
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving import Engine, SamplingParams
 
-B = 4
 MAX_TOKENS = 10
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
 
@@ -34,14 +33,6 @@ class SlowHost(LoadOrCompute):
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     return generate_each(make_model("llama"), PROMPTS, MAX_TOKENS)
-
-
-def make_engine(num_blocks: int, num_host_blocks: int, **options: object) -> Engine:
-    config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
-    engine = Engine.from_model(make_model("llama"), EngineConfig(config, **options))
-    for layer in (*engine.cache.gpu_cache, *engine.cache.cpu_cache):
-        layer.fill_(float("nan"))
-    return engine
 
 
 def rounds(engine: Engine, expected: list[list[int]], num_rounds: int = 3) -> None:

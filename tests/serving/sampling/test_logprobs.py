@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from support.cpu_graphs import as_on_a_device
+from support.engines import make_engine
 from support.models import VOCAB, make_model, make_prompts
 
-from kvpage import CacheConfig
-from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams, TokenLogprobs
+from kvpage.serving import RequestOutput, SamplingParams, TokenLogprobs
 from kvpage.serving.loop.batch import logprobs as module
 from kvpage.serving.loop.batch.logprobs import logprobs_of_rows
 
@@ -18,10 +18,6 @@ EACH = [
     SamplingParams(max_tokens=7, logprobs=0, temperature=0.8, seed=4, n=3, presence_penalty=1.5),
     SamplingParams(max_tokens=8, logprobs=20, suppress_tokens=list(range(60, 120)), repetition_penalty=1.4),
 ]
-
-
-def make_engine(num_blocks: int = 120, **options: object) -> Engine:
-    return Engine.from_model(make_model("llama"), EngineConfig(CacheConfig(4, num_blocks), **options))
 
 
 def naive(tokens: list[int], num_prompt: int) -> torch.Tensor:

@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 import torch
 import transformers as tf
+from support.engines import make_engine
 from support.models import VOCAB, make_model, make_prompts
 
-from kvpage import CacheConfig
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving import SamplingParams
 
 PROMPTS = make_prompts([1, 4, 9], seed=8)
 MAX_TOKENS = 10
@@ -28,10 +28,6 @@ FIELDS: dict[str, dict] = {
         "min_tokens": 3, "stop_token_ids": list(range(0, VOCAB, 5)),
     },
 }  # fmt: skip
-
-
-def make_engine() -> Engine:
-    return Engine.from_model(make_model("llama"), EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=96)))
 
 
 def naive(prompt: list[int], params: SamplingParams) -> list[int]:

@@ -1,24 +1,15 @@
 """n samples of one prompt: computed once, forked, and each what a request with its own seed would have drawn."""
 
 import pytest
-from support.models import make_model, make_prompts
+from support.engines import B, make_engine
+from support.models import make_prompts
 
-from kvpage import CacheConfig
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving import SamplingParams
 
-B = 4
 N = 4
 MAX_TOKENS = 9
 PROMPTS = make_prompts([1, B - 1, B, B + 1, 3 * B + 2])
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=11, n=N)
-
-
-def make_engine(num_blocks: int = 128, num_host_blocks: int = 0, **fields: object) -> Engine:
-    config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
-    engine = Engine.from_model(make_model("llama"), EngineConfig(config, **fields))
-    for layer in engine.cache.gpu_cache:
-        layer.fill_(float("nan"))
-    return engine
 
 
 @pytest.fixture(scope="module")

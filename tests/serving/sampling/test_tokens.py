@@ -5,13 +5,13 @@ from functools import cache
 import pytest
 import torch
 from support.cache_rows import split_kv
+from support.engines import B, make_engine
 from support.models import CONFIGS, generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig, ops
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.model import step as step_module
 
-B = 4
 KINDS = list(CONFIGS)
 LENGTHS = [1, B - 1, B, B + 1, 3 * B + 2, 5 * B]
 MAX_TOKENS = 12
@@ -42,15 +42,6 @@ def expected(kind: str, prompts: str) -> list[list[int]]:
     return tokens
 
 
-def make_engine(kind: str, num_blocks: int = 128, layout: dict | None = None, **fields: object) -> Engine:
-    """An engine whose blocks hold NaN where nothing has been written: what is read without being owned shows."""
-    config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, **(layout or {}))
-    engine = Engine.from_model(make_model(kind), EngineConfig(config, **fields))
-    for layer in engine.cache.gpu_cache:
-        layer.fill_(float("nan"))
-    return engine
-
-
 def check_drained(engine: Engine) -> None:
     engine.manager.check()
     stats = engine.stats()
@@ -59,7 +50,7 @@ def check_drained(engine: Engine) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_batch_of_different_lengths_then_wholly_cached(kind: str) -> None:
-    engine = make_engine(kind)
+    engine = make_engine(kind=kind)
     first = engine.generate(PROMPTS["different"], PARAMS)
     again = engine.generate(PROMPTS["different"], PARAMS)
     assert [output.token_ids for output in first] == expected(kind, "different")
@@ -72,7 +63,7 @@ def test_batch_of_different_lengths_then_wholly_cached(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_prefixes_in_chunks_of_seven_tokens(kind: str) -> None:
-    engine = make_engine(kind, max_num_batched_tokens=7)
+    engine = make_engine(kind=kind, max_num_batched_tokens=7)
     outputs = engine.generate(PROMPTS["sharing"], PARAMS)
     assert [output.token_ids for output in outputs] == expected(kind, "sharing")
     assert [output.num_cached_tokens for output in outputs] == [0, 4 * B, 4 * B, 4 * B, 5 * B]
@@ -83,7 +74,7 @@ def test_shared_prefixes_in_chunks_of_seven_tokens(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_scarce_blocks(kind: str) -> None:
     longest = max(map(len, PROMPTS["different"])) + MAX_TOKENS - 1
-    engine = make_engine(kind, num_blocks=-(-longest // B) + 3, max_num_batched_tokens=16)
+    engine = make_engine(kind=kind, num_blocks=-(-longest // B) + 3, max_num_batched_tokens=16)
     outputs = engine.generate(PROMPTS["different"], PARAMS)
     assert [output.token_ids for output in outputs] == expected(kind, "different")
     assert engine.stats().num_preemptions > 0
@@ -96,7 +87,7 @@ def test_gathering_instead_of_reading_in_place(kind: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(step_module, "attends_in_place", lambda device: False)
     for name in ("attend", "write_and_attend"):
         monkeypatch.setattr(ops, name, None)
-    engine = make_engine(kind, max_num_batched_tokens=7)
+    engine = make_engine(kind=kind, max_num_batched_tokens=7)
     outputs = engine.generate(PROMPTS["sharing"], PARAMS)
     assert [output.token_ids for output in outputs] == expected(kind, "sharing")
     check_drained(engine)
@@ -113,7 +104,7 @@ def test_double_precision() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(layout.values()))
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts(kind: str, layout: dict) -> None:
-    engine = make_engine(kind, layout=layout)
+    engine = make_engine(kind=kind, layout=layout)
     assert [output.token_ids for output in engine.generate(PROMPTS["sharing"], PARAMS)] == expected(kind, "sharing")
     check_drained(engine)
 
@@ -128,7 +119,7 @@ def test_block_sizes(block_size: int) -> None:
 
 
 def test_without_prefix_caching() -> None:
-    engine = make_engine("llama", enable_prefix_caching=False)
+    engine = make_engine(enable_prefix_caching=False)
     outputs = engine.generate(PROMPTS["sharing"], PARAMS)
     assert [output.token_ids for output in outputs] == expected("llama", "sharing")
     assert {output.num_cached_tokens for output in outputs} == {0}
@@ -137,21 +128,21 @@ def test_without_prefix_caching() -> None:
 
 def test_blocks_for_one_request_at_a_time() -> None:
     longest = max(map(len, PROMPTS["sharing"])) + MAX_TOKENS - 1
-    engine = make_engine("llama", num_blocks=-(-longest // B), max_num_batched_tokens=5)
+    engine = make_engine(num_blocks=-(-longest // B), max_num_batched_tokens=5)
     outputs = engine.generate(PROMPTS["sharing"], PARAMS)
     assert [output.token_ids for output in outputs] == expected("llama", "sharing")
     check_drained(engine)
 
 
 def test_fewer_tokens_a_step_than_sequences() -> None:
-    engine = make_engine("llama", max_num_batched_tokens=2, max_num_seqs=4)
+    engine = make_engine(max_num_batched_tokens=2, max_num_seqs=4)
     outputs = engine.generate(PROMPTS["different"], PARAMS)
     assert [output.token_ids for output in outputs] == expected("llama", "different")
     check_drained(engine)
 
 
 def test_requests_that_join_and_end_midway() -> None:
-    engine = make_engine("qwen3")
+    engine = make_engine(kind="qwen3")
     outputs = {}
     for number, prompt in enumerate(PROMPTS["different"]):
         engine.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS - number), str(number))
@@ -230,7 +221,7 @@ def test_one_corrupted_row_changes_the_logits(kind: str, part: int) -> None:
 
 def _second_logits(kind: str, prompt: list[int], corrupt: int | None) -> torch.Tensor:
     """The logits of the first decode, with one row of one layer's K or V multiplied after the prefill."""
-    engine = make_engine(kind)
+    engine = make_engine(kind=kind)
     seen: list[torch.Tensor] = []
     engine.debug.runner.model.register_forward_hook(
         lambda module, args, output: seen.append(output.logits[0, -1].clone())

@@ -5,21 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.models import VOCAB, make_model, make_prompts
+from support.engines import B, make_engine
+from support.models import VOCAB, make_prompts
 
-from kvpage import CacheConfig, OutOfBlocks
-from kvpage.serving import Branch, Branches, Engine, EngineConfig, SamplingParams
-
-B = 4
-
-
-def make_engine(num_blocks: int = 64, **options: object) -> Engine:
-    engine = Engine.from_model(
-        make_model("llama"), EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=num_blocks), **options)
-    )
-    for layer in engine.cache.gpu_cache:
-        layer.fill_(float("nan"))
-    return engine
+from kvpage import OutOfBlocks
+from kvpage.serving import Branch, Branches, Engine, SamplingParams
 
 
 def whole_logits(engine: Engine, tokens: list[int]) -> torch.Tensor:

@@ -4,21 +4,11 @@ import random
 
 import pytest
 import torch
-from support.models import VOCAB, make_model, make_prompts
+from support.engines import B, make_engine
+from support.models import VOCAB, make_prompts
 
-from kvpage import CacheConfig, OutOfBlocks
-from kvpage.serving import Engine, EngineConfig, PagedTokenTrie, SamplingParams
-
-B = 4
-
-
-def make_engine(num_blocks: int = 128, kind: str = "llama", **options: object) -> Engine:
-    engine = Engine.from_model(
-        make_model(kind), EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=num_blocks), **options)
-    )
-    for layer in engine.cache.gpu_cache:
-        layer.fill_(float("nan"))
-    return engine
+from kvpage import OutOfBlocks
+from kvpage.serving import Engine, PagedTokenTrie, SamplingParams
 
 
 def full_logprobs(engine: Engine, token_lists: list[list[int]]) -> torch.Tensor:
