@@ -120,17 +120,15 @@ def measure(
         calls: list[Callable[[], object]] = [writes, moves.put, reads, moves.get, moves.get_layers, *extra]
         spent = list(in_turns({str(n): call for n, call in enumerate(calls)}, options.rounds).values())
     name, (write_name, read_name) = url.partition(":")[0], bounds
-    rows = [
-        ("store", spent[1], write_name, spent[0]),
-        ("retrieve", spent[3], read_name, spent[2]),
-        ("layers", spent[4], read_name, spent[2]),
-        *[
-            (operation, taken, bound, limit)
-            for (operation, bound, _), taken, limit in zip(others, (spent[1], spent[3]), spent[5:], strict=False)
-        ],
+    timed = [
+        ("store", (spent[1], write_name, spent[0])),
+        ("retrieve", (spent[3], read_name, spent[2])),
+        ("layers", (spent[4], read_name, spent[2])),
     ]
+    for (operation, bound, _), taken, limit in zip(others, (spent[1], spent[3]), spent[5:], strict=False):
+        timed.append((operation, (taken, bound, limit)))
     num_bytes = options.chunks * CHUNK_BYTES
-    return [speed_row(f"{name} {operation}", num_bytes, *timed) for operation, *timed in rows]
+    return [speed_row(f"{name} {operation}", num_bytes, *each) for operation, each in timed]
 
 
 def speed_row(operation: str, num_bytes: int, taken: list[float], bound: str, limit: list[float]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ docs/benchmarks.md has all rows, README.md those with a headline. Each number is
 A row finds its values in a result; its cells are templates over them (benchmarks/cells.py).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kvpage.benchmarks.cells import fill, fill_known, markdown
@@ -186,9 +186,15 @@ def answered(result: Result, method: str, ratio: float, check: tuple[int, ...]) 
     return row_of(result, "quality", method=method, ratios=[ratio], check=list(check))
 
 
+def interval(estimate: Sequence[float]) -> Figure:
+    """Return a mean and the ends of its interval as a figure."""
+    mean, low, high = estimate
+    return Figure(mean, low, high, 1)
+
+
 def lost(result: Result) -> Row:
     """Return the answers lost by each method of LOSSES, of all."""
-    return {name: Figure(*answered(result, *how)["lost"], num=1) for name, how in LOSSES.items()}
+    return {name: interval(answered(result, *how)["lost"]) for name, how in LOSSES.items()}
 
 
 SERVING_COLUMNS = {
