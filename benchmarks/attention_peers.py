@@ -137,11 +137,11 @@ def cudnn_call(case: PagedCase) -> Call | None:
     return call
 
 
-def check(case: PagedCase, found: torch.Tensor) -> None:
-    """AssertionError unless the first sequence's last rows are those of the reference."""
+def check(case: PagedCase, found: torch.Tensor, heads: slice = slice(None)) -> None:
+    """AssertionError unless the first sequence's last rows are those of the reference. heads: that are compared."""
     few = slice(max(case.num_queries - CHECKED_ROWS, 0), case.num_queries)
     want = reference.paged_attention(
-        case.query[few],
+        case.query[few, heads],
         case.cache,
         case.tables[:1],
         torch.tensor([case.length]),
@@ -149,7 +149,7 @@ def check(case: PagedCase, found: torch.Tensor) -> None:
         query_lens=torch.tensor([few.stop - few.start]),
         value_size=case.model.value_size,
     )
-    torch.testing.assert_close(found[few], want, rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(found[few, heads], want, rtol=3e-2, atol=3e-2)
 
 
 def target_of(case: PagedCase, num_bytes: int) -> float | None:

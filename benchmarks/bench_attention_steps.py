@@ -34,10 +34,9 @@ import kvpage._C as _C
 from kvpage import CacheLayout, ops
 from kvpage.benchmarks.cells import Table
 from kvpage.benchmarks.figure import Figure, in_turns, result, seconds
-from kvpage.benchmarks.peer_process import PeerProcess
+from kvpage.benchmarks.peer_process import PeerProcess, recommended
 from kvpage.benchmarks.pictures import bars
 from kvpage.benchmarks.script import Options, finish
-from kvpage.benchmarks.vllm_process import recommended
 
 BLOCK_SIZE = 16
 SHAPES = {"small": (2, 4, 64), "llama 3 8B": (8, 4, 128)}  # KV heads, query heads of each, head size
@@ -161,8 +160,8 @@ def main() -> None:
         for case in itertools.product(options.steps, options.shapes, options.dtypes, options.threads):
             results.append(measure(*case, options.rounds, peer))
             table.show(results[-1])
-    names = {", ".join(f"{row[name]}" for name in KEYS): row["of bound"] for row in results}
-    draw = functools.partial(bars, values=names, label="speed, in the larger of the two bounds", lines=[1.0])
+    shares = {", ".join(f"{row[name]}" for name in KEYS): row["of bound"] for row in results}
+    draw = functools.partial(bars, values=shares, label="speed, in the larger of the two bounds", lines=[1.0])
     finish(options, draw, kernel=kernel, results=results)
 
 

@@ -25,7 +25,7 @@ import torch
 from kvpage.benchmarks import blend_model, blend_quality, blend_speed
 from kvpage.benchmarks.blend_quality import Answers, Method
 from kvpage.benchmarks.cells import Table, show_all
-from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.number_table import interval
 from kvpage.benchmarks.pictures import curve, drawn, groups
 from kvpage.benchmarks.script import Options, finish, skip
 
@@ -99,7 +99,7 @@ def show_quality(rows: Sequence[dict[str, Any]]) -> None:
     table = Table(QUALITY_COLUMNS)
     for row in rows:
         names = {name: "+".join(f"{one:.3g}" for one in row[name]) for name in ("check", "ratios")}
-        intervals = {name: Figure(*row[name], num=1) for name in ("all", "cross", "lost")}
+        intervals = {name: interval(row[name]) for name in ("all", "cross", "lost")}
         table.show(row | names | intervals)
 
 
@@ -159,8 +159,8 @@ def plot(quality_rows: Sequence[dict[str, Any]], speed_rows: Sequence[dict[str, 
             curve(right, chosen, "ratio", "ceiling", ":", color=f"C{color}", label="its ceiling")
         right.axhline(1.0, color="gray", linewidth=0.8)
         right.set(ylabel="full recompute's time to first token, over this", ylim=(0, None))
-        for axes, rows in ((left, quality_rows), (right, speed_rows)):
-            axes.set(xlabel="share of rows computed again", visible=bool(rows))
+        for axes, is_drawn in ((left, bool(quality_rows)), (right, bool(speed_rows))):
+            axes.set(xlabel="share of rows computed again", visible=is_drawn)
             axes.legend(fontsize=7)
 
 

@@ -24,15 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpage import CacheConfig, CacheEngine, ModelConfig
-from kvpage.benchmarks.bench_store import speed_row
+from kvpage.benchmarks.bench_store import BLOCK_SIZE, check_loaded, halves, random_engine, speed_row
 from kvpage.benchmarks.cells import Table
 from kvpage.benchmarks.figure import Figure, in_turns
 from kvpage.benchmarks.pictures import bars
 from kvpage.benchmarks.script import Options, finish
 from kvpage.store import ByteStore, ByteStoreConfig, KVStore, KVStoreConfig, PageView, metadata_of
 
-BLOCK_SIZE, LAYERS, HEADS, HEAD_SIZE = 16, 32, 8, 128
+LAYERS = 32
 PARTS = ("memory", "disk")
 CALL_BYTES = 1 << 20
 COLUMNS = (
@@ -44,26 +43,17 @@ class Blocks:
     """One half of an engine's blocks, to be stored, and the other half, to be loaded into."""
 
     def __init__(self, num_tokens: int, num_records: int) -> None:
-        model = ModelConfig(HEAD_SIZE, HEADS, ("full_attention",) * LAYERS, torch.bfloat16)
         self.num_tokens, self.each = num_tokens, num_tokens // BLOCK_SIZE
         num_blocks = self.each * num_records
-        self.engine = CacheEngine(CacheConfig(BLOCK_SIZE, 2 * num_blocks), model)
-        for cache in self.engine.gpu_cache:
-            cache.view(torch.int16).random_()
-        ids = torch.randperm(2 * num_blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
-        self.source, self.target = ids.chunk(2)
+        self.engine = random_engine(2 * num_blocks, LAYERS)
+        self.source, self.target = halves(2 * num_blocks)
         self.tokens = np.arange(num_blocks * BLOCK_SIZE, dtype=np.int32)
         self.view = PageView(self.engine.gpu_cache, page_dim=1)
         self.num_bytes = num_blocks * self.view.page_bytes
         self.keys = [b"record %d" % number for number in range(num_records)]
 
     def check(self, load: Callable[[], None]) -> None:
-        """Load, and compare every bit."""
-        for cache in self.engine.gpu_cache:
-            cache[:, self.target.long()] = 0
-        load()
-        for cache in (cache.view(torch.int16) for cache in self.engine.gpu_cache):
-            assert torch.equal(cache[:, self.source.long()], cache[:, self.target.long()]), "not what was stored"
+        check_loaded(self.engine, self.source, self.target, load)
 
 
 def ways(blocks: Blocks, chunks: KVStore, records: ByteStore) -> dict[str, Callable[[], None]]:

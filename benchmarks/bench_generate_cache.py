@@ -18,34 +18,21 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 from kvpage import CacheConfig
 from kvpage.benchmarks.cells import Table
 from kvpage.benchmarks.figure import Figure
 from kvpage.benchmarks.pictures import curve, drawn, groups
 from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.serving_workloads import Shape, make_model
 from kvpage.serving import KVPageCache, KVPageCachePool
 
-BLOCK_SIZE, TAIL, NEW = 16, 32, 32
+BLOCK_SIZE, TAIL, NEW, VOCAB = 16, 32, 32, 2048
+SHAPE = Shape(layers=6, hidden=384, intermediate=1152, heads=6, kv_heads=3)
 NAMES = ("generate", "nothing found", "prefix found", "prefix for nothing")
 COLUMNS = "{batch:>5} {prefix:>6}" + "".join(f" {{{name} ms:>21.0f}}" for name in NAMES)
 COLUMNS += " {saved:>19.2f} {of bound:>19.2f} {miss:>19.2f}"
-
-
-def make_model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=2048,
-        hidden_size=384,
-        intermediate_size=1152,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        max_position_embeddings=16384,
-        initializer_range=0.1,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def generate(model: Any, ids: torch.Tensor, cache: transformers.Cache | None) -> torch.Tensor:
@@ -71,12 +58,10 @@ def seconds(call: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
     return time.process_time() - begin, tokens
 
 
-def measure(
-    model: LlamaForCausalLM, num_prefix: int, batch: int, rounds: int, working_bytes: int | None = None
-) -> dict[str, Any]:
+def measure(model: Any, num_prefix: int, batch: int, rounds: int, working_bytes: int | None = None) -> dict[str, Any]:
     """Rows that share a prefix, and differ after it."""
-    prefix = torch.randint(1, 2048, (1, num_prefix)).repeat(batch, 1)
-    ids = torch.cat([prefix, torch.randint(1, 2048, (batch, TAIL))], dim=1)
+    prefix = torch.randint(1, VOCAB, (1, num_prefix)).repeat(batch, 1)
+    ids = torch.cat([prefix, torch.randint(1, VOCAB, (batch, TAIL))], dim=1)
     held = DynamicCache()
     with torch.no_grad():
         model(prefix, past_key_values=held)
@@ -136,7 +121,7 @@ def main() -> None:
     parser.add("--working-bytes", type=int, help="of the pool; None: no limit")
     options = parser.parse()
     torch.manual_seed(0)
-    model = make_model()
+    model = make_model(SHAPE, torch.float32, VOCAB, max_position_embeddings=16384, initializer_range=0.1)
     print(f"Llama of 6 layers, fp32; {TAIL} tokens behind the prefix, {NEW} generated; ms (quartiles)")
     table, results = Table(COLUMNS), []
     for batch, num_prefix in itertools.product(options.batch, options.prefix):

@@ -83,7 +83,7 @@ def measure(
     runs = {name: run for name, run in runs.items() if name not in options.without}
     answers = {name: run() for name, run in runs.items()}
     bound = ProductsBound(model, batches_of(workload, options.tokens), CHOICE_ROUNDS)
-    calls = {"bound": functools.partial(run_bound, bound), **runs}
+    calls: dict[str, Contender] = {"bound": functools.partial(run_bound, bound), **runs}
     num_tokens = workload.num_answers * options.tokens
     found = contest(judge, workload, answers, calls, num_tokens, options.rounds, measure=own_seconds, warmups=0)
     return {"workload": workload.name, "requests": workload.num_answers, **found, "products": bound.chosen}

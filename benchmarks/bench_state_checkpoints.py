@@ -53,9 +53,8 @@ GATE_TOKENS = 8
 COPIES = 20
 """Of a state, in one measurement."""
 COLUMNS = (
-    "{family:<14}{prefill[without].median:>25.3f}{prefill_added:>24.2%}{whole_prefill_added:>22.1%}"
-    "{bound_added.median:>20.2%}{decode_added:>23.2%}{whole_decode_added:>20.1%}{restore_us:>18.0f}"
-    "{bound_us.median:>18.0f}{slot_bytes:>12,}"
+    "{family:<14}{prefill ms:>11.0f}{prefill_added:>24.2%}{whole_prefill_added:>22.1%}{bound_added.median:>13.2%}"
+    "{decode_added:>23.2%}{whole_decode_added:>20.1%}{restore_us:>18.0f}{bound_us.median:>10.0f}{MiB:>7.2f}"
 )
 
 
@@ -213,6 +212,8 @@ def main() -> None:
     tf.logging.set_verbosity_error()
     with mock.patch.object(MixerForward, "compute", Pieces.any):
         rows = [measure(kind, options) for kind in options.families]
+    for row in rows:
+        row |= {"prefill ms": 1e3 * row["prefill"]["without"].median, "MiB": row["slot_bytes"] / 2**20}
     show_all(COLUMNS, rows)
     finish(options, functools.partial(plot, rows), families=rows)
 

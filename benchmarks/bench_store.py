@@ -56,12 +56,29 @@ SPEED = "{operation:<28} {GB/s:.2f} GB/s, {of bound:.2f} of {bound}, {bound GB/s
 PARTS = ("memory", "tensors", "disk", "redis", "lookups")
 
 
-def make_engine(num_chunks: int) -> CacheEngine:
-    model = ModelConfig(128, 8, ("full_attention",) * LAYERS, torch.bfloat16)
-    engine = CacheEngine(CacheConfig(BLOCK_SIZE, 2 * num_chunks * CHUNK_SIZE // BLOCK_SIZE), model)
+def random_engine(num_blocks: int, num_layers: int) -> CacheEngine:
+    """Return an engine with random K and V in all of its blocks."""
+    model = ModelConfig(128, 8, ("full_attention",) * num_layers, torch.bfloat16)
+    engine = CacheEngine(CacheConfig(BLOCK_SIZE, num_blocks), model)
     for cache in engine.gpu_cache:
         cache.view(torch.int16).random_()
     return engine
+
+
+def halves(num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of two halves of the blocks, in random order."""
+    ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    source, target = ids.chunk(2)
+    return source, target
+
+
+def check_loaded(engine: CacheEngine, source: torch.Tensor, target: torch.Tensor, load: Callable[[], object]) -> None:
+    """Load into the blocks `target`, and compare every bit with the blocks `source`."""
+    for cache in engine.gpu_cache:
+        cache[:, target.long()] = 0
+    load()
+    for cache in (cache.view(torch.int16) for cache in engine.gpu_cache):
+        assert torch.equal(cache[:, source.long()], cache[:, target.long()]), "not what was stored"
 
 
 class Moves:
@@ -70,8 +87,7 @@ class Moves:
     def __init__(self, store: KVStore, engine: CacheEngine, num_chunks: int) -> None:
         self.store, self.engine = store, engine
         self.tokens = np.arange(num_chunks * CHUNK_SIZE, dtype=np.int32)
-        ids = torch.randperm(engine.gpu_cache[0].shape[1], generator=torch.Generator().manual_seed(0)).to(torch.int32)
-        self.source, self.target = ids.chunk(2)
+        self.source, self.target = halves(engine.gpu_cache[0].shape[1])
 
     @functools.lru_cache(maxsize=1)  # noqa: B019, there is one, and it lives as long as the measurement
     def views(self) -> list[list[memoryview]]:
@@ -92,11 +108,7 @@ class Moves:
 
     def check(self) -> None:
         for move in (self.get, self.get_layers):
-            for cache in self.engine.gpu_cache:
-                cache[:, self.target.long()] = 0
-            move()
-            for cache in (cache.view(torch.int16) for cache in self.engine.gpu_cache):
-                assert torch.equal(cache[:, self.source.long()], cache[:, self.target.long()]), "not what was stored"
+            check_loaded(self.engine, self.source, self.target, move)
 
 
 def measure(
@@ -120,17 +132,15 @@ def measure(
         calls: list[Callable[[], object]] = [writes, moves.put, reads, moves.get, moves.get_layers, *extra]
         spent = list(in_turns({str(n): call for n, call in enumerate(calls)}, options.rounds).values())
     name, (write_name, read_name) = url.partition(":")[0], bounds
-    rows = [
-        ("store", spent[1], write_name, spent[0]),
-        ("retrieve", spent[3], read_name, spent[2]),
-        ("layers", spent[4], read_name, spent[2]),
-        *[
-            (operation, taken, bound, limit)
-            for (operation, bound, _), taken, limit in zip(others, (spent[1], spent[3]), spent[5:], strict=False)
-        ],
+    timed = [
+        ("store", (spent[1], write_name, spent[0])),
+        ("retrieve", (spent[3], read_name, spent[2])),
+        ("layers", (spent[4], read_name, spent[2])),
     ]
+    for (operation, bound, _), taken, limit in zip(others, (spent[1], spent[3]), spent[5:], strict=False):
+        timed.append((operation, (taken, bound, limit)))
     num_bytes = options.chunks * CHUNK_BYTES
-    return [speed_row(f"{name} {operation}", num_bytes, *timed) for operation, *timed in rows]
+    return [speed_row(f"{name} {operation}", num_bytes, *each) for operation, each in timed]
 
 
 def speed_row(operation: str, num_bytes: int, taken: list[float], bound: str, limit: list[float]) -> dict[str, Any]:
@@ -278,7 +288,7 @@ def main() -> None:
     parser.add("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
     parser.add("--parts", PARTS, choices=PARTS)
     options = parser.parse()
-    engine, results = make_engine(options.chunks), []
+    engine, results = random_engine(2 * options.chunks * CHUNK_SIZE // BLOCK_SIZE, LAYERS), []
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         calls = {
             "memory": lambda: memory(engine, options),

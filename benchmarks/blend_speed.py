@@ -5,16 +5,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from kvpage import CacheConfig
 from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.serving_workloads import Shape as Sizes
+from kvpage.benchmarks.serving_workloads import make_model as make_llama
 from kvpage.blend import BlendConfig
 from kvpage.blend.segments import MemorySegments
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 
 BLOCK_SIZE = 16
-QUESTION_TOKENS = 32
+QUESTION_TOKENS, VOCAB = 32, 4096
 ONE = SamplingParams(max_tokens=1)
 
 
@@ -53,20 +55,11 @@ class Ttft(NamedTuple):
     num_recomputed: int
 
 
-def make_model(shape: Shape, device: str) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        max_position_embeddings=16384,
-    )
+def make_model(shape: Shape, device: str) -> Any:
+    sizes = Sizes(shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        model = LlamaForCausalLM(config).eval()
-    return model.to(torch.bfloat16) if device == "cuda" else model
+        return make_llama(sizes, dtype, VOCAB, max_position_embeddings=16384, initializer_range=0.02)
 
 
 def row_flops(shape: Shape) -> tuple[float, float, float]:

@@ -82,11 +82,12 @@ class Table:
         self._template, self._is_begun = template, False
 
     def head(self) -> str:
-        """Return the titles, each in its column's width."""
+        """Return the titles, each in its column's width: the names of the fields, without .median."""
         parts = []
         for literal, name, spec, _ in string.Formatter().parse(self._template):
             align, width, _ = _parts(spec or "")
-            parts.append(literal + ("" if name is None else f"{name:{align}{width}}"))
+            title = (name or "").partition(".")[0]
+            parts.append(literal + ("" if name is None else f"{title:{align}{width}}"))
         return "".join(parts)
 
     def show(self, row: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -131,4 +131,4 @@ def within(seconds: float, results: Iterable[Any]) -> Iterator[Any]:
 
 def dumps(result: Any) -> str:
     """One line of JSON, in which a Figure is {"median", "low", "high", "num"}."""
-    return json.dumps(result, default=lambda value: asdict(value) if is_dataclass(value) else str(value))
+    return json.dumps(result, default=lambda value: asdict(value) if isinstance(value, Figure) else str(value))

@@ -4,7 +4,7 @@ docs/benchmarks.md has all rows, README.md those with a headline. Each number is
 A row finds its values in a result; its cells are templates over them (benchmarks/cells.py).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kvpage.benchmarks.cells import fill, fill_known, markdown
@@ -123,27 +123,12 @@ def products(dtype: str, num_rows: int) -> Find:
     return span("rows", lambda row: row["dtype"] == dtype and row["rows"] == num_rows)
 
 
-def trie(what: str) -> Find:
-    made = "bare nodes and clones" if what.endswith(", K and V") else "bare nodes"
-    return lambda result: row_of(result, "rows", what=what) | {"made": made}
-
-
-def manager(what: str) -> Find:
-    words = {"numpy copy": "a copy of the arrays", "numpy's conversion": "numpy's conversion of the list"}
+def by(rows: str, name: str, **wanted: Any) -> Find:
+    """Return what finds the rows that have these values, by another value of theirs."""
 
     def find(result: Result) -> Row:
-        found = row_of(result, "rows", what=what)
-        return found | {"bound": words.get(found["bound"], found["bound"])}
-
-    return find
-
-
-def stored(operation: str, gathered: str | None = None) -> Find:
-    """Return what finds a row of bench_store, with the row of another bound."""
-
-    def find(result: Result) -> Row:
-        other = {} if gathered is None else {"gathered": row_of(result, "results", operation=gathered)}
-        return row_of(result, "results", operation=operation) | other
+        fitting = (row for row in result[rows] if all(row.get(key) == value for key, value in wanted.items()))
+        return {str(row[name]): row for row in fitting}
 
     return find
 
@@ -180,26 +165,6 @@ def family(name: str) -> Find:
     return find
 
 
-def hits(trace: str) -> Find:
-    """Return what finds a trace of bench_hybrid_prefix with marks, and its row without them."""
-
-    def find(result: Result) -> Row:
-        marked, unmarked = (row_of(result, "rows", trace=trace, marked=is_marked) for is_marked in (True, False))
-        return marked | {"unmarked": unmarked}
-
-    return find
-
-
-def handed_over(column: str) -> Find:
-    """Return what finds a column of bench_prefill_decode while others decode, by contender."""
-
-    def find(result: Result) -> Row:
-        rows = [row for row in result["results"] if row["workers"] == "busy"]
-        return {row["contender"]: row[column] for row in rows}
-
-    return find
-
-
 def first_token(result: Result) -> Row:
     """Return the row of blending at 15 %, the full recompute's, the prefix cache's, and the least of the arithmetic."""
     blend = row_of(result, "speed", method="blend", ratio=0.15)
@@ -221,9 +186,15 @@ def answered(result: Result, method: str, ratio: float, check: tuple[int, ...]) 
     return row_of(result, "quality", method=method, ratios=[ratio], check=list(check))
 
 
+def interval(estimate: Sequence[float]) -> Figure:
+    """Return a mean and the ends of its interval as a figure."""
+    mean, low, high = estimate
+    return Figure(mean, low, high, 1)
+
+
 def lost(result: Result) -> Row:
     """Return the answers lost by each method of LOSSES, of all."""
-    return {name: Figure(*answered(result, *how)["lost"], num=1) for name, how in LOSSES.items()}
+    return {name: interval(answered(result, *how)["lost"]) for name, how in LOSSES.items()}
 
 
 SERVING_COLUMNS = {
@@ -262,24 +233,33 @@ def numbers_of(run: str, measured: str, beside: str, cases: Iterable[tuple[str, 
     return [Number(run, what, find, measured, beside) for what, find in cases]
 
 
-def with_words(words: str, cases: Iterable[tuple[str, Find]]) -> list[tuple[str, Find]]:
-    """Return the cases with words in which theirs take the place of {}."""
-    return [(words.format(what), find) for what, find in cases]
-
-
 POOLED = "{array_ns:,.0f} ns: slices of a numpy array; {list_ns:,.0f} ns: a Python list"
-STORED = "{GB/s:,.1f} GB/s"
-STORE_BOUND = "{bound GB/s:,.1f}: {bound}; {gathered[bound GB/s]:,.1f}: {gathered[bound]}"
-DISK = [
-    ("into the disk tier{}", stored("disk store", gathered="disk gathered")),
-    ("and back", stored("disk retrieve")),
-]
+HITS = (
+    "{True[borders_hits]} of {True[requests]}: states at block borders, as vLLM keeps them; "
+    "{False[hits]} of {False[requests]}: without the authors' marks"
+)
+TENTH = "{bound*100:.1f} %: no policy finds more; {borders_all_tenth*100:.1f} %: states at all block borders"
+DISK = [("into the disk tier{}", "disk store"), ("and back", "disk retrieve")]
 TENSORS = [
-    ("K and V in tensors into the memory tier", stored("tensors store")),
-    ("and back, in the store's memory", stored("tensors retrieve")),
-    ("and back, into the caller's tensors", stored("tensors out")),
-    ("the first into a tier that was just opened", stored("tensors first store")),
+    ("K and V in tensors into the memory tier, {}", "tensors store"),
+    ("and back, in the store's memory, {}", "tensors retrieve"),
+    ("and back, into the caller's tensors, {}", "tensors out"),
+    ("the first into a tier that was just opened, {}", "tensors first store"),
 ]
+
+
+def stored(run: str, words: str, operations: Iterable[tuple[str, str]]) -> list[Number]:
+    """Return rows of bench_store. operations: their words, with words in the place of {}, and names of operations."""
+    find, gathered = by("results", "operation"), "; {disk gathered[bound GB/s]:,.1f}: {disk gathered[bound]}"
+    return [
+        Number(
+            run, what.format(words), find, f"{{{name}[GB/s]:,.1f}} GB/s",
+            f"{{{name}[bound GB/s]:,.1f}}: {{{name}[bound]}}" + (gathered if name == "disk store" else ""),
+        )
+        for what, name in operations
+    ]  # fmt: skip
+
+
 STEP = "{argmax us:,.0f} us: argmax alone; {vllm us:,.0f} us: vLLM's scheduler and KV manager alone"
 SAMPLERS = (
     "{torch:,.2f} ms: by torch's operations; {vllm:,.2f} ms: vLLM's sampler; {bound:,.2f} ms: reading the logits once"
@@ -342,36 +322,31 @@ NUMBERS: list[Number] = [
         )
     ),
     Number(
-        "prefix", "match 8,192 tokens from two threads, from four",
-        lambda result: {
-            str(num): row_of(result, "threads", case="match of 8,192", threads=num)["ratio"] for num in (2, 4)
-        },
-        "{2:,.2f} of one thread", "{4:,.2f} of one thread",
+        "prefix", "match 8,192 tokens from two threads, from four", by("threads", "threads", case="match of 8,192"),
+        "{2[ratio]:,.2f} of one thread", "{4[ratio]:,.2f} of one thread",
     ),
-    *numbers_of("block_manager", "{us:,.2f} us", "{bound us:,.2f} us: {bound}", [
+    *numbers_of("block_manager", "{us:,.2f} us", "{bound us:,.2f} us: a copy of the arrays", [
         ("a decode step of 256 sequences in the block manager: append, slots, tables, commit; of each sequence",
-         manager("step by rows")),
-        ("the same by calls that name the sequences", manager("step by names")),
-        ("allocate a prompt of 8,192 tokens, 6,144 cached, an array", manager("allocate, array")),
-        ("the same, a list", manager("allocate, list")),
+         row("rows", what="step by rows")),
+        ("the same by calls that name the sequences", row("rows", what="step by names")),
     ]),
-    *numbers_of(
-        "hybrid_prefix", "{hits} of {requests}",
-        "{borders_hits} of {requests}: states at block borders, as vLLM keeps them; "
-        "{unmarked[hits]} of {requests}: without the authors' marks",
-        with_words("hybrid models: {}", [
-            ("prompts that find their system prompt of 1,600 tokens", hits("aligned")),
-            ("the same, shifted by 100 tokens against blocks of 528", hits("shifted")),
-        ]),
+    Number(
+        "block_manager", "allocate a prompt of 8,192 tokens, 6,144 cached, an array",
+        row("rows", what="allocate, array"), "{us:,.2f} us", "{bound us:,.2f} us: memcmp",
     ),
-    *numbers_of(
-        "hybrid_prefix", "{tenth*100:.1f} %",
-        "{bound*100:.1f} %: no policy finds more; {borders_all_tenth*100:.1f} %: states at all block borders",
-        with_words(
-            "hybrid models: {}, a tenth of the checkpoints: tokens found, of an oracle's that keeps all",
-            [(trace, hits(trace)) for trace in ("shifted", "short", "chats", "agents")],
-        ),
+    Number(
+        "block_manager", "the same, a list", row("rows", what="allocate, list"), "{us:,.2f} us",
+        "{bound us:,.2f} us: numpy's conversion of the list",
     ),
+    *numbers_of("hybrid_prefix", "{True[hits]} of {True[requests]}", HITS, [
+        ("hybrid models: prompts that find their system prompt of 1,600 tokens", by("rows", "marked", trace="aligned")),
+        ("hybrid models: the same, shifted by 100 tokens against blocks of 528", by("rows", "marked", trace="shifted")),
+    ]),
+    *numbers_of("hybrid_prefix", "{tenth*100:.1f} %", TENTH, [
+        (f"hybrid models: {trace}, a tenth of the checkpoints: tokens found, of an oracle's that keeps all",
+         row("rows", trace=trace, marked=True))
+        for trace in ("shifted", "short", "chats", "agents")
+    ]),
     Number(
         "slots", "whole-sequence slots: alloc and free", row("rows", what="alloc and free"), "{us:,.2f} us",
         "{bound_us:,.2f} us: a Python list",
@@ -380,11 +355,13 @@ NUMBERS: list[Number] = [
         "slots", "find a prompt of 8,192 tokens among 100, 6,144 shared", row("rows", what="find, int32"),
         "{us:,.2f} us", "{bound_us:,.2f} us: memcmp; {python_us:,.0f} us: a trie of dicts",
     ),
-    *numbers_of(
-        "token_trie", "{ms:,.1f} ms", "{bound_ms:,.1f} ms: {made}; {quadratic_ms:,.0f} ms: stamping all ancestors", [
-            ("token trie: add 8,192 tokens", trie("DynamicTokenTrie, no K and V")),
-            ("the same with K and V", trie("DynamicTokenTrie, K and V")),
-        ],
+    Number(
+        "token_trie", "token trie: add 8,192 tokens", row("rows", what="DynamicTokenTrie, no K and V"),
+        "{ms:,.1f} ms", "{bound_ms:,.1f} ms: bare nodes; {quadratic_ms:,.0f} ms: stamping all ancestors",
+    ),
+    Number(
+        "token_trie", "the same with K and V", row("rows", what="DynamicTokenTrie, K and V"), "{ms:,.1f} ms",
+        "{bound_ms:,.1f} ms: bare nodes and clones",
     ),
     Number(
         "events", "hash and pack the events of a block, cached and evicted, 512 at once", row("rows", batch=512),
@@ -405,24 +382,22 @@ NUMBERS: list[Number] = [
             ("reshape_gather", "two threads, fp8 and int8", moved("_cache", is_8bit=True)),
         )
     ),
-    *numbers_of("store", STORED, STORE_BOUND, [
-        ("store: blocks into the memory tier, 256 MiB, digests made, one thread", stored("memory store")),
-        ("and back, digests checked", stored("memory retrieve")),
-        *((what.format(", in the page cache"), find) for what, find in DISK),
-        ("into Redis", stored("redis store")),
-        ("and back", stored("redis retrieve")),
+    *stored("store", ", in the page cache", [
+        ("store: blocks into the memory tier, 256 MiB, digests made, one thread", "memory store"),
+        ("and back, digests checked", "memory retrieve"),
+        *DISK,
+        ("into Redis", "redis store"),
+        ("and back", "redis retrieve"),
     ]),
     Number(
-        "store", "look up a prompt of 16,384 tokens", stored("lookup 16k"), "{us:,.0f} us",
+        "store", "look up a prompt of 16,384 tokens", row("results", operation="lookup 16k"), "{us:,.0f} us",
         "{bound us:,.0f} us: SHA-256",
     ),
+    *stored("store_two_threads", ", two threads", DISK),
+    *stored("store_tensors", "one thread", TENSORS),
+    *stored("store_tensors_two_threads", "two threads", TENSORS),
     *numbers_of(
-        "store_two_threads", STORED, STORE_BOUND, [(what.format(", two threads"), find) for what, find in DISK]
-    ),
-    *numbers_of("store_tensors", STORED, STORE_BOUND, with_words("{}, one thread", TENSORS)),
-    *numbers_of("store_tensors_two_threads", STORED, STORE_BOUND, with_words("{}, two threads", TENSORS)),
-    *numbers_of(
-        "bytes", STORED,
+        "bytes", "{GB/s:,.1f} GB/s",
         "{of blocks:,.2f} of the same blocks through a `KVStore`; {bound GB/s:,.1f}: {bound}", [
             (f"records of {num_tokens} tokens as pages of an engine, {what}",
              row("results", operation=operation, tokens=num_tokens))
@@ -503,13 +478,17 @@ NUMBERS: list[Number] = [
         "serve", "64 streams at once by a server, 32 tokens after 32 each, Llama of 8 layers, fp32", whole,
         "{tokens_per_second[kvpage]:,.0f} tokens/s", OVER_HTTP,
     ),
-    *numbers_of(
-        "prefill_decode", "{apart:,.0f} ms",
-        "{one worker:,.0f} ms: one worker with one thread; {one worker, 2 threads:,.0f} ms: with both threads",
-        with_words("prefill and decode by workers apart, over Redis: {}", [
-            ("first token of a prompt of 1,024 tokens while 4 others decode", handed_over("first ms")),
-            ("the longest gap of the others", handed_over("gap ms")),
-        ]),
+    *(
+        Number(
+            "prefill_decode", f"prefill and decode by workers apart, over Redis: {what}",
+            by("results", "contender", workers="busy"), f"{{apart[{column}]:,.0f}} ms",
+            f"{{one worker[{column}]:,.0f}} ms: one worker with one thread; "
+            f"{{one worker, 2 threads[{column}]:,.0f}} ms: with both threads",
+        )
+        for what, column in (
+            ("first token of a prompt of 1,024 tokens while 4 others decode", "first ms"),
+            ("the longest gap of the others", "gap ms"),
+        )
     ),
     Number(
         "rollouts", "GRPO's rollouts: 4 groups of 8 completions of 64 tokens, prompts of 512", whole, TOKENS_PER_S,

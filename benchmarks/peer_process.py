@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
 HIDDEN = ("PYTHONPATH", "PYTHONSAFEPATH", "LD_PRELOAD")
 """Of the environment, what a peer does not see: it finds its own packages, and peer_answers.py beside its script."""
 
@@ -61,3 +62,12 @@ class PeerProcess:
         if not line:
             raise RuntimeError(f"the peer ended with exit code {self._process.wait()}; its words above say why")
         return json.loads(line)
+
+
+def recommended(python: Path) -> list[Path]:
+    """Return the libraries that vLLM's guide for CPUs has its users preload, as far as they are there.
+
+    python: an interpreter, whose environment may have the OpenMP of Intel's compiler.
+    """
+    wanted = [Path(TCMALLOC), python.parent.parent / "lib" / "libiomp5.so"]
+    return [path for path in wanted if path.exists()]

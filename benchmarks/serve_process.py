@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvpage.benchmarks.vllm_process import recommended
+from kvpage.benchmarks.peer_process import recommended
 
 START_TIMEOUT = 300.0
 VLLM_ENVIRONMENT = {

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import transformers as tf
 
-from kvpage.benchmarks.peer_process import PeerProcess
+from kvpage.benchmarks.peer_process import PeerProcess, recommended
 from kvpage.benchmarks.serving_contenders import num_tokens_of
 from kvpage.benchmarks.serving_workloads import Prompts, Served, Tokens, Workload, converse
-from kvpage.benchmarks.vllm_process import recommended
 
 
 class ServingPeer:

@@ -1,7 +1,7 @@
 """The models and prompts of bench_serving, and how conversations are served turn by turn."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,13 +50,16 @@ class Served(NamedTuple):
     seconds: float
 
 
-def make_model(shape: Shape, dtype: torch.dtype, vocab: int) -> tf.PreTrainedModel:
-    config = tf.LlamaConfig(
-        vocab_size=vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=2048, initializer_range=0.05, pad_token_id=0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+def make_model(shape: Shape, dtype: torch.dtype, vocab: int, **fields: Any) -> tf.PreTrainedModel:
+    """Return a Llama with random weights. fields: of its configuration."""
+    sizes = {
+        "vocab_size": vocab, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": 2048, "initializer_range": 0.05, "pad_token_id": 0, "bos_token_id": None,
+        "eos_token_id": None,
+    }  # fmt: skip
     torch.manual_seed(0)
+    config = tf.LlamaConfig(**sizes | fields)
     return tf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().to(dtype)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvpage.benchmarks import peer_process
 from kvpage.benchmarks.part_clock import PartClock, Spent, mean_spent, spent_by
 from kvpage.benchmarks.peer_process import PeerProcess
 
@@ -82,6 +83,16 @@ for line in sys.stdin:
 """
 
 
+ANSWERS = """
+import sys
+sys.path.insert(0, {folder!r})
+from peer_answers import answer_lines, own_output
+answers = own_output()
+print("a library's own words")
+answer_lines(answers, {{"ready": True}}, lambda number: print("more words") or {{"doubled": 2 * number}})
+"""
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> str:
     path = tmp_path / "peer.py"
@@ -103,3 +114,11 @@ def test_a_peer_that_ends_is_said(script: str) -> None:
         PeerProcess.start(Path(sys.executable), script, []) as peer,
     ):
         peer.ask(end=3)
+
+
+def test_what_a_peer_prints_is_no_answer(tmp_path: Path) -> None:
+    script = tmp_path / "answers.py"
+    script.write_text(ANSWERS.format(folder=str(Path(peer_process.__file__).parent)))
+    with PeerProcess.start(Path(sys.executable), str(script), []) as peer:
+        assert peer.hello == {"ready": True}
+        assert [peer.ask(number=number) for number in (1, 2)] == [{"doubled": 2}, {"doubled": 4}]
