@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import transformers as tf
-from support.family_configs import MAX_PARAMETERS, NOT_FROM_AUTO, decoder_types, make_config
+from support.family_configs import MAX_PARAMETERS, NOT_FROM_AUTO, decoder_types, make_config, num_released
 from support.models import VOCAB, generate_each, spread_sinks
 
 from kvpage import CacheConfig
@@ -38,15 +38,20 @@ class Family:
     def is_wrong(self) -> bool:
         return self.engine.startswith(WRONG) or self.cache.startswith(WRONG)
 
+    @property
+    def num_served(self) -> int:
+        """In how many of the two classes tokens are equal."""
+        return (self.engine, self.cache).count(EQUAL)
 
-def make_family_model(kind: str, weight_std: float = WEIGHT_STDS[0]) -> tf.PreTrainedModel:
-    """A tiny random model in fp32 and eval mode. ValueError if it would be large."""
+
+def make_family_model(kind: str, weight_std: float = WEIGHT_STDS[0], released: int = 0) -> tf.PreTrainedModel:
+    """A tiny random model in fp32 and eval mode. ValueError if it would be large. released: see make_config."""
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in _from_config(kind).parameters())
+        size = sum(parameter.numel() for parameter in _from_config(kind, released).parameters())
     if size > MAX_PARAMETERS:
         raise ValueError(f"a tiny model must have at most {MAX_PARAMETERS:,} parameters, {kind} has {size:,}")
     torch.manual_seed(0)
-    model = _from_config(kind).float().eval()
+    model = _from_config(kind, released).float().eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=weight_std)
@@ -54,30 +59,36 @@ def make_family_model(kind: str, weight_std: float = WEIGHT_STDS[0]) -> tf.PreTr
     return model
 
 
-def _from_config(kind: str) -> tf.PreTrainedModel:
-    config = make_config(kind)
+def _from_config(kind: str, released: int) -> tf.PreTrainedModel:
+    config = make_config(kind, released)
     if kind in NOT_FROM_AUTO:
         return getattr(tf, decoder_types()[kind])._from_config(config, attn_implementation="eager")
     return tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
 def judge(kind: str) -> Family:
-    """Computes with tiny models of the type: with `generate`, Engine and KVPageCache. The first whose tokens vary
-    decides, or else the one whose tokens vary most; a wrong token always does.
+    """Computes with tiny models of the type: with `generate`, Engine and KVPageCache. Of several released models the
+    one that is served worst decides.
     """
+    families = [judge_released(kind, released) for released in range(num_released(kind))]
+    return min(families, key=lambda family: (not family.is_wrong, family.num_served, family.num_distinct))
+
+
+def judge_released(kind: str, released: int) -> Family:
+    """The first weights whose tokens vary decide, or else those whose tokens vary most; a wrong token always does."""
     families = []
     for weight_std in WEIGHT_STDS:
-        family = judge_one(kind, weight_std)
+        family = judge_one(kind, weight_std, released)
         if family.num_distinct == 0 or family.num_distinct >= MIN_DISTINCT or family.is_wrong:
             return family
         families.append(family)
     return max(families, key=lambda family: family.num_distinct)
 
 
-def judge_one(kind: str, weight_std: float) -> Family:
+def judge_one(kind: str, weight_std: float, released: int = 0) -> Family:
     """Try the model with weights of this standard deviation."""
     try:
-        model = make_family_model(kind, weight_std)
+        model = make_family_model(kind, weight_std, released)
     except Exception as error:  # whatever a type that is new to us raises
         return Family(kind, decoder_types()[kind], trouble=f"not tried: {words_of(error)[:80]}")
     engine, cache = refusal(lambda: make_engine(model)), refusal(lambda: make_pool(model))

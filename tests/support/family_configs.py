@@ -1,4 +1,8 @@
-"""Configs of tiny models, one of any decoder type of transformers: most from one set of small sizes."""
+"""Configs of tiny models, of any decoder type of transformers: released ones scaled down.
+
+Most have one set of small sizes. Sizes of heads keep the proportions of the type's default config, which is that of a
+released model. Where released models of a type have layers of unlike shapes, each of these is a config of its own.
+"""
 
 import inspect
 from typing import Any
@@ -71,14 +75,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots3_note_vision_encoder": {"pyramid_num_routed": [-1, 2, 4], "adapter_in_dim": 32, "adapter_out_dim": 32},
     "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
     "gemma3n_text": SHARING,
-    "gemma4_text": SHARING,
     "gemma4_assistant": {
         "text_config": {
             **COMMON, "model_type": "gemma4_text", "head_dim": 8, "hidden_size_per_layer_input": 0,
             "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 3, "layer_types": ["full_attention"] * 3,
         },
     },
-    "gemma4_unified_text": SHARING,
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": WINDOW},
     "granitemoehybrid": ATTENDS_IN_THE_MIDDLE,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "mamba_d_conv": 4},
@@ -87,6 +89,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
+    "mimo_v2_flash": {"num_attention_heads": 8, "num_key_value_heads": 1},
     "moshi": {"audio_vocab_size": 16},
     "falcon_h1": {"mamba_d_ssm": 64},
     "qwen3_5_moe_text": DELTA,
@@ -110,6 +113,26 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """By type, also of a part: fields that replace or follow the small ones. Those of parts go into these."""
 
+HEADS_OF_GEMMA4 = {
+    "num_attention_heads": 8, "head_dim": 8, "global_head_dim": 16, "num_hidden_layers": 6,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"], "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+GEMMA4 = (
+    {**SHARING, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16},
+    {**HEADS_OF_GEMMA4, "num_key_value_heads": 4, "num_global_key_value_heads": 1},
+    {
+        **HEADS_OF_GEMMA4, "num_key_value_heads": 4, "num_global_key_value_heads": 1, "enable_moe_block": True,
+        "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16,
+    },
+)  # fmt: skip
+"""E2B and E4B; 31B; 26B-A4B."""
+
+RELEASED: dict[str, tuple[dict[str, Any], ...]] = {"gemma4_text": GEMMA4, "gemma4_unified_text": GEMMA4[:2]}
+"""By type the fields of several released models, scaled down. A type with such parts has the first."""
+
+HEAD_SIZES = "head_dim", "global_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+
 NOT_FROM_AUTO = {"musicgen": "MusicgenDecoderConfig", "musicgen_melody": "MusicgenMelodyDecoderConfig"}
 """Types whose class of decoders takes another config than AutoModelForCausalLM gives it."""
 
@@ -119,23 +142,48 @@ def decoder_types() -> dict[str, str]:
     return dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
 
 
-def make_config(kind: str) -> tf.PretrainedConfig:
-    """The config of a tiny model of this type."""
+def num_released(kind: str) -> int:
+    """How many configs there are of this type."""
+    return len(RELEASED.get(kind, ({},)))
+
+
+def make_config(kind: str, released: int = 0) -> tf.PretrainedConfig:
+    """The config of a tiny model of this type. released: the number of the released model."""
     config_class = getattr(tf, NOT_FROM_AUTO[kind]) if kind in NOT_FROM_AUTO else CONFIG_MAPPING[kind]
-    return config_class(**small_fields(config_class, kind))
+    return config_class(**small_fields(config_class, kind, released))
 
 
-def small_fields(config_class: type[tf.PretrainedConfig], kind: str) -> dict[str, Any]:
+def small_fields(config_class: type[tf.PretrainedConfig], kind: str, released: int = 0) -> dict[str, Any]:
     """Small sizes for the fields that the class has, its parts' among them."""
     names = field_names(config_class)
     fields = {name: value for name, value in SMALL.items() if name in names or name.endswith("_token_id")}
+    fields.update(head_sizes(config_class, fields))
     if "kv_lora_rank" in names:
         fields["num_key_value_heads"] = SMALL["num_attention_heads"]
     for name, part in default_parts(config_class).items():
         fields[name] = {**small_fields(type(part), part.model_type), "model_type": part.model_type}
-    for name, value in SPECIAL.get(kind, {}).items():
+    special = {**SPECIAL.get(kind, {}), **RELEASED.get(kind, ({},))[released]}
+    for name, value in special.items():
         fields[name] = {**fields[name], **value} if isinstance(fields.get(name), dict) else value
     return fields
+
+
+def head_sizes(config_class: type[tf.PretrainedConfig], fields: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes of heads among the fields in the proportions of the default config, the smallest as it is."""
+    default = vars(default_config(config_class))
+    sizes = {name: default.get(name) for name in HEAD_SIZES if isinstance(fields.get(name), int)}
+    if len(sizes) < 2 or not all(isinstance(size, int) and size > 0 for size in sizes.values()):
+        return {}
+    smallest = min(sizes.values())
+    return {name: fields[name] * size // smallest for name, size in sizes.items()}
+
+
+def default_config(config_class: type[tf.PretrainedConfig]) -> tf.PretrainedConfig:
+    """Return the class's default config, an empty one where it has none."""
+    try:
+        return config_class()
+    except Exception:  # some types must be given parts
+        return tf.PretrainedConfig()
 
 
 def default_parts(config_class: type[tf.PretrainedConfig]) -> dict[str, tf.PretrainedConfig]:

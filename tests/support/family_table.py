@@ -8,7 +8,7 @@ from support.family import EQUAL, Family
 
 HEAD = """# Which decoders are served
 
-The table has every decoder type of transformers {version}, tried with a tiny random model: {total} types.
+The table has every decoder type of transformers {version}, tried with tiny random models: {total} types.
 `Engine` serves {engine}. `KVPageCache` serves {cache}, {only_cache} of which `Engine` refuses.
 Both refuse {neither} when they are made. They raise a ValueError, whose reason is shortened here, or the model itself \
 raises.{untried}
@@ -21,8 +21,13 @@ raises.{untried}
 - "sliding window in transformers' cache alone": its mask shows all tokens. Blocks keep what that cache forgets.
 
 `KVPageCache` takes models that hand latents to their cache with `CacheConfig(backend="mla")`, as they are tried here.
-Encoders that can be decoders, such as BERT, are tried with `is_decoder=True`. A type's released models may differ from
-its tiny one, so both classes look at the model that they are given. These commands make and check the table:
+Encoders that can be decoders, such as BERT, are tried with `is_decoder=True`.
+
+The tiny models are scaled down: sizes of K's and V's heads keep the proportions of the type's default config. Gemma 4
+is tried as its released E2B and E4B (layers that share K and V, heads of 256 and 512), 31B and 26B-A4B (16 or 8 KV heads
+of 256 beside 4 or 2 of 512, with K and V of one projection, and experts), and MiMo-V2-Flash with 4 and 8 KV heads of 192,
+whose V has 128. Of several released models the one that is served worst is told. Others may differ from these, so both
+classes look at the model that they are given. These commands make and check the table:
 
     python tests/support/families.py --write docs/families.md
     python tests/support/families.py --check docs/families.md
@@ -41,8 +46,6 @@ SHORTER = [
     (r"^logits over blocks .*", "other logits over blocks"),
     (r"^layers \[.*?\] must each attend once.*it was \[\].*", "attention past AttentionInterface"),
     (r"^layers \[.*?\] must each attend once.*", "layers attend more than once"),
-    (r"^every layer must have \d+ KV heads.*", "other KV heads than its config tells"),
-    (r"^K and V of all layers must have one number of KV heads.*", "layers differ in their KV heads"),
     (r"^K and V of all layers must have one shape.*", "K and V of another shape"),
     (r"^not tried: ImportError: \w+ requires the (\w+) library.*", r"not tried: it needs \1"),
     (r"^not tried: The set of layer types producing.*", "not tried: transformers' own check refuses its config"),

@@ -253,15 +253,16 @@ class BlockChunk(ABC):
         if len(self._unit_ends) == 1:
             size = self._layer_bytes[0]
             return layer * size, (layer + 1) * size
-        each = self._layer_ends()
-        parts = len(each) // self.num_layers  # K and V of one layer may be two units
-        return (each[layer * parts - 1] if layer else 0), each[(layer + 1) * parts - 1]
+        ends = self._layer_ends()
+        return (ends[layer - 1] if layer else 0), ends[layer]
 
     def _layer_ends(self) -> list[int]:
-        """Return the end of each unit's layers."""
-        counts = (len(unit.caches) for unit in self._blocks.units)
-        each = ([size] * count for size, count in zip(self._layer_bytes, counts, strict=True))
-        return list(itertools.accumulate(itertools.chain(*each)))
+        """Return the end of each layer in the payload."""
+        sizes = [0] * self.num_layers
+        for unit, size in zip(self._blocks.units, self._layer_bytes, strict=True):
+            for layer in range(unit.first, unit.first + len(unit.caches)):
+                sizes[layer] += size
+        return list(itertools.accumulate(sizes))
 
     def _spans(self, begin: int, num_bytes: int) -> Iterator[UnitSpan]:
         """Walk over the layers of each unit in the payload's bytes from `begin` on."""

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 class LayerUnit:
     """Some layers, or one part of a layer.
 
-    caches: of each layer, of `layout`; of one part a view. num_parts: of each layer, one size of rows in all.
+    first: the first layer. caches: of each layer, of `layout`; of one part a view. num_parts: of each layer, all with
+    rows of one size.
     """
 
+    first: int
     caches: list[torch.Tensor]
     layout: CacheLayout
     num_parts: int
@@ -81,19 +83,19 @@ def units_of(layouts: Sequence[CacheLayout], caches: Sequence[torch.Tensor]) -> 
     units, first = list[LayerUnit](), 0
     for layout, run in groupby(layouts):
         last = first + len(list(run))
-        units += _units_of(caches[first:last], layout)
+        units += _units_of(first, caches[first:last], layout)
         first = last
     return units
 
 
-def _units_of(caches: Sequence[torch.Tensor], layout: CacheLayout) -> list[LayerUnit]:
+def _units_of(first: int, caches: Sequence[torch.Tensor], layout: CacheLayout) -> list[LayerUnit]:
     if layout.value_size is None:
         num_parts = sum(view is not None for view in layout.views(caches[0]))
-        return [LayerUnit(list(caches), layout, num_parts)]
+        return [LayerUnit(first, list(caches), layout, num_parts)]
     halves = [layout.part(index) for index in range(len(layout.row_sizes))]
     return [
-        LayerUnit([rows], half, 1)
-        for cache in caches
+        LayerUnit(layer, [rows], half, 1)
+        for layer, cache in enumerate(caches, first)
         for rows, half in zip(torch.split(cache, list(layout.row_sizes), dim=-1), halves, strict=True)
     ]
 
