@@ -42,6 +42,7 @@ from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, Paralle
 from kvpage.layout.groups import CacheGroup, GroupKind, StateLayout, StatePart
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
+from kvpage.layout.layer_shape import LayerShape
 from kvpage.tools.build import build_info
 
 __version__: str = _C.build_info()["version"]
@@ -78,6 +79,7 @@ __all__ = [
     "LayeredMoves",
     "LoadOrCompute",
     "Match",
+    "LayerShape",
     "ModelConfig",
     "OutOfBlocks",
     "ParallelConfig",

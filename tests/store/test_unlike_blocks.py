@@ -57,7 +57,9 @@ def test_blocks_come_back_bit_by_bit(kind: str, place: dict, cache_dtype: str, f
 @pytest.mark.parametrize("piece_bytes", [1, 500, 1 << 20])
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_records_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, codec: str, piece_bytes: int) -> None:
+def test_records_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, codec: str, piece_bytes: int
+) -> None:
     """Pieces end with layers, however small they are; memory goes to a file and back directly, or by pieces."""
     monkeypatch.setattr(record_io, "PIECE_BYTES", piece_bytes)
     source, kept, target = make_engine(kind, seed=1), make_engine(kind, seed=2), make_engine(kind, seed=2)

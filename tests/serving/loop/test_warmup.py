@@ -88,14 +88,15 @@ def move_by_kernels(patch: pytest.MonkeyPatch) -> None:
 
 def move_chunks(engine: Engine, metadata: KVStoreMetadata) -> None:
     """Store and load chunks of some lengths, wholly and in part, of one layer and of all."""
-    blocks, caches = BlockChunks(engine.cache, range(20), metadata), engine.cache.gpu_cache
+    blocks = BlockChunks(engine.cache, range(20), metadata)
+    (unit,) = blocks.units
     for begin, end in ((0, 64), (64, 128), (128, 129), (0, 15), (16, 33)):
         for first in (begin, (begin + end) // 2):
             chunk = DeviceBlockChunk(blocks, begin, end, first, end)
-            for layers in (caches, caches[:1]):
-                data = torch.zeros(len(layers) * chunk.stretch_bytes, dtype=torch.uint8)
-                chunk._gather(layers, data)
-                chunk._scatter(layers, data)
+            for layers in (unit.caches, unit.caches[:1]):
+                data = torch.zeros(len(layers) * unit.layer_bytes(end - begin), dtype=torch.uint8)
+                chunk._gather(unit, layers, data)
+                chunk._scatter(unit, layers, data)
 
 
 @pytest.mark.parametrize("fmt", ["vllm", "huggingface"])
