@@ -16,6 +16,7 @@ from kvpage import (
     GroupKind,
     HostPolicy,
     KVScales,
+    LayerShape,
     LoadOrCompute,
     ModelConfig,
     ParallelConfig,
@@ -41,6 +42,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "gpu_bytes": 1 << 20, "model_config": ModelConfig(8, 1, ("full_attention",)), "parallel_config": None,
         "cpu_bytes": 1 << 10, "block_size": 4,
     }),
+    "LayerShape": (LayerShape, {"num_kv_heads": 2, "head_size": 8, "value_size": None}),
     "ModelConfig": (ModelConfig, {"head_size": 8, "num_kv_heads": 1, "layer_types": ("full_attention", "mamba")}
                     | {"dtype": torch.float16, "use_mla": False}),
     "ParallelConfig": (ParallelConfig, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "pipeline_rank": 1}),
@@ -108,6 +110,7 @@ class ConfigWorld:
         f"kvpage.{name}"
         for name in [
             "CacheConfig",
+            "LayerShape",
             "ModelConfig",
             "ParallelConfig",
             "DeviceConfig",

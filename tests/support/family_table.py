@@ -23,11 +23,11 @@ raises.{untried}
 `KVPageCache` takes models that hand latents to their cache with `CacheConfig(backend="mla")`, as they are tried here.
 Encoders that can be decoders, such as BERT, are tried with `is_decoder=True`.
 
-The tiny models are scaled down: sizes of K's and V's heads keep the proportions of the type's default config. Some types
-are tried in several released shapes. The row tells the shape that is served worst:
+The tiny models are scaled down: sizes of K's and V's heads keep the proportions of the type's default config. Some
+types are tried in several released shapes. The row tells the shape that is served worst:
 
 - Gemma 4 as E2B and E4B: layers that share K and V, heads of 256 and 512.
-- Gemma 4 as 31B and 26B-A4B: 16 or 8 KV heads of 256 beside 4 or 2 of 512, K and V of one projection, experts.
+- Gemma 4 as 31B and 26B-A4B: 16 or 8 KV heads of 256 beside 4 or 2 of 512. K and V are one projection.
 - MiMo-V2-Flash: 4 and 8 KV heads of 192, whose V has 128.
 
 Other models may differ, so both classes look at the model that they are given. These commands make and check the table:
