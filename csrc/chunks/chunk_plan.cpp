@@ -47,8 +47,8 @@ ChunkPlan::ChunkPlan(std::vector<TokenMove> moves, const Shape& shape) : moves_(
   num_parts_ = moves_per_layer / shape.moves_per_part;
   check(num_parts_ > 0 && num_parts_ * shape.moves_per_part * shape.num_layers == static_cast<int64_t>(moves_.size()),
         "moves must be as many for each part of each layer, got ", moves_.size());
-  check(shape.stretch_bytes > 0 && shape.layer_bytes % shape.stretch_bytes == 0, "layer_bytes must be whole stretches of ",
-        shape.stretch_bytes, ", got ", shape.layer_bytes);
+  check(shape.stretch_bytes > 0 && shape.layer_bytes % shape.stretch_bytes == 0,
+        "layer_bytes must be whole stretches of ", shape.stretch_bytes, ", got ", shape.layer_bytes);
   check(shape.layer_bytes % (num_parts_ * shape.num_tokens) == 0, "layer_bytes must be whole tokens, got ",
         shape.layer_bytes);
   part_bytes_ = shape.layer_bytes / num_parts_;
@@ -175,10 +175,11 @@ void ChunkPlan::load(const ChunkPlace& place, int64_t first, const std::byte* pa
                    });
     if (dense_) hash.update(from + last_token * token_bytes_, (shape_.num_tokens - last_token) * token_bytes_);
   };
-  for_each_layer(place, first, count_layers(first, num_bytes), digests, [&](int64_t layer, int64_t i, StretchHash& hash) {
-    for (int64_t index = 0; index < num_parts_; ++index)
-      load_part(part(layer, index), payload + i * shape_.layer_bytes + index * part_bytes_, hash);
-  });
+  for_each_layer(place, first, count_layers(first, num_bytes), digests,
+                 [&](int64_t layer, int64_t i, StretchHash& hash) {
+                   for (int64_t index = 0; index < num_parts_; ++index)
+                     load_part(part(layer, index), payload + i * shape_.layer_bytes + index * part_bytes_, hash);
+                 });
 }
 
 }  // namespace kvpage

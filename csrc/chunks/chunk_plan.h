@@ -37,8 +37,8 @@ class ChunkPlan {
   ChunkPlan(std::vector<TokenMove> moves, const Shape& shape);
 
   // Copies the layers from `first` on, as many as `num_bytes` of payload hold, from blocks to `payload`, and fills in
-  // the digests of their stretches. `payload` is the address of the first of these layers. Throws InvalidArgument as store_chunk does,
-  // and for layers that do not exist or are not whole, before anything is written.
+  // the digests of their stretches. `payload` is the address of the first of these layers. Throws InvalidArgument as
+  // store_chunk does, and for layers that do not exist or are not whole, before anything is written.
   void store(const ChunkPlace& place, int64_t first, std::byte* payload, int64_t num_bytes, Digest* digests) const;
 
   // Returns the payload as runs of the cache's memory, in the payload's order: one for each block's tokens in each

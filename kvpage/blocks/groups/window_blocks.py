@@ -162,7 +162,8 @@ class WindowBlocks:
             path: The tree's ids, each of which has one, int32 [2, num_blocks].
         """
         ids = self._beside[DEVICE, self._anchors.find_each(path, False)]
-        return self.num_free - sum(block_id == NO_BLOCK or block_id in self._unused for block_id in ids.tolist())
+        num_taken: int = sum(block_id == NO_BLOCK or block_id in self._unused for block_id in ids.tolist())
+        return self.num_free - num_taken
 
     # --- what is cached ---
 
