@@ -51,9 +51,10 @@ def test_a_copy_between_the_tiers_that_fails_is_done_before_anything_else(expect
 
     def fails(pairs: torch.Tensor) -> None:
         calls.append(pairs)
-        if is_done or len(calls) % 3:
+        fails_now = len(calls) % 2 == 1
+        if is_done or not fails_now:
             works(pairs)
-        if len(calls) % 3 == 0:
+        if fails_now:
             raise KeyboardInterrupt
 
     setattr(engine.cache, kind, fails)
@@ -66,7 +67,7 @@ def test_a_copy_between_the_tiers_that_fails_is_done_before_anything_else(expect
                 engine.manager.check()
         assert [outputs[request_id] for request_id in ids] == expected
     engine.manager.check()
-    assert len(calls) > 3 and engine.stats().num_used_blocks == 0
+    assert calls and engine.stats().num_used_blocks == 0  # how many, the hash of the tree decides
 
 
 @pytest.mark.parametrize("call", ["swap_out", "swap_in", "allocate", "append"])
