@@ -162,9 +162,19 @@ def gather_cache(
     if held.is_cuda:
         cuda.gather_cache(held, block_tables, lengths, starts, out)
         return out
-    parts, offsets = native_parts(held, *out), [out_offsets(rows, lengths) for rows in out]
-    _C.gather_cache(parts, tables, starts, lengths, offsets, layout.num_kv_heads, torch.get_num_threads())
+    _gather_on_host(held, tables, starts, lengths, out)
     return out
+
+
+def _gather_on_host(
+    held: BoundCache,
+    tables: tuple[int, int, int, int, int, int],
+    starts: list[int],
+    lengths: list[int],
+    out: tuple[torch.Tensor, torch.Tensor | None],
+) -> None:
+    parts, offsets = native_parts(held, *out), [out_offsets(rows, lengths) for rows in out]
+    _C.gather_cache(parts, tables, starts, lengths, offsets, held.layout.num_kv_heads, torch.get_num_threads())
 
 
 def _host_spans(

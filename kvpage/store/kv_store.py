@@ -241,6 +241,18 @@ class KVStore(TieredStore):
         load = self._chunks.load(self._checked(tokens, namespace), engine, block_table, start, namespace)
         return self._loaded(load, EarlyLoad(load, self._tiers, verified).run())
 
+    @gated
+    def check_blocks(self, engine: "CacheEngine") -> None:
+        """Check that blocks of an engine can be stored here: it has layers, and they are those of the metadata.
+
+        Args:
+            engine: the engine.
+
+        Raises:
+            ValueError: its rows are of another shape, dtype or scale than the metadata say.
+        """
+        self._chunks.blocks(engine, ())
+
     def load_layers(
         self,
         tokens: Tokens,

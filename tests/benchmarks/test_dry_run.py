@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,9 @@ pytest.importorskip("matplotlib")
 from kvpage.benchmarks import fake_cuda  # noqa: E402
 from kvpage.benchmarks.gpu.dry_run import FAKE, FAKED, dry  # noqa: E402
 from kvpage.benchmarks.gpu.part import last_json  # noqa: E402
-from kvpage.benchmarks.gpu.plan import ROOT, Folders, plan  # noqa: E402
+from kvpage.benchmarks.gpu.plan import Folders, plan  # noqa: E402
+
+SOURCE = Path(__file__).parents[2]  # gpu.sh runs there
 
 ROWS = {
     "bench_paged_attention": "results",
@@ -29,7 +32,7 @@ ROWS = {
 
 @pytest.mark.parametrize("name", FAKED)
 def test_a_benchmark_checks_measures_and_reports(name, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(SOURCE)
     folders = Folders(tmp_path, tmp_path, tmp_path, tmp_path)
     part = dry(next(part for part in plan(folders) if part.name == name))
     script, *arguments = part.command[1 + len(FAKE) :]
@@ -62,7 +65,7 @@ def test_a_fake_event_is_later_than_one_before():
 def test_each_part_of_the_whole_script_leaves_its_line(tmp_path):
     pytest.importorskip("triton")
     done = subprocess.run(
-        ["bash", ROOT / "benchmarks/gpu.sh", "--dry-run", "--seconds", "3600", tmp_path],
+        ["bash", SOURCE / "benchmarks/gpu.sh", "--dry-run", "--seconds", "3600", tmp_path],
         env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

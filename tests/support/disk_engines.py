@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import torch
 from support import state_engines, window_engines
 from support.state_engines import B, random_prompt
 from support.state_models import make_state_model
 from support.window_engines import KINDS, make_window_model
 from transformers import PreTrainedModel
 
-from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
+from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 TESTS = Path(__file__).parents[1]
 NUM_TOKENS = 32
@@ -39,7 +38,7 @@ def serve(folder: Path, seed: int, kinds: list[str]) -> Served:
         model, engines = _model_of(kind)
         engine = engines.make_engine(model, load_or_compute=False)
         tier = f"disk://{folder / kind}?size=16MiB&segment=8MiB"
-        with KVStore(KVStoreConfig(CHUNK, (tier,)), KVStoreMetadata(kind, kv_dtype=torch.float32)) as store:
+        with KVStore(KVStoreConfig(CHUNK, (tier,)), metadata_of(engine.cache, kind)) as store:
             engine.use_store(store)
             served[kind] = [engines.ask(engine, prompt, NUM_TOKENS) for prompt in prompts_of(seed)]
             engine.close()

@@ -101,18 +101,7 @@ class WindowedManager(WindowedTables):
             self.tree.release(match)
             raise
         self._tables[seq_id] = tuple(WindowTable.after(blocks, match.tier_block_ids()) for blocks in self.windows)
-        self._sequences.rows.add(
-            self._sequences.on_device,
-            seq_id,
-            match=match,
-            own_ids=taken,
-            pending=tokens[:0],
-            num_left=0,
-            num_tokens=len(tokens),
-            num_written=match.num_tokens,
-            namespace=namespace,
-            is_private=False,
-        )
+        self._sequences.add(seq_id, match, taken, tokens, namespace)
         return Allocation(self.state(seq_id).num_written, self.block_ids(seq_id))
 
     @uninterrupted

@@ -10,7 +10,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from kvpage._C import PrefixTree, SequenceRows
+from kvpage._C import Match, PrefixTree, SequenceRows
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId, SequenceState, Slots, SwappedState
 from kvpage.checks.values import as_list, as_positions
@@ -47,6 +47,21 @@ class Sequences:
     def state(self, seq_id: SeqId) -> SequenceState:
         """Return a copy of the sequence's state."""
         return SequenceState(*self.rows.state(self.on_device[seq_id]))
+
+    def add(self, seq_id: SeqId, match: Match, own_ids: Ids, tokens: Ids, namespace: bytes) -> None:
+        """Begin a sequence after a match of whole blocks, with blocks of its own for the other tokens."""
+        self.rows.add(
+            self.on_device,
+            seq_id,
+            match=match,
+            own_ids=own_ids,
+            pending=tokens[:0],
+            num_left=0,
+            num_tokens=len(tokens),
+            num_written=match.num_tokens,
+            namespace=namespace,
+            is_private=False,
+        )
 
     def remove(self, seq_id: SeqId) -> None:
         """End a sequence on the device: release its own blocks and its match, and free its row."""

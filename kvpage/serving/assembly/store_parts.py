@@ -14,6 +14,7 @@ from kvpage.serving.assembly.window_store_connector import WindowStoreConnector
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
+from kvpage.store import KVStore
 
 
 def check_keeps_states(store: BlockStore) -> None:
@@ -57,6 +58,8 @@ def make_store_connector(
         "save_generated": save_generated,
         "save_portions": config.save_portions,
     }
+    if isinstance(store, KVStore) and cache.gpu_cache and not isinstance(manager, WindowedManager):
+        store.check_blocks(cache)  # else each save and load would fail, one by one
     if states is not None and isinstance(manager, HybridManager):
         return StateStoreConnector(store, cache, states, manager, transfers, rule, **settings)
     if isinstance(manager, WindowedManager):

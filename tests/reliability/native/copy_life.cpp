@@ -125,7 +125,7 @@ void CopyLife::run(const CopyPlan& plan, const Pairs& pairs) {
   if (rng.chance(50)) {
     const kvpage::Placement placement{kvpage::kHost, kvpage::kHost, false};
     return call([&] {
-      kvpage::BlockCopier copier(shape_, src_, dst_, placement, {0, 1});
+      kvpage::BlockCopier copier({shape_}, src_, dst_, placement, {0, 1});
       copier.run(pairs.data(), static_cast<int64_t>(pairs.size()) / 2, 0, 2);
     });
   }

@@ -84,7 +84,7 @@ int main(int num_arguments, char** arguments) {
   const int64_t num_blocks = std::atoll(arguments[3]), num_layers = std::atoll(arguments[4]);
   const int rounds = num_arguments > 5 ? std::atoi(arguments[5]) : 0;
   fake_batches = std::strcmp(arguments[1], "each") != 0;
-  kvpage::BlockCopier copier({{2, 1, kBytes}, 1, 1}, view(uint64_t{1} << 40, num_layers, false),
+  kvpage::BlockCopier copier({{{2, 1, kBytes}, 1, 1}}, view(uint64_t{1} << 40, num_layers, false),
                              view(uint64_t{1} << 44, num_layers, uneven), {0, -1, true},
                              {kernel ? int64_t{1} << 40 : 0, 16});
   const std::vector<int64_t> pairs = pairs_of(num_blocks);
