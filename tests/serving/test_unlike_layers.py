@@ -11,7 +11,7 @@ from support.state_engines import greedy, own_tokens, random_prompt
 
 from kvpage import CacheConfig
 from kvpage.serving import Engine, EngineConfig, KVPageCache, KVPageCachePool
-from kvpage.store import KVStore, KVStoreConfig, metadata_of
+from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
 
 B = 4
 NUM_TOKENS = 8
@@ -72,6 +72,16 @@ def test_a_second_engine_goes_on_from_a_store(kind: str, released: int) -> None:
         second.use_store(store)
         assert answers(second, [prompt]) == [(expected, 4 * B)]
         second.close()
+
+
+def test_a_store_whose_metadata_name_other_rows_is_refused_at_once() -> None:
+    engine = make_engine(model_of("mimo_v2_flash", 0))
+    with KVStore(KVStoreConfig(2 * B, ("memory://?size=4MiB",)), KVStoreMetadata("m")) as store:
+        with pytest.raises(
+            ValueError, match="row_layout of the store must be the engine's.*see kvpage.store.metadata_of"
+        ):
+            engine.use_store(store)
+        assert answers(engine, [[1, 2, 3]])[0][1] == 0  # it serves on, without one
 
 
 @pytest.mark.parametrize(("kind", "released"), CASES)

@@ -330,5 +330,5 @@ def test_stores_that_do_not_go_with_states(lfm2: torch.nn.Module) -> None:
         with pytest.raises(ValueError, match="store must keep states for a model .*, as a KVStore does, got Arriving"):
             make_engine(lfm2).use_store(ArrivingStore(store))
         engine = make_engine(make_state_model("lfm2").bfloat16())
-        with pytest.raises(ValueError, match=r"K and V must be of torch.float32"):
+        with pytest.raises(ValueError, match=r"kv_dtype of the store must be the engine's"):
             engine.use_store(store)
