@@ -92,13 +92,27 @@ def compile_variants(
         futures = [pool.submit(build, variant) for variant in variants]
         try:
             for future in as_completed(futures):
-                future.result()
+                if not _is_of_threads(future.exception()):
+                    future.result()
                 progress(1)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    for variant in variants:  # a kernel's table is made by whichever thread comes first, and another may be lost
+    # A kernel's table is made by whichever thread comes first, and another may be lost; so may what threads disturb.
+    for variant in variants:
         build(variant)
+
+
+def _is_of_threads(error: BaseException | None) -> bool:
+    """Return whether an error comes of several threads alone: Python 3.11 parses sources wrongly in some at once.
+
+    "AST constructor recursion depth mismatch" is its SystemError, which Triton wraps.
+    """
+    while error is not None:
+        if isinstance(error, SystemError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _num_cores() -> int:

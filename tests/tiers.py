@@ -87,6 +87,9 @@ SHOWN: dict[str, dict[str, float]] = {
         "tests/server/test_clients.py::test_openai_chats_and_its_second_turn_is_cached": 4,
         "tests/server/test_clients.py::test_openai_streams_what_it_answers_whole": 4,
     },
+    "functions fit on a screen": {
+        "tests/house/test_sizes.py::test_functions_fit_on_a_screen": 4,
+    },
     "the import is light, and the pages' examples run": {
         "tests/house/test_import.py::test_needs_neither_triton_nor_transformers": 6,
         "tests/house/test_page_examples.py::test_examples_of_a_page_run": 12,

@@ -132,8 +132,7 @@ def gather_cache(
             are. The value is None where the layout has no value part (MLA). The two must not share memory with each
             other or with `cache`.
         scales: Scales of 8-bit floats; None means 1.
-        dtype: Of new tensors. Default: the cache's. Where the layout quantises: fp32 (the default), bf16 or fp16, or
-            the 8-bit float itself.
+        dtype: Of new tensors; None for the cache's. Of a layout that quantises: fp32 (None), bf16, fp16, or its own.
 
     Returns:
         `out` where given, else new contiguous tensors [total_tokens, num_kv_heads, head_size], of K's size and V's.
@@ -161,8 +160,8 @@ def gather_cache(
     _check_out(out, lengths, held)
     if held.is_cuda:
         cuda.gather_cache(held, block_tables, lengths, starts, out)
-        return out
-    _gather_on_host(held, tables, starts, lengths, out)
+    else:
+        _gather_on_host(held, tables, starts, lengths, out)
     return out
 
 

@@ -1,6 +1,7 @@
 """Rehearsals note one launch for each machine code. What was compiled side by side is not compiled again."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -78,6 +79,25 @@ def test_errors_of_the_compiler_come_through() -> None:
 
     with fake_device(), pytest.raises(ValueError, match="no such instruction"):
         compile_variants([Variant(Broken(), (), {})], CPU)
+
+
+@pytest.mark.parametrize("num_errors", [1, 2])
+def test_what_threads_disturb_is_compiled_alone(num_errors: int) -> None:
+    """As Python 3.11 does when several threads parse; an error that stays comes through."""
+
+    class Disturbed:
+        def __init__(self) -> None:
+            self.num_calls = 0
+
+        def warmup(self, *args: object, grid: object) -> None:
+            self.num_calls += 1
+            if self.num_calls <= num_errors:
+                raise RuntimeError("at 1:2") from SystemError("AST constructor recursion depth mismatch")
+
+    kernel, told = Disturbed(), list[int]()
+    with fake_device(), pytest.raises(RuntimeError) if num_errors == 2 else nullcontext():
+        compile_variants([Variant(kernel, (), {})], CPU, told.append)
+    assert told == [1] and kernel.num_calls == 2
 
 
 @pytest.mark.parametrize("number", [1, 15, 16, 2**31 - 1, 2**31, 2**31 + 16])
