@@ -1,6 +1,6 @@
 """Count the prompt tokens that the prefix cache of a hybrid model finds, and measure what an allocation costs.
 
-Prompts go through HybridManager one after the other, without a model. Found are the tokens before the exact position at
+Prompts go through BlockManager one after the other, without a model. Found are the tokens before the exact position at
 which a request begins. All traces are made from a seed.
 
 - aligned: 64 prompts of 2,200 tokens. Each begins with one of 12 system prompts of 1,600 tokens, which end 16 tokens
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.managers import manager_of_states
 
 from kvpage.benchmarks.cells import show_all
 from kvpage.benchmarks.figure import Figure, in_turns, result
@@ -38,7 +39,6 @@ from kvpage.benchmarks.hybrid_runs import run_borders, run_manager
 from kvpage.benchmarks.hybrid_traces import TRACES, Request
 from kvpage.benchmarks.pictures import drawn
 from kvpage.benchmarks.script import Options, finish
-from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.manager import BlockManager
 
 BORDERS = {"aligned": 528, "shifted": 528, "short": 2096, "chats": 528, "agents": 528}
@@ -83,13 +83,13 @@ def allocation_us() -> dict[str, Figure]:
     """Microseconds of allocate and release of a prompt of 8,192 tokens that is cached, in turns."""
     tokens = np.random.default_rng(0).integers(0, 128_000, 8192).astype(np.int32)
     managers: dict[str, BlockManager] = {"BlockManager": BlockManager(2048, 16)}
-    managers["HybridManager"] = HybridManager(2048, 16, num_slots=256, checkpoint_every=64)
+    managers["BlockManager"] = manager_of_states(2048, 16, num_slots=256, checkpoint_every=64)
     for manager in managers.values():
         manager.allocate(0, tokens)
-        if isinstance(manager, HybridManager):
-            manager.marks_of(0, 0, len(tokens))
+        if isinstance(manager, BlockManager):
+            manager.states.reserve(0, 0, len(tokens))
         manager.commit(0, tokens)
-        if isinstance(manager, HybridManager):
+        if isinstance(manager, BlockManager):
             manager.keep(0)
         manager.release(0)
 
@@ -101,8 +101,8 @@ def allocation_us() -> dict[str, Figure]:
         taken = time.perf_counter() - before
         assert num_cached == len(tokens) - 1
         manager.do_moves(lambda move: None)
-        if isinstance(manager, HybridManager):
-            manager.do_state_moves(lambda move: None)
+        if isinstance(manager, BlockManager):
+            manager.states.do_moves(lambda move: None)
         return taken
 
     calls = {name: functools.partial(allocate, manager) for name, manager in managers.items()}

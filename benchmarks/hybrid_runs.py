@@ -1,10 +1,12 @@
-"""Runs of a trace: by HybridManager, and by the policy that keeps states at block borders only."""
+"""Runs of a trace: by BlockManager, and by the policy that keeps states at block borders only."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from support.managers import manager_of_states
+
 from kvpage.benchmarks.hybrid_traces import Request
-from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.manager import BlockManager
 
 BLOCK_SIZE = 16
 PORTION = 2048  # most tokens of one prompt that the other policy computes at once
@@ -37,7 +39,7 @@ def run_manager(requests: list[Request], num_slots: int | None, is_marked: bool)
     """Serve the trace, one request after the other. num_slots: for checkpoints; None keeps all."""
     most = 3 * len(requests) if num_slots is None else num_slots
     num_tokens = sum(len(request.computed) + BLOCK_SIZE for request in requests)
-    manager = HybridManager(num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, num_slots=most + 1)
+    manager = manager_of_states(num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, num_slots=most + 1)
     found = [_serve(manager, number, request, is_marked) for number, request in enumerate(requests)]
     manager.check()
     stats = manager.stats().slots
@@ -45,11 +47,11 @@ def run_manager(requests: list[Request], num_slots: int | None, is_marked: bool)
     return Run(found, stats.num_checkpoints)
 
 
-def _serve(manager: HybridManager, number: int, request: Request, is_marked: bool) -> int:
+def _serve(manager: BlockManager, number: int, request: Request, is_marked: bool) -> int:
     prompt, rest = request.prompt, request.answer[:-1]
     cache_at = [request.system] if is_marked else []
     found = manager.allocate(number, prompt, cache_at=cache_at).num_cached_tokens
-    manager.marks_of(number, found, len(prompt))
+    manager.states.reserve(number, found, len(prompt))
     _make_moves(manager)
     manager.commit(number, prompt[found:])
     manager.keep(number)
@@ -61,9 +63,9 @@ def _serve(manager: HybridManager, number: int, request: Request, is_marked: boo
     return found
 
 
-def _make_moves(manager: HybridManager) -> None:
+def _make_moves(manager: BlockManager) -> None:
     manager.do_moves(lambda move: None)
-    manager.do_state_moves(lambda move: None)
+    manager.states.do_moves(lambda move: None)
 
 
 def run_borders(requests: list[Request], num_slots: int | None, block_size: int, only_ends: bool) -> Run:

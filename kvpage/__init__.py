@@ -19,9 +19,8 @@ import kvpage._C as _C
 from kvpage._C import BlockPool, HotPrefix, Match, PartMatch, PrefixTree, TreeEntry
 from kvpage.blocks.explain import Ending, Explanation, GroupReach, StoreReach, StoreVerdict
 from kvpage.blocks.groups.held_blocks import HeldBlocks, HeldWindow
+from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.groups.window_blocks import Window, WindowStats
-from kvpage.blocks.groups.windowed_manager import WindowedManager
-from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove, BlockMoves
@@ -70,7 +69,7 @@ __all__ = [
     "HotPrefix",
     "HeldBlocks",
     "HeldWindow",
-    "HybridManager",
+    "States",
     "KVScales",
     "KVView",
     "LayerCaches",
@@ -100,7 +99,6 @@ __all__ = [
     "TreeEntry",
     "Window",
     "WindowStats",
-    "WindowedManager",
     "build_info",
     "calibrate",
     "register_backend",

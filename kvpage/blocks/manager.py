@@ -14,21 +14,32 @@ its id for them is taken. No other sequence finds a block that is not committed.
 Copies between the tiers or within one gather in the manager as moves, in order. They are done before each step:
 
     allocate, append, swap_in, ... ─► do_moves ─► CacheEngine.do_move ─► the step writes K and V ─► commit
+
+Layers that keep less than all tokens are groups, which hold what they need beside these blocks: see groups/group.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvpage._C import Match
 from kvpage.blocks.explain import Explanation, explain_attention
-from kvpage.blocks.lives import swaps
-from kvpage.blocks.lives.growth import append, begin, tokens_left_over
-from kvpage.blocks.lives.sequences import Sequences
+from kvpage.blocks.groups.admission import Admission
+from kvpage.blocks.groups.group import Groups, PathIds, Prompt
+from kvpage.blocks.groups.held_blocks import HeldBlocks
+from kvpage.blocks.groups.states.marks import as_cache_at
+from kvpage.blocks.groups.states.state_group import StateGroup
+from kvpage.blocks.groups.states.state_space import States
+from kvpage.blocks.groups.window_blocks import Window
+from kvpage.blocks.groups.window_group import WindowGroup
+from kvpage.blocks.groups.windows import Windows
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves
 from kvpage.blocks.rows import MANY_TOKENS, SequenceSteps
+from kvpage.blocks.sequences import swaps
+from kvpage.blocks.sequences.growth import append, begin, tokens_left_over
+from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace, HostPolicy
 from kvpage.blocks.states import Allocation, Ids, SeqId, SequenceState, Slots
 from kvpage.blocks.stats import BlockStats
+from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens, some_tokens
 from kvpage.checks.values import as_counts, as_integer, as_list, check_flag, check_namespace
 
@@ -50,9 +61,16 @@ class BlockManager:
         host_policy: When cached blocks are copied to the host.
         rule: Whether cached blocks on the host are worth their way back; None loads all of them.
         pin_quota: How many blocks `space.pin` may keep.
+        groups: The layers that keep less: a Window for each size of window, and States for those with states. A model
+            without layers that attend to all tokens has blocks here, too: with a CacheEngine without layers, whose
+            blocks have no bytes. With groups no parts of blocks are shared.
+
+    Attributes:
+        windows: The groups of windows, in the order of `groups`. It makes room in them for each step.
+        states: The group of states; None without one.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A number is out of range, or there are two groups of states.
         TypeError: An argument is of another type.
     """
 
@@ -67,16 +85,25 @@ class BlockManager:
         host_policy: HostPolicy | None = None,
         rule: LoadOrCompute | None = None,
         pin_quota: int = 0,
+        groups: Sequence[Window | States] = (),
     ) -> None:
         check_flag("enable_prefix_caching", enable_prefix_caching)
         check_flag("share_parts", share_parts)
+        options = checked_groups(groups)
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self.share_parts = share_parts and enable_prefix_caching
-        self.space = BlockSpace(num_blocks, block_size, num_host_blocks, host_policy, rule, pin_quota)
-        self.pool, self.tree = self.space.pool, self.space.tree
-        self._sequences = Sequences(self.tree, enable_prefix_caching)
-        self.rows = SequenceSteps(self.space, self._sequences)
+        self.enable_prefix_caching = is_caching = enable_prefix_caching
+        self.share_parts = share_parts and is_caching and not options
+        self.space = space = BlockSpace(num_blocks, block_size, num_host_blocks, host_policy, rule, pin_quota)
+        self.pool, self.tree = space.pool, space.tree
+        self._sequences = sequences = Sequences(self.tree, is_caching)
+        self.rows = SequenceSteps(space, sequences)
+        windows = [WindowGroup(one, space, sequences) for one in options if isinstance(one, Window)]
+        states = [StateGroup(one, space, sequences, is_caching, windows) for one in options if isinstance(one, States)]
+        self.states = states[0] if states else None
+        self._groups: Groups = (*windows, *states)
+        self.windows = Windows(windows, sequences, self._groups)
+        self._admission = Admission(space, sequences, self._groups, bool(states), is_caching) if self._groups else None
+        space.watch(self._groups)
 
     def take_moves(self) -> BlockMoves:
         """Return the moves to make before the next step, in order. Each is handed over once, and taken as made."""
@@ -110,11 +137,15 @@ class BlockManager:
         priority: int = 0,
         max_cached_tokens: int | None = None,
         num_left_over: int = 1,
+        cache_at: Sequence[int] = (),
         *,
         num_spare: int = 0,
         is_counted: bool = True,
     ) -> Allocation:
         """Give blocks to a new sequence. The longest cached prefix is shared: whole blocks, and a part by a copy.
+
+        With groups it is the longest prefix that all of them serve: whole blocks, or with states an exact position.
+        Windows get no room yet: `windows.open` makes it for the tokens of a step.
 
         Args:
             seq_id: An id that is not in use.
@@ -123,6 +154,7 @@ class BlockManager:
             priority: 0 to 7. Blocks cached by a sequence of higher priority are evicted later.
             max_cached_tokens: The longest prefix to share; None for no limit.
             num_left_over: At least so many tokens are left to compute. 0 where the last logits are not needed.
+            cache_at: Positions of the prompt, 1 to its length, at which to keep the state for others, if there is one.
             num_spare: How many more blocks are to be left, free or evictable. This is checked before anything changes.
             is_counted: Whether the prompt, and all that is found of it, counts in the statistics. False for one that
                 was counted before: it was preempted, for example, and finds its own blocks again.
@@ -131,7 +163,7 @@ class BlockManager:
             The blocks of the whole prompt.
 
         Raises:
-            OutOfBlocks: The rest does not fit beside the spare blocks.
+            OutOfBlocks: The rest does not fit beside the spare blocks, or no state slot can be had (OutOfSlots).
             ValueError: The id is in use, there are no tokens, or a number is out of range.
             TypeError: An argument is of another type.
         """
@@ -139,10 +171,24 @@ class BlockManager:
         self._sequences.check_new(seq_id)
         tokens = some_tokens(tokens)
         is_caching, parts = self.enable_prefix_caching, self.share_parts
+        num_to_compute = num_left_over
         if type(num_left_over) is not int or num_left_over != 1 or max_cached_tokens is not None or not is_caching:
             num_left_over = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
-        about = tokens, namespace, priority, num_left_over, parts, num_spare, is_counted
-        return begin(self.space, self._sequences, seq_id, *about)
+        if self._admission is None:
+            about = tokens, namespace, priority, num_left_over, parts, num_spare, is_counted
+            return begin(self.space, self._sequences, seq_id, *about)
+        prompt = Prompt(
+            tokens,
+            namespace,
+            priority,
+            num_left_over,
+            num_spare=num_spare,
+            is_counted=is_counted,
+            num_to_compute=int(num_to_compute > 0),
+            cache_at=as_cache_at(cache_at, len(tokens)),
+        )
+        with HeldInterrupts():
+            return self._admission.begin(seq_id, prompt)
 
     def append(self, seq_ids: Sequence[SeqId], num_new_tokens: Sequence[int] | int = 1) -> None:
         """Make room for more tokens in each sequence.
@@ -182,13 +228,17 @@ class BlockManager:
             seq_id: The sequence.
             tokens: Token ids, as many as there is room for at most.
 
+        Commits by rows do the same for the layers that attend to all tokens alone. Windows follow later.
+
         Raises:
-            ValueError: There is no room for so many tokens.
+            ValueError: There is no room for that many tokens, or windows are not opened for them. Or they are fewer
+                than `windows.skip_to` has made room for.
         """
         row = self._sequences.on_device[seq_id]
-        num_cached = self._sequences.rows.commit(row, as_tokens(tokens))
-        if num_cached and self.space.writes_at_once:
-            self._sequences.write_out(self.space, row)
+        if self._groups:
+            self._commit_in_groups(seq_id, row, as_tokens(tokens))
+        else:
+            self._commit(row, as_tokens(tokens))
 
     def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int | None = None) -> None:
         """Make a second sequence with the same first tokens, in the same blocks.
@@ -202,7 +252,8 @@ class BlockManager:
                 prefixes consist of cached blocks, which `allocate` finds.
 
         Raises:
-            ValueError: A token with room is not committed, or num_tokens is out of range.
+            OutOfBlocks: No slot can be had for a copy of the state (OutOfSlots).
+            ValueError: A token with room is not committed, num_tokens is out of range, or the state is gone.
         """
         seq = self._sequences.state(seq_id)
         self._sequences.check_new(new_seq_id)
@@ -212,9 +263,11 @@ class BlockManager:
         fewest = self.first_forkable(seq_id)
         if not fewest <= num_tokens <= seq.num_tokens:
             raise ValueError(f"num_tokens must be in [{fewest}, {seq.num_tokens}], got {num_tokens}")
-        rows, row = self._sequences.rows, self._sequences.on_device[seq_id]
+        if self._groups:
+            self._fork_in_groups(seq_id, new_seq_id, num_tokens)
+            return
         try:
-            rows.fork(self._sequences.on_device, new_seq_id, row, num_tokens)
+            self._sequences.fork(seq_id, new_seq_id, num_tokens)
         except BaseException:  # Ctrl-C, after the sequence was made
             self._sequences.discard(new_seq_id)
             raise
@@ -226,21 +279,37 @@ class BlockManager:
     def first_forkable(self, seq_id: SeqId) -> int:
         """Return the smallest number of tokens that `fork` takes of the sequence."""
         seq = self._sequences.state(seq_id)
-        return min(max(seq.first_own * self.block_size, 1), seq.num_tokens)
+        fewest = min(max(seq.first_own * self.block_size, 1), seq.num_tokens)
+        return max([fewest, *(group.first_forkable(seq_id, seq.num_tokens) for group in self._groups)])
 
+    @uninterrupted
     def give_back_room(self, seq_id: SeqId) -> None:
-        """Free the blocks that the sequence has beyond its committed tokens."""
-        self._sequences.rows.give_back_room(self._sequences.on_device[seq_id])
+        """Free the blocks that the sequence has beyond its committed tokens, in all groups.
 
+        Raises:
+            ValueError: `windows.skip_to` has made room, and what comes there is not committed.
+        """
+        row = self._sequences.on_device[seq_id]
+        for group in self._groups:
+            group.check_settled(seq_id)
+        self._sequences.rows.give_back_room(row)
+        for group in self._groups:
+            group.shorten(seq_id)
+
+    @uninterrupted
     def release(self, seq_id: SeqId) -> None:
         """End a sequence, also one that is swapped out.
 
-        Its cached blocks can be found until they are evicted. Its other blocks are free.
+        Its cached blocks and checkpoints can be found until they are evicted. All else that it has is free.
         """
+        if seq_id not in self._sequences.swapped:
+            self._sequences.on_device[seq_id]  # KeyError
+        for group in self._groups:
+            group.release(seq_id)
         if seq_id in self._sequences.swapped:
             self.space.release_host(self._sequences.swapped.pop(seq_id).host_ids)
-            return
-        self._sequences.remove(seq_id)
+        else:
+            self._sequences.remove(seq_id)
 
     def release_before(self, seq_id: SeqId, num_tokens: int) -> int:
         """Give back the sequence's own blocks that hold only tokens before the `num_tokens`th. Cached blocks stay.
@@ -270,21 +339,90 @@ class BlockManager:
             raise RuntimeError(f"reset_prefix_cache needs all sequences to be released, {len(self._sequences)} are not")
         self.space.clear()
 
-    # --- off the device and back -------------------------------------------------------------------------------------
+    # --- what groups keep --------------------------------------------------------------------------------------------
 
-    def swap_out(self, seq_id: SeqId) -> None:
-        """Free the sequence's device blocks.
+    @uninterrupted
+    def mark(self, seq_id: SeqId, num_tokens: int) -> None:
+        """Have a running prompt keep its state at one more position, where another that waits parts from it.
 
-        Committed tokens that are not cached go to host blocks of the sequence's own. Cached blocks are left to the
-        tree, which may find them again, on either tier.
+        Args:
+            seq_id: A sequence on the device.
+            num_tokens: The position. One that is committed changes nothing.
 
         Raises:
-            OutOfBlocks: The host lacks room.
+            ValueError: It is out of range.
         """
-        swaps.swap_out(self.space, self._sequences, seq_id)
+        most, num_tokens = self.state(seq_id).num_tokens, as_integer("num_tokens", num_tokens)
+        if not 1 <= num_tokens <= most:
+            raise ValueError(f"num_tokens must be in [1, {most}], got {num_tokens}")
+        for group in self._groups:
+            group.mark(seq_id, num_tokens)
 
+    @uninterrupted
+    def keep(self, seq_id: SeqId) -> None:
+        """Let others find the states that a step has left at marks, once its tokens are committed.
+
+        Args:
+            seq_id: A sequence on the device.
+
+        Raises:
+            KeyError: There is no such sequence.
+        """
+        for group in self._groups:
+            group.keep(seq_id)
+
+    @uninterrupted
+    def keep_end(self, seq_id: SeqId, goes_on: bool = False) -> bool:
+        """Make the sequence's state a checkpoint at the committed tokens. The sequence is to be released next.
+
+        It is for a request's end, and for one that will be begun again. Nothing is copied but the tail.
+
+        Args:
+            seq_id: The sequence. Its state has seen its committed tokens, and no more.
+            goes_on: Whether a sequence is about to begin there. Beyond the budget, other checkpoints are evicted first.
+
+        Returns:
+            Whether it was kept. A private sequence's state is not, nor one that a failed step may have spoiled.
+        """
+        return any([group.keep_end(seq_id, goes_on) for group in self._groups])
+
+    @uninterrupted
+    def give_up_marks(self, seq_id: SeqId) -> None:
+        """Forget the states of a failed step, which may have spoiled them.
+
+        Args:
+            seq_id: A sequence on the device, to be released. Its state can be neither forked, swapped out nor kept.
+
+        Raises:
+            KeyError: There is no such sequence.
+        """
+        for group in self._groups:
+            group.give_up_marks(seq_id)
+
+    # --- off the device and back -------------------------------------------------------------------------------------
+
+    @uninterrupted
+    def swap_out(self, seq_id: SeqId) -> None:
+        """Free what the sequence has on the device, in all groups.
+
+        Committed tokens that are not cached go to host blocks of the sequence's own, and its state to a host slot.
+        Cached blocks are left to the tree, which may find them again, on either tier.
+
+        Raises:
+            OutOfBlocks: The host lacks room in a group.
+            ValueError: The state is gone, or `windows.skip_to` has made room, and what comes there is not committed.
+        """
+        self._sequences.on_device[seq_id]  # KeyError
+        for group in self._groups:
+            group.check_settled(seq_id)
+            group.check_swap_out(seq_id)
+        swaps.swap_out(self.space, self._sequences, seq_id)
+        for group in self._groups:
+            group.swap_out(seq_id)
+
+    @uninterrupted
     def swap_in(self, seq_id: SeqId, tokens: Tokens, *, num_spare: int = 0) -> Allocation:
-        """Give device blocks to a sequence that is swapped out, with their contents.
+        """Give device blocks to a sequence that is swapped out, with their contents in all groups.
 
         Args:
             seq_id: A sequence that is swapped out.
@@ -292,25 +430,74 @@ class BlockManager:
             num_spare: As for `allocate`.
 
         Returns:
-            The blocks. num_cached_tokens is the number of tokens committed before, or less where cached blocks were
-            evicted meanwhile. The rest has to be computed again. It does not count as found in the statistics.
+            The blocks. num_cached_tokens is the number of tokens committed before. Where cached blocks were evicted
+            meanwhile, it is less: the longest position that all groups serve. The rest has to be computed again. It
+            does not count as found in the statistics.
 
         Raises:
-            OutOfBlocks: The device lacks room.
+            OutOfBlocks: The device lacks room in a group.
             ValueError: There are fewer tokens than committed ones.
         """
         swapped = self._sequences.swapped[seq_id]
         tokens = some_tokens(tokens)
         if len(tokens) < swapped.num_written:
             raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
+        most_found = swapped.first_block * self.block_size if swapped.is_private else None
+        if self._admission is not None:
+            num_shared = swapped.num_written if most_found is None else most_found
+            num_left_over = len(tokens) - (num_shared if self.enable_prefix_caching else 0)
+            about = tokens, swapped.namespace, swapped.priority, num_left_over, swapped.is_private, num_spare
+            return self._admission.swap_in(seq_id, Prompt(*about))
         # A prefix of whole blocks may have been committed to its last token: none is left over then.
         fewest_left = int(len(tokens) > swapped.num_written)
-        most_found = swapped.first_block * self.block_size if swapped.is_private else None
         is_caching = self.enable_prefix_caching
         num_left_over = tokens_left_over(len(tokens), most_found, fewest_left, is_caching)
-        about = tokens, num_left_over, is_caching, num_spare
-        num_written = swaps.swap_in(self.space, self._sequences, seq_id, *about, lambda match: self._fit(seq_id, match))
+        num_written = swaps.swap_in(self.space, self._sequences, seq_id, tokens, num_left_over, is_caching, num_spare)
         return Allocation(num_written, self.block_ids(seq_id))
+
+    # --- beside a store ----------------------------------------------------------------------------------------------
+
+    def num_cached(self, tokens: Tokens, namespace: bytes = b"") -> int:
+        """Return how many tokens of a prompt a sequence need not compute. Nothing is changed, or counts as used.
+
+        Args:
+            tokens: The prompt, at least one token, of which one is left over.
+            namespace: Where to look.
+
+        Returns:
+            Tokens that all groups have. Parts of blocks are not counted.
+        """
+        check_namespace(namespace)
+        tokens = some_tokens(tokens)
+        return self._position(self.tree.look(tokens[:-1], namespace)[0], tokens, namespace)
+
+    @uninterrupted
+    def hold_cached(self, tokens: Tokens, namespace: bytes = b"") -> HeldBlocks:
+        """Hold the blocks of a prefix that are cached on the device, in all groups, until `release` of the result.
+
+        Of a window's blocks those of the last window are held, and those in use. Of the others that a window has
+        cached, the last ones are: a quarter of its group stays free.
+
+        Args:
+            tokens: The prefix, as far as it is cached.
+            namespace: Where to look.
+
+        Returns:
+            The blocks. Their `release` is to be called once.
+        """
+        tokens = as_tokens(tokens)
+        check_namespace(namespace)
+        match = self.tree.match(tokens, namespace, num_left_over=0, is_hit=False)
+        self.tree.trim(match)
+        windows = [window.hold(match.tier_block_ids()) for window in self.windows]
+
+        @uninterrupted
+        def release() -> None:
+            self.tree.release(match)
+            for window, held in zip(self.windows, windows, strict=True):
+                window.let_go(held)
+
+        return HeldBlocks(match.num_tokens, match.block_ids.copy(), windows, release)
 
     # --- arguments of a step -----------------------------------------------------------------------------------------
 
@@ -361,7 +548,7 @@ class BlockManager:
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
-        """Return how far cached blocks reach into a prompt, and why not further. Nothing is changed.
+        """Return how far each group reaches into a prompt, and why not further. Nothing is changed.
 
         The tree remembers its last evictions. Of earlier ones, and of those before which more was evicted or added in
         another way, it is not known whether a block was evicted or never computed.
@@ -373,7 +560,8 @@ class BlockManager:
         check_namespace(namespace)
         tokens = some_tokens(tokens)
         tree = self.tree if self.enable_prefix_caching else None
-        return explain_attention(tree, tokens, namespace, self.share_parts, self.space.rule)
+        alone = explain_attention(tree, tokens, namespace, self.share_parts, self.space.rule)
+        return alone if tree is None or not self._groups else self._explain_groups(tokens, namespace, alone)
 
     def state(self, seq_id: SeqId) -> SequenceState:
         """Return a copy of the state of a sequence on the device."""
@@ -388,18 +576,72 @@ class BlockManager:
         return as_integer("num_blocks", num_blocks) <= self.num_free_blocks
 
     def stats(self) -> BlockStats:
-        """Return the counters, and the state of the blocks now."""
-        return BlockStats.of(self.pool, self.tree, self.space.stats(), len(self._sequences.on_device))
+        """Return the counters, and the state of the blocks and slots now."""
+        slots = None if self.states is None else self.states.space.stats()
+        return BlockStats.of(self.pool, self.tree, self.space.stats(), len(self._sequences.on_device), slots)
 
     def check(self) -> None:
-        """Raise RuntimeError if an invariant is broken: of the pool, the tree, or the owners of blocks. For tests."""
+        """Raise RuntimeError if an invariant is broken: of the pool, the tree, owners of blocks, groups. For tests."""
         self._sequences.check(self.space)
+        for group in self._groups:
+            group.check([*self._sequences.on_device], [*self._sequences.swapped])
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _fit(self, seq_id: SeqId, match: Match) -> None:
-        """Shorten the match of a sequence that comes back to what all groups have."""
+    def _commit(self, row: int, tokens: Ids) -> None:
+        num_cached = self._sequences.rows.commit(row, tokens)
+        if num_cached and self.space.writes_at_once:
+            self._sequences.write_out(self.space, row)
+
+    @uninterrupted
+    def _commit_in_groups(self, seq_id: SeqId, row: int, tokens: Ids) -> None:
+        for group in self._groups:
+            group.check_commit(seq_id, len(tokens))
+        notes = [group.committing(seq_id, tokens) for group in self._groups]
+        self._commit(row, tokens)
+        # States come first: a checkpoint takes its tail out of blocks that windows give back next.
+        for group, note in zip(reversed(self._groups), reversed(notes), strict=True):
+            group.committed(seq_id, note)
+
+    @uninterrupted
+    def _fork_in_groups(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int) -> None:
+        for group in self._groups:
+            group.check_fork(seq_id)
+        self._sequences.fork(seq_id, new_seq_id, num_tokens)
+        for group in self._groups:
+            group.fork(seq_id, new_seq_id)
+
+    def _position(self, ids: PathIds, tokens: Ids, namespace: bytes) -> int:
+        """Return where a sequence of a prompt would begin, whole blocks and states. ids: Its cached blocks."""
+        if not self.enable_prefix_caching:
+            return 0
+        if self._admission is None:
+            num_tokens: int = ids.shape[1] * self.block_size
+            return num_tokens
+        return self._admission.position(ids, Prompt(tokens, namespace, 0, 1))
+
+    def _explain_groups(self, tokens: Ids, namespace: bytes, alone: Explanation) -> Explanation:
+        """Return the explanation of all groups. alone: That of the layers that attend to all tokens."""
+        ids = self.tree.look(tokens, namespace)[0]
+        prompt, attention = Prompt(tokens, namespace, 0, 1), alone.groups[0]
+        position = self._position(ids, tokens, namespace)
+        reaches = [group.explain(ids, prompt, attention) for group in self._groups]
+        for group in self._groups:
+            attention = group.amend(attention, ids, prompt, position)
+        return Explanation(len(tokens), position, (attention, *reaches), alone.elsewhere)
 
     def _check_moved(self) -> None:
         if self.space.has_moves:
             raise RuntimeError("do_moves must be called before a step")
+
+
+def checked_groups(groups: Sequence[Window | States]) -> list[Window | States]:
+    """Return the options of groups. ValueError for two groups of states, TypeError for another type."""
+    options = as_list("groups", groups)
+    for option in options:
+        if not isinstance(option, Window | States):
+            raise TypeError(f"groups must be Windows and States, got {type(option).__name__}")
+    num_states = sum(isinstance(option, States) for option in options)
+    if num_states > 1:
+        raise ValueError(f"groups must hold at most one States, got {num_states}")
+    return options

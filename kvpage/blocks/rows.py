@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.blocks.lives.growth import append
-from kvpage.blocks.lives.sequences import Rows, Sequences
+from kvpage.blocks.sequences.growth import append
+from kvpage.blocks.sequences.sequences import Rows, Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId, Slots
 from kvpage.checks.tokens import Tokens, as_tokens

@@ -4,7 +4,7 @@ take(n)   free blocks ◄── evict ◄── cached, unpinned ──► demot
 give(m)   a match's blocks come back from the host, the rest is free blocks
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -74,14 +74,14 @@ class BlockSpace:
         self.rule = rule
         self.pins = UserPins(self.tree, pin_quota)
         self._moves = BlockMoves()
-        self._watcher: SpaceWatcher | None = None
+        self._watchers: Sequence[SpaceWatcher] = ()
         self._counts = PromptCounts()
         self._blocks = dict.fromkeys(("evicted", "demoted", "written", "promoted"), 0)
         self._num_host_evicted = 0
 
-    def watch(self, watcher: SpaceWatcher) -> None:
-        """Tell a watcher of all changes from now on."""
-        self._watcher = watcher
+    def watch(self, watchers: Sequence[SpaceWatcher]) -> None:
+        """Tell watchers of all changes from now on."""
+        self._watchers = watchers
 
     # --- moves ---
 
@@ -293,8 +293,8 @@ class BlockSpace:
         """
         tokens = as_tokens(tokens)
         num_dropped = self.tree.drop(tokens, namespace)
-        if self._watcher is not None:
-            self._watcher.blocks_dropped(tokens, namespace)
+        for watcher in self._watchers:
+            watcher.blocks_dropped(tokens, namespace)
         return num_dropped
 
     def clear(self) -> None:
@@ -307,8 +307,8 @@ class BlockSpace:
         if num_held:
             raise RuntimeError(f"clear needs all matches to be released, {num_held} are not")
         self.pins.clear()
-        if self._watcher is not None:
-            self._watcher.blocks_cleared()
+        for watcher in self._watchers:
+            watcher.blocks_cleared()
         self.tree.clear()
 
     # --- questions ---
@@ -373,8 +373,8 @@ class BlockSpace:
         )
 
     def _told(self, pairs: Pairs, to_host: bool = True) -> Pairs:
-        if self._watcher is not None:
-            self._watcher.blocks_moved(pairs, to_host)
+        for watcher in self._watchers:
+            watcher.blocks_moved(pairs, to_host)
         return pairs
 
     def _count_query(self, query: Query, num_device_tokens: int, num_host_tokens: int) -> None:

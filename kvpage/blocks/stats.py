@@ -162,7 +162,9 @@ class BlockStats:
     slots: SlotStats | None = None
 
     @classmethod
-    def of(cls, pool: BlockPool, tree: PrefixTree, space: SpaceStats, num_sequences: int) -> "BlockStats":
+    def of(
+        cls, pool: BlockPool, tree: PrefixTree, space: SpaceStats, num_sequences: int, slots: SlotStats | None = None
+    ) -> "BlockStats":
         """Return the statistics of a pool and its tree, with the counters of both tiers.
 
         Args:
@@ -170,6 +172,7 @@ class BlockStats:
             tree: The tree that caches them.
             space: Counters of both tiers.
             num_sequences: Sequences on the device.
+            slots: Of a model with states.
         """
         return cls(
             num_blocks=pool.num_blocks,
@@ -181,6 +184,7 @@ class BlockStats:
             hit_tokens=space.device_hit_tokens + space.host_hit_tokens + space.part_hit_tokens,
             evicted_blocks=space.evicted_blocks,
             space=space,
+            slots=slots,
         )
 
     @property

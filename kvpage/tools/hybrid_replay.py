@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage._C import BlockPool, PrefixTree
-from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.groups.states.state_group import StateGroup
+from kvpage.blocks.groups.states.state_space import States
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove
 from kvpage.blocks.space import HostPolicy
 from kvpage.tools.replay import Replay, ReplayConfig, ReplayReport, Served
@@ -24,7 +26,8 @@ class HybridReplay(Replay):
         config: The simulated machine. It has state slots.
     """
 
-    manager: HybridManager
+    manager: BlockManager
+    states: StateGroup
 
     def finish(self) -> ReplayReport:
         """Return the counts."""
@@ -38,15 +41,18 @@ class HybridReplay(Replay):
     def _tiers(self) -> tuple[BlockPool, BlockPool | None, PrefixTree]:
         config = self.config
         every = config.checkpoint_every
-        self.manager = HybridManager(
+        states = States(
+            config.state_slots, config.host_state_slots, checkpoint_every=every and every // config.block_size
+        )
+        self.manager = BlockManager(
             config.device_blocks,
             1,
-            num_slots=config.state_slots,
-            num_host_slots=config.host_state_slots,
-            checkpoint_every=every and every // config.block_size,
             num_host_blocks=config.host_blocks,
             host_policy=HostPolicy(0 if config.policy == "at_once" else None),
+            groups=[states],
         )
+        assert self.manager.states is not None
+        self.states = self.manager.states
         space = self.manager.space
         return space.pool, space.host_pool if config.host_blocks else None, space.tree
 
@@ -57,7 +63,7 @@ class HybridReplay(Replay):
         self.report.kv_tokens += min(self.tree.look(keys)[1], stop) * self.config.block_size
         found = manager.allocate(0, keys, num_left_over=num_keys - stop).num_cached_tokens
         manager.append([0], num_blocks - num_keys)
-        manager.marks_of(0, found, num_keys)
+        self.states.reserve(0, found, num_keys)
         blocks, states = self._move()
         manager.commit(0, keys[found:])
         manager.keep(0)
@@ -76,7 +82,7 @@ class HybridReplay(Replay):
             of[move.kind] += len(move.pairs)
 
         self.manager.do_moves(lambda move: count(counts[0], move))
-        self.manager.do_state_moves(lambda move: count(counts[1], move))
+        self.states.do_moves(lambda move: count(counts[1], move))
         return counts[0], counts[1]
 
 

@@ -5,18 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.managers import manager_of_states
 
 from kvpage import BlockManager
 from kvpage.blocks.groups.successor_manager import SuccessorManager
 from kvpage.blocks.groups.window_blocks import Window
-from kvpage.blocks.groups.windowed_manager import WindowedManager
-from kvpage.blocks.hybrid.manager import HybridManager
 
 B, NUM_BLOCKS = 4, 16
 KINDS: dict[str, Callable[[], BlockManager]] = {
     "one table": lambda: BlockManager(NUM_BLOCKS, B),
-    "states": lambda: HybridManager(NUM_BLOCKS, B, num_slots=8),
-    "windows": lambda: WindowedManager(NUM_BLOCKS, B, windows=[Window(5, NUM_BLOCKS)]),
+    "states": lambda: manager_of_states(NUM_BLOCKS, B, num_slots=8),
+    "windows": lambda: BlockManager(NUM_BLOCKS, B, groups=[Window(5, NUM_BLOCKS)]),
     "successors": lambda: SuccessorManager(NUM_BLOCKS, B),
 }
 
@@ -27,8 +26,8 @@ def manager(request: pytest.FixtureRequest) -> BlockManager:
     made = KINDS[request.param]()
     for seq_id, num_tokens in ((0, B + 1), (1, B)):
         made.allocate(seq_id, [seq_id] * num_tokens)
-        if isinstance(made, WindowedManager):
-            made.open_windows([seq_id], [num_tokens])
+        if isinstance(made, BlockManager):
+            made.windows.open([seq_id], [num_tokens])
         made.commit(seq_id, [seq_id] * B)
     return made
 

@@ -159,7 +159,7 @@ def test_statistics_while_an_anchor_leaves():
     """Any thread may ask: what is read twice may have changed."""
     manager = manager_of()
     serve(manager, TOKENS)
-    anchors = manager.states.anchors
+    anchors = manager.states.space.anchors
 
     left = [anchor.index for anchor in anchors]  # what the table said before they were removed
     anchors.table, anchors._at = SimpleNamespace(stale=lambda: left), [None] * len(anchors._at)

@@ -1,4 +1,4 @@
-"""HybridManager: sequences with state slots that are marked, kept, forked, swapped, failed and ended."""
+"""BlockManager: sequences with state slots that are marked, kept, forked, swapped, failed and ended."""
 
 import functools
 from typing import Any
@@ -7,9 +7,10 @@ from fuzz_blocks import as_integers
 from fuzz_case import Case
 from fuzz_manager import BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, ManagerWorld, make_manager
 from support.insides import sequences_of
+from support.managers import manager_of_states
 
-from kvpage import HybridManager
-from kvpage.blocks.hybrid.checkpoint import Checkpoint
+from kvpage import BlockManager
+from kvpage.blocks.groups.states.checkpoint import Checkpoint
 from kvpage.blocks.moves import BlockMove
 
 
@@ -19,38 +20,38 @@ class HybridWorld(ManagerWorld):
     A refused call may drop checkpoints whose blocks are gone. So those count as free slots.
     """
 
-    covers = ("kvpage.HybridManager",)
+    covers = ("kvpage.BlockManager",)
     calls = ManagerWorld.calls + " marks marks mark keep keep keep_end end fail slot state_moves state_moves reset"
-    manager: HybridManager
+    manager: BlockManager
 
     def __exit__(self, kind: object, *error: object) -> None:
         super().__exit__(kind, *error)
         if kind is None:
             self.manager.reset_prefix_cache()
             self.manager.check()
-            for tier in (self.manager.states.device, self.manager.states.host):
+            for tier in (self.manager.states.space.device, self.manager.states.space.host):
                 assert tier.num_free == tier.num_slots
 
     def snapshot(self) -> object:
-        manager, tiers = self.manager, (self.manager.states.device, self.manager.states.host)
+        manager, tiers = self.manager, (self.manager.states.space.device, self.manager.states.space.host)
         running = [
             (seq_id, one.slot, one.is_on_host, one.is_spoiled, sorted(one.marks), sorted(one.reserved.items()))
-            for seq_id, one in manager._states_of.running.items()
+            for seq_id, one in manager.states._states.running.items()
         ]
         checkpoints = [[self._about(one) for one in tier.checkpoints] for tier in tiers]
         num_unused = [
             tier.num_slots - sum(map(bool, of_tier)) for tier, of_tier in zip(tiers, checkpoints, strict=True)
         ]
-        moves = [(kind, pairs.tolist()) for kind, pairs in manager.states.moves]
+        moves = [(kind, pairs.tolist()) for kind, pairs in manager.states.space.moves]
         return super().snapshot(), running, checkpoints, num_unused, moves
 
     def _about(self, one: Checkpoint | None) -> object:
-        if one is None or not self.manager.states.anchors.is_valid(one.anchor):
+        if one is None or not self.manager.states.space.anchors.is_valid(one.anchor):
             return None
         return one.anchor.namespace, one.num_tokens, one.tail, one.kind, one.priority, one.is_dropped
 
-    def _new_manager(self) -> HybridManager:
-        return HybridManager(
+    def _new_manager(self) -> BlockManager:
+        return manager_of_states(
             NUM_BLOCKS,
             BLOCK_SIZE,
             self.rng.random() < 0.9,
@@ -89,7 +90,7 @@ class HybridWorld(ManagerWorld):
         def judge(marks: list[tuple[int, int]]) -> None:
             assert all(start < position <= end for position, _ in marks)
             slots = {slot for _, slot in marks}
-            assert len(slots) == len(marks) and not slots & set(self.manager.states.device.free_slots)
+            assert len(slots) == len(marks) and not slots & set(self.manager.states.space.device.free_slots)
 
         case.judge = judge
         return case
@@ -121,7 +122,7 @@ class HybridWorld(ManagerWorld):
         return self._call("slot_of", seq_id=self._some())
 
     def _state_moves(self) -> Case:
-        sizes = {"device": self.manager.states.device.num_slots, "host": self.manager.states.host.num_slots}
+        sizes = {"device": self.manager.states.space.device.num_slots, "host": self.manager.states.space.host.num_slots}
         tiers = {"copy": ("device", "device"), "swap_out": ("device", "host"), "swap_in": ("host", "device")}
 
         def do_move(move: BlockMove) -> None:
@@ -138,4 +139,4 @@ class HybridWorld(ManagerWorld):
     def _make(self) -> Case:
         args = {"num_blocks": 10, "block_size": 4, "enable_prefix_caching": True, "num_slots": 3, "num_host_slots": 2}
         args |= {"checkpoint_every": 4, "num_host_blocks": 3, "host_policy": None, "rule": None, "pin_quota": 0}
-        return Case("HybridManager", functools.partial(make_manager, HybridManager), args)
+        return Case("BlockManager", functools.partial(make_manager, BlockManager), args)

@@ -1,4 +1,4 @@
-"""WindowedManager: sequences whose windows are opened, written, forked, left behind and ended."""
+"""BlockManager: sequences whose windows are opened, written, forked, left behind and ended."""
 
 import functools
 from typing import Any
@@ -9,7 +9,7 @@ from fuzz_case import Case
 from fuzz_manager import BLOCK_SIZE, NUM_BLOCKS, ManagerWorld, make_manager
 from support.insides import sequences_of
 
-from kvpage import HeldBlocks, Window, WindowedManager, WindowStats
+from kvpage import BlockManager, HeldBlocks, Window, WindowStats
 from kvpage.blocks.groups.window_blocks import WindowBlocks
 from kvpage.blocks.moves import BlockMove
 
@@ -17,11 +17,11 @@ from kvpage.blocks.moves import BlockMove
 class WindowedWorld(ManagerWorld):
     """Sequences of one manager with one to three windows, whose groups have few blocks."""
 
-    covers = ("kvpage.WindowedManager", "kvpage.HeldBlocks", "kvpage.HeldWindow")
+    covers = ("kvpage.BlockManager", "kvpage.HeldBlocks", "kvpage.HeldWindow")
     calls = ManagerWorld.calls + " open open open open far far write write write whole_fork whole_fork"
     calls += " window_tables window_slots all_window_slots window_moves window_moves window_stats reset"
     calls += " load load hold hold let_go num_cached"
-    manager: WindowedManager
+    manager: BlockManager
     held: HeldBlocks | None = None
 
     def __exit__(self, kind: object, *error: object) -> None:
@@ -31,7 +31,7 @@ class WindowedWorld(ManagerWorld):
         if kind is None:
             self.manager.reset_prefix_cache()
             self.manager.check()
-            for blocks in self.manager.windows:
+            for blocks in self._windows():
                 assert blocks.pool.num_free == blocks.num_free == blocks.pool.num_blocks
                 assert blocks.host_pool.num_free == blocks.num_free_host == blocks.host_pool.num_blocks
 
@@ -40,17 +40,17 @@ class WindowedWorld(ManagerWorld):
             (seq_id, [(table.first, tuple(table.ids), table.num_cached) for table in tables])
             for seq_id, tables in self.manager._tables.items()
         ]
-        about = [_about(blocks) for blocks in self.manager.windows]
+        about = [_about(blocks) for blocks in self._windows()]
         return super().snapshot(), tables, dict(self.manager._swapped), about
 
-    def _new_manager(self) -> WindowedManager:
+    def _new_manager(self) -> BlockManager:
         num_host, most = self.rng.choice((0, 4, 24)), (0, 2, 16)
         windows = [
             Window(self.rng.choice((1, 2, 4, 5, 9)), self.rng.choice((1, 3, 6, 24)), self.rng.choice(most))
             for _ in range(self.rng.randint(1, 3))
         ]
         is_caching, options = self.rng.random() < 0.8, {"num_host_blocks": num_host, "pin_quota": 8}
-        return WindowedManager(NUM_BLOCKS, BLOCK_SIZE, is_caching, windows=windows, **options)
+        return BlockManager(NUM_BLOCKS, BLOCK_SIZE, is_caching, groups=windows, **options)
 
     def _allocate(self) -> Case:
         case = super()._allocate()
@@ -93,7 +93,7 @@ class WindowedWorld(ManagerWorld):
         tokens = [self._token() for _ in range(self.rng.randint(0, num_tokens - num_written))]
 
         def write(seq_id: Any, tokens: Any) -> None:
-            self.manager.open_windows([seq_id], [num_written + len(tokens)])
+            self.manager.windows.open([seq_id], [num_written + len(tokens)])
             self.manager.commit(seq_id, tokens)
 
         case = self._call("commit", seq_id=seq_id, tokens=tokens)
@@ -107,7 +107,7 @@ class WindowedWorld(ManagerWorld):
         end = self.rng.randint(num_written // BLOCK_SIZE, num_tokens // BLOCK_SIZE) * BLOCK_SIZE
 
         def load(seq_id: Any, num_tokens: Any) -> None:
-            starts, before = self.manager.skip_to(seq_id, num_tokens), self._bounds(seq_id)[0]
+            starts, before = self.manager.windows.skip_to(seq_id, num_tokens), self._bounds(seq_id)[0]
             assert all(before <= start <= num_tokens for start in starts)
             self.manager.commit(seq_id, [self._token() for _ in range(num_tokens - before)])
 
@@ -178,12 +178,12 @@ class WindowedWorld(ManagerWorld):
         return case
 
     def _distinct(self, case: Case, slots: np.ndarray, count: int) -> None:
-        num_slots = self.manager.windows[case.args["group"]].pool.num_blocks * BLOCK_SIZE
+        num_slots = self.manager.windows[case.args["group"]].blocks.pool.num_blocks * BLOCK_SIZE
         assert slots.dtype == np.int64 and len(slots) == len(set(slots.tolist())) == count
         assert all(0 <= slot < num_slots for slot in slots.tolist())
 
     def _window_moves(self) -> Case:
-        blocks = self.rng.choice(self.manager.windows)
+        blocks = self.rng.choice(self._windows())
 
         def do_move(move: BlockMove) -> None:
             device, host = blocks.pool.num_blocks, blocks.host_pool.num_blocks
@@ -191,15 +191,15 @@ class WindowedWorld(ManagerWorld):
             assert ((move.pairs >= 0) & (move.pairs < most)).all()
             assert len(set(move.pairs[:, 1].tolist())) == len(move.pairs)
 
-        return Case("manager.windows[i].do_moves", blocks.do_moves, {"do_move": do_move})
+        return Case("manager.windows[i].blocks.do_moves", blocks.do_moves, {"do_move": do_move})
 
     def _window_stats(self) -> Case:
-        blocks = self.rng.choice(self.manager.windows)
+        blocks = self.rng.choice(self._windows())
 
         def judge(stats: WindowStats) -> None:
             assert 0 <= stats.num_free_blocks + stats.num_evictable_blocks <= stats.num_blocks
 
-        return Case("manager.windows[i].stats", blocks.stats, judge=judge)
+        return Case("manager.windows[i].blocks.stats", blocks.stats, judge=judge)
 
     def _reset(self) -> Case:
         reset, errors = self.manager.reset_prefix_cache, (RuntimeError,)
@@ -212,7 +212,7 @@ class WindowedWorld(ManagerWorld):
             "enable_prefix_caching": True,
             "windows": [Window(4, 3), Window(2, 1)],
         }
-        return Case("WindowedManager", functools.partial(make_manager, WindowedManager), args)
+        return Case("BlockManager", functools.partial(make_manager, BlockManager), args)
 
 
 def _about(blocks: WindowBlocks) -> object:

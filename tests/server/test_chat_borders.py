@@ -12,7 +12,7 @@ from support.chat_templates import SYSTEM, TEMPLATES, TOOLS
 from support.server_app import NAME, Server, make_tokenizer, running_server
 from support.state_models import ARE_CACHED
 
-from kvpage.blocks.hybrid.marks import MIN_SAVED
+from kvpage.blocks.groups.states.marks import MIN_SAVED
 from kvpage.server import ServerConfig
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.request_model import read_model

@@ -1,4 +1,4 @@
-"""HybridLife: random operations on a HybridManager, whose states and blocks hold the prefixes they stand for."""
+"""HybridLife: random operations on a BlockManager, whose states and blocks hold the prefixes they stand for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from support.life import Operation, ScarceLife
 from support.whim import Whim
 
 from kvpage import OutOfBlocks
-from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.manager import BlockManager
 
 T = TypeVar("T")
 NAMESPACES = [b"", b"", b"tenant"]
@@ -27,7 +27,7 @@ class Sequence:
 
 
 class HybridLife(ScarceLife):
-    def __init__(self, seed: int, manager: HybridManager) -> None:
+    def __init__(self, seed: int, manager: BlockManager) -> None:
         super().__init__(seed)
         self.manager = manager
         self.size = manager.block_size
@@ -54,7 +54,7 @@ class HybridLife(ScarceLife):
         self.manager.check()
         for seq_id, seq in self.on_device.items():
             if seq.has_state:
-                self.memory.check_sequence(seq_id, self.manager.slot_of(seq_id), seq.path)
+                self.memory.check_sequence(seq_id, self.manager.states.slot_of(seq_id), seq.path)
         self.memory.check_checkpoints(self.prefixes)
 
     def attempt(self, call: Callable[[], T]) -> T:
@@ -69,8 +69,8 @@ class HybridLife(ScarceLife):
     def snapshot(self) -> object:
         manager, space = self.manager, self.manager.space
         stats = manager.stats()
-        num_moves = [len(moves) for moves in (manager.states.moves, *([space._moves] if space.has_moves else []))]
-        free = manager.states.device.free_slots, manager.states.host.free_slots
+        num_moves = [len(moves) for moves in (manager.states.space.moves, *([space._moves] if space.has_moves else []))]
+        free = manager.states.space.device.free_slots, manager.states.space.host.free_slots
         return replace(stats, space=replace(stats.space, refused_tokens=0)), num_moves, free
 
     # --- what operations are made of ---
@@ -137,7 +137,7 @@ class HybridLife(ScarceLife):
         self.figures["whole"] += num_cached == len(tokens)
         if self.rng.random() < 0.5:
             self.memory.do_moves()
-            self.memory.check_sequence(self.next_id, self.manager.slot_of(self.next_id), path)
+            self.memory.check_sequence(self.next_id, self.manager.states.slot_of(self.next_id), path)
 
     def ideal(self, tokens: list[int], namespace: bytes, most: int) -> int | None:
         """The longest prefix with a checkpoint and cached blocks; None where states are still on their way."""
@@ -145,7 +145,7 @@ class HybridLife(ScarceLife):
             return None
         if not self.manager.enable_prefix_caching:
             return 0
-        self.manager.states.drop_stale()  # those whose blocks were evicted, and are cached again since
+        self.manager.states.space.drop_stale()  # those whose blocks were evicted, and are cached again since
         match = self.manager.tree.match(tokens, namespace, num_left_over=0)
         self.manager.tree.release(match)
         numbers, path = self.memory.checkpoint_numbers(), self.path_of(namespace, tokens, len(tokens))
@@ -159,10 +159,10 @@ class HybridLife(ScarceLife):
         ends = {i: self.rng.randint(len(self.on_device[i].path), len(self.on_device[i].tokens)) for i in chosen}
         if self.rng.random() < 0.5:
             ends = {i: len(self.on_device[i].tokens) for i in chosen}
-        marks = {i: self.manager.marks_of(i, len(self.on_device[i].path) - 1, ends[i]) for i in chosen}
+        marks = {i: self.manager.states.reserve(i, len(self.on_device[i].path) - 1, ends[i]) for i in chosen}
         self.memory.do_moves()
         for i in chosen:
-            self.memory.check_sequence(i, self.manager.slot_of(i), self.on_device[i].path)
+            self.memory.check_sequence(i, self.manager.states.slot_of(i), self.on_device[i].path)
         is_failing = self.rng.random() < 0.05
         for i in chosen:
             self.write(i, ends[i], marks[i], is_failing)
@@ -178,7 +178,7 @@ class HybridLife(ScarceLife):
         for position, slot in marks:
             assert begin < position <= end
             slots[slot] = -2 if is_failing else path[position]
-        slots[self.manager.slot_of(seq_id)] = -2 if is_failing else path[-1]
+        slots[self.manager.states.slot_of(seq_id)] = -2 if is_failing else path[-1]
 
     def complete(self, seq_id: int, end: int) -> None:
         seq = self.on_device[seq_id]

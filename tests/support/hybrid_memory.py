@@ -6,7 +6,7 @@ the prefix that ends at its token, and a state slot the prefix that the state ha
 
 import numpy as np
 
-from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove
 
 POISON = -1
@@ -45,7 +45,7 @@ class Prefixes:
 
 
 class HybridMemory:
-    def __init__(self, manager: HybridManager) -> None:
+    def __init__(self, manager: BlockManager) -> None:
         self.manager, size = manager, manager.block_size
         states, space = manager.states, manager.space
         self.num_blocks = {"device": space.pool.num_blocks, "host": space.host_pool.num_blocks}
@@ -57,11 +57,11 @@ class HybridMemory:
 
     @property
     def has_moves(self) -> bool:
-        return self.manager.space.has_moves or bool(self.manager.states.moves)
+        return self.manager.space.has_moves or bool(self.manager.states.space.moves)
 
     def do_moves(self) -> None:
         self.manager.do_moves(lambda move: self._do(self.blocks, move))
-        self.manager.do_state_moves(lambda move: self._do(self.slots, move))
+        self.manager.states.do_moves(lambda move: self._do(self.slots, move))
         self.poison()
 
     def _do(self, memory: dict[str, np.ndarray], move: BlockMove) -> None:

@@ -3,38 +3,40 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kvpage.blocks.hybrid.manager import HybridManager
+from support.managers import manager_of_states
+
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove
 
 B = 4
 
 
-def manager_of(num_slots: int = 8, num_blocks: int = 32, **options: Any) -> HybridManager:
-    return HybridManager(num_blocks, B, num_slots=num_slots, **options)
+def manager_of(num_slots: int = 8, num_blocks: int = 32, **options: Any) -> BlockManager:
+    return manager_of_states(num_blocks, B, num_slots=num_slots, **options)
 
 
-def make_moves(manager: HybridManager) -> tuple[list[BlockMove], list[BlockMove]]:
+def make_moves(manager: BlockManager) -> tuple[list[BlockMove], list[BlockMove]]:
     """Return the block moves and the state moves, which count as made."""
     blocks: list[BlockMove] = []
     states: list[BlockMove] = []
     manager.do_moves(blocks.append)
-    manager.do_state_moves(states.append)
+    manager.states.do_moves(states.append)
     return blocks, states
 
 
-def begin(manager: HybridManager, seq_id: object, tokens: Sequence[int], **options: Any) -> int:
+def begin(manager: BlockManager, seq_id: object, tokens: Sequence[int], **options: Any) -> int:
     return manager.allocate(seq_id, tokens, **options).num_cached_tokens
 
 
-def prefill(manager: HybridManager, seq_id: object, tokens: Sequence[int], start: int) -> list[tuple[int, int]]:
-    marks = manager.marks_of(seq_id, start, len(tokens))
+def prefill(manager: BlockManager, seq_id: object, tokens: Sequence[int], start: int) -> list[tuple[int, int]]:
+    marks = manager.states.reserve(seq_id, start, len(tokens))
     make_moves(manager)
     manager.commit(seq_id, tokens[start:])
     manager.keep(seq_id)
     return marks
 
 
-def serve(manager: HybridManager, tokens: Sequence[int], keeps_end: bool = False, **options: Any) -> int:
+def serve(manager: BlockManager, tokens: Sequence[int], keeps_end: bool = False, **options: Any) -> int:
     """Return how many tokens were found."""
     found = begin(manager, "served", tokens, **options)
     prefill(manager, "served", tokens, found)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from support.hybrid_life import HybridLife
+from support.managers import manager_of_states
 from support.whim import Whim
 
-from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.space import HostPolicy
 
@@ -30,7 +30,7 @@ class World:
     num_checkpoints: int | None = None
 
     def life(self, seed: int) -> HybridLife:
-        manager = HybridManager(
+        manager = manager_of_states(
             self.num_blocks,
             self.block_size,
             self.is_caching,

@@ -7,7 +7,7 @@ import torch
 
 import kvpage._C as _C
 from kvpage import BlockManager
-from kvpage.blocks.lives.sequences import Sequences
+from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.store import KVStore
 from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.tiered_store import TieredStore

@@ -8,7 +8,7 @@ from support.models import VOCAB
 from support.state_loop import POISON
 
 from kvpage import CacheConfig
-from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.manager import BlockManager
 from kvpage.serving import Engine, EngineConfig, RequestOutput, SamplingParams, StateConfig
 
 B = 4
@@ -35,9 +35,9 @@ def states_for(engine: Engine, num_device: int, num_host: int = 0) -> StateConfi
 def poison(engine: Engine) -> None:
     """Fill what belongs to nobody with NaN."""
     manager = engine.manager
-    assert isinstance(manager, HybridManager)
-    manager.do_state_moves(engine.states.do_move)
-    engine.states.slots[list(manager.states.device.free_slots)] = POISON
+    assert isinstance(manager, BlockManager)
+    manager.states.do_moves(engine.states.do_move)
+    engine.states.slots[list(manager.states.space.device.free_slots)] = POISON
 
 
 def greedy(num_tokens: int, **fields) -> SamplingParams:

@@ -10,7 +10,6 @@ from support.state_engines import finished, greedy
 
 from kvpage import CacheConfig
 from kvpage._C import BlockPool
-from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.serving import Engine, EngineConfig
 
 B = 4
@@ -43,7 +42,7 @@ def make_engine(
 def poison(engine: Engine) -> None:
     """Fill with NaN what belongs to nobody: free blocks of windows and of the table, on the device and on the host."""
     manager = engine.manager
-    windows = manager.windows if isinstance(manager, WindowedManager) else ()
+    windows = manager.windows
     for blocks, cache in zip(windows, engine.window_caches, strict=True):
         blocks.do_moves(cache.do_move)
         _fill(cache.gpu_cache, blocks.pool)

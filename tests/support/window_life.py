@@ -1,4 +1,4 @@
-"""WindowLife: random operations on a WindowedManager, whose cells in all groups hold the prefixes they stand for.
+"""WindowLife: random operations on a BlockManager, whose cells in all groups hold the prefixes they stand for.
 
 What no sequence may read is poisoned before each look: free blocks, and those whose contents have left the tree.
 """
@@ -10,7 +10,7 @@ from support.life import Operation, ScarceLife
 
 from kvpage.blocks.groups.held_blocks import HeldBlocks
 from kvpage.blocks.groups.window_blocks import Window
-from kvpage.blocks.groups.windowed_manager import WindowedManager
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.space import HostPolicy
 
 POISON = "poison"
@@ -32,8 +32,8 @@ class WindowWorld:
     def life(self, seed: int) -> "WindowLife":
         groups = [Window(window, self.num_window_blocks, self.num_host_window_blocks) for window in self.windows]
         options = {"host_policy": HostPolicy(self.after_hits), "pin_quota": self.pin_quota}
-        manager = WindowedManager(
-            self.num_blocks, B, self.is_caching, windows=groups, num_host_blocks=self.num_host_blocks, **options
+        manager = BlockManager(
+            self.num_blocks, B, self.is_caching, groups=groups, num_host_blocks=self.num_host_blocks, **options
         )
         return WindowLife(manager, seed)
 
@@ -52,11 +52,11 @@ WORLDS = [
 
 
 class WindowLife(ScarceLife):
-    def __init__(self, manager: WindowedManager, seed: int = 0) -> None:
+    def __init__(self, manager: BlockManager, seed: int = 0) -> None:
         super().__init__(seed)
         self.manager, self.size = manager, manager.block_size
-        self.pools = [manager.pool, *(blocks.pool for blocks in manager.windows)]
-        self.host_pools = [manager.space.host_pool, *(blocks.host_pool for blocks in manager.windows)]
+        self.pools = [manager.pool, *(window.blocks.pool for window in manager.windows)]
+        self.host_pools = [manager.space.host_pool, *(window.blocks.host_pool for window in manager.windows)]
         self.cells, self.host_cells = (
             [np.full((pool.num_blocks, self.size), POISON, object) for pool in pools]
             for pools in (self.pools, self.host_pools)
@@ -104,14 +104,14 @@ class WindowLife(ScarceLife):
         return 0
 
     def has_window(self, group: int, path: np.ndarray, count: int) -> bool:
-        blocks, end = self.manager.windows[group], count * self.size
+        blocks, end = self.manager.windows[group].blocks, count * self.size
         needed = {position // self.size for position in range(max(end - blocks.window.num_tokens + 1, 0), end)}
         return all(blocks.has(path[:, place : place + 1])[0] for place in needed)
 
     def write(self, seq_id: int, end: int) -> None:
         """Compute a portion."""
         start = self.written[seq_id]
-        self.manager.open_windows([seq_id], [end])
+        self.manager.windows.open([seq_id], [end])
         self.do_moves()
         self.check_sequence(seq_id)
         self.fill(seq_id, start, end)
@@ -121,14 +121,14 @@ class WindowLife(ScarceLife):
     def fill(self, seq_id: int, start: int, end: int) -> None:
         keys = [self.key(seq_id, position) for position in range(start, end)]
         slots = [self.manager.slot_mapping(seq_id, start, end)]
-        slots += [self.manager.window_slots(g, seq_id, start, end) for g in range(len(self.manager.windows))]
+        slots += [self.manager.windows[g].slots(seq_id, start, end) for g in range(len(self.manager.windows))]
         for cells, places in zip(self.cells, slots, strict=True):
             assert len(set(places.tolist())) == end - start
             for place, key in zip(places.tolist(), keys, strict=True):
                 cells[place // self.size, place % self.size] = key
 
     def do_moves(self) -> None:
-        for group, moves in enumerate([self.manager.space, *self.manager.windows]):
+        for group, moves in enumerate([self.manager.space, *(window.blocks for window in self.manager.windows)]):
             moves.do_moves(lambda move, group=group: self.copy(group, move.kind, move.pairs))
         every = [*zip(self.cells, self.pools, strict=True), *zip(self.host_cells, self.host_pools, strict=True)]
         for cells, pool in every:
@@ -148,17 +148,17 @@ class WindowLife(ScarceLife):
         assert [self.cells[0][s // self.size, s % self.size] for s in slots] == [
             self.key(seq_id, i) for i in range(end)
         ]
-        for g, blocks in enumerate(self.manager.windows):
-            first = max(end - blocks.window.num_tokens + 1, 0)
-            slots = self.manager.window_slots(g, seq_id, first, end).tolist()
-            table = self.manager.window_tables(g, [seq_id])[0]
+        for g, window in enumerate(self.manager.windows):
+            first = max(end - window.blocks.window.num_tokens + 1, 0)
+            slots = self.manager.windows[g].slots(seq_id, first, end).tolist()
+            table = self.manager.windows[g].tables([seq_id])[0]
             assert table.shape == self.manager.block_tables([seq_id])[0].shape
             assert [table[i // self.size] * self.size + i % self.size for i in range(first, end)] == slots
             found = [self.cells[g + 1][slot // self.size, slot % self.size] for slot in slots]
             assert found == [self.key(seq_id, i) for i in range(first, end)], (seq_id, g)
 
     def num_held(self, group: int, seq_id: int) -> int:
-        return len(self.manager._tables[seq_id][group].ids)
+        return self.manager.windows[group].num_held_by(seq_id)
 
     def check(self) -> None:
         self.do_moves()
@@ -208,7 +208,7 @@ class WindowLife(ScarceLife):
         self.manager.append(chosen)
         for seq_id in chosen:
             self.tokens[seq_id] = self.tokens[seq_id] + self.some_tokens(1)
-        self.manager.open_windows(chosen, [len(self.tokens[seq_id]) for seq_id in chosen])
+        self.manager.windows.open(chosen, [len(self.tokens[seq_id]) for seq_id in chosen])
         self.do_moves()
         for seq_id in chosen:
             self.fill(seq_id, self.written[seq_id], len(self.tokens[seq_id]))
@@ -278,11 +278,11 @@ class WindowLife(ScarceLife):
         before = self.begin(prompt, name)
         seq_id, end = self.next_id, self.rng.randint(before // self.size, len(prompt) // self.size) * self.size
         assert self.manager.num_cached(prompt, name) == before
-        starts = [before, *self.manager.skip_to(seq_id, end)]
+        starts = [before, *self.manager.windows.skip_to(seq_id, end)]
         self.do_moves()
         self.manager.check()
         slots = [self.manager.slot_mapping(seq_id, before, end)]
-        slots += [self.manager.window_slots(g, seq_id, start, end) for g, start in enumerate(starts[1:])]
+        slots += [self.manager.windows[g].slots(seq_id, start, end) for g, start in enumerate(starts[1:])]
         for cells, pool, start, places in zip(self.cells, self.pools, starts, slots, strict=True):
             for position, place in zip(range(start, end), places.tolist(), strict=True):
                 assert pool.ref_count(place // self.size) == 1  # nobody else reads it

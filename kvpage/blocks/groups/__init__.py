@@ -1,1 +1,1 @@
-"""Managers of models whose layers keep their cache in several ways: over a window, or of a model that drafts."""
+"""Groups of layers that keep less than all tokens: a window of them, a state after them, or a draft model's."""

@@ -10,10 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvpage._C import Match
-from kvpage.blocks.groups.window_blocks import WindowBlocks
 from kvpage.blocks.states import Ids
-from kvpage.checks.interrupts import uninterrupted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,29 +41,3 @@ class HeldBlocks:
     block_ids: Ids
     windows: Sequence[HeldWindow]
     release: Callable[[], object]
-
-
-def hold(match: Match, groups: Sequence[WindowBlocks], release_match: Callable[[], object]) -> HeldBlocks:
-    """Return the blocks of a match, and those that windows have cached beside them, see WindowBlocks.to_hold.
-
-    match: of the prefix tree; its blocks are the caller's until `release`. groups: the windows. release_match: lets go
-    of the match.
-    """
-    path = match.tier_block_ids()
-    masks = [blocks.to_hold(path) for blocks in groups]
-    used = [blocks.use(np.ascontiguousarray(path[:, has])) for blocks, has in zip(groups, masks, strict=True)]
-
-    @uninterrupted
-    def release() -> None:
-        release_match()
-        for blocks, ids in zip(groups, used, strict=True):
-            blocks.release(ids)
-
-    windows = [_held(has, ids) for has, ids in zip(masks, used, strict=True)]
-    return HeldBlocks(match.num_tokens, match.block_ids.copy(), windows, release)
-
-
-def _held(has: npt.NDArray[np.bool_], ids: Sequence[int]) -> HeldWindow:
-    table = np.zeros(len(has), np.int32)
-    table[has] = ids
-    return HeldWindow(table, has)

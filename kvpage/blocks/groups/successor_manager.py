@@ -18,8 +18,8 @@ from dataclasses import replace
 import numpy as np
 
 from kvpage.blocks.explain import MOST_NAMESPACES, Explanation, GroupReach, reach_of_attention
-from kvpage.blocks.lives.growth import tokens_left_over
 from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.sequences.growth import tokens_left_over
 from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.tokens import Tokens, some_tokens
@@ -74,6 +74,7 @@ class SuccessorManager(BlockManager):
         priority: int = 0,
         max_cached_tokens: int | None = None,
         num_left_over: int = 1,
+        cache_at: Sequence[int] = (),
         *,
         num_spare: int = 0,
         is_counted: bool = True,
@@ -87,6 +88,7 @@ class SuccessorManager(BlockManager):
             priority: 0 to 7. Blocks cached by a sequence of higher priority are evicted later.
             max_cached_tokens: The most positions to share; None for no limit.
             num_left_over: At least so many positions are left to compute. The last one always is.
+            cache_at: There are no states to keep.
             num_spare: As for BlockManager.
             is_counted: As for BlockManager.
 

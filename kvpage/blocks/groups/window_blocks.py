@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage._C import AnchorTable, BlockPool
-from kvpage.blocks.moves import BlockMove, BlockMoves, Pairs
+from kvpage.blocks.moves import BlockMove, BlockMoves, Kind, Pairs
 from kvpage.blocks.space import BlockSpace
-from kvpage.checks.values import as_list, check_at_least
+from kvpage.checks.values import check_at_least
 
 NO_BLOCK = -1
 DEVICE, HOST = 0, 1
@@ -51,25 +51,6 @@ class Window:
         check_at_least("num_tokens", self.num_tokens, 1)
         check_at_least("num_blocks", self.num_blocks, 1)
         check_at_least("num_host_blocks", self.num_host_blocks, 0)
-
-
-def checked_windows(windows: Iterable[Window]) -> list[Window]:
-    """Return the windows of a manager.
-
-    Args:
-        windows: At least one.
-
-    Raises:
-        ValueError: There is none.
-        TypeError: One is no Window.
-    """
-    found = as_list("windows", windows)
-    if not found:
-        raise ValueError("windows must be one or more, got 0")
-    for window in found:
-        if not isinstance(window, Window):
-            raise TypeError(f"windows must be Windows, got {type(window).__name__}")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +127,15 @@ class WindowBlocks:
             do_move: Makes one move, such as do_move of the CacheEngine of the group's layers.
         """
         self.moves.do(do_move)
+
+    def add_move(self, kind: Kind, pairs: Iterable[tuple[int, int]]) -> None:
+        """Add a move of independent pairs (from, to).
+
+        Args:
+            kind: As for BlockMoves.
+            pairs: Blocks of this group.
+        """
+        self.moves.add(kind, pairs)
 
     def first_block(self, num_tokens: int) -> int:
         """Return the place of the first block that the token after so many attends to, or those before it."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpage.blocks.groups.window_blocks import PathIds, WindowBlocks
+from kvpage.blocks.groups.window_blocks import NO_BLOCK, PathIds, WindowBlocks
 from kvpage.blocks.states import Ids, SeqId, Slots
 
 
@@ -37,11 +37,15 @@ class WindowTable:
         self.num_arriving = 0  # tokens before which the last window comes from elsewhere
 
     @classmethod
-    def after(cls, blocks: WindowBlocks, path: PathIds) -> "WindowTable":
-        """Return the table of a sequence that goes on after cached blocks. path: the tree's ids of them."""
-        num_blocks = path.shape[1]
-        first = min(blocks.first_block(num_blocks * blocks.block_size), num_blocks)
-        return cls(blocks, first, blocks.use(path[:, first:]))
+    def after(cls, blocks: WindowBlocks, path: PathIds, num_tokens: int) -> "WindowTable":
+        """Return the table of a sequence that goes on after `num_tokens` tokens.
+
+        path: the tree's ids of the whole blocks of these. Tokens after them have a new block, into which a copy goes.
+        """
+        first = min(blocks.first_block(num_tokens), path.shape[1])
+        table = cls(blocks, first, blocks.use(path[:, first:]))
+        table.ids += blocks.take(int(num_tokens % blocks.block_size > 0))
+        return table
 
     @classmethod
     def back(cls, blocks: WindowBlocks, path: PathIds, num_written: int, swapped: SwappedWindow) -> "WindowTable":
@@ -140,6 +144,10 @@ class WindowTable:
     def release(self) -> None:
         """Give all blocks back."""
         self.shorten(self.first)
+
+    def block_at(self, place: int) -> int:
+        """Return the id of the block at a place; -1 where the table has none."""
+        return self.ids[place - self.first] if self.first <= place < self.end else NO_BLOCK
 
     def row(self, width: int) -> Ids:
         """Return the ids by place, int32 [width], with 0 where there is no block."""

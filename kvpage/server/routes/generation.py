@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from kvpage.blocks.hybrid.marks import as_cache_at
+from kvpage.blocks.groups.states.marks import as_cache_at
 from kvpage.server.access.keys import Caller
 from kvpage.server.answers.choice import Choice, TextRules
 from kvpage.server.answers.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, Piece

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpage.blocks.hybrid.marks import MIN_SAVED
+from kvpage.blocks.groups.states.marks import MIN_SAVED
 
 
 @dataclass(frozen=True, slots=True)

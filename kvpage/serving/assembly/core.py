@@ -15,9 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.segments import SegmentCache
-from kvpage.blocks.groups.window_blocks import WindowBlocks
-from kvpage.blocks.groups.windowed_manager import WindowedManager
-from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
 from kvpage.checks.values import check_at_least
@@ -33,8 +30,7 @@ from kvpage.serving.config import EngineConfig
 from kvpage.serving.debug import EngineDebug
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
 from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
-from kvpage.serving.loop.batch.step_states import StepStates
-from kvpage.serving.loop.batch.step_windows import StepWindows
+from kvpage.serving.loop.batch.step_groups import StepGroups
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.graphs.capture import Capturer, CudaCapturer
 from kvpage.serving.loop.graphs.decode_graphs import captures_decodes, graphs_of
@@ -79,9 +75,8 @@ class EngineCore(EnginePrompts):
             turns=self._connectors,
             reclaimers=[self._connectors.reclaim],
         )
-        of_steps = StepStates(manager, states) if states and isinstance(manager, HybridManager) else None
-        windows = StepWindows(manager, self.window_caches) if isinstance(manager, WindowedManager) else None
-        self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers, lead, of_steps, windows)
+        groups = StepGroups(manager, self.window_caches, states)
+        self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers, lead, groups)
         self._loop = ServingLoop(self._batch_runner, self.scheduler, self._connectors, self.telemetry, parts.rule)
         self._connect_device()
         self._intake = Intake(runner.model, manager, parts.defaults, parts.max_model_len, tokenizer)
@@ -103,7 +98,7 @@ class EngineCore(EnginePrompts):
 
     @property
     def _has_groups(self) -> bool:
-        return isinstance(self.manager, HybridManager | WindowedManager)
+        return bool(self.window_caches) or self.states is not None
 
     def _use_graphs(self, capturer: Capturer) -> None:
         graphs = graphs_of(self._runner, self.cache, capturer, self.config, self._longest)
@@ -136,7 +131,7 @@ class EngineCore(EnginePrompts):
     def _connect_store(self, store: BlockStore, rule: LoadOrCompute | None) -> None:
         if self.states is not None:
             check_keeps_states(store)
-        if isinstance(self.manager, WindowedManager):
+        if self.window_caches:
             check_keeps_layers(store)
         if not self.manager.enable_prefix_caching:
             raise ValueError("store needs enable_prefix_caching, by which requests find what comes out of it")
@@ -273,7 +268,7 @@ class EngineCore(EnginePrompts):
             store=replace(connectors.store.stats) if connectors.store else None,
             blend=replace(connectors.blend.stats) if connectors.blend else None,
             graphs=self._batch_runner.graphs.stats() if self._batch_runner.graphs else None,
-            windows=tuple(blocks.stats() for blocks in self._windows),
+            windows=tuple(window.blocks.stats() for window in self.manager.windows),
             slot_bytes=self._slot_bytes,
         )
 
@@ -284,10 +279,6 @@ class EngineCore(EnginePrompts):
             return 0
         layers = self.cache.gpu_cache
         return self.states.layout.slot_bytes + sum(layer.nbytes // self.cache.num_gpu_blocks for layer in layers)
-
-    @property
-    def _windows(self) -> tuple[WindowBlocks, ...]:
-        return self.manager.windows if isinstance(self.manager, WindowedManager) else ()
 
     @property
     def debug(self) -> EngineDebug:

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpage.blend.segments import MemorySegments, SegmentCache
 from kvpage.blend.stored_segments import StoredSegments
+from kvpage.blocks.groups.states.state_space import States
+from kvpage.blocks.groups.window_blocks import Window
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
@@ -57,9 +59,8 @@ class EngineParts:
     max_model_len: tokens of a request at most. window: of the attention of all layers; None if one sees everything.
     rule: whether blocks of the host are loaded or computed; None for always loaded.
     store_rule: the same of a store, whose speed differs. blender: None without blending.
-    states: the slots of a model that keeps states; None for another. The manager is a HybridManager then.
-    windows: the caches of layers with windows, where they have blocks of their own. The manager is a WindowedManager
-        then, and `cache` is that of the other layers.
+    states: the slots of a model that keeps states; None for another.
+    windows: the caches of layers with windows, where they have blocks of their own. `cache` is that of the others then.
     """
 
     runner: ModelRunner
@@ -259,7 +260,8 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
     counts = None if found is None else SlotCounts.of(config, found)
     parts = assemble_rank(servable, config, counts)
     rule, store_rule = (make_rule(config, model_config) for _ in range(2))
-    manager = _make_manager(config, rule, counts, parts.groups)
+    groups = [*(parts.groups.options() if parts.groups else ()), *([counts.options(config)] if counts else ())]
+    manager = make_manager(config, rule, groups)
     states = None if counts is None or found is None else counts.slots(found, runner.model.device)
     blender = None
     if config.blend is not None:
@@ -295,7 +297,7 @@ def assemble_rank(servable: ServableModel, config: EngineConfig, counts: SlotCou
     with without_autocast(model.device):
         if groups is None:
             return RankParts(make_cache(servable, config, counts), defaults, max_model_len)
-        cache, *windows = _group_caches(servable, config, groups)
+        cache, *windows = _group_caches(servable, config, groups, counts)
         return RankParts(cache, defaults, max_model_len, windows, groups)
 
 
@@ -334,11 +336,13 @@ def _scales(servable: ServableModel, config: EngineConfig, cache_config: CacheCo
     return choose_scales(servable.runner, cache_config, servable.config, given, config.calibration_tokens)
 
 
-def _group_caches(servable: ServableModel, config: EngineConfig, groups: WindowGroups) -> list[CacheEngine]:
+def _group_caches(
+    servable: ServableModel, config: EngineConfig, groups: WindowGroups, counts: SlotCounts | None
+) -> list[CacheEngine]:
     """Return the cache of the full layers, then those of windows. ValueError as `make_cache`."""
     cache_config, model_config = config.cache_config, servable.config
     scales = _scales(servable, config, cache_config)
-    caches = groups.caches(cache_config, model_config, servable.runner.model.device, scales)
+    caches = groups.caches(cache_config, model_config, servable.runner.model.device, scales, counts)
     if caches[-1].layout.is_quantized:
         verify_quantized(servable.runner, cache_config, model_config, scales)
     return caches
@@ -352,16 +356,10 @@ def make_rule(config: EngineConfig, model_config: ModelConfig) -> LoadOrCompute 
     return LoadOrCompute(block_bytes, config.cache_config.block_size)
 
 
-def _make_manager(
-    config: EngineConfig, rule: LoadOrCompute | None, counts: SlotCounts | None, groups: WindowGroups | None
+def make_manager(
+    config: EngineConfig, rule: LoadOrCompute | None, groups: Sequence[Window | States] = ()
 ) -> BlockManager:
-    if counts is not None:
-        return counts.manager(config, rule)
-    return make_manager(config, rule) if groups is None else groups.manager(config, rule)
-
-
-def make_manager(config: EngineConfig, rule: LoadOrCompute | None) -> BlockManager:
-    """Return the manager of both tiers' blocks."""
+    """Return the manager of both tiers' blocks. groups: of layers that keep less than all tokens."""
     return BlockManager(
         config.cache_config.num_gpu_blocks,
         config.cache_config.block_size,
@@ -371,6 +369,7 @@ def make_manager(config: EngineConfig, rule: LoadOrCompute | None) -> BlockManag
         host_policy=config.host_policy,
         rule=rule,
         pin_quota=config.pin_quota,
+        groups=groups,
     )
 
 

@@ -1,11 +1,10 @@
-"""StateParts: the state slots of an engine, and the manager that gives them out beside blocks."""
+"""SlotCounts: how many state slots an engine has, and the slots themselves."""
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from kvpage.blocks.hybrid.manager import HybridManager
-from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.blocks.groups.states.state_space import States
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
 from kvpage.layout.config import CacheConfig
@@ -19,7 +18,7 @@ class SlotCounts:
     """How many state slots each tier has. Each slot has a tail block, which comes after the blocks of its tier.
 
     device: of running sequences and of checkpoints. checkpoints: of the latter, at most. host: of checkpoints and of
-    sequences that are swapped out. shares_answers: see HybridManager.
+    sequences that are swapped out. shares_answers: see States.
     """
 
     device: int
@@ -53,20 +52,6 @@ class SlotCounts:
         """Return the slots, on the device of the model."""
         return StateCache(states.layout, self.device, self.host, device)
 
-    def manager(self, config: EngineConfig, rule: LoadOrCompute | None) -> HybridManager:
-        """Return the manager of the blocks and slots of both tiers."""
-        cache = config.cache_config
-        return HybridManager(
-            cache.num_gpu_blocks,
-            cache.block_size,
-            config.enable_prefix_caching,
-            num_slots=self.device,
-            num_host_slots=self.host,
-            num_checkpoints=self.checkpoints,
-            checkpoint_every=config.states.checkpoint_every,
-            num_host_blocks=cache.num_cpu_blocks,
-            host_policy=config.host_policy,
-            rule=rule,
-            pin_quota=config.pin_quota,
-            shares_answers=self.shares_answers,
-        )
+    def options(self, config: EngineConfig) -> States:
+        """Return the group's options for the manager."""
+        return States(self.device, self.host, self.checkpoints, config.states.checkpoint_every, self.shares_answers)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blocks.explain import GroupReach
-from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.side_stream import side_stream
@@ -53,12 +53,13 @@ class StateStoreConnector(StoreConnector):
         store: BlockStore,
         cache: CacheEngine,
         slots: StateCache,
-        manager: HybridManager,
+        manager: BlockManager,
         transfers: BlockTransfers,
         rule: LoadOrCompute | None,
         **settings: Any,
     ) -> None:
-        self._hybrid, self._slots = manager, slots
+        assert manager.states is not None, "a model with states has their group"
+        self._hybrid, self._group, self._slots = manager, manager.states, slots
         self._stored = StoredStates(store, cache, slots, self._make_moves)
         super().__init__(store, cache, manager, transfers, rule, **settings)
 
@@ -67,7 +68,7 @@ class StateStoreConnector(StoreConnector):
 
     def _make_moves(self) -> None:
         self._transfers.run()
-        self._hybrid.do_state_moves(self._slots.do_move)
+        self._group.do_moves(self._slots.do_move)
 
     @property
     def _prefetch_call(self) -> Prefetch:
@@ -86,11 +87,11 @@ class StateStoreConnector(StoreConnector):
         return self._hybrid.num_cached(tokens, namespace)
 
     def _num_wanted(self, tokens: TokenIds, num_found: int) -> int:
-        return min(num_found, len(tokens) - 1) if self._hybrid.keeps_checkpoints else 0
+        return min(num_found, len(tokens) - 1) if self._group.keeps_checkpoints else 0
 
     def _into_blocks(self, load: PromptLoad, num_tokens: int, given: Allocation) -> "Future[int]":
         self._make_moves()
-        tokens, start, slot = load.tokens[:num_tokens], given.num_cached_tokens, self._hybrid.slot_of(load)
+        tokens, start, slot = load.tokens[:num_tokens], given.num_cached_tokens, self._group.slot_of(load)
         block_ids = given.block_ids[: -(-num_tokens // self._hybrid.block_size)]
         stream = side_stream(self._cache.device)
 

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kvpage.blocks.groups.windowed_manager import WindowedManager
-from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
@@ -47,8 +45,8 @@ def make_store_connector(
 ) -> StoreConnector:
     """Return the connector.
 
-    states: the slots of a model with states, whose manager is a HybridManager. windows: the caches of windows whose
-        manager is a WindowedManager.
+    states: the slots of a model with states, which the manager gives out. windows: the caches of the
+        manager's windows.
     """
     save_generated = config.save_generated
     if save_generated is None:
@@ -58,10 +56,10 @@ def make_store_connector(
         "save_generated": save_generated,
         "save_portions": config.save_portions,
     }
-    if isinstance(store, KVStore) and cache.gpu_cache and not isinstance(manager, WindowedManager):
+    if isinstance(store, KVStore) and cache.gpu_cache and not manager.windows:
         store.check_blocks(cache)  # else each save and load would fail, one by one
-    if states is not None and isinstance(manager, HybridManager):
+    if states is not None:
         return StateStoreConnector(store, cache, states, manager, transfers, rule, **settings)
-    if isinstance(manager, WindowedManager):
+    if manager.windows:
         return WindowStoreConnector(store, cache, windows, manager, transfers, rule, **settings)
     return StoreConnector(store, cache, manager, transfers, rule, **settings)

@@ -1,4 +1,4 @@
-"""WindowGroups: layers that attend over windows, apart from the others: the caches of each group, and their manager.
+"""WindowGroups: layers that attend over windows, apart from the others: the caches of each group, and its blocks.
 
 layers     0    1    2    3    4    5
 window     16   16   16   -    16   16        Gemma 3: five of six have one
@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvpage.blocks.groups.window_blocks import Window
-from kvpage.blocks.groups.windowed_manager import WindowedManager
-from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.layout.kv_scales import KVScales
+from kvpage.serving.assembly.state_parts import SlotCounts
 from kvpage.serving.config import EngineConfig
 
 
@@ -60,19 +59,9 @@ class WindowGroups:
         num_host_blocks = _share_of(num_blocks, config.cache_config, least)
         return cls(num_blocks, num_host_blocks, layers, [layer for layer in windows if layer not in short])
 
-    def manager(self, config: EngineConfig, rule: LoadOrCompute | None) -> WindowedManager:
-        """Return the manager of the blocks of all groups. rule: whether blocks on the host are worth their way back."""
-        cache = config.cache_config
-        return WindowedManager(
-            cache.num_gpu_blocks,
-            cache.block_size,
-            config.enable_prefix_caching,
-            windows=[Window(num_tokens, self.num_blocks, self.num_host_blocks) for num_tokens in self.layers],
-            num_host_blocks=cache.num_cpu_blocks,
-            host_policy=config.host_policy,
-            rule=rule,
-            pin_quota=config.pin_quota,
-        )
+    def options(self) -> list[Window]:
+        """Return the groups' options for the manager."""
+        return [Window(num_tokens, self.num_blocks, self.num_host_blocks) for num_tokens in self.layers]
 
     def caches(
         self,
@@ -80,11 +69,17 @@ class WindowGroups:
         model_config: ModelConfig,
         device: torch.device,
         kv_scales: Sequence[KVScales] | None,
+        counts: SlotCounts | None,
     ) -> list[CacheEngine]:
-        """Return the cache of the full layers, then that of each window. kv_scales: of all layers with a cache."""
+        """Return the cache of the full layers, then that of each window.
+
+        kv_scales: of all layers with a cache. counts: of state slots, whose tail blocks each cache has, too.
+        """
         every = model_config.attention_layers(ParallelConfig())
         of_windows = replace(cache_config, num_gpu_blocks=self.num_blocks, num_cpu_blocks=self.num_host_blocks)
         configs = [cache_config, *[of_windows] * len(self.layers)]
+        if counts is not None:
+            configs = [counts.with_tails(config) for config in configs]
         caches = []
         for config, layers in zip(configs, [self.full, *self.layers.values()], strict=True):
             scales = None if kv_scales is None else [kv_scales[every.index(layer)] for layer in sorted(layers)]

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blocks.explain import GroupReach
-from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.side_stream import side_stream
@@ -53,7 +53,7 @@ class WindowStoreConnector(StoreConnector):
         store: BlockStore,
         cache: CacheEngine,
         windows: Sequence[CacheEngine],
-        manager: WindowedManager,
+        manager: BlockManager,
         transfers: BlockTransfers,
         rule: LoadOrCompute | None,
         **settings: Any,
@@ -87,15 +87,15 @@ class WindowStoreConnector(StoreConnector):
         Where there are other sequences, a quarter of each group is left to them: they would be preempted for this load.
         """
         has_others = self._windowed.stats().num_sequences > 1
-        for blocks in self._windowed.windows if has_others else ():
+        for blocks in [window.blocks for window in self._windowed.windows] if has_others else ():
             num_needed, num_left = blocks.num_needed(num_tokens), blocks.num_free - blocks.pool.num_blocks // 4
             if num_needed > num_left:
                 raise OutOfBlocks(num_needed, num_left)
-        starts = [given.num_cached_tokens, *self._windowed.skip_to(load, num_tokens)]
+        starts = [given.num_cached_tokens, *self._windowed.windows.skip_to(load, num_tokens)]
         self._transfers.run()
-        for blocks, cache in zip(self._windowed.windows, self._caches, strict=True):
-            blocks.do_moves(cache.do_move)  # they read blocks that may have been given to this load
-        rows = [self._windowed.window_tables(group, [load])[0] for group in range(len(self._caches))]
+        for window, cache in zip(self._windowed.windows, self._caches, strict=True):
+            window.blocks.do_moves(cache.do_move)  # they read blocks that may have been given to this load
+        rows = [window.tables([load])[0] for window in self._windowed.windows]
         full_ids = given.block_ids[: num_tokens // self._windowed.block_size]
         tables, stream = [full_ids, *rows], side_stream(self._cache.device)
 

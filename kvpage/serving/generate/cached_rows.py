@@ -57,7 +57,7 @@ class CachedRows:
 
     working: K and V of the rows in one piece. Unless it is empty, it holds the tokens that are not committed, and a
         commit writes them into blocks. While it is empty, the model's K and V go into the slots of `begin`.
-    states: of a model whose layers keep states. `manager` is a HybridManager then.
+    states: of a model whose layers keep states. `manager` has their group.
 
     Each method does all or nothing. One that raises (OutOfBlocks, ValueError) may have committed rows and have marked
     cached blocks as used, and has changed nothing else. Ctrl-C is raised after it.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from kvpage.blocks.hybrid.marks import as_cache_at
+from kvpage.blocks.groups.states.marks import as_cache_at
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
 from kvpage.checks.tensors import as_indices, as_selection

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvpage._C import ids_below
 from kvpage.blend.config import BlendConfig
 from kvpage.blend.spans import Span, spans_of_lengths
-from kvpage.blocks.hybrid.marks import as_cache_at
+from kvpage.blocks.groups.states.marks import as_cache_at
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.fields import is_int
 from kvpage.checks.tokens import Tokens, as_tokens

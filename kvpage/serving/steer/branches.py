@@ -14,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.blocks.groups.windowed_manager import WindowedManager
-from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens
@@ -91,8 +89,6 @@ class Branches:
         self.engine = engine
         self._reclaim = reclaim or (lambda: False)
         self._manager = engine.manager
-        self._states = engine.manager if isinstance(engine.manager, HybridManager) else None
-        self._windows = engine.manager if isinstance(engine.manager, WindowedManager) else None
         self._live: set[Branch] = set()
         self._spoiled: dict[Branch, int] = {}  # they hold nothing; how many tokens they had computed
 
@@ -230,8 +226,8 @@ class Branches:
             KeyError: It has ended.
         """
         self._check([branch])
-        if self._states is not None and branch not in self._spoiled:
-            self._states.keep_end(branch)
+        if branch not in self._spoiled:
+            self._manager.keep_end(branch)
 
     def close(self) -> None:
         """End all branches that are left."""
@@ -283,11 +279,11 @@ class Branches:
     @uninterrupted
     def _spoil(self, branches: Iterable[Branch]) -> None:
         """Take the blocks of branches whose states a failed step has changed. They begin again later."""
-        if self._states is None:
+        if self._manager.states is None:
             return
         for branch in branches:
-            self._states.give_up_marks(branch)
-            self._states.release(branch)
+            self._manager.give_up_marks(branch)
+            self._manager.release(branch)
             self._spoiled[branch] = branch.num_computed
             branch.num_computed = branch.num_room = 0
 
@@ -303,9 +299,8 @@ class Branches:
     def _give_room(self, branches: Sequence[Branch]) -> None:
         counts = [branch.num_tokens - branch.num_room for branch in branches]
         self._with_room(lambda: self._manager.append(branches, counts))
-        windows = self._windows
-        if windows is not None:
-            self._with_room(lambda: windows.open_windows(branches, [branch.num_tokens for branch in branches]))
+        ends = [branch.num_tokens for branch in branches]
+        self._with_room(lambda: self._manager.windows.open(branches, ends))
         for branch in branches:
             branch.num_room = branch.num_tokens
 
@@ -357,9 +352,8 @@ class Branches:
             assert isinstance(item.seq_id, Branch)
             self._manager.commit(item.seq_id, item.token_ids)
             item.seq_id.num_computed = item.end
-        if self._states is not None:
-            for seq_id in {item.seq_id: None for item in items}:
-                self._states.keep(seq_id)
+        for seq_id in {item.seq_id: None for item in items}:
+            self._manager.keep(seq_id)
 
 
 def _with_last(item: BatchItem) -> BatchItem:

@@ -23,8 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.blocks.groups.windowed_manager import WindowedManager
-from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.fields import is_int
 from kvpage.checks.tokens import Tokens
@@ -101,9 +99,9 @@ class PagedTokenTrie:
         self.max_branches = max_branches
         self.max_logprobs = max_logprobs
         self._root = _Node(None, -1)
-        if isinstance(engine.manager, WindowedManager):
+        if engine.manager.windows:
             raise ValueError("engine must have num_window_blocks=None: a trie forks amid a sequence")
-        if isinstance(engine.manager, HybridManager):
+        if engine.manager.states is not None:
             raise ValueError("engine must have a model whose layers keep no states: a trie forks amid a sequence")
         self._branches = Branches(engine, self._end_oldest)
         self._by_use: OrderedDict[Branch, _Node] = OrderedDict()  # live branches and where they end

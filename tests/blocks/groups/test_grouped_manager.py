@@ -3,11 +3,11 @@
 import pytest
 from support.grouped_life import WORLDS, B, GroupedLife, managers
 from support.life import lived, total
+from support.managers import manager_of_states
 
 from kvpage import OutOfBlocks
 from kvpage.blocks.groups.grouped_manager import GroupedManager
 from kvpage.blocks.groups.successor_manager import SuccessorManager
-from kvpage.blocks.hybrid.manager import HybridManager
 
 
 def test_random_lives():
@@ -40,7 +40,7 @@ def test_whole_blocks_alone_agree_without_parts():
 
 
 def test_a_hybrid_target_begins_at_a_checkpoint():
-    manager = GroupedManager(HybridManager(64, B, num_slots=8), SuccessorManager(64, B))
+    manager = GroupedManager(manager_of_states(64, B, num_slots=8), SuccessorManager(64, B))
     target, prompt = manager.target, list(range(10, 10 + 3 * B))
     for seq_id, (tokens, expected) in enumerate(
         [(prompt, 0), (prompt, len(prompt) - 1), ([*prompt, 90, 91], len(prompt) - 1), ([*prompt[:-1], 92], 0)]
@@ -48,8 +48,8 @@ def test_a_hybrid_target_begins_at_a_checkpoint():
         assert manager.explain(tokens).num_cached_tokens == expected
         given = manager.allocate(seq_id, tokens)
         assert given.num_cached_tokens == expected <= given.drafts.num_cached_tokens
-        target.marks_of(seq_id, expected, len(tokens))
-        manager.target.take_moves(), target.do_state_moves(lambda move: None), manager.drafts.take_moves()
+        target.states.reserve(seq_id, expected, len(tokens))
+        manager.target.take_moves(), target.states.do_moves(lambda move: None), manager.drafts.take_moves()
         manager.commit(seq_id, tokens[expected:], [*tokens[given.drafts.num_cached_tokens + 1 :], 7])
         target.keep(seq_id)
         manager.release(seq_id)

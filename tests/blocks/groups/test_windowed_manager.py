@@ -1,4 +1,4 @@
-"""WindowedManager: a sequence holds its last window, and a prompt goes on where every group has what it reads."""
+"""BlockManager: a sequence holds its last window, and a prompt goes on where every group has what it reads."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from support.window_life import WORLDS, WindowLife
 from kvpage import OutOfBlocks
 from kvpage.blocks.explain import Ending
 from kvpage.blocks.groups.window_blocks import Window
-from kvpage.blocks.groups.windowed_manager import WindowedManager
+from kvpage.blocks.manager import BlockManager
 
 B = 4
 WINDOWS = [1, 2, B - 1, B, B + 1, B + 2, 2 * B, 2 * B + 1]
@@ -16,7 +16,7 @@ WINDOWS = [1, 2, B - 1, B, B + 1, B + 2, 2 * B, 2 * B + 1]
 
 def life_of(*windows: int, num_blocks: int = 64, num_window_blocks: int = 64, is_caching: bool = True) -> WindowLife:
     groups = [Window(window, num_window_blocks) for window in windows]
-    return WindowLife(WindowedManager(num_blocks, B, is_caching, windows=groups))
+    return WindowLife(BlockManager(num_blocks, B, is_caching, groups=groups))
 
 
 def tokens_of(count: int, first: int = 1) -> list[int]:
@@ -68,7 +68,7 @@ def test_what_lies_behind_the_window_is_found_until_it_is_evicted():
     computed(life, prompt, B)
     life.release_any()
     computed(life, tokens_of(4 * B, 500), B)  # evicts what was used least recently: the first prompt's first blocks
-    assert life.manager.windows[0].stats().evicted_blocks > 0
+    assert life.manager.windows[0].blocks.stats().evicted_blocks > 0
     reaches = life.manager.explain([*prompt, 99]).groups
     assert [(reach.group, reach.num_tokens) for reach in reaches] == [("attention", 6 * B), ("window of 8", 6 * B)]
     cut = life.manager.explain([*prompt[: 2 * B], 99])
@@ -82,12 +82,12 @@ def test_what_a_sequence_is_yet_to_cache_is_not_told_as_evicted():
     life = life_of(2 * B)
     manager, prompt = life.manager, tokens_of(2 * B)
     life.begin(prompt)
-    manager.open_windows([life.next_id], [2 * B])
+    manager.windows.open([life.next_id], [2 * B])
     manager.rows.commit(manager.rows.of([life.next_id]), np.array([prompt[0]], np.int32))
     for token in prompt[1:]:
         manager.rows.commit(manager.rows.of([life.next_id]), np.array([token], np.int32))
     assert [group.ending for group in manager.explain([*prompt, 9]).groups][1] is Ending.NOT_CACHED
-    manager.open_windows([life.next_id], [2 * B])
+    manager.windows.open([life.next_id], [2 * B])
     assert manager.explain([*prompt, 9]).groups[1].num_tokens == 2 * B
     differs = manager.explain([*prompt[:B], 77, 78]).groups
     assert [group.differs_at for group in differs] == [B, B]
@@ -98,7 +98,7 @@ def test_what_a_load_has_left_out_is_not_told_as_evicted():
     life = life_of(2 * B)
     manager, prompt = life.manager, tokens_of(10 * B)
     life.begin(prompt)
-    manager.skip_to(life.next_id, 8 * B)
+    manager.windows.skip_to(life.next_id, 8 * B)
     manager.commit(life.next_id, prompt[: 8 * B])
     found = manager.explain([*prompt[: 4 * B], 99]).groups
     assert [(group.num_tokens, group.ending) for group in found] == [(4 * B, Ending.PROMPT), (0, Ending.NOT_CACHED)]
@@ -106,7 +106,7 @@ def test_what_a_load_has_left_out_is_not_told_as_evicted():
 
 def test_groups_have_to_agree():
     """The larger window has lost blocks that the smaller one does not need."""
-    life = WindowLife(WindowedManager(64, B, windows=[Window(2, 64), Window(3 * B, 14)]))
+    life = WindowLife(BlockManager(64, B, groups=[Window(2, 64), Window(3 * B, 14)]))
     prompt = tokens_of(12 * B)
     computed(life, prompt, B)
     life.release_any()
@@ -127,7 +127,7 @@ def test_a_block_beside_one_that_was_evicted_is_never_found():
         life.release_any()
     assert computed(life, prompt) == 0
     life.check()
-    assert life.manager.windows[0].stats().lost_blocks > 0
+    assert life.manager.windows[0].blocks.stats().lost_blocks > 0
 
 
 def test_what_comes_from_elsewhere_is_committed_whole():
@@ -136,19 +136,19 @@ def test_what_comes_from_elsewhere_is_committed_whole():
     manager, prompt = life.manager, tokens_of(10 * B)
     life.begin(prompt)
     seq_id = life.next_id
-    assert manager.skip_to(seq_id, 8 * B) == [6 * B]
+    assert manager.windows.skip_to(seq_id, 8 * B) == [6 * B]
     for refused in (
         lambda: manager.commit(seq_id, prompt[: 7 * B]),
-        lambda: manager.open_windows([seq_id], [9 * B]),
-        lambda: manager.open_as_far(seq_id, 9 * B),
-        lambda: manager.skip_to(seq_id, 2 * B),
+        lambda: manager.windows.open([seq_id], [9 * B]),
+        lambda: manager.windows.open_as_far(seq_id, 9 * B),
+        lambda: manager.windows.skip_to(seq_id, 2 * B),
         lambda: manager.give_back_room(seq_id),
     ):
         with pytest.raises(ValueError, match="skip_to"):
             refused()
         manager.check()
     manager.commit(seq_id, prompt[: 8 * B])
-    manager.open_windows([seq_id], [9 * B])
+    manager.windows.open([seq_id], [9 * B])
 
 
 def test_what_is_held_leaves_room_for_others():
@@ -156,9 +156,9 @@ def test_what_is_held_leaves_room_for_others():
     life = life_of(2 * B, num_window_blocks=16)
     prompt = tokens_of(15 * B)
     computed(life, prompt, B)
-    places = [life.manager.hold_cached(prompt).windows[0].has.tolist() for _ in range(2)]
+    places = [life.manager.hold_cached(prompt).windows[0].blocks.has.tolist() for _ in range(2)]
     assert places == [[False] * 3 + [True] * 12] * 2
-    assert life.manager.windows[0].num_free == 4
+    assert life.manager.windows[0].blocks.num_free == 4
     life.release_any()
     with pytest.raises(RuntimeError):
         life.manager.reset_prefix_cache()
@@ -206,7 +206,7 @@ def with_host(
     window: int, num_window_blocks: int, num_host: int, num_host_window_blocks: int, num_blocks: int = 64, **options
 ) -> WindowLife:
     groups = [Window(window, num_window_blocks, num_host_window_blocks)]
-    return WindowLife(WindowedManager(num_blocks, B, windows=groups, num_host_blocks=num_host, **options))
+    return WindowLife(BlockManager(num_blocks, B, groups=groups, num_host_blocks=num_host, **options))
 
 
 def test_an_evicted_window_is_found_on_the_host():
@@ -216,10 +216,10 @@ def test_an_evicted_window_is_found_on_the_host():
     life.release(1)
     computed(life, tokens_of(3 * B, 50), B)
     life.release(2)
-    assert life.manager.windows[0].stats().demoted_blocks >= 3
+    assert life.manager.windows[0].blocks.stats().demoted_blocks >= 3
     life.begin(prompt)
     assert life.written[3] == 3 * B and life.figures["swap_in"] == 2
-    assert life.manager.windows[0].stats().promoted_blocks == 2
+    assert life.manager.windows[0].blocks.stats().promoted_blocks == 2
     life.check()
 
 
@@ -300,14 +300,14 @@ def test_a_step_without_room_in_one_window_makes_none_in_the_others():
     life = life_of(B, 6 * B, num_window_blocks=4)
     life.begin(tokens_of(6 * B))
     with pytest.raises(OutOfBlocks) as caught:
-        life.manager.open_windows([1], [6 * B])
+        life.manager.windows.open([1], [6 * B])
     assert (caught.value.needed, caught.value.free) == (6, 4)
-    assert [blocks.num_free for blocks in life.manager.windows] == [4, 4]
+    assert [window.blocks.num_free for window in life.manager.windows] == [4, 4]
     with pytest.raises(ValueError, match=r"positions of 1 must be in \[0, 0\], got \[0, 1\]"):
-        life.manager.window_slots(0, 1, 0, 1)
+        life.manager.windows[0].slots(1, 0, 1)
     life.write(1, 4 * B)
     with pytest.raises(OutOfBlocks):
-        life.manager.open_windows([1], [4 * B + 1])
+        life.manager.windows.open([1], [4 * B + 1])
     life.check()
     with pytest.raises(OutOfBlocks):
         life.manager.allocate(2, [9] * 64 * B)
@@ -319,11 +319,11 @@ def test_a_step_without_room_in_one_window_makes_none_in_the_others():
 def test_room_for_as_many_tokens_as_fit(window, num_window_blocks):
     life = life_of(window, num_window_blocks=num_window_blocks)
     life.manager.allocate(1, tokens_of(8 * B))
-    end = life.manager.open_as_far(1, 8 * B)
+    end = life.manager.windows.open_as_far(1, 8 * B)
     assert end == min(8, num_window_blocks) * B
-    assert len(life.manager.window_slot_mappings(0, [1, 1], [0, 1], [end, 1])) == end
+    assert len(life.manager.windows[0].slot_mappings([1, 1], [0, 1], [end, 1])) == end
     life.manager.commit(1, tokens_of(8 * B)[: end - 1])
-    assert life.manager.open_as_far(1, end) == end
+    assert life.manager.windows.open_as_far(1, end) == end
     life.manager.check()
 
 
@@ -332,9 +332,9 @@ def test_as_far_without_room_for_the_copy_of_a_shared_block():
     computed(life, tokens_of(2))
     life.manager.fork(1, 2)
     life.manager.append([1, 2], [1, 1])
-    assert [life.manager.open_as_far(seq, 3) for seq in (1, 2)] == [2, 2]
+    assert [life.manager.windows.open_as_far(seq, 3) for seq in (1, 2)] == [2, 2]
     life.manager.release(2)
-    assert life.manager.open_as_far(1, 3) == 3
+    assert life.manager.windows.open_as_far(1, 3) == 3
     life.manager.check()
 
 
@@ -342,7 +342,7 @@ def test_as_far_without_room_for_the_copy_of_a_shared_block():
 def test_a_commit_needs_room_in_all_windows(num_opened):
     life = life_of(B, 6 * B)
     life.begin(tokens_of(2 * B + 1))
-    life.manager.open_windows([1], [num_opened])
+    life.manager.windows.open([1], [num_opened])
     most = -(-num_opened // B) * B
     with pytest.raises(ValueError, match=f"windows of 1 must be opened for its tokens, got {most + 1} beyond {most}"):
         life.manager.commit(1, tokens_of(most + 1))
@@ -358,9 +358,9 @@ def test_a_group_that_is_not_there(group):
     manager.allocate(1, [1])
     error = TypeError if not isinstance(group, int) else ValueError
     for call in (
-        lambda: manager.window_tables(group, [1]),
-        lambda: manager.window_slots(group, 1, 0, 0),
-        lambda: manager.window_slot_mappings(group, [], [], []),
+        lambda: manager.windows[group].tables([1]),
+        lambda: manager.windows[group].slots(1, 0, 0),
+        lambda: manager.windows[group].slot_mappings([], [], []),
     ):
         with pytest.raises(error, match="group must be"):
             call()
@@ -380,16 +380,16 @@ def test_bad_arguments_change_nothing():
         (([2], [B]), KeyError, "2"),
     ]:
         with pytest.raises(error, match=words):
-            manager.open_windows(*arguments)
+            manager.windows.open(*arguments)
     with pytest.raises(ValueError, match=r"ends must be in \[4, 8\], got 9 for 1"):
-        manager.open_as_far(1, 2 * B + 1)
+        manager.windows.open_as_far(1, 2 * B + 1)
     life.check()
     for windows, error, words in [
         ([], ValueError, "windows must be one or more, got 0"),
         ([5], TypeError, "windows must be Windows, got int"),
     ]:
         with pytest.raises(error, match=words):
-            WindowedManager(8, B, windows=windows)
+            BlockManager(8, B, groups=windows)
     for numbers in ((0, 1), (1, 0), (-1, 4)):
         with pytest.raises(ValueError, match="must be an integer of at least 1"):
             Window(*numbers)
@@ -402,10 +402,10 @@ def test_a_step_waits_for_its_copies():
     computed(life, tokens_of(B + 1))
     life.manager.fork(1, 2)
     life.manager.append([2])
-    life.manager.open_windows([2], [B + 2])
-    for call in (lambda: life.manager.window_tables(0, [2]), lambda: life.manager.window_slots(0, 2, B, B + 2)):
+    life.manager.windows.open([2], [B + 2])
+    for call in (lambda: life.manager.windows[0].tables([2]), lambda: life.manager.windows[0].slots(2, B, B + 2)):
         with pytest.raises(RuntimeError, match="do_moves of the window's group"):
             call()
     life.do_moves()
-    assert life.manager.window_tables(0, [1, 2]).dtype == np.int32
-    assert life.manager.window_tables(0, []).shape == (0, 0)
+    assert life.manager.windows[0].tables([1, 2]).dtype == np.int32
+    assert life.manager.windows[0].tables([]).shape == (0, 0)

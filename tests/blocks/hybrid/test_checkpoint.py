@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvpage.blocks.hybrid.checkpoint import PER_USE, Anchor, Checkpoint, MarkKind, UseRate
+from kvpage.blocks.groups.states.checkpoint import PER_USE, Anchor, Checkpoint, MarkKind, UseRate
 
 B = 4
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
 
-from kvpage.blocks.hybrid.checkpoint import MarkKind
-from kvpage.blocks.hybrid.looks.slot_stats import slot_stats
+from kvpage.blocks.groups.states.checkpoint import MarkKind
+from kvpage.blocks.groups.states.slot_stats import slot_stats
 
 PROMPTS = [[100 * number + token for token in range(2 * B + 2)] for number in range(6)]
 
@@ -27,9 +27,9 @@ def test_marks_of_running_sequences_are_in_the_budget() -> None:
     manager = manager_of(8, 64, num_checkpoints=2)
     for number, prompt in enumerate(PROMPTS[:4]):
         assert begin(manager, number, prompt) == 0
-        assert len(manager.marks_of(number, 0, len(prompt))) == (number < 2)
+        assert len(manager.states.reserve(number, 0, len(prompt))) == (number < 2)
     manager.give_up_marks(0)
-    assert len(manager.marks_of(3, 0, len(PROMPTS[3]))) == 1
+    assert len(manager.states.reserve(3, 0, len(PROMPTS[3]))) == 1
     manager.check()
 
 
@@ -100,10 +100,10 @@ def test_a_sequence_goes_on_from_one_that_is_there() -> None:
     for _ in range(3):
         serve(manager, PROMPTS[0])
     assert begin(manager, 0, [*PROMPTS[0], 1]) == len(PROMPTS[0]) - 1
-    (warm,) = [one for one in manager.states.device.checkpoints if one is not None]
+    (warm,) = [one for one in manager.states.space.device.checkpoints if one is not None]
     manager.commit(0, [PROMPTS[0][-1], 1])
     assert not manager.keep_end(0)
-    assert manager._states_of.running[0].last is warm and not warm.is_dropped
+    assert manager.states._states.running[0].last is warm and not warm.is_dropped
 
 
 def test_a_position_where_prompts_part_is_no_regular_mark() -> None:
@@ -111,7 +111,7 @@ def test_a_position_where_prompts_part_is_no_regular_mark() -> None:
     begin(manager, 0, PROMPTS[0], cache_at=[6])
     for position in (3, 6, 7):
         manager.mark(0, position)
-    kinds = {position: mark.kind for position, mark in manager._states_of.running[0].marks.items()}
+    kinds = {position: mark.kind for position, mark in manager.states._states.running[0].marks.items()}
     assert [kinds[position] for position in (3, 6, 7)] == [MarkKind.SPLIT, MarkKind.CALLER, MarkKind.SPLIT]
 
 

@@ -1,26 +1,27 @@
 """HeldCheckpoints: slots and tails that are read beside steps stay as they are, whatever becomes of the checkpoints."""
 
 import pytest
+from support.managers import manager_of_states
 
-from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.manager import BlockManager
 from kvpage.checks.errors import OutOfBlocks
 
 B, NUM_BLOCKS = 4, 12
 TOKENS = list(range(100, 112))
 
 
-def manager_with(num_slots: int, *positions: int, **fields: int) -> HybridManager:
+def manager_with(num_slots: int, *positions: int, **fields: int) -> BlockManager:
     """Checkpoints of TOKENS at these positions."""
-    manager = HybridManager(NUM_BLOCKS, B, num_slots=num_slots, **fields)
+    manager = manager_of_states(NUM_BLOCKS, B, num_slots=num_slots, **fields)
     for end in positions:
         end_at(manager, TOKENS[:end])
     return manager
 
 
-def end_at(manager: HybridManager, tokens: list[int], namespace: bytes = b"") -> None:
+def end_at(manager: BlockManager, tokens: list[int], namespace: bytes = b"") -> None:
     given = manager.allocate("seq", tokens, namespace, num_left_over=0)
     manager.do_moves(lambda move: None)
-    manager.do_state_moves(lambda move: None)
+    manager.states.do_moves(lambda move: None)
     manager.commit("seq", tokens[given.num_cached_tokens :])
     manager.keep_end("seq")
     manager.release("seq")
@@ -30,7 +31,7 @@ def end_at(manager: HybridManager, tokens: list[int], namespace: bytes = b"") ->
 def test_what_is_held(positions: tuple[int, ...]) -> None:
     manager = manager_with(8, *positions)
     manager.allocate("other", [*TOKENS[:3], 9], cache_at=[2])
-    held = manager.hold_checkpoints(TOKENS)
+    held = manager.states.hold(TOKENS)
     assert [one.num_tokens for one in held.each] == list(positions)
     match = manager.tree.match(TOKENS, b"", num_left_over=0)
     for one in held.each:
@@ -38,20 +39,20 @@ def test_what_is_held(positions: tuple[int, ...]) -> None:
         tail = [NUM_BLOCKS + one.slot] if one.num_tokens % B else []
         assert one.block_ids.tolist() == [*match.block_ids[:whole], *tail]
     manager.tree.release(match)
-    assert manager.hold_checkpoints(TOKENS, b"other").each == []
+    assert manager.states.hold(TOKENS, b"other").each == []
     held.release()
     manager.check()
 
 
 def test_a_held_checkpoint_is_not_evicted() -> None:
     manager = manager_with(2, 5, 9)
-    held = manager.hold_checkpoints(TOKENS[:6])
+    held = manager.states.hold(TOKENS[:6])
     (one,) = held.each
     for number in range(4):
         end_at(manager, [number, number])
         manager.check()
         assert manager.num_cached(TOKENS[:6]) == 5
-    again = manager.hold_checkpoints(TOKENS[:6])
+    again = manager.states.hold(TOKENS[:6])
     held.release()
     manager.allocate("a", [7, 8, 9])  # the other slot
     with pytest.raises(OutOfBlocks):
@@ -60,21 +61,21 @@ def test_a_held_checkpoint_is_not_evicted() -> None:
         manager.allocate("b", TOKENS[:7])  # not even the request that would go on from it
     again.release()
     assert manager.allocate("b", TOKENS[:7]).num_cached_tokens == 5
-    assert manager.slot_of("b") == one.slot
+    assert manager.states.slot_of("b") == one.slot
     manager.check()
 
 
 @pytest.mark.parametrize("num_holds", [1, 2])
 def test_the_slot_of_one_that_is_forgotten_is_free_after_the_last(num_holds: int) -> None:
     manager = manager_with(3, 5)
-    holds = [manager.hold_checkpoints(TOKENS) for _ in range(num_holds)]
+    holds = [manager.states.hold(TOKENS) for _ in range(num_holds)]
     slot, drop = holds[0].each[0].slot, manager.states.blocks_cleared
     drop()
     for held in holds:
-        assert slot in manager.states.held_slots and manager.states.device.num_free == 2
+        assert slot in manager.states.space.held_slots and manager.states.space.device.num_free == 2
         manager.check()
         held.release()
-    assert manager.states.held_slots == [] and manager.states.device.num_free == 3
+    assert manager.states.space.held_slots == [] and manager.states.space.device.num_free == 3
     assert manager.num_cached(TOKENS) == 0
     manager.check()
 
@@ -83,7 +84,7 @@ def test_checkpoints_on_the_host_are_left_out() -> None:
     manager = manager_with(1, 5, num_host_slots=2)
     end_at(manager, [1, 2])
     assert manager.stats().slots.num_host_checkpoints == 1
-    held = manager.hold_checkpoints(TOKENS)
+    held = manager.states.hold(TOKENS)
     assert held.each == []
     held.release()
     manager.check()

@@ -1,10 +1,10 @@
-"""HybridManager at its edges: what a call leaves alone, which of two checkpoints goes, what the counters say."""
+"""BlockManager at its edges: what a call leaves alone, which of two checkpoints goes, what the counters say."""
 
 import pytest
 from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
 
-from kvpage.blocks.hybrid.checkpoint import PER_USE
-from kvpage.blocks.hybrid.state_space import StateSpace
+from kvpage.blocks.groups.states.checkpoint import PER_USE
+from kvpage.blocks.groups.states.state_space import StateSpace
 from kvpage.blocks.space import BlockSpace, HostPolicy
 
 
@@ -25,7 +25,7 @@ def test_what_options_are_where_they_are_left_out():
     serve(manager, prompt(B + 1))
     with pytest.raises(ValueError, match="pins must hold at most 0"):
         manager.space.pin(prompt(B + 1))
-    assert manager.tree.num_host_cached == 0 and manager.states.host.num_slots == 0
+    assert manager.tree.num_host_cached == 0 and manager.states.space.host.num_slots == 0
     assert StateSpace(BlockSpace(4, B), 2).host.num_slots == 0
     eager = manager_of(num_host_blocks=4, host_policy=HostPolicy(0))
     serve(eager, prompt(B + 1))
@@ -61,7 +61,7 @@ def test_a_sequence_off_the_device_is_not_there(call):
         with pytest.raises(KeyError):
             getattr(manager, call)(seq_id)
     assert manager.swap_in(0, tokens).num_cached_tokens == len(tokens)
-    assert not manager._states_of.running[0].is_spoiled
+    assert not manager.states._states.running[0].is_spoiled
     manager.check()
 
 
@@ -91,22 +91,22 @@ def test_reserved_slots_are_free_once_the_state_is_elsewhere(call):
     manager, tokens = manager_of(num_host_slots=1, num_host_blocks=8), prompt(2 * B)
     begin(manager, 0, tokens)
     prefill(manager, 0, tokens[:B], 0)
-    assert len(manager.marks_of(0, B, 2 * B)) == 1 and manager.states.device.num_free == 6
+    assert len(manager.states.reserve(0, B, 2 * B)) == 1 and manager.states.space.device.num_free == 6
     getattr(manager, call)(0)
-    assert manager.states.device.num_free == {"swap_out": 8}.get(call, 7)
+    assert manager.states.space.device.num_free == {"swap_out": 8}.get(call, 7)
     manager.check()
 
 
 def test_a_portion_takes_no_slot_for_marks_outside_of_it():
     manager, tokens = manager_of(), prompt(3 * B)
     begin(manager, 0, tokens, cache_at=[1, 5, 12])
-    manager.marks_of(0, 0, 4)
-    assert manager.states.device.num_free == 6
-    manager.marks_of(0, 1, 5)  # the first one is passed
-    assert manager.states.device.num_free == 5
-    assert [position for position, _ in manager.marks_of(0, 0, 12)] == [1, 5, 11, 12]
-    assert [position for position, _ in manager.marks_of(0, 0, 5)] == [1, 5]
-    assert [position for position, _ in manager.marks_of(0, 5, 11)] == [11]
+    manager.states.reserve(0, 0, 4)
+    assert manager.states.space.device.num_free == 6
+    manager.states.reserve(0, 1, 5)  # the first one is passed
+    assert manager.states.space.device.num_free == 5
+    assert [position for position, _ in manager.states.reserve(0, 0, 12)] == [1, 5, 11, 12]
+    assert [position for position, _ in manager.states.reserve(0, 0, 5)] == [1, 5]
+    assert [position for position, _ in manager.states.reserve(0, 5, 11)] == [11]
 
 
 def test_a_mark_that_was_passed_without_a_slot_is_not_reserved_later():
@@ -115,18 +115,18 @@ def test_a_mark_that_was_passed_without_a_slot_is_not_reserved_later():
     begin(manager, 1, prompt(2, 50))
     assert prefill(manager, 0, tokens[:2], 0) == []
     manager.release(1)
-    assert manager.marks_of(0, 2, 6) == [] and manager.states.device.num_free == 1
+    assert manager.states.reserve(0, 2, 6) == [] and manager.states.space.device.num_free == 1
 
 
 def test_a_mark_whose_token_was_committed_by_rows_is_given_up():
     manager, tokens = manager_of(), prompt(B + 1)
     begin(manager, 0, tokens, num_left_over=0)
     prefill(manager, 0, tokens[:B], 0)
-    assert len(manager.marks_of(0, B, B + 1)) == 1
+    assert len(manager.states.reserve(0, B, B + 1)) == 1
     make_moves(manager)
     manager.rows.commit(manager.rows.of([0]), [tokens[-1]])
     manager.keep(0)
-    assert manager.stats().slots.num_checkpoints == 0 and manager.states.device.num_free == 7
+    assert manager.stats().slots.num_checkpoints == 0 and manager.states.space.device.num_free == 7
     manager.check()
 
 
@@ -141,7 +141,7 @@ def test_regular_marks_are_at_multiples(num_cached):
         make_moves(manager)
     assert begin(manager, 1, tokens) == num_cached
     expected = sorted({*(one for one in (3, 6, 9, 12, 15) if one > num_cached), 14})
-    assert [position for position, _ in manager.marks_of(1, num_cached, 15)] == expected
+    assert [position for position, _ in manager.states.reserve(1, num_cached, 15)] == expected
 
 
 def test_a_regular_mark_takes_the_slot_of_a_checkpoint_that_is_passed_by_and_of_no_other():
@@ -161,8 +161,8 @@ def test_a_regular_mark_takes_the_slot_of_a_checkpoint_whose_blocks_are_gone():
     manager = manager_of(num_slots=2, num_blocks=8, checkpoint_every=3)
     serve(manager, prompt(B + 2))
     begin(manager, 0, prompt(8 * B, 100))
-    assert manager.states.device.num_free == 0
-    assert [position for position, _ in manager.marks_of(0, 0, 3)] == [3]
+    assert manager.states.space.device.num_free == 0
+    assert [position for position, _ in manager.states.reserve(0, 0, 3)] == [3]
 
 
 # --- which checkpoint goes ---
@@ -191,7 +191,7 @@ def test_a_checkpoint_is_not_evicted_for_the_sequence_that_begins_at_it():
     assert begin(manager, 1, [*prompt(2), 9]) == 2
     assert [one.num_tokens for one in checkpoints(manager)] == [2]
     (move,) = make_moves(manager)[1]
-    assert move.pairs.tolist() == [[checkpoints(manager)[0].slot, manager.slot_of(1)]]
+    assert move.pairs.tolist() == [[checkpoints(manager)[0].slot, manager.states.slot_of(1)]]
     manager.check()
 
 
@@ -237,7 +237,7 @@ def test_checkpoints_go_on_from_each_other():
     split, end = checkpoints(manager)[-2:]  # where the second prompt has left the first, and its own end
     assert (split.num_tokens, end.num_tokens) == (3 * B, 3 * B + 2)
     assert end.parent is split and split.parent is third and third.is_passed_by and not split.is_passed_by
-    manager.states.drop(second)
+    manager.states.space.drop(second)
     assert third.parent is first and first.children == {third}
 
 
@@ -321,7 +321,7 @@ def test_a_checkpoint_comes_back_from_the_host_where_it_is_computed_again(num_to
 def test_a_checkpoint_at_a_border_has_no_tail_to_move(num_tokens):
     manager = manager_of(num_slots=2, num_blocks=16, num_host_slots=2, num_host_blocks=8)
     begin(manager, 0, prompt(num_tokens))
-    manager.marks_of(0, 0, num_tokens)
+    manager.states.reserve(0, 0, num_tokens)
     make_moves(manager)
     manager.commit(0, prompt(num_tokens))
     manager.keep(0)
@@ -354,7 +354,7 @@ def test_statistics_leave_out_what_is_gone_in_both_tiers():
     slots = manager.stats().slots
     assert (slots.num_free_slots, slots.num_checkpoints) == (2, 0)
     assert (slots.num_free_host_slots, slots.num_host_checkpoints, slots.lost) == (2, 0, 2)
-    manager.states.drop_stale()
+    manager.states.space.drop_stale()
     assert manager.stats().slots == slots
     manager.check()
 
@@ -389,7 +389,7 @@ def test_a_host_slot_of_a_checkpoint_whose_blocks_are_gone_is_taken_first():
 def test_the_check_sees_a_slot_with_two_owners():
     manager = manager_of()
     begin(manager, 0, prompt(B))
-    manager.states.device.release(manager.slot_of(0))
+    manager.states.space.device.release(manager.states.slot_of(0))
     with pytest.raises(RuntimeError, match="device slots: slot 0 has 0 references and 1 owners"):
         manager.check()
 

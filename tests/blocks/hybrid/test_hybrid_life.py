@@ -1,4 +1,4 @@
-"""Random lives of a HybridManager. Every state, block and tail holds the exact prefix that it stands for, and what
+"""Random lives of a BlockManager. Every state, block and tail holds the exact prefix that it stands for, and what
 nobody owns is poisoned. The long form is the battery of hybrid managers."""
 
 from support.hybrid_worlds import WORLDS

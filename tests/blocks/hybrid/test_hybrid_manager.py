@@ -1,4 +1,4 @@
-"""HybridManager, one behaviour each: where sequences begin, which marks they have, and what happens to their slots."""
+"""BlockManager, one behaviour each: where sequences begin, which marks they have, and what happens to their slots."""
 
 import pytest
 from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
@@ -45,7 +45,7 @@ def test_a_callers_mark_is_found_by_the_second_prompt(position):
 def test_marks_every_so_many_tokens_take_free_slots_only():
     manager = manager_of(num_slots=5, checkpoint_every=3)
     begin(manager, 0, prompt(14))
-    assert [position for position, _ in manager.marks_of(0, 0, 14)] == [6, 9, 12, 13]
+    assert [position for position, _ in manager.states.reserve(0, 0, 14)] == [6, 9, 12, 13]
     wide = manager_of(num_slots=16, checkpoint_every=3)
     serve(wide, prompt(14))
     assert serve(wide, [*prompt(7), 50, 51]) == 6
@@ -59,28 +59,28 @@ def test_an_answer_is_found_by_the_next_turn():
         manager.append([0])
         make_moves(manager)
         manager.commit(0, [token])
-    slot = manager.slot_of(0)
+    slot = manager.states.slot_of(0)
     assert manager.keep_end(0)
     with pytest.raises(ValueError, match="slot_of needs the state of 0, but a checkpoint has its slot"):
-        manager.slot_of(0)
+        manager.states.slot_of(0)
     manager.release(0)
     blocks, states = make_moves(manager)
     assert [(move.kind, move.pairs.tolist()) for move in blocks] == [("copy", [[2, 32 + slot]])] and not states
     assert begin(manager, 1, [*turn, 70, 71, 72, 80]) == 9
     blocks, states = make_moves(manager)
-    assert states[0].pairs.tolist() == [[slot, manager.slot_of(1)]]
+    assert states[0].pairs.tolist() == [[slot, manager.states.slot_of(1)]]
     assert blocks[0].pairs.tolist() == [[32 + slot, manager.block_ids(1)[2]]]
 
 
 def test_a_portion_reserves_only_its_own_marks():
     manager, tokens = manager_of(), prompt(3 * B)
     begin(manager, 0, tokens, cache_at=[1, 5, 12])
-    assert [position for position, _ in manager.marks_of(0, 0, 5)] == [1, 5]
-    assert manager.marks_of(0, 0, 5) == manager.marks_of(0, 0, 5)
+    assert [position for position, _ in manager.states.reserve(0, 0, 5)] == [1, 5]
+    assert manager.states.reserve(0, 0, 5) == manager.states.reserve(0, 0, 5)
     make_moves(manager)
     manager.commit(0, tokens[:5])
     manager.keep(0)
-    assert [position for position, _ in manager.marks_of(0, 5, 12)] == [11, 12]
+    assert [position for position, _ in manager.states.reserve(0, 5, 12)] == [11, 12]
     manager.release(0)
     assert manager.stats().slots.num_checkpoints == 2
     assert serve(manager, [*tokens[:5], 90]) == 5
@@ -89,11 +89,11 @@ def test_a_portion_reserves_only_its_own_marks():
 def test_a_mark_that_was_not_reached_is_kept_for_the_next_portion():
     manager, tokens = manager_of(), prompt(3 * B)
     begin(manager, 0, tokens, cache_at=[2, 6])
-    manager.marks_of(0, 0, len(tokens))
+    manager.states.reserve(0, 0, len(tokens))
     manager.commit(0, tokens[:4])
     manager.keep(0)
     assert manager.stats().slots.num_checkpoints == 1
-    assert [position for position, _ in manager.marks_of(0, 4, 12)] == [6, 11]
+    assert [position for position, _ in manager.states.reserve(0, 4, 12)] == [6, 11]
     manager.check()
 
 
@@ -102,7 +102,7 @@ def test_identical_prompts_at_once_keep_one_checkpoint():
     for seq_id in range(3):
         begin(manager, seq_id, tokens)
     for seq_id in range(3):
-        manager.marks_of(seq_id, 0, len(tokens))
+        manager.states.reserve(seq_id, 0, len(tokens))
     make_moves(manager)
     for seq_id in range(3):
         manager.commit(seq_id, tokens)
@@ -115,10 +115,10 @@ def test_identical_prompts_at_once_keep_one_checkpoint():
 def test_a_failed_step_leaves_no_checkpoint():
     manager, tokens = manager_of(), prompt(2 * B)
     begin(manager, 0, tokens)
-    manager.marks_of(0, 0, len(tokens))
+    manager.states.reserve(0, 0, len(tokens))
     manager.give_up_marks(0)
     assert not manager.keep_end(0)
-    for refused in (lambda: manager.slot_of(0), lambda: manager.swap_out(0)):
+    for refused in (lambda: manager.states.slot_of(0), lambda: manager.swap_out(0)):
         with pytest.raises(ValueError, match="a failed step may have spoiled it"):
             refused()
     manager.release(0)
@@ -152,7 +152,7 @@ def test_a_fork_gets_a_copy_of_the_state():
     with pytest.raises(ValueError, match="num_tokens must be all 5 of a hybrid model's sequence, got 4"):
         manager.fork(0, 1, 4)
     manager.fork(0, 1, 5)
-    assert make_moves(manager)[1][0].pairs.tolist() == [[manager.slot_of(0), manager.slot_of(1)]]
+    assert make_moves(manager)[1][0].pairs.tolist() == [[manager.states.slot_of(0), manager.states.slot_of(1)]]
     manager.fork(1, 2)
     with pytest.raises(OutOfSlots, match="needed 1 state slots, 0 are free"):
         manager.fork(1, 3)
@@ -165,7 +165,7 @@ def test_without_a_slot_nothing_is_changed():
     before = manager.stats()
     with pytest.raises(OutOfBlocks, match="needed 1 state slots, 0 are free"):
         begin(manager, 1, prompt(B))
-    assert manager.stats() == before and manager.marks_of(0, 0, B) == []
+    assert manager.stats() == before and manager.states.reserve(0, 0, B) == []
     manager.check()
 
 
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_is_read_is_not_taken_over():
     assert manager.keep_end(0)
     manager.release(0)
     make_moves(manager)
-    held = manager.hold_checkpoints([*tokens, 9])
+    held = manager.states.hold([*tokens, 9])
     with pytest.raises(OutOfSlots):
         begin(manager, 1, [*tokens, 9])
     manager.check()
@@ -239,11 +239,11 @@ def test_statistics_change_nothing():
     manager, tokens = manager_of(num_blocks=4, num_slots=6), prompt(2 * B)
     serve(manager, tokens)
     begin(manager, 0, prompt(4 * B, 1000))
-    before = manager.states.device.free_slots, dict(manager.states.counts)
+    before = manager.states.space.device.free_slots, dict(manager.states.space.counts)
     assert manager.stats().slots.num_free_slots == 5
-    assert before == (manager.states.device.free_slots, manager.states.counts)
-    manager.states.drop_stale()
-    assert manager.stats().slots.lost == manager.states.counts["lost"] == 1
+    assert before == (manager.states.space.device.free_slots, manager.states.space.counts)
+    manager.states.space.drop_stale()
+    assert manager.stats().slots.lost == manager.states.space.counts["lost"] == 1
 
 
 def test_pinned_prefixes_keep_their_checkpoints_longer():
@@ -271,7 +271,7 @@ def test_a_checkpoint_stands_for_what_was_committed(num_tokens, portion):
     committed = [*announced[: num_tokens - 2], 70, 71]
     begin(manager, 0, announced, cache_at=range(1, num_tokens + 1))
     for start in range(0, num_tokens, portion):
-        manager.marks_of(0, start, min(start + portion, num_tokens))
+        manager.states.reserve(0, start, min(start + portion, num_tokens))
         make_moves(manager)
         manager.commit(0, committed[start : start + portion])
         manager.keep(0)

@@ -1,10 +1,9 @@
-"""What HybridManager refuses, by the argument's name, before anything is changed."""
+"""What BlockManager refuses, by the argument's name, before anything is changed."""
 
 import pytest
 import torch
 from support.hybrid_requests import B, begin, manager_of
-
-from kvpage.blocks.hybrid.manager import HybridManager
+from support.managers import manager_of_states
 
 WRONG_MARKS = [
     ([0], ValueError, r"cache_at must be positions in \[1, 8\], got 0"),
@@ -45,7 +44,7 @@ WRONG_OPTIONS = [
 @pytest.mark.parametrize("options, text", WRONG_OPTIONS)
 def test_options(options, text):
     with pytest.raises(ValueError, match=text):
-        HybridManager(8, B, **options)
+        manager_of_states(8, B, **options)
 
 
 @pytest.mark.parametrize("start, end", [(-1, 3), (3, 2), (0, 9)])
@@ -53,7 +52,7 @@ def test_portions(start, end):
     manager = manager_of()
     begin(manager, 0, range(8))
     with pytest.raises(ValueError, match=r"positions must be in \[0, 8\]"):
-        manager.marks_of(0, start, end)
+        manager.states.reserve(0, start, end)
 
 
 @pytest.mark.parametrize("name", ["slot_of", "keep", "keep_end", "give_up_marks"])
@@ -62,5 +61,5 @@ def test_unknown_sequences(name):
     with pytest.raises(KeyError):
         getattr(manager, name)("nobody")
     with pytest.raises(KeyError):
-        manager.marks_of("nobody", 0, 0)
+        manager.states.reserve("nobody", 0, 0)
     manager.check()

@@ -1,4 +1,4 @@
-"""HybridManager with a host tier: checkpoints follow their blocks, and go to the host themselves."""
+"""BlockManager with a host tier: checkpoints follow their blocks, and go to the host themselves."""
 
 import pytest
 from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
@@ -56,7 +56,7 @@ def test_a_checkpoint_is_found_where_a_second_prompt_has_filled_its_host_blocks(
 def test_an_evicted_checkpoint_goes_to_the_host_with_its_tail():
     manager = manager_of(num_slots=2, num_blocks=16, num_host_slots=2, num_host_blocks=4)
     serve(manager, TOKENS)
-    kept = [slot for slot, one in enumerate(manager.states.device.checkpoints) if one is not None]
+    kept = [slot for slot, one in enumerate(manager.states.space.device.checkpoints) if one is not None]
     begin(manager, 0, range(100, 108))
     begin(manager, 1, range(200, 208))
     blocks, states = make_moves(manager)
@@ -65,7 +65,7 @@ def test_an_evicted_checkpoint_goes_to_the_host_with_its_tail():
     manager.release(0)
     assert begin(manager, 2, TOKENS) == len(TOKENS) - 1
     blocks, states = make_moves(manager)
-    assert [(move.kind, move.pairs.tolist()) for move in states] == [("swap_in", [[0, manager.slot_of(2)]])]
+    assert [(move.kind, move.pairs.tolist()) for move in states] == [("swap_in", [[0, manager.states.slot_of(2)]])]
     assert [(move.kind, move.pairs.tolist()) for move in blocks] == [("swap_in", [[4, manager.block_ids(2)[2]]])]
     manager.check()
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_on_the_host_is_not_evicted_for_itself():
     make_moves(manager)
     assert begin(manager, 2, TOKENS) == len(TOKENS) - 1
     _, states = make_moves(manager)
-    assert states[-1].kind == "swap_in" and states[-1].pairs.tolist() == [[0, manager.slot_of(2)]]
+    assert states[-1].kind == "swap_in" and states[-1].pairs.tolist() == [[0, manager.states.slot_of(2)]]
     manager.check()
 
 
@@ -112,7 +112,7 @@ def test_a_state_on_the_host_is_given_up_where_blocks_are_gone():
     given = manager.swap_in(0, TOKENS)
     assert given.num_cached_tokens == B and len(given.block_ids) == 3
     manager.check()
-    assert manager.states.host.num_free == 1 and manager.space.host_pool.num_free == 1
+    assert manager.states.space.host.num_free == 1 and manager.space.host_pool.num_free == 1
 
 
 def test_a_swap_without_room_changes_nothing():

@@ -3,17 +3,17 @@
 import pytest
 from support.hybrid_requests import B, begin, make_moves, manager_of, serve
 
-from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.manager import BlockManager
 
 COMMON = list(range(1, 2 * B + 3))
 PROMPTS = [[*COMMON, first, 7, 9] for first in (50, 51, 52)]
 
 
-def together(manager: HybridManager, *prompts: list[int], ids: str = "abc", **options) -> list[list[int]]:
+def together(manager: BlockManager, *prompts: list[int], ids: str = "abc", **options) -> list[list[int]]:
     """Begin each, and return the positions that each keeps after the same step."""
     starts = [begin(manager, seq_id, prompt, **options) for seq_id, prompt in zip(ids, prompts, strict=False)]
     marks = [
-        [position for position, _ in manager.marks_of(seq_id, start, len(prompt))]
+        [position for position, _ in manager.states.reserve(seq_id, start, len(prompt))]
         for seq_id, prompt, start in zip(ids, prompts, starts, strict=False)
     ]
     make_moves(manager)
@@ -57,18 +57,18 @@ def test_a_state_that_the_prompt_could_not_use_is_no_reason(which):
     manager.allocate("a", first, namespace=b"tenant" if which == "namespace" else b"")
     if which == "private":
         manager.make_private("a")
-    assert len(manager.marks_of("a", 0, len(first))) == 1
+    assert len(manager.states.reserve("a", 0, len(first))) == 1
     manager.allocate("b", COMMON, priority=int(which == "priority"))
-    assert [position for position, _ in manager.marks_of("b", 0, len(COMMON))] == [len(COMMON) - 1]
+    assert [position for position, _ in manager.states.reserve("b", 0, len(COMMON))] == [len(COMMON) - 1]
 
 
 def test_the_second_keeps_it_where_the_first_has_gone():
     manager = manager_of()
     for seq_id in "ab":
         manager.allocate(seq_id, COMMON)
-    assert len(manager.marks_of("a", 0, len(COMMON))) == 1
+    assert len(manager.states.reserve("a", 0, len(COMMON))) == 1
     manager.release("a")
-    assert len(manager.marks_of("b", 0, len(COMMON))) == 1
+    assert len(manager.states.reserve("b", 0, len(COMMON))) == 1
     make_moves(manager)
     manager.commit("b", COMMON)
     manager.keep("b")
@@ -81,7 +81,7 @@ def test_other_tokens_than_were_announced_share_nothing():
     manager = manager_of()
     for seq_id in "ab":
         manager.allocate(seq_id, COMMON)
-        manager.marks_of(seq_id, 0, len(COMMON))
+        manager.states.reserve(seq_id, 0, len(COMMON))
     make_moves(manager)
     for seq_id, tokens in (("a", [8, *COMMON[1:]]), ("b", COMMON)):
         manager.commit(seq_id, tokens)

@@ -4,9 +4,9 @@ import random
 
 import pytest
 from support.hybrid_requests import B, begin, manager_of, prefill, serve
+from support.managers import manager_of_states
 
-from kvpage import HybridManager
-from kvpage.blocks.hybrid.marks import MIN_SAVED
+from kvpage.blocks.groups.states.marks import MIN_SAVED
 
 WIDE = {"num_slots": 512, "num_blocks": 4096}
 
@@ -45,7 +45,7 @@ def test_the_third_prompt_begins_where_the_first_two_parted(shared, own):
 
 
 def test_a_long_block_that_no_prompt_fills():
-    manager = HybridManager(8, 528, num_slots=8)
+    manager = manager_of_states(8, 528, num_slots=8)
     shared = list(range(500))
     assert [serve(manager, [*shared, *[1000 + turn] * 20]) for turn in range(3)] == [0, 0, 500]
 
@@ -67,7 +67,7 @@ def test_a_namespace_of_its_own_parts_from_nobody():
     manager = manager_of()
     serve(manager, [1, 2, 3])
     begin(manager, 0, [1, 5, 6], namespace=b"other")
-    assert [position for position, _ in manager.marks_of(0, 0, 3)] == [2]
+    assert [position for position, _ in manager.states.reserve(0, 0, 3)] == [2]
 
 
 def test_prompts_that_part_earlier_and_earlier_compute_half_as_much_each_time():
@@ -85,7 +85,7 @@ def test_no_middle_is_kept_of_a_few_tokens():
         trunk = list(range(length))
         serve(manager, [*trunk, 5000, 5001])
         begin(manager, length, [*trunk, 6000, 6001])
-        assert len(manager.marks_of(length, 0, length + 2)) == marks
+        assert len(manager.states.reserve(length, 0, length + 2)) == marks
         manager.release(length)
 
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from support.dict_store import DictStore
+from support.managers import manager_of_states
 from support.models import make_model
 from support.scheduler_steps import B
 
-from kvpage import BlockManager, CacheConfig, Window, WindowedManager
-from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage import BlockManager, CacheConfig, Window
 from kvpage.blocks.space import HostPolicy
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.integrations.prometheus import EngineCollector
@@ -33,10 +33,10 @@ MANAGERS: dict[str, Callable[[int, int], BlockManager]] = {
     "host": lambda blocks, host: BlockManager(blocks, B, num_host_blocks=host),
     "copies": lambda blocks, host: BlockManager(blocks, B, num_host_blocks=host, host_policy=HostPolicy(0)),
     "hits": lambda blocks, host: BlockManager(blocks, B, num_host_blocks=host, host_policy=HostPolicy(2)),
-    "states": lambda blocks, host: HybridManager(
+    "states": lambda blocks, host: manager_of_states(
         blocks, B, num_slots=7, num_host_slots=4, num_checkpoints=3, num_host_blocks=host
     ),
-    "windows": lambda blocks, _: WindowedManager(blocks, B, windows=[Window(6, 12)]),
+    "windows": lambda blocks, _: BlockManager(blocks, B, groups=[Window(6, 12)]),
 }
 
 
@@ -152,9 +152,9 @@ class Life(Onlooker):
         self.check()
 
     def take_other_moves(self) -> None:
-        if isinstance(self.manager, HybridManager):
-            self.manager.do_state_moves(lambda move: None)
-        elif isinstance(self.manager, WindowedManager):
+        if isinstance(self.manager, BlockManager):
+            self.manager.states.do_moves(lambda move: None)
+        elif isinstance(self.manager, BlockManager):
             for blocks in self.manager.windows:
                 blocks.do_moves(lambda move: None)
 

@@ -2,11 +2,11 @@
 
 import pytest
 from support.hybrid_requests import serve
+from support.managers import manager_of_states
 from support.scheduler_steps import B, request_of, step
 from support.state_engines import check_nothing_held, finished, greedy, make_engine, own_tokens, random_prompt
 from support.state_models import make_state_model
 
-from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.serving import SamplingParams, StateConfig
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
@@ -14,7 +14,7 @@ from kvpage.serving.text.scored_prompt import ScoredPrompt
 
 
 def scheduler_of(num_slots: int, max_num_seqs: int = 4) -> Scheduler:
-    return Scheduler(HybridManager(64, B, num_slots=num_slots), max_num_seqs, 64)
+    return Scheduler(manager_of_states(64, B, num_slots=num_slots), max_num_seqs, 64)
 
 
 @pytest.mark.parametrize("num_held", [0, 1, 2, 3])
@@ -117,12 +117,12 @@ def test_one_that_computes_its_whole_prompt_marks_nothing(scores: bool) -> None:
     second.scored = ScoredPrompt(3 * B, 0, 64) if scores else None
     scheduler.add(second)
     scheduler.schedule()
-    assert (B + 1 in scheduler.manager._states_of.running[first.seq_id].marks) != scores
+    assert (B + 1 in scheduler.manager.states._states.running[first.seq_id].marks) != scores
     assert len(scheduler.running) == 1 + scores
 
 
 def test_a_preempted_request_finds_its_state_in_a_full_budget() -> None:
-    scheduler = Scheduler(HybridManager(64, B, num_slots=4, num_checkpoints=1), 4, 64)
+    scheduler = Scheduler(manager_of_states(64, B, num_slots=4, num_checkpoints=1), 4, 64)
     for _ in range(3):
         serve(scheduler.manager, range(5 * B))
     request = request_of(0, B + 1)

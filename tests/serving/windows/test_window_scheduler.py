@@ -3,7 +3,7 @@
 import numpy as np
 from support.scheduler_steps import B, HeldTurns, step
 
-from kvpage import Window, WindowedManager
+from kvpage import BlockManager, Window
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.params.sampling import SamplingParams
@@ -12,7 +12,7 @@ NUM_TOKENS = 6  # of the window: two blocks at the border of one, and three with
 
 
 def scheduler_of(num_window_blocks: int, held: set[str]) -> Scheduler:
-    manager = WindowedManager(64, B, windows=[Window(NUM_TOKENS, num_window_blocks)])
+    manager = BlockManager(64, B, groups=[Window(NUM_TOKENS, num_window_blocks)])
     return Scheduler(manager, 8, B, turns=HeldTurns(lambda request: request.request_id in held))
 
 

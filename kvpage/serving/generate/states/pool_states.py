@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.groups.states.state_space import States
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.space import HostPolicy
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
@@ -27,7 +28,7 @@ class StatefulParts(NamedTuple):
     """The parts of a pool with states. engine: it has a tail block for each slot, after the blocks of its tier."""
 
     engine: CacheEngine
-    manager: HybridManager
+    manager: BlockManager
     states: RowStates
 
 
@@ -85,16 +86,20 @@ class PoolStates:
         with_tails = replace(
             cache, num_gpu_blocks=cache.num_gpu_blocks + self.device, num_cpu_blocks=cache.num_cpu_blocks + self.host
         )
-        manager = HybridManager(
+        manager = BlockManager(
             cache.num_gpu_blocks,
             cache.block_size,
-            num_slots=self.device,
-            num_host_slots=self.host,
-            checkpoint_every=self.checkpoint_every,
             num_host_blocks=cache.num_cpu_blocks,
             host_policy=host_policy,
             pin_quota=pin_quota,
-            shares_answers=self.found.shares_answers,
+            groups=[
+                States(
+                    self.device,
+                    self.host,
+                    checkpoint_every=self.checkpoint_every,
+                    shares_answers=self.found.shares_answers,
+                )
+            ],
         )
         states = RowStates(manager, StateCache(self.found.layout, self.device, self.host, device), self.forwards)
         config = shape.model_config()

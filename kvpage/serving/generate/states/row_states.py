@@ -1,11 +1,11 @@
-"""RowStates: the state slots of one cache's rows, which a HybridManager gives out."""
+"""RowStates: the state slots of one cache's rows, which a manager gives out."""
 
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
 
-from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.manager import BlockManager
 from kvpage.cache.state_cache import StateCache
 from kvpage.ops.cuda.uploads import upload
 from kvpage.serving.generate.states.row_pass import RowPass
@@ -18,14 +18,15 @@ class RowStates:
     forwards: Of the modules of the model that read and write states.
     """
 
-    def __init__(self, manager: HybridManager, cache: StateCache, forwards: Sequence[PieceForward]) -> None:
+    def __init__(self, manager: BlockManager, cache: StateCache, forwards: Sequence[PieceForward]) -> None:
         self.forwards = forwards
-        self._manager, self._cache = manager, cache
+        assert manager.states is not None, "the manager has a group of states"
+        self._manager, self._group, self._cache = manager, manager.states, cache
 
     @property
     def shares_answers(self) -> bool:
         """Whether tokens that were generated leave what the same tokens of a prompt would."""
-        return self._manager.shares_answers
+        return self._group.options.shares_answers
 
     @property
     def layer_ids(self) -> set[int]:
@@ -40,9 +41,9 @@ class RowStates:
         num_prompt: How many of each row's tokens are a prompt's.
         """
         rows = list(zip(seq_ids, is_findable, strict=True))
-        marks = [self._manager.marks_of(seq_id, start, end) if findable else [] for seq_id, findable in rows]
-        self._manager.do_state_moves(self._cache.do_move)
-        slots = np.array([self._manager.slot_of(seq_id) for seq_id in seq_ids], np.int64)
+        marks = [self._group.reserve(seq_id, start, end) if findable else [] for seq_id, findable in rows]
+        self._group.do_moves(self._cache.do_move)
+        slots = np.array([self._group.slot_of(seq_id) for seq_id in seq_ids], np.int64)
         return RowPass(self._cache.views, upload([slots], self._cache.device)[0], start, end, marks, num_prompt)
 
     def keep(self, seq_ids: Sequence[Hashable]) -> None:
@@ -57,5 +58,5 @@ class RowStates:
 
     def copy(self, seq_id: Hashable, to: Hashable) -> None:
         """Copy the state of a row to another."""
-        self._manager.do_state_moves(self._cache.do_move)
-        self._cache.copy(torch.tensor([[self._manager.slot_of(seq_id), self._manager.slot_of(to)]]))
+        self._group.do_moves(self._cache.do_move)
+        self._cache.copy(torch.tensor([[self._group.slot_of(seq_id), self._group.slot_of(to)]]))

@@ -19,8 +19,7 @@ from kvpage.ops.cuda.error_reports import ErrorReports
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.loop.batch.batch import Batch, Choose
-from kvpage.serving.loop.batch.step_states import StepStates
-from kvpage.serving.loop.batch.step_windows import StepWindows
+from kvpage.serving.loop.batch.step_groups import StepGroups
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.ranks.other_ranks import OtherRanks
@@ -45,8 +44,7 @@ class BatchRunner:
     """One model over one cache, whose blocks `manager` gives out. num_passes, num_computed_tokens: so far.
 
     others: the ranks that compute with this one; None where it has the whole model.
-    states: of a model whose layers keep some; None for another.
-    windows: of layers that have blocks of their own; None where all layers share one table.
+    groups: what windows with blocks of their own, and states, give to a step; None where all layers share one table.
     """
 
     def __init__(
@@ -56,11 +54,10 @@ class BatchRunner:
         manager: BlockManager,
         transfers: BlockTransfers,
         others: OtherRanks | None = None,
-        states: StepStates | None = None,
-        windows: StepWindows | None = None,
+        groups: StepGroups | None = None,
     ) -> None:
         self.num_passes = self.num_computed_tokens = 0
-        self._states, self._windows = states, windows
+        self._groups = groups if groups else None
         self._others = others
         self._runner, self._cache, self._manager, self._transfers = runner, cache, manager, transfers
         self.graphs: DecodeGraphs | None = None
@@ -89,7 +86,7 @@ class BatchRunner:
         for models whose layers share one table.
         """
         packed = batch.packed()
-        if self._has_groups:
+        if self._groups is not None:
             nums_prompt = [request.num_prompt_tokens for request in batch.requests]
             seq_ids = [request.seq_id for request in batch.requests]
             return self._of_groups(seq_ids, packed, len(batch.decodes), nums_prompt)
@@ -104,10 +101,6 @@ class BatchRunner:
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
         return self._compute(np.concatenate([batch.decodes.rows, rows]), packed, written)
 
-    @property
-    def _has_groups(self) -> bool:
-        return self._states is not None or self._windows is not None
-
     def _of_groups(
         self, seq_ids: Sequence[Hashable], packed: PackedTokens, num_decodes: int, nums_prompt: Sequence[int | None]
     ) -> torch.Tensor:
@@ -116,11 +109,11 @@ class BatchRunner:
         num_decodes: of the first sequences, which have no marks. nums_prompt: see StateRow.
         """
         starts, ends = (np.asarray(column).tolist() for column in (packed.starts, packed.ends))
-        of_step = None if self._states is None else self._states.begin(seq_ids, starts, ends, num_decodes, nums_prompt)
+        assert self._groups is not None, "it is called where there are groups"
+        states = self._groups.begin(seq_ids, starts, ends, num_decodes, nums_prompt)
         step, slots, tables = self._step(self._manager.rows.of(seq_ids), packed)
-        step.use_states(of_step)
-        if self._windows is not None:
-            self._windows.add_to(step, seq_ids, starts, ends)
+        step.use_states(states)
+        self._groups.add_to(step, seq_ids, starts, ends)
         return self._forward(step, packed, slots, tables)
 
     def decode(
@@ -166,7 +159,7 @@ class BatchRunner:
         blender: for items that reuse segments; None if there are none.
         """
         seq_ids, packed = [item.seq_id for item in items], _packed(items)
-        if self._has_groups:
+        if self._groups is not None:
             return Computed(self._of_groups(seq_ids, packed, 0, [None] * len(seq_ids)), [])
         rows = self._manager.rows.of(seq_ids)
         if not any(item.reuse for item in items):

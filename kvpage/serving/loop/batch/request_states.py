@@ -3,7 +3,6 @@
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.blocks.hybrid.manager import HybridManager
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation
 from kvpage.checks.errors import OutOfBlocks
@@ -15,7 +14,7 @@ class RequestStates:
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
-        self._states = manager if isinstance(manager, HybridManager) else None
+        self._states = manager.states
 
     @property
     def are_kept(self) -> bool:
@@ -25,7 +24,7 @@ class RequestStates:
     @property
     def can_be_shared(self) -> bool:
         """Whether a prompt that runs leaves others a place to begin: its blocks, and a state if there are some."""
-        return self._manager.enable_prefix_caching and (self._states is None or self._states.states.most_kept > 0)
+        return self._manager.enable_prefix_caching and (self._states is None or self._states.space.most_kept > 0)
 
     @property
     def block_size(self) -> int:
@@ -34,8 +33,7 @@ class RequestStates:
 
     def mark(self, request: Request, num_tokens: int) -> None:
         """Have a prefill that runs keep its state after so many tokens. One that has passed them does nothing."""
-        if self._states is not None:
-            self._states.mark(request.seq_id, num_tokens)
+        self._manager.mark(request.seq_id, num_tokens)
 
     def allocate(self, request: Request, tokens: npt.NDArray[np.int32], num_spare: int) -> Allocation:
         """Give a waiting request blocks, and a state where there are some. Its prompt counts once, the first time.
@@ -46,11 +44,16 @@ class RequestStates:
             OutOfBlocks: It does not fit. Nothing has changed.
         """
         max_cached, is_counted = self._most_cached(request), not request.group.is_admitted
-        about = request.seq_id, tokens, request.namespace, request.params.priority, max_cached
-        if self._states is None:
-            return self._manager.allocate(*about, num_spare=num_spare, is_counted=is_counted)
-        named = request.cache_at
-        return self._states.allocate(*about, cache_at=named, num_spare=num_spare, is_counted=is_counted)
+        return self._manager.allocate(
+            request.seq_id,
+            tokens,
+            request.namespace,
+            request.params.priority,
+            max_cached,
+            cache_at=request.cache_at,
+            num_spare=num_spare,
+            is_counted=is_counted,
+        )
 
     def commit(self, request: Request) -> None:
         """Make the computed tokens of a request findable: those of its answer only if they are as a prompt's."""
@@ -76,21 +79,19 @@ class RequestStates:
     def keep_marks(self, request: Request) -> None:
         """Make checkpoints of the states that a portion of its prefill has left at its marks. It is committed."""
         if self._states is not None:
-            self._states.keep(request.seq_id)
+            self._manager.keep(request.seq_id)
 
     def keep_end(self, request: Request, goes_on: bool) -> None:
         """Make a checkpoint of its own state, after all committed tokens. It computes nothing more, or later again."""
-        if self._states is not None:
-            self._states.keep_end(request.seq_id, goes_on)
+        self._manager.keep_end(request.seq_id, goes_on)
 
     def spoil(self, request: Request) -> None:
         """Note that a step has failed for it: its state is to be kept by nobody."""
-        if self._states is not None:
-            self._states.give_up_marks(request.seq_id)
+        self._manager.give_up_marks(request.seq_id)
 
     @property
     def _hides_answers(self) -> bool:
-        return self._states is not None and not self._states.shares_answers
+        return self._states is not None and not self._states.options.shares_answers
 
     def _most_cached(self, request: Request) -> int | None:
         """Return how many tokens may be found at most; None for no limit. Its answer was not computed as a prompt."""

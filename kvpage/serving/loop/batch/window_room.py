@@ -9,7 +9,6 @@ widest window is given back, unless a layer sees everything.
 
 from collections.abc import Iterable, Sequence
 
-from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.serving.loop.request import Request
@@ -24,7 +23,6 @@ class WindowRoom:
 
     def __init__(self, manager: BlockManager, widest: int | None) -> None:
         self._manager, self._widest = manager, widest
-        self._windows = manager if isinstance(manager, WindowedManager) else None
         self.is_short = False
 
     def begin(self) -> None:
@@ -33,34 +31,32 @@ class WindowRoom:
 
     def has_room(self, request: Request) -> bool:
         """Whether windows have a block for a waiting request, beside those that it would find cached."""
-        if self._windows is None:
+        windows = self._manager.windows
+        if not windows:
             return True
-        tokens, tree = request.tokens[: request.num_tokens], self._windows.tree
-        num_cached = self._windows.num_cached(tokens, request.namespace)
-        path = tree.look(tokens[:num_cached], request.namespace)[0]
-        windows = self._windows.windows
-        return all(blocks.num_left_by(path[:, blocks.first_block(num_cached) :]) > 0 for blocks in windows)
+        tokens = request.tokens[: request.num_tokens]
+        num_cached = self._manager.num_cached(tokens, request.namespace)
+        path = self._manager.tree.look(tokens[:num_cached], request.namespace)[0]
+        return windows.can_begin(path, num_cached)
 
     def open(self, requests: Sequence[Request]) -> None:
         """Make room for the newest tokens, which have room in the full layers.
 
         Raises: OutOfBlocks: they do not fit. They have no room in the full layers any more, either.
         """
-        if self._windows is None:
+        if not self._manager.windows:
             return
         seq_ids = [request.seq_id for request in requests]
         try:
-            self._windows.open_windows(seq_ids, [request.num_tokens for request in requests])
+            self._manager.windows.open(seq_ids, [request.num_tokens for request in requests])
         except OutOfBlocks:
             for seq_id in seq_ids:
-                self._windows.give_back_room(seq_id)
+                self._manager.give_back_room(seq_id)
             raise
 
     def reach(self, request: Request, end: int) -> int:
         """Make room for as many of the request's tokens as fit, up to `end`; return how many it has then."""
-        if self._windows is None:
-            return end
-        reached = self._windows.open_as_far(request.seq_id, end)
+        reached = self._manager.windows.open_as_far(request.seq_id, end)
         self.is_short = self.is_short or reached < end
         return reached
 

@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.blocks.hybrid.looks.held import HeldCheckpoint
-from kvpage.blocks.hybrid.manager import HybridManager
+from kvpage.blocks.groups.states.held_checkpoints import HeldCheckpoint
+from kvpage.blocks.manager import BlockManager
 from kvpage.serving.loop.moves.store_saves import StoreSaves
 from kvpage.serving.loop.moves.stored_states import StoredStates
 
@@ -21,13 +21,14 @@ class StateSaves(StoreSaves):
         manager: Of blocks and slots.
     """
 
-    def __init__(self, stored: StoredStates, manager: HybridManager) -> None:
+    def __init__(self, stored: StoredStates, manager: BlockManager) -> None:
         super().__init__(stored.store_blocks, manager, stored.device)
-        self._stored, self._hybrid = stored, manager
+        assert manager.states is not None, "a model with states has their group"
+        self._stored, self._group = stored, manager.states
 
     def begin(self, tokens: TokenIds, namespace: bytes) -> None:
         """Store the checkpoints of committed tokens, as far as they are on the device."""
-        held = self._hybrid.hold_checkpoints(tokens, namespace)
+        held = self._group.hold(tokens, namespace)
         if not held.each:
             held.release()
             return

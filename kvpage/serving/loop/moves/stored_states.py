@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from kvpage.blocks.explain import GroupReach
-from kvpage.blocks.hybrid.looks.held import HeldCheckpoint
+from kvpage.blocks.groups.states.held_checkpoints import HeldCheckpoint
 from kvpage.blocks.states import Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache

@@ -17,7 +17,7 @@ import torch
 
 from kvpage.blocks.explain import Ending, GroupReach
 from kvpage.blocks.groups.held_blocks import HeldBlocks
-from kvpage.blocks.groups.windowed_manager import WindowedManager
+from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.values import runs_of
@@ -60,8 +60,8 @@ class StoredWindows:
         caches: Those of each window.
     """
 
-    def __init__(self, store: Any, manager: WindowedManager, cache: CacheEngine, caches: Sequence[CacheEngine]) -> None:
-        self._size, self._groups = manager.block_size, manager.windows
+    def __init__(self, store: Any, manager: BlockManager, cache: CacheEngine, caches: Sequence[CacheEngine]) -> None:
+        self._size, self._groups = manager.block_size, [window.blocks for window in manager.windows]
         self._full: Layers | None = store.layers(cache) if cache.gpu_cache else None
         self._windows: list[Layers] = [store.layers(one, self._size) for one in caches]
         self.device: torch.device = caches[0].device

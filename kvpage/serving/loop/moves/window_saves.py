@@ -1,6 +1,6 @@
 """WindowSaves: prompts of a model with windows on their way into a store, in a thread, with what windows still have."""
 
-from kvpage.blocks.groups.windowed_manager import WindowedManager
+from kvpage.blocks.manager import BlockManager
 from kvpage.serving.loop.moves.block_store import TokenIds
 from kvpage.serving.loop.moves.store_saves import Saves
 from kvpage.serving.loop.moves.stored_windows import StoredWindows
@@ -14,7 +14,7 @@ class WindowSaves(Saves):
         manager: Of the blocks.
     """
 
-    def __init__(self, stored: StoredWindows, manager: WindowedManager) -> None:
+    def __init__(self, stored: StoredWindows, manager: BlockManager) -> None:
         super().__init__(stored.device)
         self._stored, self._manager = stored, manager
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvpage.blocks.hybrid.checkpoint import MarkKind
+from kvpage.blocks.groups.states.checkpoint import MarkKind
 from kvpage.checks.values import as_integer, as_list
 
 MIN_SAVED = 64  # tokens that a checkpoint saves, where nobody has named it: taking it costs as much as some 40

@@ -1,5 +1,6 @@
 """Checkpoint: a state slot that stands for an exact prefix. Anchor: what it stands on. MarkKind: why it was taken."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -164,7 +165,7 @@ class Prefix(NamedTuple):
         num_tokens: The position.
         num_blocks: How many whole blocks that is. They are in the tree.
         tail: The tokens after them, int32 as bytes.
-        tail_block: The device block with the tail's K and V; -1 without a tail.
+        tail_blocks: The device blocks with the tail's K and V, of each group with blocks; none without a tail.
         device_id: The last whole block's id; -1 without one.
         host_id: Its id on the host; -1 where it is not there.
         kind: Why the state is kept.
@@ -175,7 +176,7 @@ class Prefix(NamedTuple):
     num_tokens: int
     num_blocks: int
     tail: bytes
-    tail_block: int
+    tail_blocks: Sequence[int]
     device_id: int
     host_id: int
     kind: MarkKind

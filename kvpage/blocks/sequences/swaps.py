@@ -4,10 +4,8 @@ swap_out   own blocks with committed tokens ─► host blocks of the sequence's
 swap_in    the tree's blocks, as far as it still has them, then the own ones, from the host where nothing is missing
 """
 
-from collections.abc import Callable
-
 from kvpage._C import Match
-from kvpage.blocks.lives.sequences import Sequences
+from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId, SwappedState
 from kvpage.checks.interrupts import uninterrupted
@@ -41,7 +39,6 @@ def swap_in(
     num_left_over: int,
     is_caching: bool,
     num_spare: int,
-    fit: Callable[[Match], object],
 ) -> int:
     """Give device blocks to a sequence that is swapped out.
 
@@ -53,7 +50,6 @@ def swap_in(
         num_left_over: How many tokens at the end not to look up in the tree.
         is_caching: Whether sequences find each other's blocks.
         num_spare: How many more blocks are to be left over.
-        fit: Shortens the match to what all groups have. It raises OutOfBlocks where a group lacks room.
 
     Returns:
         The number of leading tokens whose K and V are in the blocks once the moves are done.
@@ -64,8 +60,7 @@ def swap_in(
     swapped = sequences.swapped[seq_id]
     match, _ = space.match(tokens, swapped.namespace, swapped.priority, num_left_over)
     try:
-        fit(match)
-        num_blocks = max(sequences.blocks_for(len(tokens)) - swapped.num_left, match.num_blocks)
+        num_blocks = max(sequences.blocks_for(len(tokens)) - _num_left(swapped, match), match.num_blocks)
         taken = space.give(match, num_blocks, num_spare)
     except BaseException:
         space.tree.release(match)
@@ -84,20 +79,24 @@ def resume(
     swapped = sequences.swapped[seq_id]
     num_written, pending = _bring_back(space, swapped, match, taken, tokens, is_caching)
     space.release_host(swapped.host_ids)
-    sequences.rows.add(
-        sequences.on_device,
+    sequences.add(
         seq_id,
-        match=match,
-        own_ids=taken,
-        pending=pending,
-        num_left=swapped.num_left,
-        num_tokens=len(tokens),
-        num_written=num_written,
-        namespace=swapped.namespace,
+        match,
+        taken,
+        pending,
+        len(tokens),
+        num_written,
+        swapped.namespace,
+        num_left=_num_left(swapped, match),
         is_private=swapped.is_private,
     )
     del sequences.swapped[seq_id]
     return num_written
+
+
+def _num_left(swapped: SwappedState, match: Match) -> int:
+    """Return how many own blocks stay given back: none where cached blocks before them are computed again."""
+    return swapped.num_left if match.num_blocks >= swapped.first_block else 0
 
 
 def _bring_back(

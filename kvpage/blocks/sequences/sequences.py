@@ -48,20 +48,36 @@ class Sequences:
         """Return a copy of the sequence's state."""
         return SequenceState(*self.rows.state(self.on_device[seq_id]))
 
-    def add(self, seq_id: SeqId, match: Match, own_ids: Ids, tokens: Ids, namespace: bytes) -> None:
-        """Begin a sequence after a match of whole blocks, with blocks of its own for the other tokens."""
-        self.rows.add(
+    def add(
+        self,
+        seq_id: SeqId,
+        match: Match,
+        own_ids: Ids,
+        pending: Ids,
+        num_tokens: int,
+        num_written: int,
+        namespace: bytes,
+        *,
+        num_left: int = 0,
+        is_private: bool = False,
+    ) -> int:
+        """Begin a sequence that has its blocks, and return its row; see SequenceRows.add."""
+        return self.rows.add(
             self.on_device,
             seq_id,
             match=match,
             own_ids=own_ids,
-            pending=tokens[:0],
-            num_left=0,
-            num_tokens=len(tokens),
-            num_written=match.num_tokens,
+            pending=pending,
+            num_left=num_left,
+            num_tokens=num_tokens,
+            num_written=num_written,
             namespace=namespace,
-            is_private=False,
+            is_private=is_private,
         )
+
+    def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int) -> None:
+        """Begin a sequence with the first tokens of another, in the same blocks; see SequenceRows.fork."""
+        self.rows.fork(self.on_device, new_seq_id, self.on_device[seq_id], num_tokens)
 
     def remove(self, seq_id: SeqId) -> None:
         """End a sequence on the device: release its own blocks and its match, and free its row."""

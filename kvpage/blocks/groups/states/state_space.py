@@ -4,46 +4,98 @@
     find(match) the longest checkpoint that a prompt goes on from
     keep(slot)  a slot becomes a checkpoint
 
-A slot has a tail block: block `num_blocks + slot` of the device tier, `num_host_blocks + slot` of the host tier. It
-belongs to no pool. What happens to the slot happens to the tail block, by an ordinary move of blocks.
+A slot has a tail block of each group with blocks: block `num_blocks + slot` of the device tier, and block
+`num_host_blocks + slot` of the host tier. It belongs to no pool. What happens to the slot happens to its tail
+blocks, by ordinary moves of blocks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from kvpage._C import Match
-from kvpage.blocks.hybrid.anchors import Anchors
-from kvpage.blocks.hybrid.checkpoint import PER_USE, Anchor, Checkpoint, MarkKind, Prefix, UseRate
-from kvpage.blocks.hybrid.evicted import EvictedCheckpoints
-from kvpage.blocks.hybrid.slot_tier import SlotTier, rank_of
-from kvpage.blocks.lives.sequences import Sequences
+from kvpage._C import BlockPool
+from kvpage.blocks.groups.group import PathIds
+from kvpage.blocks.groups.states.anchors import Anchors
+from kvpage.blocks.groups.states.checkpoint import PER_USE, Anchor, Checkpoint, MarkKind, Prefix, UseRate
+from kvpage.blocks.groups.states.evicted import EvictedCheckpoints
+from kvpage.blocks.groups.states.slot_tier import SlotTier, rank_of
 from kvpage.blocks.moves import BlockMoves, Kind, Pairs
+from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId
+from kvpage.blocks.stats import SlotStats
 from kvpage.checks.errors import OutOfSlots
-from kvpage.checks.values import check_at_least
+from kvpage.checks.values import check_at_least, check_flag
 
 MOST_BLOCKS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The group of layers that keep a state: its slots, of sequences and of checkpoints.
+
+    Slot i has a tail block for the K and V after its last whole block: block num_blocks + i. So each cache of blocks
+    needs num_blocks + num_slots blocks on the device, and num_host_blocks + num_host_slots on the host.
+
+    Args:
+        num_slots: State slots of the device tier.
+        num_host_slots: State slots of the host tier.
+        num_checkpoints: How many slots of the device are checkpoints at most; None for all that sequences leave.
+        checkpoint_every: A checkpoint is taken each time that many tokens of a prompt are computed, as far as slots are
+            free; None for no such checkpoints.
+        shares_answers: Whether generated tokens leave the K, V and states of the same prompt. Callers hide them if not.
+
+    Raises:
+        ValueError: A number is out of range.
+        TypeError: An argument is of another type.
+    """
+
+    num_slots: int
+    num_host_slots: int = 0
+    num_checkpoints: int | None = None
+    checkpoint_every: int | None = None
+    shares_answers: bool = True
+
+    def __post_init__(self) -> None:
+        check_at_least("num_slots", self.num_slots, 1)
+        check_at_least("num_host_slots", self.num_host_slots, 0)
+        check_at_least("num_checkpoints", self.most_kept, 0)
+        if self.checkpoint_every is not None:
+            check_at_least("checkpoint_every", self.checkpoint_every, 1)
+        check_flag("shares_answers", self.shares_answers)
+
+    @property
+    def most_kept(self) -> int:
+        """How many slots of the device are checkpoints at most."""
+        return self.num_slots if self.num_checkpoints is None else self.num_checkpoints
+
+
+class TailOwner(Protocol):
+    """Blocks of one group, beside which each slot has a tail block."""
+
+    pool: BlockPool
+    host_pool: BlockPool
+
+    def add_move(self, kind: Kind, pairs: Iterable[tuple[int, int]]) -> None:
+        """Add a move of independent pairs (from, to)."""
 
 
 class StateSpace:
     """Slots and checkpoints of both tiers. Each method gives all or nothing. Not thread-safe.
 
     Args:
-        space: The blocks that the checkpoints stand on. It tells of their moves from now on.
-        num_slots: State slots of the device tier.
-        num_host_slots: State slots of the host tier.
-        num_checkpoints: How many device slots are checkpoints, or reserved for some, at most; None for all.
+        space: The blocks that the checkpoints stand on.
+        options: How many slots there are.
+        tails: The groups whose blocks have tails, `space` the first.
     """
 
-    def __init__(
-        self, space: BlockSpace, num_slots: int, num_host_slots: int = 0, num_checkpoints: int | None = None
-    ) -> None:
-        check_at_least("num_slots", num_slots, 1)
-        check_at_least("num_host_slots", num_host_slots, 0)
-        check_at_least("num_checkpoints", num_slots if num_checkpoints is None else num_checkpoints, 0)
-        _check_most("num_blocks + num_slots", space.pool.num_blocks + num_slots)
-        _check_most("num_host_blocks + num_host_slots", space.host_pool.num_blocks + num_host_slots)
+    def __init__(self, space: BlockSpace, options: States, tails: Sequence[TailOwner]) -> None:
+        num_slots, num_host_slots = options.num_slots, options.num_host_slots
+        for owner in tails:
+            _check_most("num_blocks + num_slots", owner.pool.num_blocks + num_slots)
+            _check_most("num_host_blocks + num_host_slots", owner.host_pool.num_blocks + num_host_slots)
         self.device, self.host = SlotTier(num_slots), SlotTier(num_host_slots)
+        self._tails = tails
         self.moves = BlockMoves()
         self.counts = dict.fromkeys(("restored", "kept", "evicted", "demoted", "lost"), 0)
         self._space = space
@@ -52,9 +104,8 @@ class StateSpace:
         self.evicted = EvictedCheckpoints(self.anchors)
         self._held: list[Checkpoint] = []  # by readers, once for each
         self._floor = 0  # what the last evicted checkpoint was worth
-        self.most_kept = num_slots if num_checkpoints is None else num_checkpoints
+        self.most_kept = options.most_kept
         self.num_kept = 0  # device slots of checkpoints, also dropped ones that are read still, and of marks
-        space.watch(self)
 
     # --- slots ---
 
@@ -115,23 +166,20 @@ class StateSpace:
 
     # --- checkpoints ---
 
-    def find(self, match: Match, tokens: Ids, namespace: bytes, most: int, num_blocks: int) -> Checkpoint | None:
-        """Return the longest checkpoint of a prompt.
+    def all_of(
+        self, ids: PathIds, tokens: Ids, namespace: bytes, most: int, learns: bool = True
+    ) -> Iterator[Checkpoint]:
+        """Yield the longest checkpoint on each block of a prompt's cached prefix, the longest first.
 
         Args:
-            match: The prompt's cached prefix.
+            ids: The tree's ids of the prefix.
             tokens: The prompt.
             namespace: Its namespace.
             most: The longest prefix to return, in tokens.
-            num_blocks: How many blocks of the match may be used.
+            learns: As for Anchors.on_path.
         """
-        return next(self.all_of(match, tokens, namespace, most, num_blocks), None)
-
-    def all_of(self, match: Match, tokens: Ids, namespace: bytes, most: int, num_blocks: int) -> Iterator[Checkpoint]:
-        """Yield the longest checkpoint on each block of a prompt's cached prefix, the longest first."""
-        ids = match.tier_block_ids()[:, :num_blocks]
         size = self._space.block_size
-        for one in self.anchors.on_path(ids):
+        for one in self.anchors.on_path(ids[:, : most // size], learns):
             if (found := one.longest(tokens, size, most)) is not None:
                 yield found
         anchor = self.anchors.root(namespace)
@@ -150,7 +198,7 @@ class StateSpace:
             slot: The slot, which passes to the checkpoint.
             prefix: What it stands for. Its blocks are in the tree.
             parent: The checkpoint that the sequence had gone on from.
-            is_mark: Whether the slot is of `take_for_mark`.
+            is_mark: Whether the slot is of `take_for_mark`. Its tail is copied already.
             goes_on: Whether a sequence is about to go on from it: the others are evicted before it.
         """
         self.num_kept -= is_mark
@@ -160,14 +208,19 @@ class StateSpace:
             self.device.release(slot)
         else:
             found = self._keep_new(slot, anchor, prefix, parent) if found is None else self._bring_back(found, slot)
-            if prefix.tail:
-                self._space.add_move("copy", [(prefix.tail_block, self.tail_block(slot))])
+            if prefix.tail and not is_mark:
+                self.copy_tail(prefix.tail_blocks, slot)
         self._refresh(found)
         if self.num_kept > self.most_kept:
             self.drop_stale()
         while self.num_kept > self.most_kept:
             self._evict_one(found if goes_on and self._victim(self.device, found) else None)
         return found
+
+    def copy_tail(self, block_ids: Sequence[int], slot: int) -> None:
+        """Copy the blocks of each group that hold a tail to a device slot's tail blocks."""
+        for owner, block_id in zip(self._tails, block_ids, strict=True):
+            owner.add_move("copy", [(block_id, owner.pool.num_blocks + slot)])
 
     def touch(self, checkpoint: Checkpoint) -> None:
         """Count a use of a checkpoint."""
@@ -179,27 +232,23 @@ class StateSpace:
         checkpoint.floor = self._floor
         self._tier(checkpoint).rank(checkpoint)
 
-    def restore(self, checkpoint: Checkpoint, slot: int, block_id: int) -> None:
-        """Add the moves that copy a checkpoint to a sequence's slot, and its tail to a block of the sequence."""
+    def restore(self, checkpoint: Checkpoint, slot: int, block_ids: Sequence[int]) -> None:
+        """Add the moves that copy a checkpoint to a sequence's slot, and its tail to a block of each group."""
         kind: Kind = "swap_in" if checkpoint.is_on_host else "copy"
         self.add_move(kind, checkpoint.slot, slot)
-        self._restore_tail(checkpoint, block_id)
+        self._restore_tail(checkpoint, block_ids)
 
-    def take_over(self, checkpoint: Checkpoint, block_id: int) -> int:
+    def take_over(self, checkpoint: Checkpoint, block_ids: Sequence[int]) -> int:
         """Evict a device checkpoint, and return its slot with the state in it."""
-        self._restore_tail(checkpoint, block_id)
+        self._restore_tail(checkpoint, block_ids)
         slot = checkpoint.slot
         self._evict(checkpoint)
         self.device.take_this(slot)
         return slot
 
     def tail_block(self, slot: int) -> int:
-        """Return the id of a device slot's tail block."""
+        """Return the id of a device slot's tail block, of the layers that attend to all tokens."""
         return self._space.pool.num_blocks + slot
-
-    def host_tail_block(self, slot: int) -> int:
-        """Return the id of a host slot's tail block."""
-        return self._space.host_pool.num_blocks + slot
 
     def hold(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint's slot and tail block as they are, until `let_go` as often."""
@@ -246,7 +295,7 @@ class StateSpace:
                 self.counts["lost"] += 1
                 self.drop(checkpoint)
 
-    # --- what BlockSpace tells ---
+    # --- the tree's blocks ---
 
     def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
         """Learn which blocks have got a copy in the other tier."""
@@ -283,6 +332,25 @@ class StateSpace:
             return int(match.tier_block_ids(block)[1, 0])
         finally:
             self._space.tree.release(match)
+
+    def stats(self) -> SlotStats:
+        """Return the counters, and the slots of both tiers now. Nothing is changed: any thread may ask.
+
+        Numbers are read one after another. Each is within its range, also where slots change meanwhile.
+        """
+        device, host = self.device, self.host
+        stale = [checkpoint for anchor in self.anchors.stale() for checkpoint in list(anchor.tails.values())]
+        num_host = sum(checkpoint.is_on_host for checkpoint in stale)
+        num_device = len(stale) - num_host
+        return SlotStats(
+            num_slots=device.num_slots,
+            num_free_slots=min(device.num_free + num_device, device.num_slots),
+            num_checkpoints=max(device.num_checkpoints - num_device, 0),
+            num_host_slots=host.num_slots,
+            num_free_host_slots=min(host.num_free + num_host, host.num_slots),
+            num_host_checkpoints=max(host.num_checkpoints - num_host, 0),
+            **{**self.counts, "lost": self.counts["lost"] + len(stale)},
+        )
 
     # --- inside ---
 
@@ -329,13 +397,13 @@ class StateSpace:
         """Whether a slot is free, and one more may be kept."""
         return self.num_kept < self.most_kept and self.device.num_free > 0
 
-    def _restore_tail(self, checkpoint: Checkpoint, block_id: int) -> None:
-        if not checkpoint.tail:
-            return
-        if checkpoint.is_on_host:
-            self._space.add_move("swap_in", [(self.host_tail_block(checkpoint.slot), block_id)])
-        else:
-            self._space.add_move("copy", [(self.tail_block(checkpoint.slot), block_id)])
+    def _restore_tail(self, checkpoint: Checkpoint, block_ids: Sequence[int]) -> None:
+        slot = checkpoint.slot
+        for owner, block_id in zip(self._tails, block_ids, strict=True) if checkpoint.tail else ():
+            if checkpoint.is_on_host:
+                owner.add_move("swap_in", [(owner.host_pool.num_blocks + slot, block_id)])
+            else:
+                owner.add_move("copy", [(owner.pool.num_blocks + slot, block_id)])
 
     def _victim(self, tier: SlotTier, besides: Checkpoint | None = None) -> Checkpoint | None:
         """Return the checkpoint to evict first. Those on a prefix that a user has pinned come last."""
@@ -367,8 +435,8 @@ class StateSpace:
             return
         slot, host_slot = checkpoint.slot, self.take_host(besides)
         self.add_move("swap_out", slot, host_slot)
-        if checkpoint.tail:
-            self._space.add_move("swap_out", [(self.tail_block(slot), self.host_tail_block(host_slot))])
+        for owner in self._tails if checkpoint.tail else ():
+            owner.add_move("swap_out", [(owner.pool.num_blocks + slot, owner.host_pool.num_blocks + host_slot)])
         self.device.forget(checkpoint)
         self._free(checkpoint)
         checkpoint.slot, checkpoint.is_on_host = host_slot, True

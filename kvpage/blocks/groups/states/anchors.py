@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage._C import AnchorTable, BlockPool
-from kvpage.blocks.hybrid.checkpoint import Anchor
+from kvpage.blocks.groups.states.checkpoint import Anchor
 from kvpage.blocks.moves import Pairs
 
 PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: on the device, on the host; -1 for none

@@ -3,8 +3,8 @@
 from collections import deque
 from typing import NamedTuple
 
-from kvpage.blocks.hybrid.anchors import Anchors
-from kvpage.blocks.hybrid.checkpoint import Checkpoint
+from kvpage.blocks.groups.states.anchors import Anchors
+from kvpage.blocks.groups.states.checkpoint import Checkpoint
 from kvpage.blocks.states import Ids
 
 MOST_REMEMBERED = 1024

@@ -3,56 +3,28 @@
 import sys
 from dataclasses import replace
 
-from kvpage.blocks.explain import Ending, Explanation, GroupReach, longest_elsewhere, reach_of_attention
-from kvpage.blocks.hybrid.anchors import Anchors
-from kvpage.blocks.hybrid.checkpoint import TOKEN_BYTES, num_common
-from kvpage.blocks.hybrid.state_space import StateSpace
+from kvpage.blocks.explain import Ending, GroupReach
+from kvpage.blocks.groups.states.anchors import Anchors
+from kvpage.blocks.groups.states.checkpoint import TOKEN_BYTES, num_common
+from kvpage.blocks.groups.states.state_space import StateSpace
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids
 
 
-def explain_hybrid(space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes) -> Explanation:
-    """Return how much of a prompt is cached in blocks and states, and why not more.
-
-    Args:
-        space: The blocks.
-        states: The checkpoints.
-        tokens: The prompt.
-        namespace: Where to look.
-    """
-    attention = reach_of_attention(space.tree, tokens, namespace, True, space.rule)
-    state = _reach_of_state(space, states, tokens, namespace)
-    if state.ending is Ending.NO_CHECKPOINT and attention.ending is Ending.KV_EVICTED:
-        state = replace(state, ending=Ending.GONE)
-    attention = _with_tails(attention, state.num_tokens, space, states, tokens, namespace)
-    return Explanation(
-        num_tokens=len(tokens),
-        num_cached_tokens=state.num_tokens,
-        groups=(attention, state),
-        elsewhere=longest_elsewhere(space.tree, tokens, namespace, attention.num_tokens),
-    )
-
-
-def num_begun(space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes) -> int:
-    """Return the position at which a sequence with these tokens would begin. Nothing is changed.
-
-    Args:
-        space: The blocks.
-        states: The checkpoints.
-        tokens: The prompt.
-        namespace: Where to look.
-    """
-    ids = space.tree.look(tokens, namespace)[0]
-    positions = _positions(states.anchors, ids, tokens, namespace, space.block_size)
-    below = [one for one in positions if one < len(tokens)]
-    return _begins_at(below, _num_on_device(ids), space.block_size, space.rule)
-
-
-def _with_tails(
+def with_tails(
     attention: GroupReach, begins_at: int, space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes
 ) -> GroupReach:
-    """Return the reach of blocks, or of a checkpoint's tail that has more: its K and V lie with the checkpoint."""
+    """Return the reach of blocks, or of a checkpoint's tail that has more: its K and V lie with the checkpoint.
+
+    Args:
+        attention: The reach of blocks.
+        begins_at: Where a request would begin.
+        space: The blocks.
+        states: The checkpoints.
+        tokens: The prompt.
+        namespace: Where to look.
+    """
     if attention.ending is Ending.NOT_WORTH_LOADING:
         return replace(attention, num_tokens=max(attention.num_tokens, begins_at))
     ids = space.tree.look(tokens, namespace)[0]
@@ -71,7 +43,15 @@ def _with_tails(
     return GroupReach("attention", num_tokens, ending)
 
 
-def _reach_of_state(space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes) -> GroupReach:
+def reach_of_state(space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes) -> GroupReach:
+    """Return how far checkpoints reach into a prompt, and why not further.
+
+    Args:
+        space: The blocks.
+        states: The checkpoints.
+        tokens: The prompt.
+        namespace: Where to look.
+    """
     most, size = max(len(tokens) - 1, 0), space.block_size
     ids = space.tree.look(tokens, namespace)[0]
     positions = _positions(states.anchors, ids, tokens, namespace, size)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpage._C import Match
-from kvpage.blocks.hybrid.checkpoint import Anchor, Checkpoint
-from kvpage.blocks.hybrid.state_space import StateSpace
+from kvpage.blocks.groups.states.checkpoint import Anchor, Checkpoint
+from kvpage.blocks.groups.states.state_space import StateSpace
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids
 

@@ -10,7 +10,7 @@ The pool counts references: a reader of a checkpoint has one beside the tier's. 
 from collections.abc import Iterable
 
 from kvpage._C import SlotPool
-from kvpage.blocks.hybrid.checkpoint import Checkpoint
+from kvpage.blocks.groups.states.checkpoint import Checkpoint
 
 _PRIORITY = 53  # first bit; the worth has those below
 _MOST_WORTH = (1 << _PRIORITY) - 1

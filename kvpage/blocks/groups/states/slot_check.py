@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from kvpage.blocks.hybrid.sequence_states import RunningState
-from kvpage.blocks.hybrid.slot_tier import SlotTier
-from kvpage.blocks.hybrid.state_space import StateSpace
-from kvpage.blocks.lives.sequences import Sequences
+from kvpage.blocks.groups.states.sequence_states import RunningState
+from kvpage.blocks.groups.states.slot_tier import SlotTier
+from kvpage.blocks.groups.states.state_space import StateSpace
+from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.states import SeqId
 
 

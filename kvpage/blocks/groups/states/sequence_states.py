@@ -4,14 +4,15 @@ reserve(start, end) ─► the step writes these slots ─► keep: they become 
                                                   └─► give_up: they are free
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvpage.blocks.hybrid.checkpoint import Checkpoint, MarkKind, Prefix
-from kvpage.blocks.hybrid.marks import Mark
-from kvpage.blocks.hybrid.state_space import StateSpace
-from kvpage.blocks.lives.sequences import Sequences
+from kvpage.blocks.groups.states.checkpoint import Checkpoint, MarkKind, Prefix
+from kvpage.blocks.groups.states.marks import Mark
+from kvpage.blocks.groups.states.state_space import StateSpace
+from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.states import Ids, SeqId
 
 
@@ -47,13 +48,21 @@ class SequenceStates:
         states: The slots of both tiers.
         sequences: The sequences.
         is_caching: Whether sequences find each other's states.
+        blocks_at: Returns a sequence's blocks at a place, of each group with blocks; -1 for none.
     """
 
-    def __init__(self, states: StateSpace, sequences: Sequences, is_caching: bool) -> None:
+    def __init__(
+        self,
+        states: StateSpace,
+        sequences: Sequences,
+        is_caching: bool,
+        blocks_at: Callable[[SeqId, int], Sequence[int]],
+    ) -> None:
         self.running: dict[SeqId, RunningState] = {}
         self._states = states
         self._sequences = sequences
         self._is_caching = is_caching
+        self._blocks_at = blocks_at
 
     def add(
         self, seq_id: SeqId, slot: int, priority: int, last: Checkpoint | None, marks: dict[int, Mark], prompt: Ids
@@ -106,10 +115,13 @@ class SequenceStates:
         return {one: known[one - one % size - begin : one - begin].tobytes() for one in passed}
 
     def set_tails(self, seq_id: SeqId, tails: dict[int, bytes]) -> None:
-        """Note the tails of marks whose tokens are committed now."""
-        marks = self.running[seq_id].marks
+        """Note the tails of marks whose tokens are committed now, and copy their K and V while all blocks are there."""
+        running = self.running[seq_id]
         for position, tail in tails.items():
-            marks[position] = marks[position]._replace(tail=tail)
+            running.marks[position] = running.marks[position]._replace(tail=tail)
+            if tail:
+                blocks = self._blocks_at(seq_id, position // self._sequences.block_size)
+                self._states.copy_tail(blocks, running.reserved[position])
 
     def keep(self, seq_id: SeqId) -> None:
         """Make the reserved slots checkpoints, as far as their positions are committed. The others are free."""
@@ -212,7 +224,7 @@ class SequenceStates:
             num_tokens=mark.num_tokens,
             num_blocks=num_blocks,
             tail=mark.tail,
-            tail_block=int(ids[num_blocks]) if mark.tail else -1,
+            tail_blocks=self._blocks_at(seq_id, num_blocks) if mark.tail else (),
             device_id=int(ids[num_blocks - 1]) if num_blocks else -1,
             host_id=self._states.host_id(self._sequences, seq_id, num_blocks - 1) if num_blocks else -1,
             kind=mark.kind,

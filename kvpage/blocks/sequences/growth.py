@@ -7,7 +7,7 @@ append    one native call where nothing is copied and there is room, else count 
 from collections.abc import Callable
 
 from kvpage._C import PartMatch
-from kvpage.blocks.lives.sequences import Rows, Sequences
+from kvpage.blocks.sequences.sequences import Rows, Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.blocks.stats import Query
@@ -95,18 +95,8 @@ def _begin_by_moves(
     num_part = space.copy_part(part, taken) if part and not part.match.is_released else 0
     num_matched = match.num_tokens
     num_cached = num_matched + num_part
-    row = sequences.rows.add(
-        sequences.on_device,
-        seq_id,
-        match=match,
-        own_ids=taken,
-        pending=tokens[num_matched:num_cached],
-        num_left=0,
-        num_tokens=len(tokens),
-        num_written=num_cached,
-        namespace=namespace,
-        is_private=False,
-    )
+    pending = tokens[num_matched:num_cached]
+    row = sequences.add(seq_id, match, taken, pending, len(tokens), num_cached, namespace)
     return Allocation(num_cached, sequences.rows.ids(row))
 
 

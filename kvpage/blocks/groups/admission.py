@@ -1,0 +1,162 @@
+"""Admission: the beginning of sequences in all groups, and their way back to the device.
+
+prompt ─► match of the tree ─► agree: the position that all groups serve ─► checks ─► blocks ─► begin in each group
+                                                                              └─ nothing is changed if one raises
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvpage._C import Match
+from kvpage.blocks.groups.group import Groups, PathIds, Prompt, agree
+from kvpage.blocks.sequences.sequences import Sequences
+from kvpage.blocks.sequences.swaps import resume
+from kvpage.blocks.space import BlockSpace
+from kvpage.blocks.states import Allocation, SeqId
+from kvpage.blocks.stats import Query
+
+
+class PrefixHit(NamedTuple):
+    """The cached beginning of a prompt.
+
+    Attributes:
+        match: Its blocks, pinned until the match is released.
+        claims: A claim of each group, all at `num_tokens`.
+        num_tokens: Tokens that need not be computed again.
+        num_refused: Host blocks that are likely computed faster than loaded.
+    """
+
+    match: Match
+    claims: Sequence[Any]
+    num_tokens: int
+    num_refused: int
+
+
+class Admission:
+    """Begins sequences in the blocks of `space` and in all `groups`. Each method gives all or nothing.
+
+    Interrupts are held by the callers.
+
+    Args:
+        space: The blocks.
+        sequences: The manager's sequences.
+        groups: At least one.
+        takes_tails: Whether sequences begin amid blocks: a group keeps copies of these.
+        is_caching: Whether sequences find each other's blocks.
+    """
+
+    def __init__(
+        self, space: BlockSpace, sequences: Sequences, groups: Groups, takes_tails: bool, is_caching: bool
+    ) -> None:
+        self._space = space
+        self._sequences = sequences
+        self._groups = groups
+        self._takes_tails = takes_tails
+        self._is_caching = is_caching
+
+    def position(self, ids: PathIds, prompt: Prompt) -> int:
+        """Return the position at which a sequence would begin. Nothing is changed.
+
+        ids: The tree's ids of the prompt's cached blocks.
+        """
+        return int(self._agreed(ids, prompt, learns=False)[0][0].num_tokens)
+
+    def begin(self, seq_id: SeqId, prompt: Prompt) -> Allocation:
+        """Give blocks, and room in all groups, to a sequence: a new one, or one that is swapped out.
+
+        Raises:
+            OutOfBlocks: The prompt does not fit into a group. Nothing is changed.
+        """
+        return self._begin(seq_id, prompt, self._hit(prompt, self._match(prompt)))
+
+    def swap_in(self, seq_id: SeqId, prompt: Prompt) -> Allocation:
+        """Bring a sequence back with all that was committed, or begin it again where something of that is gone.
+
+        Raises:
+            OutOfBlocks: A group lacks room on the device. Nothing is changed.
+        """
+        swapped, match = self._sequences.swapped[seq_id], self._match(prompt)
+        try:
+            ids = match.tier_block_ids()[:, : swapped.first_block]
+            if ids.shape[1] == swapped.first_block and all(one.can_return(seq_id, ids) for one in self._groups):
+                return self._return(seq_id, prompt, match)
+            hit = self._hit(prompt, match)
+        except BaseException:
+            if not match.is_released:
+                self._space.tree.release(match)
+            raise
+        return self._begin(seq_id, prompt, hit)
+
+    # --- inside ---
+
+    def _match(self, prompt: Prompt) -> Match:
+        return self._space.tree.match(
+            prompt.tokens, prompt.namespace, prompt.priority, prompt.num_left_over, is_hit=False
+        )
+
+    def _hit(self, prompt: Prompt, match: Match) -> PrefixHit:
+        """Return the hit of a match, which is shortened to it, or released if this raises."""
+        try:
+            claims, num_refused = self._agreed(match.tier_block_ids(), prompt)
+            claims = [
+                group.look_beyond(match, prompt, claim) for group, claim in zip(self._groups, claims, strict=True)
+            ]
+            num_tokens = claims[0].num_tokens
+            self._space.tree.shorten(match, num_tokens // self._space.block_size)
+        except BaseException:
+            self._space.tree.release(match)
+            raise
+        return PrefixHit(match, claims, num_tokens, num_refused)
+
+    def _agreed(self, ids: PathIds, prompt: Prompt, learns: bool = True) -> tuple[list[Any], int]:
+        """Return the groups' claims, and how many host blocks were left out since they are not worth their way back."""
+        size, num_on_device = self._space.block_size, int((ids[0] >= 0).sum())
+        most = prompt.most if self._takes_tails else min(ids.shape[1], prompt.most // size) * size
+        claims = agree(self._groups, ids, prompt, most, learns)
+        num_host = claims[0].num_tokens // size - num_on_device
+        if num_host <= 0 or self._space.should_load(num_host):
+            return claims, 0
+        last = size - 1 if self._takes_tails else 0
+        return agree(self._groups, ids, prompt, min(most, num_on_device * size + last), learns), num_host
+
+    def _begin(self, seq_id: SeqId, prompt: Prompt, hit: PrefixHit) -> Allocation:
+        num_blocks, num_tail = self._sequences.blocks_for(len(prompt.tokens)), hit.num_tokens - hit.match.num_tokens
+        query = Query(len(prompt.tokens), num_tail, hit.num_refused) if prompt.is_counted else None
+        try:
+            for group, claim in zip(self._groups, hit.claims, strict=True):
+                group.check_begin(hit.match.tier_block_ids(), claim)
+            own_ids = self._space.give(hit.match, num_blocks, prompt.num_spare, query)
+        except BaseException:
+            self._space.tree.release(hit.match)
+            raise
+        ids = hit.match.tier_block_ids()
+        for group, claim in zip(self._groups, hit.claims, strict=True):
+            group.begin(seq_id, prompt, ids, claim, own_ids)
+        if seq_id in self._sequences.swapped:
+            self._space.release_host(self._sequences.swapped.pop(seq_id).host_ids)
+        num_pending = 0 if prompt.is_private else num_tail
+        pending = prompt.tokens[hit.num_tokens - num_pending : hit.num_tokens]
+        row = self._sequences.add(
+            seq_id,
+            hit.match,
+            own_ids,
+            pending,
+            len(prompt.tokens),
+            hit.num_tokens,
+            prompt.namespace,
+            is_private=prompt.is_private,
+        )
+        return Allocation(hit.num_tokens, self._sequences.rows.ids(row))
+
+    def _return(self, seq_id: SeqId, prompt: Prompt, match: Match) -> Allocation:
+        """Bring back all that was committed."""
+        swapped = self._sequences.swapped[seq_id]
+        self._space.tree.shorten(match, swapped.first_block)
+        for group in self._groups:
+            group.check_return(seq_id, match.tier_block_ids())
+        num_blocks = self._sequences.blocks_for(len(prompt.tokens)) - swapped.num_left
+        own_ids = self._space.give(match, max(num_blocks, match.num_blocks), prompt.num_spare)
+        for group in self._groups:
+            group.return_to_device(seq_id, match.tier_block_ids())
+        num_written = resume(self._space, self._sequences, seq_id, prompt.tokens, match, own_ids, self._is_caching)
+        return Allocation(num_written, self._sequences.ids(seq_id))

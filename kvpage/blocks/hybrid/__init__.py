@@ -1,1 +1,0 @@
-"""Hybrid models: states at exact token positions, beside the prefix tree. It owns no tensors."""

@@ -1,1 +1,0 @@
-"""Lives of sequences: their blocks from the beginning to the end, on the device and off it."""
