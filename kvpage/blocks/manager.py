@@ -20,7 +20,7 @@ Layers that keep less than all tokens are groups, which hold what they need besi
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvpage.blocks.explain import Explanation, explain_attention
+from kvpage.blocks.explain import Explanation, explain_attention, longest_elsewhere, reach_of_attention
 from kvpage.blocks.groups.admission import Admission
 from kvpage.blocks.groups.group import Groups, PathIds, Prompt
 from kvpage.blocks.groups.held_blocks import HeldBlocks
@@ -97,12 +97,13 @@ class BlockManager:
         self.pool, self.tree = space.pool, space.tree
         self._sequences = sequences = Sequences(self.tree, is_caching)
         self.rows = SequenceSteps(space, sequences)
-        windows = [WindowGroup(one, space, sequences) for one in options if isinstance(one, Window)]
+        has_states = any(isinstance(one, States) for one in options)
+        windows = [WindowGroup(one, space, sequences, has_states) for one in options if isinstance(one, Window)]
         states = [StateGroup(one, space, sequences, is_caching, windows) for one in options if isinstance(one, States)]
         self.states = states[0] if states else None
         self._groups: Groups = (*windows, *states)
         self.windows = Windows(windows, sequences, self._groups)
-        self._admission = Admission(space, sequences, self._groups, bool(states), is_caching) if self._groups else None
+        self._admission = Admission(space, sequences, self._groups, has_states, is_caching) if self._groups else None
         space.watch(self._groups)
 
     def take_moves(self) -> BlockMoves:
@@ -368,6 +369,7 @@ class BlockManager:
         Raises:
             KeyError: There is no such sequence.
         """
+        self._sequences.on_device[seq_id]  # KeyError
         for group in self._groups:
             group.keep(seq_id)
 
@@ -384,6 +386,7 @@ class BlockManager:
         Returns:
             Whether it was kept. A private sequence's state is not, nor one that a failed step may have spoiled.
         """
+        self._sequences.on_device[seq_id]  # KeyError
         return any([group.keep_end(seq_id, goes_on) for group in self._groups])
 
     @uninterrupted
@@ -396,6 +399,7 @@ class BlockManager:
         Raises:
             KeyError: There is no such sequence.
         """
+        self._sequences.on_device[seq_id]  # KeyError
         for group in self._groups:
             group.give_up_marks(seq_id)
 
@@ -560,8 +564,9 @@ class BlockManager:
         check_namespace(namespace)
         tokens = some_tokens(tokens)
         tree = self.tree if self.enable_prefix_caching else None
-        alone = explain_attention(tree, tokens, namespace, self.share_parts, self.space.rule)
-        return alone if tree is None or not self._groups else self._explain_groups(tokens, namespace, alone)
+        if tree is None or not self._groups:
+            return explain_attention(tree, tokens, namespace, self.share_parts, self.space.rule)
+        return self._explain_groups(tokens, namespace)
 
     def state(self, seq_id: SeqId) -> SequenceState:
         """Return a copy of the state of a sequence on the device."""
@@ -620,15 +625,16 @@ class BlockManager:
             return num_tokens
         return self._admission.position(ids, Prompt(tokens, namespace, 0, 1))
 
-    def _explain_groups(self, tokens: Ids, namespace: bytes, alone: Explanation) -> Explanation:
-        """Return the explanation of all groups. alone: That of the layers that attend to all tokens."""
-        ids = self.tree.look(tokens, namespace)[0]
-        prompt, attention = Prompt(tokens, namespace, 0, 1), alone.groups[0]
+    def _explain_groups(self, tokens: Ids, namespace: bytes) -> Explanation:
+        """Return the explanation of all groups. A state may stand amid a block, so a part of one counts beside it."""
+        ids, prompt = self.tree.look(tokens, namespace)[0], Prompt(tokens, namespace, 0, 1)
+        attention = reach_of_attention(self.tree, tokens, namespace, self.states is not None, self.space.rule)
         position = self._position(ids, tokens, namespace)
         reaches = [group.explain(ids, prompt, attention) for group in self._groups]
         for group in self._groups:
             attention = group.amend(attention, ids, prompt, position)
-        return Explanation(len(tokens), position, (attention, *reaches), alone.elsewhere)
+        elsewhere = longest_elsewhere(self.tree, tokens, namespace, attention.num_tokens)
+        return Explanation(len(tokens), position, (attention, *reaches), elsewhere)
 
     def _check_moved(self) -> None:
         if self.space.has_moves:

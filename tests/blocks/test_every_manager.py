@@ -26,7 +26,7 @@ def manager(request: pytest.FixtureRequest) -> BlockManager:
     made = KINDS[request.param]()
     for seq_id, num_tokens in ((0, B + 1), (1, B)):
         made.allocate(seq_id, [seq_id] * num_tokens)
-        if isinstance(made, BlockManager):
+        if made.windows:
             made.windows.open([seq_id], [num_tokens])
         made.commit(seq_id, [seq_id] * B)
     return made

@@ -42,7 +42,7 @@ def make_engine(
 def poison(engine: Engine) -> None:
     """Fill with NaN what belongs to nobody: free blocks of windows and of the table, on the device and on the host."""
     manager = engine.manager
-    windows = manager.windows
+    windows = [window.blocks for window in manager.windows]
     for blocks, cache in zip(windows, engine.window_caches, strict=True):
         blocks.do_moves(cache.do_move)
         _fill(cache.gpu_cache, blocks.pool)

@@ -180,9 +180,18 @@ class WindowBlocks:
         Args:
             path: The tree's ids of the prefix, int32 [2, num_blocks].
         """
+        return self.usable_at(path, np.arange(path.shape[1] + 1) * self.block_size)
+
+    def usable_at(self, path: PathIds, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return for each position whether all whole blocks that its token attends to are cached, bool [num_positions].
+
+        Args:
+            path: The tree's ids of a prefix, int32 [2, num_blocks].
+            positions: Tokens before each, at most those of the prefix and of a part of a block after it.
+        """
         num_lacking = np.concatenate([[0], np.cumsum(~self.has(path))])
-        ends = np.arange(path.shape[1] + 1)
-        firsts = np.maximum(ends * self.block_size - self.window.num_tokens + 1, 0) // self.block_size
+        ends = positions // self.block_size
+        firsts = np.maximum(positions - self.window.num_tokens + 1, 0) // self.block_size
         return np.asarray(num_lacking[ends] == num_lacking[np.minimum(firsts, ends)])
 
     def to_hold(self, path: PathIds) -> npt.NDArray[np.bool_]:

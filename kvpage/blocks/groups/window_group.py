@@ -34,12 +34,14 @@ class WindowGroup(GroupManager[Claim]):
         window: The window and its blocks.
         space: The blocks of the prefix tree.
         sequences: The manager's sequences.
+        takes_tails: Whether sequences begin amid blocks, of which a checkpoint has a copy.
 
     Attributes:
         blocks: Free and cached ones.
     """
 
-    def __init__(self, window: Window, space: BlockSpace, sequences: Sequences) -> None:
+    def __init__(self, window: Window, space: BlockSpace, sequences: Sequences, takes_tails: bool) -> None:
+        self._takes_tails = takes_tails
         self.blocks = WindowBlocks(window, space)
         self._sequences = sequences
         self._size = space.block_size
@@ -50,20 +52,21 @@ class WindowGroup(GroupManager[Claim]):
     # --- beginning ---
 
     def claim(self, ids: PathIds, prompt: Prompt, most: int, learns: bool = True) -> Claim:
-        """Return the largest position whose last window is cached. Amid a block it is `most` alone.
+        """Return the largest position whose last window is cached: the last one of a block, or its first without tails.
+
+        A smaller position of a block attends to all blocks that a larger one does, so the others need no look.
 
         Args:
             ids: As for GroupManager, and all others.
             prompt: Any.
-            most: If it is amid a block, another group has a copy of the tokens in that block.
+            most: The largest position.
             learns: Nothing is learnt.
         """
         num_blocks = min(most // self._size, ids.shape[1])
-        if most % self._size and most // self._size == num_blocks:
-            first = min(self.blocks.first_block(most), num_blocks)
-            if self.blocks.has(ids[:, first:num_blocks]).all():
-                return Claim(most)
-        return Claim(int(np.flatnonzero(self.blocks.usable(ids[:, :num_blocks]))[-1]) * self._size)
+        last = self._size - 1 if self._takes_tails else 0
+        positions = np.minimum(np.arange(num_blocks + 1) * self._size + last, most)
+        is_usable = self.blocks.usable_at(ids[:, :num_blocks], positions)
+        return Claim(int(positions[is_usable][-1]))
 
     def check_begin(self, ids: PathIds, claim: Claim) -> None:
         """Raise OutOfBlocks unless there is room for the window's blocks that come from the host, and for a copy."""

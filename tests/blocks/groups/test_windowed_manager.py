@@ -1,12 +1,14 @@
 """BlockManager: a sequence holds its last window, and a prompt goes on where every group has what it reads."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from support.life import lived, total
-from support.window_life import WORLDS, WindowLife
+from support.group_life import GroupLife
 
 from kvpage import OutOfBlocks
 from kvpage.blocks.explain import Ending
+from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.groups.window_blocks import Window
 from kvpage.blocks.manager import BlockManager
 
@@ -14,21 +16,21 @@ B = 4
 WINDOWS = [1, 2, B - 1, B, B + 1, B + 2, 2 * B, 2 * B + 1]
 
 
-def life_of(*windows: int, num_blocks: int = 64, num_window_blocks: int = 64, is_caching: bool = True) -> WindowLife:
+def life_of(*windows: int, num_blocks: int = 64, num_window_blocks: int = 64, is_caching: bool = True) -> GroupLife:
     groups = [Window(window, num_window_blocks) for window in windows]
-    return WindowLife(BlockManager(num_blocks, B, is_caching, groups=groups))
+    return GroupLife(BlockManager(num_blocks, B, is_caching, groups=groups))
 
 
 def tokens_of(count: int, first: int = 1) -> list[int]:
     return list(range(first, first + count))
 
 
-def computed(life: WindowLife, prompt: list[int], portion: int = 64, namespace: bytes = b"") -> int:
+def computed(life: GroupLife, prompt: list[int], portion: int = 64, namespace: bytes = b"") -> int:
     """Begin a sequence, and compute it in portions; return what was cached."""
     num_cached = life.begin(prompt, namespace)
     seq_id = life.next_id
-    while life.written[seq_id] < len(prompt):
-        life.write(seq_id, min(life.written[seq_id] + portion, len(prompt)))
+    while life.num_written(seq_id) < len(prompt):
+        life.write(seq_id, min(life.num_written(seq_id) + portion, len(prompt)))
         life.check()
     return num_cached
 
@@ -53,9 +55,9 @@ def test_a_running_sequence_holds_its_window(window):
     seq_id = life.next_id
     for token in range(1000, 1000 + 5 * B):
         life.manager.append([seq_id])
-        life.tokens[seq_id].append(token)
-        life.write(seq_id, len(life.tokens[seq_id]))
-        assert life.num_held(0, seq_id) <= (window + B - 1) // B + 1
+        life.on_device[seq_id].tokens.append(token)
+        life.write(seq_id, len(life.on_device[seq_id].tokens))
+        assert life.manager.windows[0].num_held_by(seq_id) <= (window + B - 1) // B + 1
     life.check()
 
 
@@ -66,7 +68,7 @@ def test_what_lies_behind_the_window_is_found_until_it_is_evicted():
     assert life.begin([*prompt[: 2 * B], 99], max_cached_tokens=B) == B  # behind the first's window, and still there
     life = life_of(2 * B, num_window_blocks=8)
     computed(life, prompt, B)
-    life.release_any()
+    life.release(life.next_id)
     computed(life, tokens_of(4 * B, 500), B)  # evicts what was used least recently: the first prompt's first blocks
     assert life.manager.windows[0].blocks.stats().evicted_blocks > 0
     reaches = life.manager.explain([*prompt, 99]).groups
@@ -106,10 +108,10 @@ def test_what_a_load_has_left_out_is_not_told_as_evicted():
 
 def test_groups_have_to_agree():
     """The larger window has lost blocks that the smaller one does not need."""
-    life = WindowLife(BlockManager(64, B, groups=[Window(2, 64), Window(3 * B, 14)]))
+    life = GroupLife(BlockManager(64, B, groups=[Window(2, 64), Window(3 * B, 14)]))
     prompt = tokens_of(12 * B)
     computed(life, prompt, B)
-    life.release_any()
+    life.release(life.next_id)
     computed(life, tokens_of(4 * B, 500), B)
     found = life.manager.explain([*prompt[: 4 * B], 99])
     assert [reach.num_tokens for reach in found.groups] == [4 * B, 4 * B, 0] and found.num_cached_tokens == 0
@@ -121,10 +123,10 @@ def test_a_block_beside_one_that_was_evicted_is_never_found():
     life = life_of(B, num_blocks=8)
     prompt = tokens_of(4 * B)
     computed(life, prompt)
-    life.release_any()
+    life.release(life.next_id)
     for first in range(100, 1000, 100):  # ids of the tree's blocks are used again, for other tokens
         computed(life, tokens_of(6 * B, first))
-        life.release_any()
+        life.release(life.next_id)
     assert computed(life, prompt) == 0
     life.check()
     assert life.manager.windows[0].blocks.stats().lost_blocks > 0
@@ -156,10 +158,10 @@ def test_what_is_held_leaves_room_for_others():
     life = life_of(2 * B, num_window_blocks=16)
     prompt = tokens_of(15 * B)
     computed(life, prompt, B)
-    places = [life.manager.hold_cached(prompt).windows[0].blocks.has.tolist() for _ in range(2)]
+    places = [life.manager.hold_cached(prompt).windows[0].has.tolist() for _ in range(2)]
     assert places == [[False] * 3 + [True] * 12] * 2
     assert life.manager.windows[0].blocks.num_free == 4
-    life.release_any()
+    life.release(life.next_id)
     with pytest.raises(RuntimeError):
         life.manager.reset_prefix_cache()
 
@@ -170,7 +172,7 @@ def test_a_model_without_full_layers(window):
     life = life_of(window, num_blocks=4096, num_window_blocks=24)
     for first in (1, 10_000, 1):
         computed(life, tokens_of(30 * B, first), B)
-        life.release_any()
+        life.release(life.next_id)
     life.check()
     assert computed(life, [*tokens_of(30 * B), 7], B) == 30 * B
 
@@ -179,34 +181,24 @@ def test_a_fork_writes_into_a_copy():
     life = life_of(B, 3 * B)
     computed(life, tokens_of(3 * B + 2))
     for new_id in (2, 3):
-        life.next_id += 1
         life.manager.fork(1, new_id)
-        life.tokens[new_id], life.names[new_id], life.written[new_id] = tokens_of(3 * B + 2), b"", 3 * B + 2
+        life.on_device[new_id] = replace(life.on_device[1])
     life.check()
     for i, seq_id in enumerate((2, 1, 3)):
         life.manager.append([seq_id], B)
-        life.tokens[seq_id] = life.tokens[seq_id] + [50 + i] * B
-        life.write(seq_id, len(life.tokens[seq_id]))
+        life.on_device[seq_id].tokens = life.on_device[seq_id].tokens + [50 + i] * B
+        life.write(seq_id, len(life.on_device[seq_id].tokens))
         life.check()
-    assert life.figures["copy"] == 3 * 2  # in three groups, for all but the last holder
-    with pytest.raises(ValueError, match="num_tokens must be all 18 of a sequence with windows, got 12"):
+    assert life.memory.num_moved["copy"] == 3 * 2  # in three groups, for all but the last holder
+    with pytest.raises(ValueError, match="num_tokens must be in \\[18, 18\\], got 12"):
         life.manager.fork(1, 4, 12)
-
-
-def test_random_lives():
-    """The long form is a battery."""
-    lives = lived(WORLDS, 80)
-    assert not any(life.figures["shared"] for life in lives if not life.manager.enable_prefix_caching)
-    figures = total(lives)
-    names = ("refused", "shared", "copy", "swap_in", "swap_out", "loaded", "kept", "whole")
-    assert min(figures[name] for name in names) > 0, figures
 
 
 def with_host(
     window: int, num_window_blocks: int, num_host: int, num_host_window_blocks: int, num_blocks: int = 64, **options
-) -> WindowLife:
+) -> GroupLife:
     groups = [Window(window, num_window_blocks, num_host_window_blocks)]
-    return WindowLife(BlockManager(num_blocks, B, groups=groups, num_host_blocks=num_host, **options))
+    return GroupLife(BlockManager(num_blocks, B, groups=groups, num_host_blocks=num_host, **options))
 
 
 def test_an_evicted_window_is_found_on_the_host():
@@ -218,7 +210,7 @@ def test_an_evicted_window_is_found_on_the_host():
     life.release(2)
     assert life.manager.windows[0].blocks.stats().demoted_blocks >= 3
     life.begin(prompt)
-    assert life.written[3] == 3 * B and life.figures["swap_in"] == 2
+    assert life.num_written(3) == 3 * B and life.memory.num_moved["swap_in"] == 2
     assert life.manager.windows[0].blocks.stats().promoted_blocks == 2
     life.check()
 
@@ -236,8 +228,8 @@ def test_a_prefix_whose_blocks_are_all_on_the_host_is_found():
     assert match.num_device_blocks == 0
     life.manager.tree.release(match)
     life.begin(prompt)
-    assert life.written[life.next_id] == 4 * B
-    life.check_sequence(life.next_id)
+    assert life.num_written(life.next_id) == 4 * B
+    life.check()
 
 
 @pytest.mark.parametrize("num_tokens", [1, B - 1, B, B + 1, 3 * B, 3 * B + 2])
@@ -247,13 +239,13 @@ def test_a_sequence_leaves_the_device_and_comes_back(num_tokens, is_private):
     life.begin(tokens_of(num_tokens + 2))
     if is_private:
         life.manager.make_private(1)
-        life.secret[1] = 0
+        life.on_device[1].private_from = 0
     life.write(1, num_tokens)
     life.swap_out()
     life.manager.check()
     assert life.manager.stats().num_sequences == 0
     life.swap_in()
-    assert life.written[1] == num_tokens
+    assert life.num_written(1) == num_tokens
     life.check()
     life.write(1, num_tokens + 2)
     life.reset()
@@ -267,7 +259,7 @@ def test_a_sequence_comes_back_as_far_as_windows_have_what_is_cached():
     computed(life, tokens_of(6 * B, 50), B)  # takes all blocks of the window
     life.release(2)
     life.swap_in()
-    assert life.written[1] < 4 * B + 1 and life.figures["in part"] == 1
+    assert life.num_written(1) < 4 * B + 1 and life.figures["lost"] == 1
     life.check()
     life.write(1, 4 * B + 2)
     life.reset()
@@ -352,20 +344,6 @@ def test_a_commit_needs_room_in_all_windows(num_opened):
     life.manager.check()
 
 
-@pytest.mark.parametrize("group", [-1, 1, 1.5, "0"])
-def test_a_group_that_is_not_there(group):
-    manager = life_of(B).manager
-    manager.allocate(1, [1])
-    error = TypeError if not isinstance(group, int) else ValueError
-    for call in (
-        lambda: manager.windows[group].tables([1]),
-        lambda: manager.windows[group].slots(1, 0, 0),
-        lambda: manager.windows[group].slot_mappings([], [], []),
-    ):
-        with pytest.raises(error, match="group must be"):
-            call()
-
-
 def test_bad_arguments_change_nothing():
     life = life_of(B)
     manager = life.manager
@@ -384,12 +362,12 @@ def test_bad_arguments_change_nothing():
     with pytest.raises(ValueError, match=r"ends must be in \[4, 8\], got 9 for 1"):
         manager.windows.open_as_far(1, 2 * B + 1)
     life.check()
-    for windows, error, words in [
-        ([], ValueError, "windows must be one or more, got 0"),
-        ([5], TypeError, "windows must be Windows, got int"),
+    for groups, error, words in [
+        ([5], TypeError, "groups must be Windows and States, got int"),
+        ([States(1), States(1)], ValueError, "groups must hold at most one States, got 2"),
     ]:
         with pytest.raises(error, match=words):
-            BlockManager(8, B, groups=windows)
+            BlockManager(8, B, groups=groups)
     for numbers in ((0, 1), (1, 0), (-1, 4)):
         with pytest.raises(ValueError, match="must be an integer of at least 1"):
             Window(*numbers)
@@ -406,6 +384,6 @@ def test_a_step_waits_for_its_copies():
     for call in (lambda: life.manager.windows[0].tables([2]), lambda: life.manager.windows[0].slots(2, B, B + 2)):
         with pytest.raises(RuntimeError, match="do_moves of the window's group"):
             call()
-    life.do_moves()
+    life.memory.do_moves()
     assert life.manager.windows[0].tables([1, 2]).dtype == np.int32
     assert life.manager.windows[0].tables([]).shape == (0, 0)

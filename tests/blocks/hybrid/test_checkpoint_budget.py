@@ -6,7 +6,7 @@ import pytest
 from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
 
 from kvpage.blocks.groups.states.checkpoint import MarkKind
-from kvpage.blocks.groups.states.slot_stats import slot_stats
+from kvpage.blocks.groups.states.state_space import StateSpace
 
 PROMPTS = [[100 * number + token for token in range(2 * B + 2)] for number in range(6)]
 
@@ -20,7 +20,7 @@ def test_idle_slots_hold_no_checkpoints_beyond_the_budget(most: int, num_host_sl
         slots = manager.stats().slots
         assert slots.num_checkpoints <= most and slots.num_free_slots == 8 - slots.num_checkpoints
     assert slots.num_checkpoints == most and slots.num_host_checkpoints == num_host_slots
-    assert manager.keeps_checkpoints == (most + num_host_slots > 0)
+    assert manager.states.keeps_checkpoints == (most + num_host_slots > 0)
 
 
 def test_marks_of_running_sequences_are_in_the_budget() -> None:
@@ -130,6 +130,6 @@ def test_numbers_that_are_read_while_slots_change_are_in_their_ranges() -> None:
     tails = {tail: SimpleNamespace(is_on_host=tail == b"") for tail in (b"", b"abcd")}  # dropped since they were listed
     anchors = SimpleNamespace(stale=lambda: [SimpleNamespace(tails=tails)])
     counts = dict.fromkeys(("restored", "kept", "evicted", "demoted", "lost"), 0)
-    slots = slot_stats(SimpleNamespace(device=tier, host=tier, anchors=anchors, counts=counts))
+    slots = StateSpace.stats(SimpleNamespace(device=tier, host=tier, anchors=anchors, counts=counts))
     assert (slots.num_free_slots, slots.num_checkpoints) == (2, 0)
     assert (slots.num_free_host_slots, slots.num_host_checkpoints) == (2, 0)

@@ -1,11 +1,13 @@
 """BlockManager at its edges: what a call leaves alone, which of two checkpoints goes, what the counters say."""
 
+from dataclasses import replace
+
 import pytest
 from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
 
 from kvpage.blocks.groups.states.checkpoint import PER_USE
-from kvpage.blocks.groups.states.state_space import StateSpace
-from kvpage.blocks.space import BlockSpace, HostPolicy
+from kvpage.blocks.groups.states.state_space import States
+from kvpage.blocks.space import HostPolicy
 
 
 def prompt(num_tokens, start=1):
@@ -13,7 +15,7 @@ def prompt(num_tokens, start=1):
 
 
 def checkpoints(manager, tier="device"):
-    found = [one for one in getattr(manager.states, tier).checkpoints if one is not None]
+    found = [one for one in getattr(manager.states.space, tier).checkpoints if one is not None]
     return sorted(found, key=lambda one: one.num_tokens)
 
 
@@ -26,7 +28,7 @@ def test_what_options_are_where_they_are_left_out():
     with pytest.raises(ValueError, match="pins must hold at most 0"):
         manager.space.pin(prompt(B + 1))
     assert manager.tree.num_host_cached == 0 and manager.states.space.host.num_slots == 0
-    assert StateSpace(BlockSpace(4, B), 2).host.num_slots == 0
+    assert States(2).num_host_slots == 0 and States(2).most_kept == 2
     eager = manager_of(num_host_blocks=4, host_policy=HostPolicy(0))
     serve(eager, prompt(B + 1))
     assert eager.tree.num_host_cached == 1
@@ -39,12 +41,12 @@ def test_a_priority_that_is_left_out_is_the_lowest():
     assert [one.priority for one in checkpoints(manager)] in ([0, 1], [1, 0])
 
 
-@pytest.mark.parametrize("call", ["hold_checkpoints", "num_cached"])
+@pytest.mark.parametrize("call", ["hold", "num_cached"])
 def test_a_namespace_must_be_bytes(call):
     manager = manager_of()
     before = manager.stats()
     with pytest.raises(TypeError, match="namespace must be bytes"):
-        getattr(manager, call)(prompt(3), "text")
+        getattr(manager.states if call == "hold" else manager, call)(prompt(3), "text")
     assert manager.stats() == before
 
 
@@ -59,7 +61,7 @@ def test_a_sequence_off_the_device_is_not_there(call):
     manager.swap_out(0)
     for seq_id in (0, "nobody"):
         with pytest.raises(KeyError):
-            getattr(manager, call)(seq_id)
+            getattr(manager.states if call == "slot_of" else manager, call)(seq_id)
     assert manager.swap_in(0, tokens).num_cached_tokens == len(tokens)
     assert not manager.states._states.running[0].is_spoiled
     manager.check()
@@ -149,7 +151,7 @@ def test_a_regular_mark_takes_the_slot_of_a_checkpoint_that_is_passed_by_and_of_
     serve(manager, prompt(3), num_left_over=0)
     serve(manager, prompt(40))  # goes on from the first one's checkpoint
     assert [one.is_passed_by for one in checkpoints(manager)] == [True, False]
-    manager.checkpoint_every = 3
+    manager.states.options = replace(manager.states.options, checkpoint_every=3)
     begin(manager, 0, prompt(30, 100))
     assert [position for position, _ in prefill(manager, 0, prompt(3, 100), 0)] == [3]
     assert [one.num_tokens for one in checkpoints(manager)] == [3, 39]
