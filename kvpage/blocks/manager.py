@@ -20,7 +20,7 @@ Layers that keep less than all tokens are groups, which hold what they need besi
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvpage.blocks.explain import Explanation, explain_attention, longest_elsewhere, reach_of_attention
+from kvpage.blocks.explain import Explanation, GroupReach, explain_attention, longest_elsewhere, reach_of_attention
 from kvpage.blocks.groups.admission import Admission
 from kvpage.blocks.groups.group import Groups, PathIds, Prompt
 from kvpage.blocks.groups.held_blocks import HeldBlocks
@@ -630,8 +630,9 @@ class BlockManager:
         ids, prompt = self.tree.look(tokens, namespace)[0], Prompt(tokens, namespace, 0, 1)
         attention = reach_of_attention(self.tree, tokens, namespace, self.states is not None, self.space.rule)
         position = self._position(ids, tokens, namespace)
-        reaches = [group.explain(ids, prompt, attention) for group in self._groups]
-        for group in self._groups:
+        reaches: list[GroupReach] = []
+        for group in reversed(self._groups):  # states first: windows reach into their tails, too
+            reaches.insert(0, group.explain(ids, prompt, attention))
             attention = group.amend(attention, ids, prompt, position)
         elsewhere = longest_elsewhere(self.tree, tokens, namespace, attention.num_tokens)
         return Explanation(len(tokens), position, (attention, *reaches), elsewhere)

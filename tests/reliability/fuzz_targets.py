@@ -12,7 +12,7 @@ import fuzz_branches
 import fuzz_bytes
 import fuzz_configs
 import fuzz_copier
-import fuzz_hybrid
+import fuzz_groups
 import fuzz_manager
 import fuzz_native_ops
 import fuzz_ops
@@ -23,7 +23,6 @@ import fuzz_slots
 import fuzz_states
 import fuzz_store
 import fuzz_vllm
-import fuzz_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,7 @@ TARGETS = [
     Target("copier", fuzz_copier.CopierWorld),
     Target("tree", fuzz_blocks.TreeWorld, 4, 100),
     Target("manager", fuzz_manager.ManagerWorld, 3, 100),
-    Target("hybrid manager", fuzz_hybrid.HybridWorld, 3, 100),
-    Target("windowed manager", fuzz_windows.WindowedWorld, 3, 100),
+    Target("manager of groups", fuzz_groups.GroupsWorld, 6, 100),
     Target("states", fuzz_states.StateCacheWorld),
     Target("state slots", fuzz_slots.StateSlotWorld),
     Target("engine's caches", fuzz_manager.EngineWorld),

@@ -1,4 +1,4 @@
-"""GroupLife: random operations on a BlockManager of any groups, whose blocks and slots hold the prefixes they stand for.
+"""GroupLife: random operations on a BlockManager of any groups. Blocks and slots hold the prefixes they stand for.
 
 A prompt begins at the largest position that all groups serve, by an oracle that tries each position.
 """
@@ -33,7 +33,10 @@ class Sequence:
 
 
 class GroupLife(ScarceLife):
-    """manager: of any groups. memory: its cells. on_device, swapped: its sequences. most_held: blocks of each window."""
+    """manager: of any groups. memory: its cells. on_device, swapped: its sequences.
+
+    most_held: the most blocks that a sequence has held in each window.
+    """
 
     def __init__(self, manager: BlockManager, seed: int = 0) -> None:
         super().__init__(seed)

@@ -1,4 +1,4 @@
-"""GroupMemory: blocks and slots of all groups and tiers that hold, in place of numbers, the exact prefix they stand for.
+"""GroupMemory: blocks and slots of all groups and tiers. In place of numbers they hold the prefixes they stand for.
 
 Every prefix has one number: that of its last token's node in a tree of all tokens ever written. A cell of a block holds
 the prefix that ends at its token, and a state slot the prefix that the state has seen. What nobody owns is poisoned.
@@ -108,7 +108,7 @@ class GroupMemory:
             cells.reshape(-1)[places] = path[begin + 1 : end + 1]
 
     def check_sequence(self, seq_id: object, path: list[int], has_state: bool = True) -> None:
-        """All that the next token reads is the path's, which begins with the namespace: K and V, windows and the state."""
+        """All that the next token reads is the path's: K and V, those of windows, and the state."""
         end, manager = len(path) - 1, self.manager
         ids = manager.block_ids(seq_id)[: -(-end // self.size)]
         assert self.blocks["device"][0][ids].ravel()[:end].tolist() == path[1:], f"K and V of {seq_id}"

@@ -287,12 +287,10 @@ class WindowGroup(GroupManager[Claim]):
         What lacks was evicted if there was a block beside the tree's. A load brings the last window alone, without
         the blocks before it.
         """
-        name, num_blocks = (
-            f"window of {self.blocks.window.num_tokens}",
-            int(np.flatnonzero(self.blocks.usable(ids))[-1]),
-        )
-        num_tokens = num_blocks * self._size
-        if num_blocks == ids.shape[1]:
+        name = f"window of {self.blocks.window.num_tokens}"
+        most = attention.num_tokens if self._takes_tails else ids.shape[1] * self._size
+        num_tokens = self.claim(ids, prompt, most, learns=False).num_tokens
+        if num_tokens == most:
             return replace(attention, group=name, num_tokens=num_tokens)
         lacking = np.ascontiguousarray(ids[:, ~self.blocks.has(ids)])
         was_there = self._to_follow().isdisjoint(lacking[DEVICE].tolist()) and bool(self.blocks.had(lacking).any())

@@ -210,6 +210,7 @@ def test_an_evicted_window_is_found_on_the_host():
     life.release(2)
     assert life.manager.windows[0].blocks.stats().demoted_blocks >= 3
     life.begin(prompt)
+    life.memory.do_moves()
     assert life.num_written(3) == 3 * B and life.memory.num_moved["swap_in"] == 2
     assert life.manager.windows[0].blocks.stats().promoted_blocks == 2
     life.check()

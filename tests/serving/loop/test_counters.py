@@ -152,11 +152,10 @@ class Life(Onlooker):
         self.check()
 
     def take_other_moves(self) -> None:
-        if isinstance(self.manager, BlockManager):
+        if self.manager.states is not None:
             self.manager.states.do_moves(lambda move: None)
-        elif isinstance(self.manager, BlockManager):
-            for blocks in self.manager.windows:
-                blocks.do_moves(lambda move: None)
+        for window in self.manager.windows:
+            window.blocks.do_moves(lambda move: None)
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):

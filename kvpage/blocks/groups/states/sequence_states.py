@@ -12,6 +12,7 @@ import numpy as np
 from kvpage.blocks.groups.states.checkpoint import Checkpoint, MarkKind, Prefix
 from kvpage.blocks.groups.states.marks import Mark
 from kvpage.blocks.groups.states.state_space import StateSpace
+from kvpage.blocks.groups.window_blocks import NO_BLOCK
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.states import Ids, SeqId
 
@@ -115,12 +116,17 @@ class SequenceStates:
         return {one: known[one - one % size - begin : one - begin].tobytes() for one in passed}
 
     def set_tails(self, seq_id: SeqId, tails: dict[int, bytes]) -> None:
-        """Note the tails of marks whose tokens are committed now, and copy their K and V while all blocks are there."""
+        """Note the tails of marks whose tokens are committed now, and copy their K and V while all blocks are there.
+
+        A mark whose tail a window has not got, as after a load of the last window alone, stays without one.
+        """
         running = self.running[seq_id]
         for position, tail in tails.items():
+            blocks = self._blocks_at(seq_id, position // self._sequences.block_size) if tail else ()
+            if NO_BLOCK in blocks:
+                continue
             running.marks[position] = running.marks[position]._replace(tail=tail)
             if tail:
-                blocks = self._blocks_at(seq_id, position // self._sequences.block_size)
                 self._states.copy_tail(blocks, running.reserved[position])
 
     def keep(self, seq_id: SeqId) -> None:
