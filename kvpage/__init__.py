@@ -18,9 +18,10 @@ from kvpage.checks.errors import OutOfBlocks  # isort: skip  (the extension look
 import kvpage._C as _C
 from kvpage._C import BlockPool, HotPrefix, Match, PartMatch, PrefixTree, TreeEntry
 from kvpage.blocks.explain import Ending, Explanation, GroupReach, StoreReach, StoreVerdict
-from kvpage.blocks.groups.held_blocks import HeldBlocks, HeldWindow
+from kvpage.blocks.groups.held_blocks import HeldBlocks
 from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.groups.window_blocks import Window, WindowStats
+from kvpage.blocks.groups.window_group import HeldWindow
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove, BlockMoves

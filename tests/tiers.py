@@ -68,7 +68,7 @@ SHOWN: dict[str, dict[str, float]] = {
         "tests/reliability/test_daily.py::test_work_of_the_day": 40,
         "tests/blocks/test_tree_life.py::test_random_lives": 4,
         "tests/blocks/test_block_manager.py::test_random_lives_read_what_they_wrote": 4,
-        "tests/blocks/hybrid/test_hybrid_life.py::test_states_and_blocks_are_those_of_the_exact_prefix": 4,
+        "tests/blocks/groups/test_group_life.py::test_all_groups_hold_the_exact_prefix": 4,
         "tests/store/test_store_life.py::test_random_lives": 4,
         "tests/store/tiers/test_memory_tier.py::test_random_life": 4,
         "tests/store/disk/test_disk.py::test_random_life_over_many_openings": 6,

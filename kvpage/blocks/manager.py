@@ -20,16 +20,12 @@ Layers that keep less than all tokens are groups, which hold what they need besi
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvpage.blocks.explain import Explanation, GroupReach, explain_attention, longest_elsewhere, reach_of_attention
+from kvpage.blocks.explain import Explanation, explain_attention
 from kvpage.blocks.groups.admission import Admission
-from kvpage.blocks.groups.group import Groups, PathIds, Prompt
-from kvpage.blocks.groups.held_blocks import HeldBlocks
+from kvpage.blocks.groups.group import Prompt
+from kvpage.blocks.groups.held_blocks import HeldBlocks, hold
+from kvpage.blocks.groups.kinds import GroupOptions, checked_options, make_groups
 from kvpage.blocks.groups.states.marks import as_cache_at
-from kvpage.blocks.groups.states.state_group import StateGroup
-from kvpage.blocks.groups.states.state_space import States
-from kvpage.blocks.groups.window_blocks import Window
-from kvpage.blocks.groups.window_group import WindowGroup
-from kvpage.blocks.groups.windows import Windows
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves
 from kvpage.blocks.rows import MANY_TOKENS, SequenceSteps
@@ -61,9 +57,8 @@ class BlockManager:
         host_policy: When cached blocks are copied to the host.
         rule: Whether cached blocks on the host are worth their way back; None loads all of them.
         pin_quota: How many blocks `space.pin` may keep.
-        groups: The layers that keep less: a Window for each size of window, and States for those with states. A model
-            without layers that attend to all tokens has blocks here, too: with a CacheEngine without layers, whose
-            blocks have no bytes. With groups no parts of blocks are shared.
+        groups: The layers that keep less: a Window for each size of window, and States for those with states. With
+            groups no parts of blocks are shared.
 
     Attributes:
         windows: The groups of windows, in the order of `groups`. It makes room in them for each step.
@@ -85,11 +80,11 @@ class BlockManager:
         host_policy: HostPolicy | None = None,
         rule: LoadOrCompute | None = None,
         pin_quota: int = 0,
-        groups: Sequence[Window | States] = (),
+        groups: Sequence[GroupOptions] = (),
     ) -> None:
         check_flag("enable_prefix_caching", enable_prefix_caching)
         check_flag("share_parts", share_parts)
-        options = checked_groups(groups)
+        options = checked_options(groups)
         self.block_size = block_size
         self.enable_prefix_caching = is_caching = enable_prefix_caching
         self.share_parts = share_parts and is_caching and not options
@@ -97,34 +92,24 @@ class BlockManager:
         self.pool, self.tree = space.pool, space.tree
         self._sequences = sequences = Sequences(self.tree, is_caching)
         self.rows = SequenceSteps(space, sequences)
-        has_states = any(isinstance(one, States) for one in options)
-        windows = [WindowGroup(one, space, sequences, has_states) for one in options if isinstance(one, Window)]
-        states = [StateGroup(one, space, sequences, is_caching, windows) for one in options if isinstance(one, States)]
-        self.states = states[0] if states else None
-        self._groups: Groups = (*windows, *states)
-        self.windows = Windows(windows, sequences, self._groups)
-        self._admission = Admission(space, sequences, self._groups, has_states, is_caching) if self._groups else None
-        space.watch(self._groups)
+        self.windows, self.states, self._groups = make_groups(options, space, sequences, is_caching)
+        self._admission: Admission | None = None
+        if self._groups:
+            self._admission = Admission(space, sequences, self._groups, self.states is not None, is_caching)
 
     def take_moves(self) -> BlockMoves:
         """Return the moves to make before the next step, in order. Each is handed over once, and taken as made."""
         return self.space.take_moves()
 
     def due_moves(self) -> Iterator[BlockMove]:
-        """Return an iterator over the moves in order, for a loop that makes them.
-
-        Returns:
-            The moves. Each counts as made when the next one is asked for. A loop that ends early, as by an exception,
-            leaves its last move, and those after it, for the next time.
-        """
+        """Return an iterator over the moves in order, for a loop that makes them; see BlockMoves.due."""
         return self.space.due_moves()
 
     def do_moves(self, do_move: Callable[[BlockMove], object]) -> None:
         """Make all moves in order.
 
         Args:
-            do_move: Makes one move, such as CacheEngine.do_move. If it raises, that move and those after it stay, and
-                come first in the next call.
+            do_move: Makes one move, such as CacheEngine.do_move. If it raises, that move and later ones stay.
         """
         self.space.do_moves(do_move)
 
@@ -171,12 +156,11 @@ class BlockManager:
         check_namespace(namespace)
         self._sequences.check_new(seq_id)
         tokens = some_tokens(tokens)
-        is_caching, parts = self.enable_prefix_caching, self.share_parts
-        num_to_compute = num_left_over
+        is_caching, num_to_compute = self.enable_prefix_caching, num_left_over
         if type(num_left_over) is not int or num_left_over != 1 or max_cached_tokens is not None or not is_caching:
             num_left_over = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
         if self._admission is None:
-            about = tokens, namespace, priority, num_left_over, parts, num_spare, is_counted
+            about = tokens, namespace, priority, num_left_over, self.share_parts, num_spare, is_counted
             return begin(self.space, self._sequences, seq_id, *about)
         prompt = Prompt(
             tokens,
@@ -229,7 +213,7 @@ class BlockManager:
             seq_id: The sequence.
             tokens: Token ids, as many as there is room for at most.
 
-        Commits by rows do the same for the layers that attend to all tokens alone. Windows follow later.
+        Commits by rows are of the layers that attend to all tokens. Windows follow later.
 
         Raises:
             ValueError: There is no room for that many tokens, or windows are not opened for them. Or they are fewer
@@ -365,9 +349,6 @@ class BlockManager:
 
         Args:
             seq_id: A sequence on the device.
-
-        Raises:
-            KeyError: There is no such sequence.
         """
         self._sequences.on_device[seq_id]  # KeyError
         for group in self._groups:
@@ -473,7 +454,12 @@ class BlockManager:
         """
         check_namespace(namespace)
         tokens = some_tokens(tokens)
-        return self._position(self.tree.look(tokens[:-1], namespace)[0], tokens, namespace)
+        if not self.enable_prefix_caching:
+            return 0
+        ids = self.tree.look(tokens[:-1], namespace)[0]
+        if self._admission is None:
+            return int(ids.shape[1]) * self.block_size
+        return self._admission.position(ids, Prompt(tokens, namespace, 0, 1))
 
     @uninterrupted
     def hold_cached(self, tokens: Tokens, namespace: bytes = b"") -> HeldBlocks:
@@ -493,15 +479,7 @@ class BlockManager:
         check_namespace(namespace)
         match = self.tree.match(tokens, namespace, num_left_over=0, is_hit=False)
         self.tree.trim(match)
-        windows = [window.hold(match.tier_block_ids()) for window in self.windows]
-
-        @uninterrupted
-        def release() -> None:
-            self.tree.release(match)
-            for window, held in zip(self.windows, windows, strict=True):
-                window.let_go(held)
-
-        return HeldBlocks(match.num_tokens, match.block_ids.copy(), windows, release)
+        return hold(self.tree, match, self.windows)
 
     # --- arguments of a step -----------------------------------------------------------------------------------------
 
@@ -554,8 +532,8 @@ class BlockManager:
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
         """Return how far each group reaches into a prompt, and why not further. Nothing is changed.
 
-        The tree remembers its last evictions. Of earlier ones, and of those before which more was evicted or added in
-        another way, it is not known whether a block was evicted or never computed.
+        The tree remembers its last evictions. Of earlier ones it is not known whether a block was evicted or never
+        computed.
 
         Args:
             tokens: A prompt, at least one token.
@@ -564,9 +542,9 @@ class BlockManager:
         check_namespace(namespace)
         tokens = some_tokens(tokens)
         tree = self.tree if self.enable_prefix_caching else None
-        if tree is None or not self._groups:
+        if tree is None or self._admission is None:
             return explain_attention(tree, tokens, namespace, self.share_parts, self.space.rule)
-        return self._explain_groups(tokens, namespace)
+        return self._admission.explain(tokens, namespace)
 
     def state(self, seq_id: SeqId) -> SequenceState:
         """Return a copy of the state of a sequence on the device."""
@@ -616,39 +594,6 @@ class BlockManager:
         for group in self._groups:
             group.fork(seq_id, new_seq_id)
 
-    def _position(self, ids: PathIds, tokens: Ids, namespace: bytes) -> int:
-        """Return where a sequence of a prompt would begin, whole blocks and states. ids: Its cached blocks."""
-        if not self.enable_prefix_caching:
-            return 0
-        if self._admission is None:
-            num_tokens: int = ids.shape[1] * self.block_size
-            return num_tokens
-        return self._admission.position(ids, Prompt(tokens, namespace, 0, 1))
-
-    def _explain_groups(self, tokens: Ids, namespace: bytes) -> Explanation:
-        """Return the explanation of all groups. A state may stand amid a block, so a part of one counts beside it."""
-        ids, prompt = self.tree.look(tokens, namespace)[0], Prompt(tokens, namespace, 0, 1)
-        attention = reach_of_attention(self.tree, tokens, namespace, self.states is not None, self.space.rule)
-        position = self._position(ids, tokens, namespace)
-        reaches: list[GroupReach] = []
-        for group in reversed(self._groups):  # states first: windows reach into their tails, too
-            reaches.insert(0, group.explain(ids, prompt, attention))
-            attention = group.amend(attention, ids, prompt, position)
-        elsewhere = longest_elsewhere(self.tree, tokens, namespace, attention.num_tokens)
-        return Explanation(len(tokens), position, (attention, *reaches), elsewhere)
-
     def _check_moved(self) -> None:
         if self.space.has_moves:
             raise RuntimeError("do_moves must be called before a step")
-
-
-def checked_groups(groups: Sequence[Window | States]) -> list[Window | States]:
-    """Return the options of groups. ValueError for two groups of states, TypeError for another type."""
-    options = as_list("groups", groups)
-    for option in options:
-        if not isinstance(option, Window | States):
-            raise TypeError(f"groups must be Windows and States, got {type(option).__name__}")
-    num_states = sum(isinstance(option, States) for option in options)
-    if num_states > 1:
-        raise ValueError(f"groups must hold at most one States, got {num_states}")
-    return options

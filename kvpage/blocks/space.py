@@ -373,8 +373,9 @@ class BlockSpace:
         )
 
     def _told(self, pairs: Pairs, to_host: bool = True) -> Pairs:
-        for watcher in self._watchers:
-            watcher.blocks_moved(pairs, to_host)
+        if self._watchers:  # an iterator over none would need memory, without which the pairs would be lost
+            for watcher in self._watchers:
+                watcher.blocks_moved(pairs, to_host)
         return pairs
 
     def _count_query(self, query: Query, num_device_tokens: int, num_host_tokens: int) -> None:

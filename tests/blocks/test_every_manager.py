@@ -8,7 +8,7 @@ import pytest
 from support.managers import manager_of_states
 
 from kvpage import BlockManager
-from kvpage.blocks.groups.successor_manager import SuccessorManager
+from kvpage.blocks.drafts.successor_manager import SuccessorManager
 from kvpage.blocks.groups.window_blocks import Window
 
 B, NUM_BLOCKS = 4, 16

@@ -43,7 +43,6 @@ EXTRAS = {
 }
 CLASS_METHODS = ("__init__", "__enter__", "__call__", "__getitem__", "__setitem__", "__iter__")
 PRIVATE = {
-    "kvpage.blocks.groups.states.held_checkpoints.HeldCheckpoints": "of an engine's manager, for its store",
     "kvpage.store.records.kinds.RecordKinds": "of a KVStore, which makes its StateRecords",
     "kvpage.store.states.state_keys.StateKeys": "of a KVStore, which makes its StateRecords",
     "kvpage.store.states.state_parts.StateParts": "of a KVStore, which makes the records of its groups",

@@ -6,7 +6,7 @@ import pytest
 from support import grouped_life, manager_life, naive_pool, naive_tree, slot_life, slot_oracle, store_life, tree_life
 from support.life import World
 
-from kvpage.blocks.groups.grouped_manager import GroupedManager
+from kvpage.blocks.drafts.grouped_manager import GroupedManager
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.space import BlockSpace
 from kvpage.store import KVStore

@@ -1,6 +1,6 @@
 """DraftMemory: cells of a draft model's blocks that hold the tokens they depend on: those up to the successor's."""
 
-from kvpage.blocks.groups.successor_manager import SuccessorManager
+from kvpage.blocks.drafts.successor_manager import SuccessorManager
 
 POISON = "poison"
 

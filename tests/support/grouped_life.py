@@ -7,8 +7,8 @@ from support.life import Operation, ScarceLife
 from support.slot_memory import SlotMemory
 
 from kvpage import BlockManager
-from kvpage.blocks.groups.grouped_manager import GroupedManager
-from kvpage.blocks.groups.successor_manager import SuccessorManager
+from kvpage.blocks.drafts.grouped_manager import GroupedManager
+from kvpage.blocks.drafts.successor_manager import SuccessorManager
 
 B = 4
 

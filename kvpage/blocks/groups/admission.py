@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvpage._C import Match
+from kvpage.blocks.explain import Explanation, GroupReach, longest_elsewhere, reach_of_attention
 from kvpage.blocks.groups.group import Groups, PathIds, Prompt, agree
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.sequences.swaps import resume
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import Allocation, SeqId
+from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.blocks.stats import Query
 
 
@@ -60,6 +61,18 @@ class Admission:
         ids: The tree's ids of the prompt's cached blocks.
         """
         return int(self._agreed(ids, prompt, learns=False)[0][0].num_tokens)
+
+    def explain(self, tokens: Ids, namespace: bytes) -> Explanation:
+        """Return how far each group reaches into a prompt. Beside states, which stand amid blocks, a part counts."""
+        tree, prompt = self._space.tree, Prompt(tokens, namespace, 0, 1)
+        ids = tree.look(tokens, namespace)[0]
+        attention = reach_of_attention(tree, tokens, namespace, self._takes_tails, self._space.rule)
+        position, reaches = self.position(ids, prompt), list[GroupReach]()
+        for group in reversed(self._groups):  # states first: windows reach into their tails, too
+            reaches.insert(0, group.explain(ids, prompt, attention))
+            attention = group.amend(attention, ids, prompt, position)
+        elsewhere = longest_elsewhere(tree, tokens, namespace, attention.num_tokens)
+        return Explanation(len(tokens), position, (attention, *reaches), elsewhere)
 
     def begin(self, seq_id: SeqId, prompt: Prompt) -> Allocation:
         """Give blocks, and room in all groups, to a sequence: a new one, or one that is swapped out.

@@ -7,23 +7,10 @@ a window        .    .    5    1       those that are still there
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from kvpage._C import Match, PrefixTree
+from kvpage.blocks.groups.window_group import HeldWindow, WindowGroup
 from kvpage.blocks.states import Ids
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeldWindow:
-    """The blocks of one window.
-
-    Attributes:
-        block_ids: By place, int32 [num_blocks], with 0 where there is none.
-        has: Whether one is held, bool [num_blocks].
-    """
-
-    block_ids: Ids
-    has: npt.NDArray[np.bool_]
+from kvpage.checks.interrupts import uninterrupted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,3 +28,22 @@ class HeldBlocks:
     block_ids: Ids
     windows: Sequence[HeldWindow]
     release: Callable[[], object]
+
+
+def hold(tree: PrefixTree, match: Match, windows: Sequence[WindowGroup]) -> HeldBlocks:
+    """Return the blocks of a match, and those that windows have cached beside them.
+
+    Args:
+        tree: Of the match.
+        match: The caller's; it is released with the result.
+        windows: The groups.
+    """
+    held = [window.hold(match.tier_block_ids()) for window in windows]
+
+    @uninterrupted
+    def release() -> None:
+        tree.release(match)
+        for window, blocks in zip(windows, held, strict=True):
+            window.let_go(blocks)
+
+    return HeldBlocks(match.num_tokens, match.block_ids.copy(), held, release)

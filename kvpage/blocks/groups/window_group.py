@@ -9,13 +9,13 @@ until others want them. A prompt can go on where its last window is cached, see 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpage.blocks.explain import Ending, GroupReach
 from kvpage.blocks.groups.group import Claim, GroupManager, PathIds, Prompt
-from kvpage.blocks.groups.held_blocks import HeldWindow
 from kvpage.blocks.groups.window_blocks import DEVICE, Window, WindowBlocks
 from kvpage.blocks.groups.window_table import SwappedWindow, WindowTable, needs_back
 from kvpage.blocks.moves import Pairs
@@ -25,6 +25,19 @@ from kvpage.blocks.states import Ids, SeqId, Slots
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.values import as_list, as_positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldWindow:
+    """The blocks of one window.
+
+    Attributes:
+        block_ids: By place, int32 [num_blocks], with 0 where there is none.
+        has: Whether one is held, bool [num_blocks].
+    """
+
+    block_ids: Ids
+    has: npt.NDArray[np.bool_]
 
 
 class WindowGroup(GroupManager[Claim]):

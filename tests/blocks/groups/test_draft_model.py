@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvpage import BlockManager, CacheConfig, CacheEngine, ModelConfig, ops
-from kvpage.blocks.groups.grouped_manager import GroupedManager
-from kvpage.blocks.groups.successor_manager import SuccessorManager
+from kvpage.blocks.drafts.grouped_manager import GroupedManager
+from kvpage.blocks.drafts.successor_manager import SuccessorManager
 
 B, SIZE, HEADS, VOCABULARY, NUM_BLOCKS = 4, 16, 2, 32, 64
 

@@ -6,8 +6,8 @@ from support.life import lived, total
 from support.managers import manager_of_states
 
 from kvpage import OutOfBlocks
-from kvpage.blocks.groups.grouped_manager import GroupedManager
-from kvpage.blocks.groups.successor_manager import SuccessorManager
+from kvpage.blocks.drafts.grouped_manager import GroupedManager
+from kvpage.blocks.drafts.successor_manager import SuccessorManager
 
 
 def test_random_lives():

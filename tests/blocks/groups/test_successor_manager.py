@@ -4,8 +4,8 @@ import pytest
 from support.draft_memory import DraftMemory
 
 from kvpage import BlockManager, OutOfBlocks
+from kvpage.blocks.drafts.successor_manager import SuccessorManager, successors
 from kvpage.blocks.explain import Ending
-from kvpage.blocks.groups.successor_manager import SuccessorManager, successors
 
 B = 4
 

@@ -1,9 +1,9 @@
 """EvictedCheckpoints: the last checkpoints that were evicted, so that `explain` can tell of them."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
-from kvpage.blocks.groups.states.anchors import Anchors
 from kvpage.blocks.groups.states.checkpoint import Checkpoint
 from kvpage.blocks.states import Ids
 
@@ -23,14 +23,14 @@ class Evicted(NamedTuple):
 class EvictedCheckpoints:
     """A bounded record. A checkpoint is recognised as long as its last whole block stays cached."""
 
-    def __init__(self, anchors: Anchors) -> None:
-        self._anchors = anchors
+    def __init__(self, is_current: Callable[[int, int, int], bool]) -> None:
+        """Begin with none. is_current: see Anchors."""
+        self._is_current = is_current
         self._last: deque[Evicted] = deque(maxlen=MOST_REMEMBERED)
 
-    def add(self, checkpoint: Checkpoint) -> None:
-        """Remember a checkpoint that is about to be dropped for room."""
+    def add(self, checkpoint: Checkpoint, uses: list[tuple[int, int, int]]) -> None:
+        """Remember a checkpoint that is about to be dropped for room. uses: of its anchor, see Anchors."""
         anchor = checkpoint.anchor
-        uses = self._anchors.uses_of(anchor)
         self._last.append(Evicted(anchor.namespace, anchor.num_blocks, checkpoint.tail, checkpoint.num_tokens, uses))
 
     def clear(self) -> None:
@@ -59,6 +59,6 @@ class EvictedCheckpoints:
         if place < 0 or place >= ids.shape[1]:
             return place < 0
         return any(
-            ids[tier, place] == block_id and self._anchors.is_current(tier, block_id, generation)
+            ids[tier, place] == block_id and self._is_current(tier, block_id, generation)
             for tier, block_id, generation in one.uses
         )

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvpage.blocks.groups.states.checkpoint import Checkpoint, MarkKind, Prefix
 from kvpage.blocks.groups.states.marks import Mark
+from kvpage.blocks.groups.states.slot_tier import SlotTier
 from kvpage.blocks.groups.states.state_space import StateSpace
 from kvpage.blocks.groups.window_blocks import NO_BLOCK
 from kvpage.blocks.sequences.sequences import Sequences
@@ -193,6 +194,29 @@ class SequenceStates:
             self._states.give_up_mark(slot)
         running.reserved.clear()
 
+    def check(self) -> None:
+        """Raise RuntimeError, with the numbers, unless every slot has one owner, and every checkpoint its place."""
+        running, states, sequences = self.running, self._states, self._sequences
+        ids = {*sequences.on_device, *sequences.swapped}
+        if set(running) != ids:
+            raise RuntimeError(f"states are of {sorted(map(repr, running))}, sequences are {sorted(map(repr, ids))}")
+        for seq_id, run in running.items():
+            if run.slot is not None and run.is_on_host != (seq_id in sequences.swapped):
+                raise RuntimeError(f"the state of {seq_id!r} is in another tier than its sequence")
+        held = [slot for run in running.values() for slot in run.reserved.values()]
+        num_marks, held_on_host = len(held), list[int]()
+        for run in running.values():
+            if run.slot is not None:
+                (held_on_host if run.is_on_host else held).append(run.slot)
+        _check_tier("device", states.device, [*held, *states.read_slots])
+        _check_tier("host", states.host, held_on_host)
+        num_kept = states.device.num_checkpoints + len(states.held_slots) + num_marks
+        if num_kept != states.num_kept or num_kept > states.most_kept:
+            raise RuntimeError(
+                f"{num_kept} slots are kept, of {states.num_kept} that count and {states.most_kept} at most"
+            )
+        _check_checkpoints(states)
+
     # --- inside ---
 
     def _is_kept_by_another(self, seq_id: SeqId, position: int) -> bool:
@@ -236,3 +260,30 @@ class SequenceStates:
             kind=mark.kind,
             priority=self.running[seq_id].priority,
         )
+
+
+def _check_tier(name: str, tier: SlotTier, held: list[int]) -> None:
+    kept = [slot for slot, checkpoint in enumerate(tier.checkpoints) if checkpoint is not None]
+    try:
+        tier.pool.check([*held, *kept])
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} slots: {error}") from error
+    if tier.num_checkpoints != len(kept):
+        raise RuntimeError(f"{tier.num_checkpoints} {name} slots have a rank, {len(kept)} are checkpoints")
+
+
+def _check_checkpoints(states: StateSpace) -> None:
+    states.anchors.table.check()
+    by_anchor = {id(checkpoint) for anchor in states.anchors for checkpoint in anchor.tails.values()}
+    for tier in (states.device, states.host):
+        for slot, checkpoint in enumerate(tier.checkpoints):
+            if checkpoint is None:
+                continue
+            if checkpoint.slot != slot or checkpoint.is_on_host != (tier is states.host) or checkpoint.is_dropped:
+                raise RuntimeError(f"the checkpoint in slot {slot} is of slot {checkpoint.slot}")
+            if id(checkpoint) not in by_anchor:
+                raise RuntimeError(f"the checkpoint in slot {slot} cannot be found")
+            if checkpoint.parent is not None and checkpoint not in checkpoint.parent.children:
+                raise RuntimeError(f"the checkpoint in slot {slot} is no child of its parent")
+    if len(by_anchor) != states.device.num_checkpoints + states.host.num_checkpoints:
+        raise RuntimeError(f"{len(by_anchor)} checkpoints can be found, not all of them in slots")

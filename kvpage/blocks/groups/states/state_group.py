@@ -25,7 +25,6 @@ from kvpage.blocks.groups.states.held_checkpoints import HeldCheckpoints
 from kvpage.blocks.groups.states.marks import MIN_SAVED, Mark, marks_of_prompt
 from kvpage.blocks.groups.states.reach import reach_of_state, with_tails
 from kvpage.blocks.groups.states.sequence_states import SequenceStates
-from kvpage.blocks.groups.states.slot_check import check_slots
 from kvpage.blocks.groups.states.state_space import States, StateSpace
 from kvpage.blocks.groups.window_group import WindowGroup
 from kvpage.blocks.moves import BlockMove, Pairs
@@ -303,7 +302,7 @@ class StateGroup(GroupManager[StateClaim]):
 
     def check(self, on_device: Sequence[SeqId], swapped: Sequence[SeqId]) -> None:
         """Raise RuntimeError where a slot or a checkpoint has no place, or two."""
-        check_slots(self.space, self._states.running, self._sequences)
+        self._states.check()
 
     # --- inside ---
 

@@ -101,7 +101,7 @@ class StateSpace:
         self._space = space
         self.anchors = Anchors(space.pool, space.host_pool, num_slots + num_host_slots)
         self._use_rates = {(kind, is_passed): UseRate() for kind in MarkKind for is_passed in (False, True)}
-        self.evicted = EvictedCheckpoints(self.anchors)
+        self.evicted = EvictedCheckpoints(self.anchors.is_current)
         self._held: list[Checkpoint] = []  # by readers, once for each
         self._floor = 0  # what the last evicted checkpoint was worth
         self.most_kept = options.most_kept
@@ -444,7 +444,7 @@ class StateSpace:
         self.counts["demoted"] += 1
 
     def _drop_for_room(self, checkpoint: Checkpoint) -> None:
-        self.evicted.add(checkpoint)
+        self.evicted.add(checkpoint, self.anchors.uses_of(checkpoint.anchor))
         self.drop(checkpoint)
 
     def _may_demote(self, checkpoint: Checkpoint, besides: Checkpoint | None) -> bool:

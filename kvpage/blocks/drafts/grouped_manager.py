@@ -12,8 +12,8 @@ Each of the two has its own pool, tree, block ids and tables: `manager.target` a
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvpage.blocks.drafts.successor_manager import SuccessorManager
 from kvpage.blocks.explain import Explanation
-from kvpage.blocks.groups.successor_manager import SuccessorManager
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation, SeqId
 from kvpage.checks.interrupts import uninterrupted

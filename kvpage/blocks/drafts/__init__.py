@@ -1,0 +1,1 @@
+"""The blocks of a model that drafts, beside those of its target."""
