@@ -19,10 +19,11 @@ Layers that keep less than all tokens are groups, which hold what they need besi
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from kvpage.blocks.explain import Explanation, explain_attention
-from kvpage.blocks.groups.admission import Admission
-from kvpage.blocks.groups.group import Prompt
+from kvpage.blocks.groups.all_groups import AllGroups
+from kvpage.blocks.groups.group import GroupManager, Prompt
 from kvpage.blocks.groups.held_blocks import HeldBlocks, hold
 from kvpage.blocks.groups.kinds import GroupOptions, checked_options, make_groups
 from kvpage.blocks.groups.states.marks import as_cache_at
@@ -35,7 +36,7 @@ from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace, HostPolicy
 from kvpage.blocks.states import Allocation, Ids, SeqId, SequenceState, Slots
 from kvpage.blocks.stats import BlockStats
-from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
+from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens, some_tokens
 from kvpage.checks.values import as_counts, as_integer, as_list, check_flag, check_namespace
 
@@ -93,9 +94,9 @@ class BlockManager:
         self._sequences = sequences = Sequences(self.tree, is_caching)
         self.rows = SequenceSteps(space, sequences)
         self.windows, self.states, self._groups = make_groups(options, space, sequences, is_caching)
-        self._admission: Admission | None = None
+        self._in_groups: AllGroups | None = None
         if self._groups:
-            self._admission = Admission(space, sequences, self._groups, self.states is not None, is_caching)
+            self._in_groups = AllGroups(space, sequences, self._groups, self.states is not None, is_caching)
 
     def take_moves(self) -> BlockMoves:
         """Return the moves to make before the next step, in order. Each is handed over once, and taken as made."""
@@ -159,7 +160,7 @@ class BlockManager:
         is_caching, num_to_compute = self.enable_prefix_caching, num_left_over
         if type(num_left_over) is not int or num_left_over != 1 or max_cached_tokens is not None or not is_caching:
             num_left_over = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
-        if self._admission is None:
+        if self._in_groups is None:
             about = tokens, namespace, priority, num_left_over, self.share_parts, num_spare, is_counted
             return begin(self.space, self._sequences, seq_id, *about)
         prompt = Prompt(
@@ -172,8 +173,7 @@ class BlockManager:
             num_to_compute=int(num_to_compute > 0),
             cache_at=as_cache_at(cache_at, len(tokens)),
         )
-        with HeldInterrupts():
-            return self._admission.begin(seq_id, prompt)
+        return self._in_groups.begin(seq_id, prompt)
 
     def append(self, seq_ids: Sequence[SeqId], num_new_tokens: Sequence[int] | int = 1) -> None:
         """Make room for more tokens in each sequence.
@@ -219,11 +219,10 @@ class BlockManager:
             ValueError: There is no room for that many tokens, or windows are not opened for them. Or they are fewer
                 than `windows.skip_to` has made room for.
         """
-        row = self._sequences.on_device[seq_id]
-        if self._groups:
-            self._commit_in_groups(seq_id, row, as_tokens(tokens))
+        if self._in_groups is None:
+            self._sequences.commit(self.space, self._sequences.on_device[seq_id], as_tokens(tokens))
         else:
-            self._commit(row, as_tokens(tokens))
+            self._in_groups.commit(seq_id, as_tokens(tokens))
 
     def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int | None = None) -> None:
         """Make a second sequence with the same first tokens, in the same blocks.
@@ -248,8 +247,8 @@ class BlockManager:
         fewest = self.first_forkable(seq_id)
         if not fewest <= num_tokens <= seq.num_tokens:
             raise ValueError(f"num_tokens must be in [{fewest}, {seq.num_tokens}], got {num_tokens}")
-        if self._groups:
-            self._fork_in_groups(seq_id, new_seq_id, num_tokens)
+        if self._in_groups is not None:
+            self._in_groups.fork(seq_id, new_seq_id, num_tokens)
             return
         try:
             self._sequences.fork(seq_id, new_seq_id, num_tokens)
@@ -267,34 +266,26 @@ class BlockManager:
         fewest = min(max(seq.first_own * self.block_size, 1), seq.num_tokens)
         return max([fewest, *(group.first_forkable(seq_id, seq.num_tokens) for group in self._groups)])
 
-    @uninterrupted
     def give_back_room(self, seq_id: SeqId) -> None:
         """Free the blocks that the sequence has beyond its committed tokens, in all groups.
 
         Raises:
             ValueError: `windows.skip_to` has made room, and what comes there is not committed.
         """
-        row = self._sequences.on_device[seq_id]
-        for group in self._groups:
-            group.check_settled(seq_id)
-        self._sequences.rows.give_back_room(row)
-        for group in self._groups:
-            group.shorten(seq_id)
+        if self._in_groups is None:
+            self._sequences.rows.give_back_room(self._sequences.on_device[seq_id])
+        else:
+            self._in_groups.give_back_room(seq_id)
 
-    @uninterrupted
     def release(self, seq_id: SeqId) -> None:
         """End a sequence, also one that is swapped out.
 
         Its cached blocks and checkpoints can be found until they are evicted. All else that it has is free.
         """
-        if seq_id not in self._sequences.swapped:
-            self._sequences.on_device[seq_id]  # KeyError
-        for group in self._groups:
-            group.release(seq_id)
-        if seq_id in self._sequences.swapped:
-            self.space.release_host(self._sequences.swapped.pop(seq_id).host_ids)
+        if self._in_groups is None:
+            self._sequences.end(self.space, seq_id)
         else:
-            self._sequences.remove(seq_id)
+            self._in_groups.release(seq_id)
 
     def release_before(self, seq_id: SeqId, num_tokens: int) -> int:
         """Give back the sequence's own blocks that hold only tokens before the `num_tokens`th. Cached blocks stay.
@@ -326,7 +317,6 @@ class BlockManager:
 
     # --- what groups keep --------------------------------------------------------------------------------------------
 
-    @uninterrupted
     def mark(self, seq_id: SeqId, num_tokens: int) -> None:
         """Have a running prompt keep its state at one more position, where another that waits parts from it.
 
@@ -340,21 +330,16 @@ class BlockManager:
         most, num_tokens = self.state(seq_id).num_tokens, as_integer("num_tokens", num_tokens)
         if not 1 <= num_tokens <= most:
             raise ValueError(f"num_tokens must be in [1, {most}], got {num_tokens}")
-        for group in self._groups:
-            group.mark(seq_id, num_tokens)
+        self._each(seq_id, lambda group: group.mark(seq_id, num_tokens))
 
-    @uninterrupted
     def keep(self, seq_id: SeqId) -> None:
         """Let others find the states that a step has left at marks, once its tokens are committed.
 
         Args:
             seq_id: A sequence on the device.
         """
-        self._sequences.on_device[seq_id]  # KeyError
-        for group in self._groups:
-            group.keep(seq_id)
+        self._each(seq_id, lambda group: group.keep(seq_id))
 
-    @uninterrupted
     def keep_end(self, seq_id: SeqId, goes_on: bool = False) -> bool:
         """Make the sequence's state a checkpoint at the committed tokens. The sequence is to be released next.
 
@@ -367,10 +352,8 @@ class BlockManager:
         Returns:
             Whether it was kept. A private sequence's state is not, nor one that a failed step may have spoiled.
         """
-        self._sequences.on_device[seq_id]  # KeyError
-        return any([group.keep_end(seq_id, goes_on) for group in self._groups])
+        return self._each(seq_id, lambda group: group.keep_end(seq_id, goes_on))
 
-    @uninterrupted
     def give_up_marks(self, seq_id: SeqId) -> None:
         """Forget the states of a failed step, which may have spoiled them.
 
@@ -380,13 +363,10 @@ class BlockManager:
         Raises:
             KeyError: There is no such sequence.
         """
-        self._sequences.on_device[seq_id]  # KeyError
-        for group in self._groups:
-            group.give_up_marks(seq_id)
+        self._each(seq_id, lambda group: group.give_up_marks(seq_id))
 
     # --- off the device and back -------------------------------------------------------------------------------------
 
-    @uninterrupted
     def swap_out(self, seq_id: SeqId) -> None:
         """Free what the sequence has on the device, in all groups.
 
@@ -397,15 +377,11 @@ class BlockManager:
             OutOfBlocks: The host lacks room in a group.
             ValueError: The state is gone, or `windows.skip_to` has made room, and what comes there is not committed.
         """
-        self._sequences.on_device[seq_id]  # KeyError
-        for group in self._groups:
-            group.check_settled(seq_id)
-            group.check_swap_out(seq_id)
-        swaps.swap_out(self.space, self._sequences, seq_id)
-        for group in self._groups:
-            group.swap_out(seq_id)
+        if self._in_groups is None:
+            swaps.swap_out(self.space, self._sequences, seq_id)
+        else:
+            self._in_groups.swap_out(seq_id)
 
-    @uninterrupted
     def swap_in(self, seq_id: SeqId, tokens: Tokens, *, num_spare: int = 0) -> Allocation:
         """Give device blocks to a sequence that is swapped out, with their contents in all groups.
 
@@ -428,11 +404,11 @@ class BlockManager:
         if len(tokens) < swapped.num_written:
             raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
         most_found = swapped.first_block * self.block_size if swapped.is_private else None
-        if self._admission is not None:
+        if self._in_groups is not None:
             num_shared = swapped.num_written if most_found is None else most_found
             num_left_over = len(tokens) - (num_shared if self.enable_prefix_caching else 0)
             about = tokens, swapped.namespace, swapped.priority, num_left_over, swapped.is_private, num_spare
-            return self._admission.swap_in(seq_id, Prompt(*about))
+            return self._in_groups.swap_in(seq_id, Prompt(*about))
         # A prefix of whole blocks may have been committed to its last token: none is left over then.
         fewest_left = int(len(tokens) > swapped.num_written)
         is_caching = self.enable_prefix_caching
@@ -457,9 +433,9 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return 0
         ids = self.tree.look(tokens[:-1], namespace)[0]
-        if self._admission is None:
+        if self._in_groups is None:
             return int(ids.shape[1]) * self.block_size
-        return self._admission.position(ids, Prompt(tokens, namespace, 0, 1))
+        return self._in_groups.position(ids, Prompt(tokens, namespace, 0, 1))
 
     @uninterrupted
     def hold_cached(self, tokens: Tokens, namespace: bytes = b"") -> HeldBlocks:
@@ -542,9 +518,9 @@ class BlockManager:
         check_namespace(namespace)
         tokens = some_tokens(tokens)
         tree = self.tree if self.enable_prefix_caching else None
-        if tree is None or self._admission is None:
+        if tree is None or self._in_groups is None:
             return explain_attention(tree, tokens, namespace, self.share_parts, self.space.rule)
-        return self._admission.explain(tokens, namespace)
+        return self._in_groups.explain(tokens, namespace)
 
     def state(self, seq_id: SeqId) -> SequenceState:
         """Return a copy of the state of a sequence on the device."""
@@ -571,28 +547,10 @@ class BlockManager:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _commit(self, row: int, tokens: Ids) -> None:
-        num_cached = self._sequences.rows.commit(row, tokens)
-        if num_cached and self.space.writes_at_once:
-            self._sequences.write_out(self.space, row)
-
-    @uninterrupted
-    def _commit_in_groups(self, seq_id: SeqId, row: int, tokens: Ids) -> None:
-        for group in self._groups:
-            group.check_commit(seq_id, len(tokens))
-        notes = [group.committing(seq_id, tokens) for group in self._groups]
-        self._commit(row, tokens)
-        # States come first: a checkpoint takes its tail out of blocks that windows give back next.
-        for group, note in zip(reversed(self._groups), reversed(notes), strict=True):
-            group.committed(seq_id, note)
-
-    @uninterrupted
-    def _fork_in_groups(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int) -> None:
-        for group in self._groups:
-            group.check_fork(seq_id)
-        self._sequences.fork(seq_id, new_seq_id, num_tokens)
-        for group in self._groups:
-            group.fork(seq_id, new_seq_id)
+    def _each(self, seq_id: SeqId, call: Callable[[GroupManager[Any]], bool | None]) -> bool:
+        """Make a call of each group; return whether one has returned True."""
+        self._sequences.on_device[seq_id]  # KeyError
+        return self._in_groups is not None and self._in_groups.each(seq_id, call)
 
     def _check_moved(self) -> None:
         if self.space.has_moves:

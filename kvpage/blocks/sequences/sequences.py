@@ -83,6 +83,19 @@ class Sequences:
         """End a sequence on the device: release its own blocks and its match, and free its row."""
         self.rows.remove(self.on_device, seq_id)
 
+    def commit(self, space: BlockSpace, row: int, tokens: Ids) -> None:
+        """Note that tokens are written. Blocks that are full now are copied to the host, where that is done at once."""
+        num_cached = self.rows.commit(row, tokens)
+        if num_cached and space.writes_at_once:
+            self.write_out(space, row)
+
+    def end(self, space: BlockSpace, seq_id: SeqId) -> None:
+        """End a sequence in either tier."""
+        if seq_id in self.swapped:
+            space.release_host(self.swapped.pop(seq_id).host_ids)
+        else:
+            self.remove(seq_id)
+
     def discard(self, seq_id: SeqId) -> None:
         """End a sequence on the device if there is one of that id."""
         if seq_id in self.on_device:

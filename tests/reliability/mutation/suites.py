@@ -60,7 +60,7 @@ SUITES = {
     "kvpage/blocks/sequences/growth.py": MANAGER,
     "kvpage/blocks/sequences/swaps.py": MANAGER,
     "kvpage/blocks/sequences/sequences.py": MANAGER,
-    "kvpage/blocks/groups/admission.py": GROUPS,
+    "kvpage/blocks/groups/all_groups.py": GROUPS,
     "kvpage/blocks/groups/group.py": GROUPS,
     "kvpage/blocks/groups/window_group.py": GROUPS,
     "kvpage/blocks/groups/window_blocks.py": GROUPS,

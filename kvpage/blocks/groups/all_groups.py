@@ -1,20 +1,21 @@
-"""Admission: the beginning of sequences in all groups, and their way back to the device.
+"""AllGroups: the calls of a manager with groups: each is done in its blocks and in all groups, or in none.
 
 prompt ─► match of the tree ─► agree: the position that all groups serve ─► checks ─► blocks ─► begin in each group
                                                                               └─ nothing is changed if one raises
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvpage._C import Match
 from kvpage.blocks.explain import Explanation, GroupReach, longest_elsewhere, reach_of_attention
-from kvpage.blocks.groups.group import Groups, PathIds, Prompt, agree
+from kvpage.blocks.groups.group import GroupManager, Groups, PathIds, Prompt, agree
 from kvpage.blocks.sequences.sequences import Sequences
-from kvpage.blocks.sequences.swaps import resume
+from kvpage.blocks.sequences.swaps import resume, swap_out
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.blocks.stats import Query
+from kvpage.checks.interrupts import uninterrupted
 
 
 class PrefixHit(NamedTuple):
@@ -33,10 +34,10 @@ class PrefixHit(NamedTuple):
     num_refused: int
 
 
-class Admission:
-    """Begins sequences in the blocks of `space` and in all `groups`. Each method gives all or nothing.
+class AllGroups:
+    """Sequences in the blocks of `space` and in all `groups`. Each method gives all or nothing, see BlockManager.
 
-    Interrupts are held by the callers.
+    Ctrl-C is raised after a call, which is done then.
 
     Args:
         space: The blocks.
@@ -74,6 +75,7 @@ class Admission:
         elsewhere = longest_elsewhere(tree, tokens, namespace, attention.num_tokens)
         return Explanation(len(tokens), position, (attention, *reaches), elsewhere)
 
+    @uninterrupted
     def begin(self, seq_id: SeqId, prompt: Prompt) -> Allocation:
         """Give blocks, and room in all groups, to a sequence: a new one, or one that is swapped out.
 
@@ -82,6 +84,7 @@ class Admission:
         """
         return self._begin(seq_id, prompt, self._hit(prompt, self._match(prompt)))
 
+    @uninterrupted
     def swap_in(self, seq_id: SeqId, prompt: Prompt) -> Allocation:
         """Bring a sequence back with all that was committed, or begin it again where something of that is gone.
 
@@ -99,6 +102,63 @@ class Admission:
                 self._space.tree.release(match)
             raise
         return self._begin(seq_id, prompt, hit)
+
+    @uninterrupted
+    def swap_out(self, seq_id: SeqId) -> None:
+        """Free what a sequence has on the device."""
+        self._sequences.on_device[seq_id]  # KeyError
+        for group in self._groups:
+            group.check_settled(seq_id)
+            group.check_swap_out(seq_id)
+        swap_out(self._space, self._sequences, seq_id)
+        for group in self._groups:
+            group.swap_out(seq_id)
+
+    @uninterrupted
+    def commit(self, seq_id: SeqId, tokens: Ids) -> None:
+        """Commit tokens, and have the groups follow."""
+        row = self._sequences.on_device[seq_id]
+        for group in self._groups:
+            group.check_commit(seq_id, len(tokens))
+        notes = [group.committing(seq_id, tokens) for group in self._groups]
+        self._sequences.commit(self._space, row, tokens)
+        # States come first: a checkpoint takes its tail out of blocks that windows give back next.
+        for group, note in zip(reversed(self._groups), reversed(notes), strict=True):
+            group.committed(seq_id, note)
+
+    @uninterrupted
+    def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int) -> None:
+        """Begin a sequence with the first tokens of another."""
+        for group in self._groups:
+            group.check_fork(seq_id)
+        self._sequences.fork(seq_id, new_seq_id, num_tokens)
+        for group in self._groups:
+            group.fork(seq_id, new_seq_id)
+
+    @uninterrupted
+    def give_back_room(self, seq_id: SeqId) -> None:
+        """Free room beyond the committed tokens."""
+        row = self._sequences.on_device[seq_id]
+        for group in self._groups:
+            group.check_settled(seq_id)
+        self._sequences.rows.give_back_room(row)
+        for group in self._groups:
+            group.shorten(seq_id)
+
+    @uninterrupted
+    def release(self, seq_id: SeqId) -> None:
+        """End a sequence, also one that is swapped out."""
+        if seq_id not in self._sequences.swapped:
+            self._sequences.on_device[seq_id]  # KeyError
+        for group in self._groups:
+            group.release(seq_id)
+        self._sequences.end(self._space, seq_id)
+
+    @uninterrupted
+    def each(self, seq_id: SeqId, call: Callable[[GroupManager[Any]], bool | None]) -> bool:
+        """Make a call of each group, for a sequence on the device; return whether one has returned True."""
+        self._sequences.on_device[seq_id]  # KeyError
+        return any([call(group) for group in self._groups])
 
     # --- inside ---
 
