@@ -120,7 +120,7 @@ class CacheLayout:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether stored elements differ from those that were given."""
+        """Whether stored elements differ from the caller's elements."""
         return self.has_token_scales or self.dtype in FP8_DTYPES
 
     @property
