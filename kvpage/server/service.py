@@ -74,9 +74,9 @@ class Service:
     @classmethod
     def of(cls, request: Request) -> "Service":
         """Return the service of the application that a request came to."""
-        found = request.app.state.service
-        assert isinstance(found, cls), "create_app puts it there"
-        return found
+        service = request.app.state.service
+        assert isinstance(service, cls), "create_app puts it there"
+        return service
 
     @property
     def is_healthy(self) -> bool:
@@ -110,8 +110,8 @@ class Service:
         """Count a request, before its body is read. ApiError 503 beyond the limit, and while the server drains."""
         if self.is_draining:
             raise busy("the server is closing", 5)
-        with self.open_requests.place() as place:
-            yield place
+        with self.open_requests.place() as open_request:
+            yield open_request
 
     def check_ids(self, token_ids: list[int]) -> None:
         """Raise ApiError 400 for an id outside of the vocabulary."""
@@ -137,6 +137,6 @@ class Service:
 
 def caller_of(request: Request) -> Caller:
     """Return who asks, as the gate has found it."""
-    found = request.scope["caller"]
-    assert isinstance(found, Caller), "the gate puts it there"
-    return found
+    caller = request.scope["caller"]
+    assert isinstance(caller, Caller), "the gate puts it there"
+    return caller

@@ -128,4 +128,4 @@ def _request_id(headers: Headers) -> str:
 
 def _printable(text: str, most: int = MAX_NAME) -> str:
     """Return text for a header or a line of a log: others choose it."""
-    return "".join(one if one.isascii() and one.isprintable() else "?" for one in text[:most])
+    return "".join(character if character.isascii() and character.isprintable() else "?" for character in text[:most])

@@ -92,8 +92,8 @@ class ChatFormat(AnswerFormat):
     def begin(self, num_choices: int, ending: str) -> bytes:
         """Return a chunk for each choice that names the role."""
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        each = [f'{self._chunk}{{"index":{index},{role}{ending}}}\n\n' for index in range(num_choices)]
-        return "".join(each).encode()
+        chunks = [f'{self._chunk}{{"index":{index},{role}{ending}}}\n\n' for index in range(num_choices)]
+        return "".join(chunks).encode()
 
     def _choice(self, piece: Piece) -> str:
         message = f'{{"role":"assistant","content":{quoted(piece.text)},"refusal":null}}'

@@ -133,8 +133,8 @@ def cache_config(options: ServeOptions, model: Any) -> CacheConfig:
     num_blocks = options.num_gpu_blocks or 0
     shape = ModelConfig.from_hf(model.config, model.dtype)
     if options.kv_cache_memory is not None and not shape.is_attention_free:
-        found = CacheConfig.for_memory(parse_size(options.kv_cache_memory), shape, **fields)
-        num_blocks = min(found.num_gpu_blocks, most_blocks(options, model))
+        sized = CacheConfig.for_memory(parse_size(options.kv_cache_memory), shape, **fields)
+        num_blocks = min(sized.num_gpu_blocks, most_blocks(options, model))
     return CacheConfig(num_gpu_blocks=num_blocks, num_cpu_blocks=options.num_cpu_blocks, **fields)
 
 

@@ -78,7 +78,7 @@ class EndedRequests:
             namespaces: Whose requests.
         """
         self._settle()
-        return [one for one in reversed(self._ended) if one.namespace in namespaces]
+        return [request for request in reversed(self._ended) if request.namespace in namespaces]
 
     def _settle(self) -> None:
         """Note those that have ended since they were left."""

@@ -127,7 +127,7 @@ class SamplingFields(RequestModel):
     @field_validator("stop", mode="before")
     @classmethod
     def _stop_is_text(cls, value: object) -> object:
-        is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
         if not is_list and not isinstance(value, str):
             raise ValueError("stop must be a string or a list of strings")
         return value
@@ -164,10 +164,10 @@ class SamplingFields(RequestModel):
     @property
     def form_field(self) -> str | None:
         """The field that names the form of the answer; None for any form. ApiError 400 for two of them."""
-        given = [name for name in FORM_FIELDS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise bad_request(f"{given[1]} must not be given beside {given[0]}", param=given[1])
-        return given[0] if given else None
+        names = [name for name in FORM_FIELDS if getattr(self, name) is not None]
+        if len(names) > 1:
+            raise bad_request(f"{names[1]} must not be given beside {names[0]}", param=names[1])
+        return names[0] if names else None
 
     @property
     def include_usage(self) -> bool:

@@ -75,13 +75,13 @@ class Generation:
         body, service = self._body, self._service
         ends = {*service.engine.engine.eos_token_ids, *(body.stop_token_ids or ())}
         rules = TextRules(body.stop_strings, ends, body.include_stop_str_in_output, body.skip_special_tokens)
-        shown, found = self._shown(), []
+        shown, transcripts = self._shown(), []
         detokenizer = Detokenizer(service.tokenizer, body.skip_special_tokens)
         for number, prompt in enumerate(prompts):
-            each = range(number * body.n, (number + 1) * body.n)
-            choices = [Choice(index, detokenizer.another(), rules) for index in each]
-            found.append(Transcript(choices, prompt.token_ids, prompt.text, shown))
-        return found
+            indices = range(number * body.n, (number + 1) * body.n)
+            choices = [Choice(index, detokenizer.another(), rules) for index in indices]
+            transcripts.append(Transcript(choices, prompt.token_ids, prompt.text, shown))
+        return transcripts
 
     def _shown(self) -> Shown:
         body, service = self._body, self._service

@@ -35,8 +35,8 @@ async def respond(
     generation = Generation(service, body, model, _answer_id(request, body))
 
     async def prepared() -> tuple[Sequence[Prompt], Job]:
-        found = await make_prompts()
-        return found, await generation.job(found, caller_of(request))
+        prompts = await make_prompts()
+        return prompts, await generation.job(prompts, caller_of(request))
 
     prompts, job = await _unless_gone(request, prepared())
     if body.stream:
