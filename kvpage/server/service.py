@@ -50,7 +50,7 @@ class Service:
         limits: Limits and defaults of the model.
         max_prompt_tokens: Tokens of a prompt at most.
         open_requests: The requests that are open.
-        is_draining: Whether no more requests are taken, and those under way are finished.
+        is_draining: Whether the server takes no more requests, and finishes the requests under way.
         created: Seconds of the Unix epoch when it was made.
     """
 
@@ -89,7 +89,7 @@ class Service:
         return self.engine.config.max_num_waiting
 
     def begin_drain(self) -> None:
-        """Take no more requests from now on; those under way go on."""
+        """Take no more requests from now on; requests under way go on."""
         self.is_draining = True
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Service:
                 raise bad_request(f"tokens must be ids in [0, {size}), got {wrong}", param="tokens")
 
     def check_priority(self, priority: int) -> None:
-        """Raise ApiError 400 for a priority that comes before those that callers may have."""
+        """Raise ApiError 400 for a priority that comes before the priorities of callers."""
         least = self.config.min_priority
         if least is not None and priority < least:
             raise bad_request(f"priority must be at least {least} here, got {priority}", param="priority")

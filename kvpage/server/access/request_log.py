@@ -55,7 +55,7 @@ class RequestRecord:
 class HttpCounts:
     """Requests by path and status, and the fields that were left aside. For the thread of the event loop.
 
-    requests: by (path, status). ignored_fields: by name; those of later names together.
+    requests: by (path, status). ignored_fields: by name; fields of later names together.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ class ChatLogprobs:
         self._names = names
 
     def json(self, choice: Choice, token_ids: Sequence[int], logprobs: Logprobs) -> str:
-        """Return those of the choice's next tokens."""
+        """Return the log-probabilities of the choice's next tokens."""
         content = (
             self._of_token(token_id, token_logprobs)
             for token_id, token_logprobs in zip(token_ids, logprobs, strict=True)
@@ -62,7 +62,7 @@ class CompletionLogprobs:
         self._names = names
 
     def json(self, choice: Choice, token_ids: Sequence[int], logprobs: Logprobs) -> str:
-        """Return those of the choice's next tokens, and count their characters."""
+        """Return the log-probabilities of the choice's next tokens, and count their characters."""
         offsets = []
         for token_id in token_ids:
             offsets.append(choice.num_characters)

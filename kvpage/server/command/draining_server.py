@@ -1,7 +1,7 @@
-"""DrainingServer: uvicorn, which finishes what it has begun before it ends.
+"""DrainingServer: uvicorn, which finishes its requests before it ends.
 
 before it serves:         a SIGTERM, SIGINT or SIGHUP ends the process ─► exit code 0
-first of them:            /health is 503, no new requests, those under way go on ─► exit code 0
+first of them:            /health is 503, no new requests, requests under way go on ─► exit code 0
 second one:               the process ends at once
 """
 
@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def taken_signals() -> list[signal.Signals]:
-    """Return the signals that end a server: all but those that whoever has started it ignores, as nohup does."""
+    """Return the signals that end a server: all but the signals that its parent ignores, as nohup does."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 

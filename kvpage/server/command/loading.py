@@ -139,7 +139,7 @@ def cache_config(options: ServeOptions, model: Any) -> CacheConfig:
 
 
 def most_blocks(options: ServeOptions, model: Any) -> int:
-    """Return how many blocks a tiny model can make use of: four times those of its longest requests."""
+    """Return how many blocks a tiny model can make use of: four times the blocks of its longest requests."""
     longest = options.max_model_len or getattr(model.config, "max_position_embeddings", None) or 1 << 20
     return 4 * options.max_num_seqs * -(-longest // options.block_size)
 

@@ -1,6 +1,6 @@
 """picture: a Snapshot as the page draws it, in plain values for JSON.
 
-hits: where the tokens of prompts were found; what is left of "prompt" was computed
+hits: where the tokens of prompts were found; the engine computed the rest of "prompt"
 
     prompt  |  device  |  host  |  memory  |  disk  |  remote  |  computed  |
 """
@@ -19,7 +19,7 @@ Text = Callable[[bytes], str]
 
 
 def picture(snapshot: Snapshot, store: KVStoreStats | None, ended: Iterable[Ended], text: Text) -> dict[str, Any]:
-    """Return what the page draws.
+    """Return the values that the page draws.
 
     Args:
         snapshot: The engine's part.

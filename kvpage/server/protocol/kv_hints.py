@@ -6,7 +6,7 @@
 | action | payload | effect |
 |---|---|---|
 | kv.pin | ttl_seconds | the prompt's blocks are kept for so long, within the quota of pins |
-| kv.retain | directives, each with a priority of 0 to 100 | its blocks are evicted after those of lower priorities |
+| kv.retain | directives, each with a priority of 0 to 100 | its blocks are evicted after blocks of lower priorities |
 
 Actions of other types or versions are left aside: a hint is no command.
 """

@@ -19,7 +19,7 @@ THOUGHT_TYPES = frozenset({"thinking", "reasoning"})
 TEXT_FIELDS = ("text", "refusal", "thinking", "reasoning")
 """Fields of a part that may hold its text; for a part without a type the first of them."""
 REASONING = ("reasoning_content", "reasoning")
-"""The names that templates have for thoughts of an earlier answer. Both get what is given under one of them."""
+"""The names that templates have for thoughts of an earlier answer. Both get the value of either."""
 MAX_CALLS = 1024
 
 

@@ -41,7 +41,7 @@ def _few_biases(value: object) -> object:
 
 
 class StreamOptions(RequestModel):
-    """What a stream tells beside tokens."""
+    """The options of a stream, beside its tokens."""
 
     called: ClassVar[str] = "stream_options."
     include_usage: bool = False
@@ -158,7 +158,7 @@ class SamplingFields(RequestModel):
         return self.return_token_ids
 
     def most_tokens(self, num_left: int) -> int:
-        """Return how many tokens are generated at most. num_left: those that the model takes after the prompt."""
+        """Return how many tokens are generated at most. num_left: tokens that the model takes after the prompt."""
         return within(self.max_tokens, num_left)
 
     @property
@@ -181,5 +181,5 @@ class SamplingFields(RequestModel):
 
 
 def within(max_tokens: int | None, num_left: int) -> int:
-    """Return a limit of tokens, cut to those that are left: clients ask for more than a model takes."""
+    """Return a limit of tokens, cut to the tokens that are left: clients ask for more than a model takes."""
     return num_left if max_tokens is None or max_tokens == NO_LIMIT else min(max_tokens, num_left)

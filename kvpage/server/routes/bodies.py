@@ -32,7 +32,7 @@ def ignored_fields(request: Request) -> set[str] | None:
 
 
 async def read_body(request: Request, read: Callable[[dict[str, Any]], Result], open_request: Place) -> Result:
-    """Return what `read` makes of the object that is a request's body.
+    """Return the result of `read` for the object that is a request's body.
 
     ApiError: 415 for another type than JSON, 400 for a wrong field, 408 for a body that does not come, 503 for one too
     many.

@@ -48,7 +48,7 @@ class Generation:
         self._format: AnswerFormat = kind(answer_id, int(time.time()), model)
 
     async def job(self, prompts: Sequence[Prompt], caller: Caller) -> Job:
-        """Return what the engine is to do. ApiError 400 for a parameter that does not fit."""
+        """Return the engine's work. ApiError 400 for a parameter that does not fit."""
         body, service = self._body, self._service
         service.check_priority(body.priority)
         shortest = min(len(prompt.token_ids) for prompt in prompts)

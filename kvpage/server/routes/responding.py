@@ -29,7 +29,7 @@ async def respond(
     """Run a request, and return its answer. ApiError 499 once the client has gone.
 
     make_prompts: called once.
-    stack: what ends with the request, such as its place; the answer takes it along.
+    stack: contexts that end with the request; the answer takes it along.
     """
     service = Service.of(request)
     generation = Generation(service, body, model, _answer_id(request, body))

@@ -15,7 +15,7 @@ class TenantPins:
         self._pins: list[tuple[str, int]] = []  # tenant and handle; each holds a block or more
 
     def pin(self, engine: Any, tokens: Sequence[int], namespace: bytes, ttl: float, tenant: str) -> None:
-        """Pin a prompt for so many seconds. ValueError beyond a quota: nothing of it is pinned then."""
+        """Pin a prompt for `ttl` seconds. ValueError beyond a quota: nothing of it is pinned then."""
         space = engine.manager.space
         handle = space.pin(tokens, namespace, ttl)
         num_blocks = space.pins.num_blocks_of(handle)

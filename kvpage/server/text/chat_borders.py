@@ -42,7 +42,7 @@ def _begin_of(prompt: str, twin: str, index: int | None, messages: Sequence[Chat
 
 
 def _end_of(prompt: str, twin: str, index: int | None, messages: Sequence[ChatMessage]) -> int | None:
-    """Return the place up to which later prompts have what follows a message, when it has been answered."""
+    """Return the place up to which later prompts repeat the text after a message, once it is answered."""
     if index is None or not messages[index].texts:
         return None
     mark, text = text_mark(index, len(messages[index].texts) - 1), messages[index].texts[-1]
@@ -58,9 +58,9 @@ def _end_of(prompt: str, twin: str, index: int | None, messages: Sequence[ChatMe
 
 
 def _ending(twin: str, index: int, messages: Sequence[ChatMessage]) -> str:
-    """Return what the template writes between a message and its answer, once that is in the history.
+    """Return the template's text between a message and its answer, once that is in the history.
 
-    An earlier answer to a message of its role shows it. Without one, what ends the chat is the begin of it.
+    An earlier answer to a message of its role shows it. Without one, the end of the chat is the begin of it.
     """
     for i in range(index - 1, 0, -1):
         if messages[i].role == "assistant" and messages[i].texts and messages[i - 1].role == messages[index].role:

@@ -1,6 +1,6 @@
 """ChatForm: one way in which templates take messages.
 
-Templates are written for one model each, and differ in what they take as content and as arguments of calls:
+Templates are written for one model each, and differ in the forms of content and of arguments of calls:
 
     content                 "text", or [{"type": "text", "text": "text"}]
     content beside calls    none, or ""
@@ -102,7 +102,7 @@ def marks_in(prompt: str) -> set[str]:
 
 
 def hidden_texts(marks: Set[str], messages: Sequence[ChatMessage]) -> list[int]:
-    """Return the places of the messages whose text is not all there. marks: those of the prompt of their twins."""
+    """Return the places of the messages whose text is not all there. marks: of the prompt of their twins."""
     numbered = enumerate(messages)
     return [
         i for i, message in numbered if any(text_mark(i, number) not in marks for number in range(len(message.texts)))

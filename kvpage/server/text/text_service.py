@@ -91,7 +91,7 @@ class TextService:
 
 
 def _num_before(tokenizer: Any, encoding: Any, begin: str, add_special_tokens: bool) -> int:
-    """Return how many tokens of a text are those of its begin. encoding: of the whole text."""
+    """Return how many tokens of a text its begin has. encoding: of the whole text."""
     if encoding.is_fast:
         return encoding.char_to_token(len(begin)) or 0
     token_ids = tokenizer(begin, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
