@@ -334,9 +334,11 @@ def _kept(positions: torch.Tensor) -> torch.Tensor:
     return positions.clone() if positions.device.type == "cpu" else positions
 
 
-def _is_same(kept: torch.Tensor, positions: torch.Tensor) -> bool:
+def _is_same(known: torch.Tensor, positions: torch.Tensor) -> bool:
     """Return whether the positions are known to be the same, without waiting for a device."""
-    return kept is positions or (kept.device == positions.device and not kept.is_cuda and torch.equal(kept, positions))
+    return known is positions or (
+        known.device == positions.device and not known.is_cuda and torch.equal(known, positions)
+    )
 
 
 def _stays(old: torch.Tensor, new: torch.Tensor, valid: torch.Tensor) -> bool:

@@ -102,18 +102,18 @@ class PrefixSlots:
             raise ValueError(f"indices must be one a token, got {len(slots)} for {len(tokens)} tokens")
         num_whole = len(tokens) // self.page_size * self.page_size
         pages, tokens = self._pages_of(slots[:num_whole]), tokens[:num_whole]
-        found = self._tree.match(tokens, num_left_over=0)
-        common = int((found.block_ids == pages[: found.num_blocks]).cumprod().sum())
-        if common < found.num_blocks:
-            self._tree.release(found)
+        match = self._tree.match(tokens, num_left_over=0)
+        common = int((match.block_ids == pages[: match.num_blocks]).cumprod().sum())
+        if common < match.num_blocks:
+            self._tree.release(match)
             return InsertResult(common * self.page_size, self._handle(tokens[: common * self.page_size]))
         try:
-            path = self._tree.insert(tokens[found.num_tokens :], pages[found.num_blocks :], after=found)
+            path = self._tree.insert(tokens[match.num_tokens :], pages[match.num_blocks :], after=match)
         except ValueError:
-            self._tree.release(found)
+            self._tree.release(match)
             raise
         self._tree.release(path)
-        return InsertResult(found.num_tokens, self._handle(tokens))
+        return InsertResult(match.num_tokens, self._handle(tokens))
 
     def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
         """Keep the handle's tokens cached until it is unlocked as often as it was locked.

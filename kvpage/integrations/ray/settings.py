@@ -147,5 +147,5 @@ class AppSettings(BaseModel):
 
     def torch_dtype(self) -> torch.dtype | str:
         """Return the dtype as transformers takes it."""
-        found: torch.dtype | str = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
-        return found
+        dtype: torch.dtype | str = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
+        return dtype

@@ -110,10 +110,10 @@ class RemoteLoop:
 
     def states(self, limit: int) -> list[RequestState]:
         """Return how far requests are, `limit` at most: those with tokens first."""
-        begun = islice((one for one in self._remote.values() if one.is_started), limit)
-        states = [one.state() for one in begun]
-        waiting = islice((one for one in self._remote.values() if not one.is_started), limit - len(states))
-        return states + [one.state() for one in waiting]
+        begun = islice((request for request in self._remote.values() if request.is_started), limit)
+        states = [request.state() for request in begun]
+        waiting = islice((request for request in self._remote.values() if not request.is_started), limit - len(states))
+        return states + [request.state() for request in waiting]
 
     def close(self) -> None:
         """End all streams, and the thread. A second call does nothing."""

@@ -45,8 +45,8 @@ class PrefixIndex:
         Args:
             replicas: Names of replicas.
         """
-        kept = set(replicas)
-        for replica in [one for one in self._known if one not in kept]:
+        remaining = set(replicas)
+        for replica in [name for name in self._known if name not in remaining]:
             del self._known[replica]
 
     def take_report(self, replica: Hashable, report: DigestReport) -> None:

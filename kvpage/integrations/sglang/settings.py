@@ -64,14 +64,14 @@ class HiCacheSettings:
             ValueError: A key is unknown, `tiers` is missing, or a value breaks a rule.
             TypeError: A tier is not text.
         """
-        given = {name: value for name, value in (values or {}).items() if name not in OF_SGLANG}
-        known = [one.name for one in fields(cls)]
-        unknown = sorted(set(given) - set(known))
+        settings = {name: value for name, value in (values or {}).items() if name not in OF_SGLANG}
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(settings) - set(known))
         if unknown:
             raise ValueError(f"the extra config must have only {', '.join([*OF_SGLANG, *known])}, got {unknown}")
-        if "tiers" not in given:
+        if "tiers" not in settings:
             raise ValueError(f"the extra config must name tiers, got only {sorted(values or {})}")
-        return cls(**given)
+        return cls(**settings)
 
     def store_config(self, rank: str) -> ByteStoreConfig:
         """Return the settings of a rank's store.

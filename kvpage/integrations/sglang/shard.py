@@ -113,5 +113,5 @@ class Shard:
         """Whether all tensor-parallel ranks have the pool's pages. Where that is not known, each has its own."""
         if not self.is_replicated or name == "mamba":
             return False
-        classes = {one.__name__ for one in type(pool).__mro__}
+        classes = {base.__name__ for base in type(pool).__mro__}
         return name in REPLICATED or not classes.isdisjoint(REPLICATED_CLASSES)

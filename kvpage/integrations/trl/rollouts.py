@@ -119,8 +119,8 @@ def completion_params(trainer: Any, returns_logprobs: bool) -> SamplingParams:
             f"temperature must be 1 for log-probabilities of the model's logits, got {trainer.temperature}"
         )
     config = trainer.generation_config
-    own = config.eos_token_id
-    ends = [] if own is None else [own] if isinstance(own, int) else list(own)
+    eos = config.eos_token_id
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     stop_token_ids = tuple(dict.fromkeys([*trainer.eos_token_ids, *ends]))
     logprobs = 0 if returns_logprobs else None
     return SamplingParams.from_generation_config(config, stop_token_ids=stop_token_ids, logprobs=logprobs)
@@ -141,7 +141,7 @@ def model_of(trainer: Any) -> PreTrainedModel:
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     if not hasattr(model, "peft_config"):
         return model  # type: ignore[no-any-return]
-    learned = [name for name, one in model.peft_config.items() if getattr(one, "is_prompt_learning", False)]
+    learned = [name for name, adapter in model.peft_config.items() if getattr(adapter, "is_prompt_learning", False)]
     if learned:
         raise ValueError(f"adapters must change layers, got {', '.join(learned)}, which learns a prompt")
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[no-any-return]
@@ -182,4 +182,4 @@ def check_text_only(images: Any, fields: dict[str, Any]) -> None:
 
 
 def _logprobs(sample: Sample) -> list[float]:
-    return [one.logprob for one in sample.logprobs or ()]
+    return [token.logprob for token in sample.logprobs or ()]

@@ -50,8 +50,8 @@ def check_stand_in(
     """
     tokens = torch.arange(NUM_TRIED, device=model.device)[None] % model.config.get_text_config().vocab_size
     with torch.no_grad(), autocast:
-        found, expected = (one(input_ids=tokens, use_cache=False).logits.float() for one in (stands_in, model))
-    if not torch.equal(found, expected):
+        logits, expected = (decoder(input_ids=tokens, use_cache=False).logits.float() for decoder in (stands_in, model))
+    if not torch.equal(logits, expected):
         raise ValueError(
             f"forward of {type(model).__name__} must compute as its class does, the patched one gives other logits"
         )

@@ -47,9 +47,9 @@ def engine_config() -> Any:
     """Return vLLM's configuration from the calls that are under way; None if none of them has it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get("vllm_config")
-        if type(found).__name__ == "VllmConfig":
-            return found
+        config = frame.f_locals.get("vllm_config")
+        if type(config).__name__ == "VllmConfig":
+            return config
         frame = frame.f_back
     return None
 

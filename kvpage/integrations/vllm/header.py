@@ -52,5 +52,5 @@ def header_of(
 
 def _groups(groups: Any) -> str:
     """Return a digest of the layers of each group: a large model's names are longer than a header may be."""
-    each = [(group.group_id, group.tokens_per_block, tuple(group.layer_names)) for group in groups]
-    return hashlib.sha256(repr(each).encode()).hexdigest()
+    layers = [(group.group_id, group.tokens_per_block, tuple(group.layer_names)) for group in groups]
+    return hashlib.sha256(repr(layers).encode()).hexdigest()

@@ -120,10 +120,10 @@ class Jobs:
     def finished(self) -> list[FinishedJob]:
         """Return the jobs that are over, each once."""
         self._cancel_late()
-        found = []
+        jobs = []
         while not self._done.empty():
-            found.append(self._done.get())
-        return found
+            jobs.append(self._done.get())
+        return jobs
 
     def drain(self, seconds: float) -> None:
         """Wait until no job is under way. Those that have not begun by then never begin.

@@ -125,7 +125,7 @@ class Lookups:
         return len(self._entries)
 
     def _take_answers(self) -> None:
-        for keys, future in [one for one in self._sent if one[1].done()]:
+        for keys, future in [sent for sent in self._sent if sent[1].done()]:
             self._sent.remove((keys, future))
             self._is_late = False
             failed = future.cancelled() or future.exception() is not None

@@ -74,10 +74,10 @@ def definitions(counter: Any, gauge: Any) -> dict[str, Any]:
     Returns:
         A definition by name.
     """
-    found = {name: counter(documentation=text) for name, text in COUNTERS.items()}
-    for kind, each in ((counter, PLACE_COUNTERS), (gauge, PLACE_GAUGES)):
-        found |= {name: kind(documentation=text, labelnames=(PLACE,)) for name, (_, text) in each.items()}
-    return found
+    by_name = {name: counter(documentation=text) for name, text in COUNTERS.items()}
+    for kind, texts in ((counter, PLACE_COUNTERS), (gauge, PLACE_GAUGES)):
+        by_name |= {name: kind(documentation=text, labelnames=(PLACE,)) for name, (_, text) in texts.items()}
+    return by_name
 
 
 class StatsReader:
@@ -140,13 +140,13 @@ class MetricsWriter:
         for name in COUNTERS:
             field = name.removeprefix(PREFIX)
             self._grow(payload, name, numbers[field] if field in numbers else getattr(counts, field), ())
-        for place, tier in _named(store):
+        for tier_name, tier in _named(store):
             for name, (field, _) in PLACE_COUNTERS.items():
-                self._grow(payload, name, getattr(tier, field), (place,))
+                self._grow(payload, name, getattr(tier, field), (tier_name,))
             for name, (field, _) in PLACE_GAUGES.items():
                 value = getattr(tier, field)
                 if value is not None:  # the place is in trouble, or does not know
-                    payload.set_gauge(name, value, (place,))
+                    payload.set_gauge(name, value, (tier_name,))
         return payload
 
     def _grow(self, payload: Any, name: str, value: float, labels: tuple[str, ...]) -> None:

@@ -83,12 +83,12 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config, rows = StoreTierConfig.from_dict(settings), ChunkRows(primary_kv_view)
         self.locality = Locality(config.locality) if config.locality else None
-        whole, given = engine_config(), offloading_spec.config
+        whole, offloading = engine_config(), offloading_spec.config
         is_persistent = self._is_persistent(config, whole)
-        weights = weights_name(given.model.name, config.weights) if is_persistent else "of one process"
-        header = header_of(given, facts_of(whole), weights, rows.num_bytes, vllm_version(), device_kind())
+        weights = weights_name(offloading.model.name, config.weights) if is_persistent else "of one process"
+        header = header_of(offloading, facts_of(whole), weights, rows.num_bytes, vllm_version(), device_kind())
         warn_of_random_keys(whole)
-        self._store = ByteStore(config.of_store(f"dp{given.parallel.data_parallel_index}"), header)
+        self._store = ByteStore(config.of_store(f"dp{offloading.parallel.data_parallel_index}"), header)
         self._prefix = PERSISTENT if is_persistent else secrets.token_bytes(len(PERSISTENT))
         self._forgets, self._drain_seconds = config.on_reset == "forget", config.load_patience + config.store_patience
         later, patience = self._store.later, config.lookup_patience

@@ -28,10 +28,10 @@ def check_tensors(**tensors: torch.Tensor | None) -> None:
 
 def check_shape(name: str, tensor: torch.Tensor, dims: str, shape: tuple[int | None, ...]) -> None:
     """Raise ValueError unless the tensor has this shape. None is any size; `dims` names the sizes in the message."""
-    given = tuple(tensor.shape)
-    if len(given) != len(shape) or any(size not in (None, got) for size, got in zip(shape, given, strict=True)):
+    actual = tuple(tensor.shape)
+    if len(actual) != len(shape) or any(size not in (None, got) for size, got in zip(shape, actual, strict=True)):
         sizes = ", ".join(dim if size is None else str(size) for dim, size in zip(dims.split(), shape, strict=True))
-        raise ValueError(f"{name} must be [{sizes}], got shape {given}")
+        raise ValueError(f"{name} must be [{sizes}], got shape {actual}")
 
 
 def check_kind(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
@@ -117,7 +117,7 @@ def check_same_dtype(name: str, rows: torch.Tensor, cache: torch.Tensor) -> None
 
 def num_slots(slot_mapping: torch.Tensor, *rows: torch.Tensor) -> int:
     """Return the number of slots. Callers pad rows and not slots, so there may be fewer slots than rows."""
-    if slot_mapping.dim() != 1 or any(len(slot_mapping) > len(each) for each in rows):
+    if slot_mapping.dim() != 1 or any(len(slot_mapping) > len(tensor) for tensor in rows):
         raise ValueError(
             f"slot_mapping must name a slot for each of at most {min(map(len, rows))} rows, "
             f"got shape {tuple(slot_mapping.shape)}"

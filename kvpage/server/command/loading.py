@@ -51,7 +51,7 @@ def load(options: ServeOptions) -> Loaded:
         options: The options.
 
     Returns:
-        What is served.
+        The served model, with its parts.
 
     Raises:
         ValueError: The folder has no tokenizer or no whole model, or the model cannot be served, with the reason.
