@@ -32,7 +32,7 @@ class ChunkWriter:
         self._decode = decode
 
     def chunk(self, outputs: Sequence[StepOutput]) -> Chunk:
-        """Return what has come in one turn as a chunk.
+        """Return the outputs of one turn as a chunk.
 
         Args:
             outputs: In the order of their steps, at least one.

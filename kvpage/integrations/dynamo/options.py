@@ -41,7 +41,7 @@ class WorkerOptions:
             reads them, and passes them on.
         disaggregation_mode: "agg" answers requests. "prefill" computes prompts and stores their K and V, and "decode"
             loads them and goes on; both need a store.
-        drain_timeout: Seconds that running requests have after a signal to end. Those that are left go to others.
+        drain_timeout: Seconds that running requests have after a signal to end. Requests that are left go to others.
 
     Raises:
         ValueError: A value is out of its range, or a store is missing.

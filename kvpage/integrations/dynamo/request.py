@@ -42,7 +42,7 @@ SALT_PREFIX = "dynamo-cache-salt:"  # by which Dynamo's router finds the salt am
 
 @dataclass(frozen=True, slots=True)
 class RequestDefaults:
-    """What a request is completed by.
+    """The defaults that complete a request.
 
     Attributes:
         max_model_len: Tokens of prompt and answer at most.
@@ -79,7 +79,7 @@ def read_request(request: Mapping[str, Any], defaults: RequestDefaults) -> Gener
 
     Args:
         request: Dynamo's GenerateRequest.
-        defaults: For what it does not say.
+        defaults: For fields that it lacks.
 
     Returns:
         The request in kvpage's terms.

@@ -163,7 +163,7 @@ class CacheBlendImpl(BlendExecutor):
         if layer_id == 0:
             self.selection, self._next_layer, self._last_rotation = None, 0, None
         chosen = None
-        if layer_id in self._least_ratio:  # from what was retrieved, before it is overwritten
+        if layer_id in self._least_ratio:  # from the retrieved rows, before they are overwritten
             chosen = self._choose(layer_id, retrieved, fresh, positions, query_start_loc, token_dim)
         output = BlendOutput(*fresh, positions, _all(num_fresh, positions), None)
         if self.selection is not None:

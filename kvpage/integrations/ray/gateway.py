@@ -55,7 +55,7 @@ class Gateway:
     Args:
         settings: The fields of AppSettings.
         decode: The replicas that give tokens.
-        prefill: Those that compute prompts for them; None if there are none.
+        prefill: The replicas that compute prompts for them; None if there are none.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class PrefixRouting:
         """Return replicas for a request in the order in which they are asked.
 
         Args:
-            candidate_replicas: Those that run.
+            candidate_replicas: The replicas that run.
             pending_request: The request.
 
         Returns:
@@ -136,7 +136,7 @@ class PrefixRouting:
         return Counter([*self._routed.values(), *(replica for replica, _ in self._chosen.values())])
 
     def _load(self, replica: "RunningReplica", loads: "Counter[ReplicaID]") -> int:
-        """Return a replica's requests: those of other routers, too, as far as Serve knows them."""
+        """Return a replica's requests: also requests of other routers, as far as Serve knows them."""
         known = self.replica_queue_len_cache.get(replica.replica_id) or 0
         return max(known, loads[replica.replica_id])
 

@@ -54,7 +54,7 @@ class Delivered:
         return first_tokens
 
     def partial(self) -> tuple[Sample, ...]:
-        """Return what the reader has, as samples that were ended."""
+        """Return the reader's tokens, as samples that were ended."""
         return tuple(Sample(list(tokens), "abort") for tokens in self._tokens)
 
     def _fresh(self, item: StepOutput) -> StepOutput | None:

@@ -80,7 +80,7 @@ class RemoteRequest:
             await asyncio.sleep(BACKOFF * 2 ** (self.num_tries - 1))
 
     def outcome(self, output: RequestOutput | None = None) -> RequestOutput:
-        """Return its outcome, with times of this machine. None: of what has come by now."""
+        """Return its outcome, with times of this machine. None: of the tokens that have come by now."""
         request = self.request
         times = request.group.arrival_time, self.first_token_time, time.monotonic()
         if output is None:

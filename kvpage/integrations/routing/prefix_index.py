@@ -50,7 +50,7 @@ class PrefixIndex:
             del self._known[replica]
 
     def take_report(self, replica: Hashable, report: DigestReport) -> None:
-        """Take what a replica reports. Routed prompts that a whole report lacks are forgotten after a while.
+        """Take a replica's report. Routed prompts that a whole report lacks are forgotten after a while.
 
         Args:
             replica: Its name.

@@ -31,10 +31,10 @@ class KVPageHiCache(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # SG
 
     Args:
         storage_config: SGLang's HiCacheStorageConfig. Its `extra_config` has HiCacheSettings.
-        kwargs: What SGLang's factory gives besides. Not used.
+        kwargs: Further arguments of SGLang's factory. Not used.
 
     Raises:
-        ValueError: A setting breaks a rule or is unknown, nobody names the weights, or a folder belongs to another
+        ValueError: A setting breaks a rule or is unknown, the weights have no name, or a folder belongs to another
             process.
         RuntimeError: This version of SGLang has another interface.
         OSError, ImportError, TypeError: A tier cannot be opened, or a file of the weights not read.
@@ -120,7 +120,7 @@ class KVPageHiCache(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # SG
     def batch_get(
         self, keys: Sequence[str], target_locations: Tensors = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Read each page into its tensor, and return those that were found."""
+        """Read each page into its tensor, and return the pages that were found."""
         if target_locations is None:
             return [None] * len(keys)
         flags = self._storage.load_copies(keys, target_locations)
@@ -157,7 +157,7 @@ class KVPageHiCache(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # SG
         return self._storage.stats()
 
     def close(self) -> None:
-        """Write what is to be written, and close the tiers. Calling it again has no effect."""
+        """Write the waiting pages, and close the tiers. Calling it again has no effect."""
         self._storage.close()
 
 

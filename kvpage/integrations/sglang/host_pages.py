@@ -15,7 +15,7 @@ from kvpage.store.bytes.pieces import Pieces
 
 PIECES, FLAT, LOGICAL = "pieces", "flat", "logical"
 NO_ADDRESSES = (ValueError, NotImplementedError, AttributeError)
-"""What a pool raises whose layout has no address for a whole page."""
+"""The errors of a pool whose layout has no address for a whole page."""
 
 
 class HostPages:
@@ -97,7 +97,7 @@ class HostPages:
         return [self.pool.get_data_page(first, flat=True).detach().cpu().contiguous() for first in firsts]
 
     def rooms(self, num_keys: int, host_indices: torch.Tensor) -> tuple[list[torch.Tensor], Callable[[int], None]]:
-        """Return memory for a copy of each page, and what writes one to its place.
+        """Return memory for a copy of each page, and a function that writes one to its place.
 
         Args:
             num_keys: Pages.

@@ -53,7 +53,7 @@ def check_interface(version: str, module: ModuleType) -> None:
 
 
 def differences(module: ModuleType) -> list[str]:
-    """Return what the module has in another way, in words.
+    """Return the differences of the module, in words.
 
     Args:
         module: As for `check_interface`.

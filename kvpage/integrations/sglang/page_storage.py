@@ -33,14 +33,14 @@ class PageStorage:
     Trouble of the store is logged, and the pages of that call count as missing.
 
     Args:
-        settings: Tiers, and what SGLang does not know.
+        settings: Tiers, and the facts that SGLang does not know.
         shard: The rank.
         version: Of SGLang.
-        tiers: Tiers that are made already, in place of those of the settings.
+        tiers: Tiers that are made already, in place of the settings' tiers.
         served: The configuration of SGLang, which names the weights where the settings do not. None for none.
 
     Raises:
-        ValueError: No rank but one would find anything, or nobody named the weights.
+        ValueError: No rank but one would find anything, or the weights have no name.
         OSError, ImportError, TypeError: A tier cannot be opened, or a file of the weights not read.
     """
 
@@ -196,7 +196,7 @@ class PageStorage:
         return self._store.stats()
 
     def close(self) -> None:
-        """Write what is to be written, and close the tiers. Calling it again has no effect."""
+        """Write the waiting pages, and close the tiers. Calling it again has no effect."""
         self._store.close()
 
     def _load_pieces(self, pages: HostPages, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:

@@ -1,4 +1,4 @@
-"""HiCacheSettings: what SGLang's --hicache-storage-backend-extra-config tells this backend."""
+"""HiCacheSettings: this backend's part of SGLang's --hicache-storage-backend-extra-config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -25,7 +25,7 @@ class HiCacheSettings:
             keeps bytes, one must be chosen, since bytes do not tell e4m3 from e5m2.
         interface_v1: Whether SGLang gives the pages' addresses. Otherwise it gives copies of them.
         num_threads: Threads of a call. None means torch's number.
-        deadline: Seconds of a call, and of each tier whose URL names none. What is not there by then is a miss.
+        deadline: Seconds of a call, and of each tier whose URL names none. A page that is not there by then is a miss.
 
     Raises:
         ValueError: A setting breaks a rule.

@@ -23,7 +23,7 @@ PLACES = (
     "speculative_draft_model_revision", "checkpoint_engine_wait_weights_before_ready",
 )  # fmt: skip
 ELSEWHERE = ("dummy", "remote", "remote_instance", "private")
-"""Formats of weights that are not those of the path."""
+"""Formats that name other weights than the path's."""
 WHOLE_BYTES = 1 << 20
 """Of files that are read whole. Larger ones are read at NUM_SAMPLES places, and have their time in the name."""
 NUM_SAMPLES, SAMPLE_BYTES = 8, 1 << 14
@@ -33,7 +33,7 @@ BLOBS = "blobs"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What SGLang's configuration says of its model.
+    """SGLang's configuration of its model.
 
     Attributes:
         values: Of SETTINGS and PLACES, by their names. None where SGLang does not tell.
@@ -122,7 +122,7 @@ def _snapshot(repository: str, revision: str | None, cache: str | None) -> str |
 
 
 def _folder_name(folder: Path) -> str:
-    """Return a digest of the names of all files that are not hidden, and of what each has."""
+    """Return a digest of the names and contents of all files that are not hidden."""
     files = sorted(_files(folder))
     if not files:
         raise _unnamed(f"the folder {folder} has no files")
@@ -137,7 +137,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _file_name(file: Path) -> str:
-    """Return what tells a file from others: its digest, or its size, time and parts of its bytes."""
+    """Return the name that tells a file from others: its digest, or its size, time and parts of its bytes."""
     real, status = file.resolve(), file.stat()
     if real.parent.name == BLOBS:
         return real.name

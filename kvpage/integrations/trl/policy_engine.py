@@ -30,7 +30,7 @@ def rollout_config(model: PreTrainedModel, max_num_seqs: int = 64) -> EngineConf
         max_num_seqs: Answers that are generated at once.
 
     Returns:
-        The settings. The cache has no more blocks than so many sequences of the model's length fill.
+        The settings. The cache has no more blocks than max_num_seqs sequences of the model's length fill.
     """
     shape = ModelConfig.from_hf(model.config, model.dtype)
     fitting = CacheConfig.for_memory(MAX_CACHE_BYTES, shape, block_size=BLOCK_SIZE)

@@ -14,13 +14,13 @@ from kvpage.integrations.trl.policy_engine import PolicyEngine
 from kvpage.serving import EngineConfig, Sample, SamplingParams
 
 TOKEN_FIELDS = ("token_type_ids", "attention_mask")
-"""What tokenizers of text give besides token ids. No decoder that is served reads them."""
+"""Outputs of tokenizers of text besides token ids. No decoder that is served reads them."""
 
 
 class PagedRollouts:
     """The rollouts of one trainer. Pass it to `GRPOTrainer` as `rollout_func`.
 
-    Completions end, and are cut, as those of TRL's plain generation. Every call begins with an empty cache, so that no
+    Completions end, and are cut, as in TRL's plain generation. Every call begins with an empty cache, so that no
     K and V of earlier weights are read.
 
     Args:
@@ -50,8 +50,8 @@ class PagedRollouts:
             `prompt_ids`, `completion_ids` and `logprobs`: a list for each prompt; `logprobs` may be None.
 
         Raises:
-            ValueError: The trainer asks for what is not served, by name. It has tools: TRL would compute the turns
-                after the first by itself, so that PagedGRPOTrainer is needed.
+            ValueError: The trainer asks for a field that is not served, by name. It has tools: TRL would compute later
+                turns by itself, so that PagedGRPOTrainer is needed.
             RuntimeError: A completion could not be computed, with the reason.
         """
         if getattr(trainer, "tools", None):
@@ -171,7 +171,7 @@ def check_text_only(images: Any, fields: dict[str, Any]) -> None:
 
     Args:
         images: The images of the prompts, or None.
-        fields: What the tokenizer gives besides token ids, by name.
+        fields: The tokenizer's outputs besides token ids, by name.
 
     Raises:
         ValueError: They are not, with the names of the fields.

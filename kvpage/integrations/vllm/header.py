@@ -21,7 +21,7 @@ def header_of(
 
     Args:
         config: vLLM's OffloadingConfig.
-        facts: Those of vLLM's whole configuration, by `facts_of`.
+        facts: The facts of vLLM's whole configuration, by `facts_of`.
         weights: Names the weights.
         num_bytes: Bytes of a chunk.
         version: Of vLLM.

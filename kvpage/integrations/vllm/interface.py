@@ -1,6 +1,6 @@
 """check_interface: whether vLLM's plug-in interface is the one that the tier was tested with.
 
-vLLM calls the interface experimental. So a version is trusted by what it has, not by its number.
+vLLM calls the interface experimental. So a version is trusted by its members, not by its number.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ def _refusal(version: str) -> str:
 
 
 def _differences() -> list[str]:
-    """Return what differs from the tested interface, as text."""
+    """Return the differences from the tested interface, as text."""
     manager = _member(TIERING, "SecondaryTierManager")
     differences = [f"SecondaryTierManager has no {name}" for name in METHODS if not hasattr(manager, name)]
     new = sorted(set(getattr(manager, "__abstractmethods__", ())) - set(ABSTRACT))

@@ -1,4 +1,4 @@
-"""The tier's own metrics, beside what vLLM counts for every tier: bytes, seconds, queries, hits and failed jobs."""
+"""The tier's own metrics, beside vLLM's numbers of every tier: bytes, seconds, queries, hits and failed jobs."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -98,7 +98,7 @@ class StatsReader:
             self._under_way = begun(self._submit)
 
     def take(self) -> ByteStoreStats | None:
-        """Return what was read since the last call; None if nothing was."""
+        """Return the statistics that were read since the last call; None if there are none."""
         if self._under_way is None or not self._under_way.done():
             return None
         ended, self._under_way = self._under_way, None
@@ -109,7 +109,7 @@ class StatsReader:
         return ended.result()
 
     def close(self) -> None:
-        """End the thread as soon as it has read what is under way."""
+        """End the thread as soon as its read is done."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
 
@@ -120,7 +120,7 @@ class StatsReader:
 
 
 class MetricsWriter:
-    """Writes what has changed since it wrote last into vLLM's payload."""
+    """Writes the changes since it wrote last into vLLM's payload."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -157,5 +157,5 @@ class MetricsWriter:
 
 
 def _named(store: ByteStoreStats) -> list[tuple[str, ByteTierStats]]:
-    """Return the store's tiers with a name for each: its number, and what it is."""
+    """Return the store's tiers with a name for each: its number and its kind."""
     return [(f"{at} {tier.name}", tier) for at, tier in enumerate(store.tiers)]

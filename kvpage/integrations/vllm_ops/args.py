@@ -1,4 +1,4 @@
-"""Checks of the arguments of vLLM's operations, and their translation into those of kvpage's operations."""
+"""Checks of the arguments of vLLM's operations, and their translation into arguments of kvpage's operations."""
 
 import numbers
 from functools import lru_cache
@@ -137,7 +137,7 @@ def latent_view(name: str, cache: torch.Tensor) -> KVView:
 
 
 def check_gathered(dst: torch.Tensor, src_cache: torch.Tensor) -> None:
-    """Raise ValueError unless dst has a dimension for the tokens, and those of an entry of the cache."""
+    """Raise ValueError unless dst has a dimension for the tokens, and the dimensions of an entry of the cache."""
     if src_cache.dim() not in (3, 4):
         raise ValueError(f"src_cache must have 3 or 4 dimensions, got shape {tuple(src_cache.shape)}")
     if dst.dim() != src_cache.dim() - 1:

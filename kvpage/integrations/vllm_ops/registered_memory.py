@@ -197,7 +197,7 @@ class RegisteredMemory:
             return self._sides[device]
 
     def _merge(self) -> None:
-        """Make one region of spans that overlap, as those of layers in one slab do."""
+        """Make one region of spans that overlap, as spans of layers in one slab do."""
         self._regions = []
         for begin, end in sorted(self._spans):
             tensors: tuple[torch.Tensor, ...] = (self._tensors[begin, end],)
