@@ -44,8 +44,8 @@ class CacheLayout:
             0 is for a layer without V.
 
     Raises:
-        ValueError: A size is not positive, a name is unknown, or the backend does not take so many heads, or another
-            size of V.
+        ValueError: A size is not positive, a name is unknown, or the backend does not take num_kv_heads heads, or
+            another size of V.
     """
 
     block_size: int

@@ -36,7 +36,7 @@ class AppSettings(BaseModel):
         digest_period: Seconds between two reports.
         store: URLs of the tiers of a KVStore, the fastest first. "{replica}" becomes the replica's own name.
         chunk_size: Tokens of a chunk of the store.
-        layers_per_record: Layers of a record of the store. Prefill replicas store so many at once, while they compute
+        layers_per_record: Layers of a record of the store. Prefill replicas store these at once, while they compute
             the next ones. None stores chunks whole.
         patience: Seconds without a new chunk after which a decode worker computes the rest of a prompt.
         min_prefill_tokens: Shorter prompts are computed where they are decoded.
