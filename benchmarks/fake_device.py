@@ -21,6 +21,7 @@ from triton.runtime import JITFunction, driver
 from kvpage import CacheLayout, ops
 from kvpage.benchmarks.compiling_driver import SHARED_MEMORY, CompilingDriver, Launch
 from kvpage.kernels import attention_launch, chunk, gather, rotary
+from kvpage.kernels import blend as blend_kernels
 from kvpage.kernels.prepared import PreparedKinds
 from kvpage.ops.cuda import attention, blend, chunks, rows
 from kvpage.ops.cuda.gathers import Gathers
@@ -30,7 +31,7 @@ NUMBER = 97  # of the device; no test's
 MULTIPROCESSORS = {80: 108, 90: 132}  # of an A100 and an H200, by their capability
 CPU = torch.device("cpu")
 KERNELS_PACKAGE = "kvpage.kernels."
-KERNELS: tuple[Any, ...] = attention_launch, chunk, gather, rotary  # each keeps what it has launched
+KERNELS: tuple[Any, ...] = attention_launch, blend_kernels, chunk, gather, rotary  # each keeps what it has launched
 
 
 class FakeDevice(CompilingDriver):

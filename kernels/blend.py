@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpage.kernels.arguments import _ROWS, as_bits
+from kvpage.kernels.arguments import _ROWS
 from kvpage.kernels.constants import Constants
+from kvpage.kernels.prepared import Prepared, PreparedKinds, form
 from kvpage.kernels.quantize import to_fp32
 
 MOST_COLUMNS = 1024  # of a row at once
@@ -64,25 +65,32 @@ def row_deviation_kernel(
 
 def row_deviation(fresh: torch.Tensor, retrieved: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """See kvpage.ops.row_deviation, which has checked everything."""
-    num_rows, num_heads, size = fresh.shape
+    num_rows = len(fresh)
     out = torch.zeros(num_rows, device=fresh.device)
     if fresh.numel() == 0:
         return out
+    kind = fresh.device, form(fresh), form(retrieved)
+    known: tuple[DeviationConstants, Prepared] | None = _kinds.get(kind)
+    if known is None:
+        known = _prepared(fresh, retrieved)
+        _kinds.keep(kind, known)
+    constants, prepared = known
+    tensors = fresh, retrieved, valid.contiguous().view(torch.int8), out
+    prepared.launch((triton.cdiv(num_rows, constants.TILE_ROWS), 1, 1), tensors, (num_rows,))
+    return out
+
+
+_kinds = PreparedKinds()
+
+
+def _prepared(fresh: torch.Tensor, retrieved: torch.Tensor) -> tuple[DeviationConstants, Prepared]:
+    _, num_heads, size = fresh.shape
     if fresh.stride(1) == size == retrieved.stride(1):
         num_heads, size = 1, num_heads * size
     constants = deviation_constants(num_heads, size, fresh.dtype)
-    row_deviation_kernel[(triton.cdiv(num_rows, constants.TILE_ROWS), 1, 1)](
-        as_bits(fresh),
-        as_bits(retrieved),
-        valid.contiguous().view(torch.int8),
-        out,
-        num_rows,
-        *fresh.stride()[:2],
-        *retrieved.stride()[:2],
-        constants,
-        enable_fp_fusion=False,  # each lane of a warp rounds its sum of squares alike
-    )
-    return out
+    fixed = *fresh.stride()[:2], *retrieved.stride()[:2], constants
+    options = {"enable_fp_fusion": False}  # each lane of a warp rounds its sum of squares alike
+    return constants, Prepared(row_deviation_kernel, fixed, options, 2, range(2))
 
 
 def deviation_constants(num_heads: int, size: int, dtype: torch.dtype) -> DeviationConstants:

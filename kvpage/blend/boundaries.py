@@ -89,8 +89,8 @@ def _only_largest(hashes: npt.NDArray[np.uint64], radius: int) -> list[int]:
     largest = np.lib.stride_tricks.sliding_window_view(hashes, radius).max(axis=1)
     inner = hashes[radius : len(hashes) - radius]
     before, after = largest[: len(inner)], largest[radius + 1 : radius + 1 + len(inner)]
-    found = np.flatnonzero((inner > before) & (inner > after)) + radius
-    return [int(at) for at in found]
+    indices = np.flatnonzero((inner > before) & (inner > after)) + radius
+    return [int(at) for at in indices]
 
 
 def with_end(cuts: list[int], end: int) -> list[int]:

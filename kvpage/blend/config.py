@@ -23,7 +23,7 @@ class BlendConfig:
         ratio: the share of a prompt's reused tokens that is computed again, 0 to 1. At 1 the result is that of a full
             prefill.
         uses_sensitivity: choose the tokens of the largest sensitivity (see SegmentKV) if their segments have it, as
-            those of Engine.warm_segments do. It costs computing them twice there, and nothing here. Other tokens are
+            segments of Engine.warm_segments do. It costs computing them twice there, and nothing here. Other tokens are
             chosen by metric and seam. A prompt of both kinds has the same share of each.
         check_layer: the layer that chooses, from 0. The layers before it, and its own K and V, are computed for every
             token. None: 0 in prompts whose reused tokens all have a sensitivity, which are chosen before it; 1 in
@@ -37,8 +37,8 @@ class BlendConfig:
             token its root counts 1 + seam / n. 0 for equal weights.
         separator: token ids after which segments end in requests that name none; they belong to the segment.
         boundaries: cuts such requests by contents. At most one of separator and boundaries is given.
-        max_bytes: of the segments' K and V in host memory, and of those on their way to any place. Beyond it, prompts'
-            segments are not kept, and `warm_segments` waits.
+        max_bytes: of the segments' K and V in host memory, and of segments on their way to any place. Beyond it,
+            prompts' segments are not kept, and `warm_segments` waits.
         deadline: seconds that a request waits for its segments.
 
     Raises:

@@ -1,4 +1,4 @@
-"""RotaryTables: rotate K from the positions where it was computed to those where it is used.
+"""RotaryTables: rotate K from the positions where it was computed to the positions where it is used.
 
 A rotary embedding turns each pair of a head's dimensions by an angle that grows with the position. From old to new:
 

@@ -128,7 +128,7 @@ class SegmentStore:
             ValueError, TypeError: arguments do not fit together; nothing is written.
         """
         kind = Kind.of(is_standalone, sensitivity is not None)
-        array, place = as_tokens(tokens), segment_namespace(namespace, kind)
+        array, kind_namespace = as_tokens(tokens), segment_namespace(namespace, kind)
         at = _as_positions(positions)
         if len(at) != len(array):
             raise ValueError(f"positions must be of {len(array)} tokens, got {len(at)}")
@@ -138,7 +138,7 @@ class SegmentStore:
         tag = _tag(parts, at, array, sensitivity, self._token_dim)
         if self._has_any(array, kind.better(), namespace):
             return done(0)
-        return self.store.store(array, [*parts, tag], blocking=blocking, namespace=place)
+        return self.store.store(array, [*parts, tag], blocking=blocking, namespace=kind_namespace)
 
     def get(self, tokens: Tokens, namespace: bytes = b"", device: torch.device | str = "cpu") -> Segment | None:
         """Return the longest leading run of the tokens that is there; of several the one of the best kind.
@@ -208,8 +208,8 @@ class SegmentStore:
         return sorted((kind for kind, count in counts.items() if count), key=lambda kind: -counts[kind])
 
     def _has_any(self, tokens: npt.NDArray[np.int32], kinds: Iterable[Kind], namespace: bytes) -> bool:
-        places = (segment_namespace(namespace, kind) for kind in kinds)
-        return any(self.store.lookup(tokens, place) == len(tokens) for place in places)
+        namespaces = (segment_namespace(namespace, kind) for kind in kinds)
+        return any(self.store.lookup(tokens, kind_namespace) == len(tokens) for kind_namespace in namespaces)
 
     def _get(
         self, tokens: npt.NDArray[np.int32], namespace: bytes, kind: Kind, device: torch.device | str
@@ -226,12 +226,12 @@ class SegmentStore:
         count = len(equal) if equal.all() else int(equal.argmin())
         if not count:
             return None
-        kept = kv[:-1].narrow(2 + self._token_dim, 0, count)
+        rows = kv[:-1].narrow(2 + self._token_dim, 0, count)
         positions = words[:count, :2].contiguous().view(torch.int64)[:, 0]
         known = words[:count, 3].contiguous().view(torch.float32) if kind is Kind.MEASURED else None
         if known is not None and not is_sensitivity(known):
             known = None
-        return Segment(kept.to(device), positions.to(device, copy=True), kind is not Kind.CONTEXT, known)
+        return Segment(rows.to(device), positions.to(device, copy=True), kind is not Kind.CONTEXT, known)
 
 
 def segment_namespace(namespace: bytes, kind: Kind) -> bytes:
@@ -270,6 +270,6 @@ def _tag(
     tags["position"], tags["token"] = positions, tokens
     if sensitivity is not None:
         tags["sensitivity"] = sensitivity.numpy()
-    some = torch.from_numpy(tags.view(np.uint8)).view(len(tokens), TAG_BYTES)
-    layer[0].view(torch.uint8).movedim(dim, 0)[:, 0, :TAG_BYTES] = some
+    tag_rows = torch.from_numpy(tags.view(np.uint8)).view(len(tokens), TAG_BYTES)
+    layer[0].view(torch.uint8).movedim(dim, 0)[:, 0, :TAG_BYTES] = tag_rows
     return layer

@@ -70,8 +70,8 @@ class SegmentKV:
         Returns:
             True if only this one is standalone, or, of a kind, only this one's sensitivity is known.
         """
-        mine, its = ((one.is_standalone, one.sensitivity is not None) for one in (self, other))
-        return mine > its
+        rank, other_rank = ((segment.is_standalone, segment.sensitivity is not None) for segment in (self, other))
+        return rank > other_rank
 
     @property
     def num_tokens(self) -> int:
@@ -132,12 +132,12 @@ class Reuse(NamedTuple):
         Returns:
             Views, [num_tokens, num_kv_heads, head_size] each.
         """
-        some = slice(self.begin, self.begin + self.num_tokens)
-        return self.segment.k[layer, some], self.segment.v[layer, some]
+        span = slice(self.begin, self.begin + self.num_tokens)
+        return self.segment.k[layer, span], self.segment.v[layer, span]
 
     @property
     def is_exact(self) -> bool:
-        """Return whether the rows equal those of a prefill: nothing is before the segment, as when it was computed."""
+        """Return whether the rows equal a prefill's rows: nothing is before the segment, as when it was computed."""
         return self.segment.is_standalone and self.start == self.begin
 
     def sensitivity(self) -> torch.Tensor | None:
@@ -251,10 +251,10 @@ class MemorySegments:
             The segment; None if there is none.
         """
         key = _key(tokens, namespace)
-        found = self._segments.get(key)
-        if found:
+        segment = self._segments.get(key)
+        if segment:
             self._segments.move_to_end(key)
-        return found
+        return segment
 
     def wants(self, tokens: TokenIds, is_standalone: bool, is_measured: bool, namespace: bytes = b"") -> bool:
         """Return whether `keep` would keep such a segment: there is none, or a lesser one.

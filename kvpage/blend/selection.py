@@ -37,15 +37,15 @@ def check_filters(filters: Sequence[tuple[int, float]], check_layer: int, least:
 
     Raises ValueError unless their layers rise, from `least` on and below the check layer, and their ratios do not rise.
     """
-    stages = tuple(Stage(*as_list("filters", each)) for each in as_list("filters", filters))
+    stages = tuple(Stage(*as_list("filters", stage)) for stage in as_list("filters", filters))
     for layer, ratio in stages:
         if isinstance(layer, bool) or not isinstance(layer, int) or not least <= layer < check_layer:
             raise ValueError(f"filters must be of layers from {least} to under {check_layer}, got {layer!r}")
         as_ratio("filters' ratios", ratio)
     for before, after in zip(stages, stages[1:], strict=False):
         if after.layer <= before.layer or after.ratio > before.ratio:
-            given = [tuple(stage) for stage in stages]
-            raise ValueError(f"filters must have rising layers and ratios that do not rise, got {given}")
+            pairs = [tuple(stage) for stage in stages]
+            raise ValueError(f"filters must have rising layers and ratios that do not rise, got {pairs}")
     return stages
 
 
@@ -56,7 +56,7 @@ class Selection:
     Attributes:
         indices: int64, the chosen rows, ascending.
         query_start_loc: int64 [num_requests + 1], the begin of each request's chosen rows, and the end.
-        deviation: fp32 [num_tokens], 0 in invalid rows and in those that were not left to choose among.
+        deviation: fp32 [num_tokens], 0 in invalid rows and in rows that were not left to choose among.
     """
 
     indices: torch.Tensor
@@ -147,9 +147,9 @@ def ranks(scores: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     order = order[kinds[order].sort(stable=True).indices]  # by kind, in each by score
     counts = torch.unique(kinds, return_counts=True)[1]
     firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    place = torch.arange(len(scores), device=scores.device) - firsts
+    position = torch.arange(len(scores), device=scores.device) - firsts
     out = torch.empty_like(scores)
-    out[order] = 1.0 - place / counts.repeat_interleave(counts)
+    out[order] = 1.0 - position / counts.repeat_interleave(counts)
     return out
 
 
@@ -201,7 +201,7 @@ def select_tokens(
 
 
 def _largest(deviation: torch.Tensor, valid: torch.Tensor, left: torch.Tensor, ratio: float) -> torch.Tensor:
-    """Return indices of the valid rows with the largest deviation, among those that are left."""
+    """Return indices of the valid rows with the largest deviation, among the rows that are left."""
     num_valid, num_left = int(valid.sum()), int((valid & left).sum())
     count = min(num_left, max(int(num_valid * ratio), 1)) if ratio > 0 else 0
     ranked = deviation.masked_fill(~(valid & left), -1.0).sort(descending=True, stable=True).indices

@@ -39,14 +39,14 @@ def measure_sensitivity(layers: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> 
         total, num_layers = change if total is None else total.to(change.device) + change, num_layers + 1
     if total is None:
         raise ValueError("layers must be at least one, got none")
-    found = (total / num_layers).cpu()
-    return found if bool(found.isfinite().all()) else None
+    sensitivity = (total / num_layers).cpu()
+    return sensitivity if bool(sensitivity.isfinite().all()) else None
 
 
 def _relative_change(alone: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     alone, after = as_floats("alone", alone, 3), as_floats("after", after, 3)
     if alone.shape != after.shape:
         raise ValueError(f"layers must hold V of one shape, got {list(alone.shape)} and {list(after.shape)}")
-    everything = torch.ones(len(alone), dtype=torch.bool, device=alone.device)
-    size = ops.row_deviation(alone, torch.zeros_like(alone), everything).mean()
-    return ops.row_deviation(after, alone, everything) / size.clamp(min=torch.finfo(torch.float32).tiny)
+    all_valid = torch.ones(len(alone), dtype=torch.bool, device=alone.device)
+    size = ops.row_deviation(alone, torch.zeros_like(alone), all_valid).mean()
+    return ops.row_deviation(after, alone, all_valid) / size.clamp(min=torch.finfo(torch.float32).tiny)

@@ -27,10 +27,10 @@ def spans_by_separator(tokens: npt.NDArray[np.int32], separator: Sequence[int]) 
         return []
     windows = np.lib.stride_tricks.sliding_window_view(tokens, width)
     spans, start = [], 0
-    for found in (windows == np.asarray(separator)).all(axis=1).nonzero()[0].tolist():
-        if found >= start:
-            spans.append(Span(start, found + width))
-            start = found + width
+    for separator_start in (windows == np.asarray(separator)).all(axis=1).nonzero()[0].tolist():
+        if separator_start >= start:
+            spans.append(Span(start, separator_start + width))
+            start = separator_start + width
     return spans
 
 

@@ -36,11 +36,11 @@ class StoredSegments:
         Returns:
             The segment of these leading tokens; None if the store has none of them.
         """
-        found = self._segments.get(tokens, namespace)
-        if found is None:
+        segment = self._segments.get(tokens, namespace)
+        if segment is None:
             return None
-        rows = found.kv.transpose(2, 3) if self._is_by_head else found.kv
-        return SegmentKV(rows[:, 0], rows[:, 1], found.positions, found.is_standalone, found.sensitivity)
+        rows = segment.kv.transpose(2, 3) if self._is_by_head else segment.kv
+        return SegmentKV(rows[:, 0], rows[:, 1], segment.positions, segment.is_standalone, segment.sensitivity)
 
     def wants(self, tokens: TokenIds, is_standalone: bool, is_measured: bool, namespace: bytes = b"") -> bool:
         """Return whether `keep` would keep such a segment: there is none, or a lesser one.
@@ -68,5 +68,7 @@ class StoredSegments:
         check_segment(segment, len(as_tokens(tokens)))
         rows = torch.stack([segment.k, segment.v], dim=1)
         kv = rows.transpose(2, 3).contiguous() if self._is_by_head else rows
-        about = segment.positions, segment.is_standalone, namespace
-        self._segments.put(tokens, kv, *about, sensitivity=segment.sensitivity).result()
+        future = self._segments.put(
+            tokens, kv, segment.positions, segment.is_standalone, namespace, sensitivity=segment.sensitivity
+        )
+        future.result()

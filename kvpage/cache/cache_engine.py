@@ -1,6 +1,6 @@
 """CacheEngine: owns the cache tensors of the device tier and the host tier, and copies blocks within and between them.
 
-It knows block ids. It knows nothing of tokens, of sequences or of the owners of blocks: those are the block manager's.
+It knows block ids. It knows nothing of tokens, of sequences or of the owners of blocks: the block manager does.
 """
 
 import weakref
@@ -46,7 +46,7 @@ class CacheEngine:
 
     Attributes:
         gpu_cache: One tensor for each layer of this pipeline stage that has K and V of its own, zeroed, in the generic
-            shape of its layout. Its strides are those of the stride order and the layer layout. On a CPU device it is
+            shape of its layout. Its strides follow the stride order and the layer layout. On a CPU device it is
             the device tier in host memory.
         cpu_cache: The same for the host tier. Beside a GPU it is pinned, in huge pages where the system has them. It
             takes its blocks' bytes, each tensor rounded up to whole pages, and is there when the engine is made.
@@ -95,7 +95,7 @@ class CacheEngine:
         self.num_cpu_blocks = cache_config.num_cpu_blocks // parallel_config.pipeline_parallel_size
         self.layer_ids = model_config.attention_layers(parallel_config)
         self.layouts: tuple[CacheLayout, ...] = ()
-        self.shared_layers = {layer: own for layer, own in model_config.shared_layers if own in self.layer_ids}
+        self.shared_layers = {layer: source for layer, source in model_config.shared_layers if source in self.layer_ids}
         self._bound_caches: tuple[BoundCache, ...] | None = None
         self._bound_layers: dict[int, BoundCache] | None = None
         self._block_bytes = 0  # in all layers
@@ -145,9 +145,9 @@ class CacheEngine:
     def bound_layers(self) -> dict[int, BoundCache]:
         """The same by the layer in the whole model, ascending. A layer that shares another's K and V has that one's."""
         if self._bound_layers is None:
-            own = dict(zip(self.layer_ids, self.bound_caches, strict=True))
-            shared = {layer: own[source] for layer, source in self.shared_layers.items()}
-            self._bound_layers = dict(sorted({**own, **shared}.items()))
+            by_layer = dict(zip(self.layer_ids, self.bound_caches, strict=True))
+            shared = {layer: by_layer[source] for layer, source in self.shared_layers.items()}
+            self._bound_layers = dict(sorted({**by_layer, **shared}.items()))
         return self._bound_layers
 
     @overload
@@ -290,7 +290,7 @@ class CacheEngine:
             The arrival, for which each layer waits. Every other swap or copy comes after it.
 
         Raises:
-            Exception: A move has failed as it was started. It and those after it are made by the next start.
+            Exception: A move has failed as it was started. The next start makes this move and the later ones.
         """
         self._transfers.poll()
         transfer = Transfer(moves.num_bytes, BlockPins((None, None), torch.zeros(0, 2, dtype=torch.int64)), on_done)
@@ -337,7 +337,7 @@ class CacheEngine:
         copiers = copier.split_layers() if by_layer else [copier]
         transfer = Transfer(len(pairs) * self._block_bytes, BlockPins(pools, pairs), on_done)
         layers_each = [1] * len(copiers) if by_layer else None
-        return self._transfers.start(transfer, [partial(each.run, pairs) for each in copiers], layers_each)
+        return self._transfers.start(transfer, [partial(piece.run, pairs) for piece in copiers], layers_each)
 
     def _check_kv_scales(self) -> None:
         if self.kv_scales is None:
@@ -357,17 +357,17 @@ class CacheEngine:
         self.cpu_cache = allocate_layers(layouts, self.num_cpu_blocks, host, on_gpu)
         gpu, cpu = self.gpu_cache, self.cpu_cache
 
-        def swap_in(some: slice) -> Copier:
-            return swap_copier(cpu[some], gpu[some], layouts[some], max_bytes[0])
+        def swap_in(layers: slice) -> Copier:
+            return swap_copier(cpu[layers], gpu[layers], layouts[layers], max_bytes[0])
 
-        def swap_out(some: slice) -> Copier:
-            return swap_copier(gpu[some], cpu[some], layouts[some], max_bytes[1])
+        def swap_out(layers: slice) -> Copier:
+            return swap_copier(gpu[layers], cpu[layers], layouts[layers], max_bytes[1])
 
-        def copy(some: slice) -> Copier:
-            return device_copier(gpu[some], layouts[some])
+        def copy(layers: slice) -> Copier:
+            return device_copier(gpu[layers], layouts[layers])
 
-        everything = slice(None)
-        self._swap_in, self._swap_out, self._copy = swap_in(everything), swap_out(everything), copy(everything)
+        all_layers = slice(None)
+        self._swap_in, self._swap_out, self._copy = swap_in(all_layers), swap_out(all_layers), copy(all_layers)
         self._piece_copiers = PieceCopiers({"swap_in": swap_in, "swap_out": swap_out, "copy": copy})
 
     @staticmethod

@@ -111,15 +111,15 @@ def calibrate(device: torch.device | str | int = "cuda", max_groups: int = MAX_G
         ValueError: The device is not CUDA, or a graph is captured.
         RuntimeError: CUDA cannot be used.
     """
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type != "cuda":
-        raise ValueError(f"device must be a CUDA device, got {found}")
+    target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if target.type != "cuda":
+        raise ValueError(f"device must be a CUDA device, got {target}")
     error = _C.cuda_error()
     if error is not None or not torch.cuda.is_available():
         raise RuntimeError(f"calibrate needs CUDA: {error or 'this torch cannot use it'}")
     if torch.cuda.is_current_stream_capturing():
         raise ValueError("calibrate must not be called while a graph is captured")
-    return _calibrate(torch.cuda.current_device() if found.index is None else found.index, max_groups)
+    return _calibrate(torch.cuda.current_device() if target.index is None else target.index, max_groups)
 
 
 @functools.cache
@@ -161,7 +161,7 @@ def _measure(
     kernel = BlockCopier(srcs, dsts, layout, piece_bytes, max_groups)
     seconds = [_fastest(copier, mapping, stream) for copier in (engine, kernel)]
     num_bytes = len(mapping) * piece_bytes
-    return Throughput(piece_bytes, *(num_bytes / taken / 1e9 for taken in seconds))
+    return Throughput(piece_bytes, *(num_bytes / elapsed / 1e9 for elapsed in seconds))
 
 
 def _fastest(copier: BlockCopier, mapping: torch.Tensor, stream: torch.cuda.Stream) -> float:

@@ -1,4 +1,4 @@
-"""LayerSlice: some layers of a CacheEngine, as if they were all. LayerCaches: what both have.
+"""LayerSlice: some layers of a CacheEngine, as if they were all. LayerCaches: the members of both.
 
 CacheEngine   layer 0 | 1 | 2 | 3 | 4 | 5
 LayerSlice            [ 1   2   3 )            the same tensors; nothing is copied

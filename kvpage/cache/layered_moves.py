@@ -75,7 +75,7 @@ class PieceCopiers:
 
 
 class LayeredMoves:
-    """Moves, and how far they are made. A move that raises is made again by the next start, then those after it.
+    """Moves, and how far they are made. The next start makes a move that raises again, then the later ones.
 
     Args:
         moves: In their order.
@@ -95,13 +95,13 @@ class LayeredMoves:
             self.num_blocks[kind] += len(pairs)
         self.num_bytes = self.num_blocks.total() * block_bytes
         self.pieces = layer_pieces(num_layers, self.num_bytes // max(num_layers, 1))
-        given = [(kind, torch.from_numpy(pairs)) for kind, pairs in moves]
+        pairs_by_kind = [(kind, torch.from_numpy(pairs)) for kind, pairs in moves]
         self._left = [
-            deque((copier_of(kind, *piece), pairs) for kind, pairs in given) for piece in self.pieces
+            deque((copier_of(kind, *piece), pairs) for kind, pairs in pairs_by_kind) for piece in self.pieces
         ]  # of each piece
 
     def steps(self) -> list[Callable[[], None]]:
-        """Return what is left to be made.
+        """Return the moves that are left.
 
         Returns:
             One function for each piece.

@@ -1,4 +1,4 @@
-"""Transfer: one asynchronous swap, and TransferQueue: those of one engine, in order.
+"""Transfer: one asynchronous swap, and TransferQueue: the swaps of one engine, in order.
 
     swap_out(pairs, non_blocking=True)
        │  check the pairs, pin the blocks of both pools                  a failure up to here raises and changes nothing
@@ -36,13 +36,13 @@ class BlockPins:
     """
 
     def __init__(self, pools: Pools, block_mapping: torch.Tensor) -> None:
-        with ExitStack() as held:
+        with ExitStack() as pins:
             for pool, column in zip(pools, block_mapping.unbind(1), strict=True):
                 if pool is not None:
                     ids = column.contiguous()
                     pool.share(ids)
-                    held.callback(pool.release, ids)
-            self._held = held.pop_all()
+                    pins.callback(pool.release, ids)
+            self._held = pins.pop_all()
 
     def release(self) -> None:
         """Give all references back. A second call does nothing."""

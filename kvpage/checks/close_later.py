@@ -1,6 +1,6 @@
 """close_later: closes a forgotten object on another thread than the one that the garbage collector runs on.
 
-The collector runs a finalizer within any allocation. Its thread may hold any lock then, also those of `threading`, as
+The collector runs a finalizer within any allocation. Its thread may hold any lock then, also a lock of `threading`, as
 while a thread starts. A finalizer that waits for a lock, or for the end of a thread, may wait for its own thread.
 """
 

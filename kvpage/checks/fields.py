@@ -69,13 +69,13 @@ def flag(name: str, value: Any) -> bool:
 
 def texts(name: str, values: Any) -> tuple[str, ...]:
     """Read a text, or a list of texts, none of them empty."""
-    each = (values,) if isinstance(values, str) else values
-    if isinstance(each, bytes | Mapping) or not isinstance(each, Iterable):
+    items = (values,) if isinstance(values, str) else values
+    if isinstance(items, bytes | Mapping) or not isinstance(items, Iterable):
         raise ValueError(f"{name} must be a text or a list of texts, got {values!r}")
-    found = tuple(each)
-    if not all(isinstance(one, str) and one for one in found):
+    strings = tuple(items)
+    if not all(isinstance(item, str) and item for item in strings):
         raise ValueError(f"{name} must be texts that are not empty, got {values!r}")
-    return found
+    return strings
 
 
 def token_id(name: str, value: Any) -> int:
@@ -103,16 +103,16 @@ def words(name: str, values: Any) -> tuple[TokenIds, ...]:
     """Read a list of lists of token ids, none of them empty."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a list of lists of token ids, got {values!r}")
-    each = tuple(token_ids(name, word) for word in values)
-    if not all(each):
+    sequences = tuple(token_ids(name, word) for word in values)
+    if not all(sequences):
         raise ValueError(f"{name} must be lists of at least one token id, got {values!r}")
-    return each
+    return sequences
 
 
 def token_biases(name: str, values: Any) -> tuple[tuple[int, float], ...]:
     """Read a dict of token id to number, or pairs of them, at most MAX_BIAS each. -inf is allowed."""
     pairs = _pairs(name, values, "a dict of a token id to a number")
-    return tuple((token_id(name, one), _bias(name, bias)) for one, bias in pairs)
+    return tuple((token_id(name, token), _bias(name, bias)) for token, bias in pairs)
 
 
 def word_biases(name: str, values: Any) -> tuple[tuple[TokenIds, float], ...]:

@@ -76,21 +76,21 @@ class _Handler:
     Python's own handler.
     """
 
-    def __init__(self, held: HeldInterrupts) -> None:
-        self._held, self._pid, self.thread_id = weakref.ref(held), os.getpid(), threading.get_ident()
+    def __init__(self, holder: HeldInterrupts) -> None:
+        self._held, self._pid, self.thread_id = weakref.ref(holder), os.getpid(), threading.get_ident()
 
     @property
     def held(self) -> HeldInterrupts | None:
         return self._held() if self._pid == os.getpid() else None
 
     def __call__(self, signal_number: int, frame: FrameType | None) -> None:
-        held = self.held
-        if held is None:
+        holder = self.held
+        if holder is None:
             raise KeyboardInterrupt
-        if held.is_pending:  # a second Ctrl-C does not wait
-            held.let_go()
-            held.raise_pending()
-        held.is_pending = True
+        if holder.is_pending:  # a second Ctrl-C does not wait
+            holder.let_go()
+            holder.raise_pending()
+        holder.is_pending = True
 
 
 class interruptible:
@@ -99,15 +99,15 @@ class interruptible:
     def __enter__(self) -> None:
         self._handler: _Handler | None = None
         handler = signals.getsignal(SIGINT)
-        held = handler.held if isinstance(handler, _Handler) and handler.thread_id == threading.get_ident() else None
-        if held is None:
+        holder = handler.held if isinstance(handler, _Handler) and handler.thread_id == threading.get_ident() else None
+        if holder is None:
             return
-        held.raise_pending()
+        holder.raise_pending()
         self._handler = handler
         signals.signal(SIGINT, signals.default_int_handler)
-        if held.is_pending:  # it came between the two
+        if holder.is_pending:  # it came between the two
             signals.signal(SIGINT, handler)
-            held.raise_pending()
+            holder.raise_pending()
 
     def __exit__(self, *error: object) -> None:
         if self._handler and signals.getsignal(SIGINT) is signals.default_int_handler:
@@ -125,8 +125,8 @@ def made_or_undone(make: Callable[[], Result], undo: Callable[[Result], object])
             made.append(make())
         return made[0]
     except KeyboardInterrupt:
-        for one in made:
-            undo(one)
+        for result in made:
+            undo(result)
         raise
 
 

@@ -47,14 +47,14 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
     Args:
         tensors: of one shape and device, with elements.
     """
-    places = sorted(map(_Place, tensors), key=lambda place: place.begin)
+    regions = sorted(map(_Place, tensors), key=lambda region: region.begin)
     told_apart = set()  # of tensors with the same strides the distance alone matters
-    for at, place in enumerate(places):
-        for other in places[at + 1 :]:
-            if other.begin >= place.end:
+    for at, region in enumerate(regions):
+        for other in regions[at + 1 :]:
+            if other.begin >= region.end:
                 break
-            pair = other.begin - place.begin, place.strides, other.strides
-            if pair not in told_apart and np.shares_memory(place.array(), other.array()):
+            pair = other.begin - region.begin, region.strides, other.strides
+            if pair not in told_apart and np.shares_memory(region.array(), other.array()):
                 return True
             told_apart.add(pair)
     return False

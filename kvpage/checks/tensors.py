@@ -81,11 +81,11 @@ def readable(name: str, tensor: Any) -> torch.Tensor:
     is_usual = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
     if not is_usual or (tensor.is_cpu and tensor.data_ptr() == 0):  # one call for the usual tensor, not three
         check_dense(name, tensor)
-    found: torch.Tensor = tensor
-    if not (found.is_neg() or found.is_conj()):
-        return found
+    plain: torch.Tensor = tensor
+    if not (plain.is_neg() or plain.is_conj()):
+        return plain
     try:
-        return found.resolve_conj().resolve_neg()
+        return plain.resolve_conj().resolve_neg()
     except NotImplementedError as error:  # torch does not negate 8-bit floats
         raise ValueError(f"{name} must not be a view that torch cannot negate, got {tensor.dtype}") from error
 
@@ -106,28 +106,28 @@ def as_numbers(name: str, tensor: Any, num_dims: int | None = None) -> torch.Ten
         TypeError: It is no tensor.
         ValueError: It is on another device, or has another number of dimensions.
     """
-    found = readable(name, tensor)
-    if found.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} must be on the CPU or a CUDA device, got {found.device}")
-    if num_dims is not None and found.dim() != num_dims:
-        raise ValueError(f"{name} must have {num_dims} dimensions, got shape {tuple(found.shape)}")
-    return found
+    plain = readable(name, tensor)
+    if plain.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} must be on the CPU or a CUDA device, got {plain.device}")
+    if num_dims is not None and plain.dim() != num_dims:
+        raise ValueError(f"{name} must have {num_dims} dimensions, got shape {tuple(plain.shape)}")
+    return plain
 
 
 def as_floats(name: str, tensor: Any, num_dims: int | None = None) -> torch.Tensor:
     """Return the tensor as as_numbers does. Raise ValueError unless its type is a float of 16 bits or more."""
-    found = as_numbers(name, tensor, num_dims)
-    if not found.dtype.is_floating_point or found.element_size() == 1:
-        raise ValueError(f"{name} must be of a floating point type, got {found.dtype}")
-    return found
+    floats = as_numbers(name, tensor, num_dims)
+    if not floats.dtype.is_floating_point or floats.element_size() == 1:
+        raise ValueError(f"{name} must be of a floating point type, got {floats.dtype}")
+    return floats
 
 
 def as_indices(name: str, tensor: Any) -> torch.Tensor:
     """Return the tensor as as_numbers does. Raise ValueError unless it is one-dimensional and holds integers."""
-    found = as_numbers(name, tensor, 1)
-    if found.dtype not in INTEGERS and found.numel():
-        raise ValueError(f"{name} must be integers, got {found.dtype}")
-    return found
+    indices = as_numbers(name, tensor, 1)
+    if indices.dtype not in INTEGERS and indices.numel():
+        raise ValueError(f"{name} must be integers, got {indices.dtype}")
+    return indices
 
 
 def as_selection(name: str, selection: Any, num_rows: int) -> list[int]:
@@ -154,11 +154,11 @@ def as_selection(name: str, selection: Any, num_rows: int) -> list[int]:
 
 def as_bounds(name: str, bounds: torch.Tensor | Sequence[int], num_tokens: int) -> list[int]:
     """Return the bounds of requests as integers. Raise ValueError unless they ascend from 0 to `num_tokens`."""
-    found = as_indices(name, bounds).tolist() if isinstance(bounds, torch.Tensor) else as_list(name, bounds)
-    found = [as_integer(name, bound) for bound in found]
-    if not found or found[0] != 0 or found[-1] != num_tokens or found != sorted(found):
-        raise ValueError(f"{name} must ascend from 0 to {num_tokens}, got {found}")
-    return found
+    integers = as_indices(name, bounds).tolist() if isinstance(bounds, torch.Tensor) else as_list(name, bounds)
+    integers = [as_integer(name, bound) for bound in integers]
+    if not integers or integers[0] != 0 or integers[-1] != num_tokens or integers != sorted(integers):
+        raise ValueError(f"{name} must ascend from 0 to {num_tokens}, got {integers}")
+    return integers
 
 
 def as_dim(name: str, dim: int, tensor: torch.Tensor) -> int:
@@ -178,18 +178,18 @@ def as_ratio(name: str, ratio: float) -> float:
 
 def as_device(name: str, device: torch.device | str) -> torch.device:
     """Return the device. Raise ValueError unless it is a CPU, or a CUDA device of this machine."""
-    found = parse_device(name, device)
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    parsed = parse_device(name, device)
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"{name} must be a device of this machine, got {device!r}")
-    return found
+    return parsed
 
 
 def parse_device(name: str, device: torch.device | str) -> torch.device:
     """Return the device, also one that this machine lacks. Raise ValueError unless it is a CPU or a CUDA device."""
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{name} must be a CPU or a CUDA device, got {device!r}") from error
-    if found.type not in ("cpu", "cuda"):
+    if parsed.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} must be a CPU or a CUDA device, got {device!r}")
-    return found
+    return parsed

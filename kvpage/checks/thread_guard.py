@@ -4,7 +4,7 @@ import threading
 
 
 class ThreadGuard:
-    """Remembers the thread that an object was given to. While it is nobody's, any thread may use it, one at a time.
+    """Remembers the thread that an object was given to. While no thread owns it, any thread may use it, one at a time.
 
     name: The object's name in the error, such as "the engine".
     """
@@ -28,7 +28,7 @@ class ThreadGuard:
         self._owner = owner
 
     def enter(self) -> None:
-        """Let this thread use what has been taken."""
+        """Let this thread use the object."""
         self._thread_id = threading.get_ident()
 
     def let_go(self) -> None:

@@ -20,8 +20,8 @@ class WaitLimit(NamedTuple):
 
 def wait_for_one(futures: Iterable["Future[Any]"], deadline: float, limit: WaitLimit | None = None) -> None:
     """Wait until one of the futures is done, at most until `deadline`, and no longer than `limit`."""
-    each = list(futures)
+    awaited = list(futures)
     if limit is not None:
-        each.append(limit.bell)
+        awaited.append(limit.bell)
         deadline = min(deadline, limit.deadline)
-    wait(each, timeout=max(deadline - time.monotonic(), 0.0), return_when="FIRST_COMPLETED")
+    wait(awaited, timeout=max(deadline - time.monotonic(), 0.0), return_when="FIRST_COMPLETED")

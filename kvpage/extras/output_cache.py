@@ -59,13 +59,13 @@ class OutputCache:
             raise TypeError(f"values must be torch.Tensors, got {type(tensor).__name__}")
         if self.maxsize == 0:
             return
-        held = owned(tensor.cpu() if self.move_to_cpu else tensor)
+        stored = owned(tensor.cpu() if self.move_to_cpu else tensor)
         if key in self._entries:
             del self[key]
         elif len(self._entries) == self.maxsize:
             del self[next(iter(self._entries))]
-        self._entries[key] = (tensor.device, held)
-        self._num_bytes += held.untyped_storage().nbytes()
+        self._entries[key] = (tensor.device, stored)
+        self._num_bytes += stored.untyped_storage().nbytes()
 
     def __delitem__(self, key: Hashable) -> None:
         """Forget a key.

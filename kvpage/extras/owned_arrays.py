@@ -1,4 +1,4 @@
-"""Arrays that their holder owns: tensors, numpy's arrays, or those of another library that slice as they do.
+"""Arrays that their holder owns: tensors, numpy's arrays, or another library's arrays that slice as they do.
 
 They are never views into a larger array, which would live as long as the view.
 """

@@ -244,7 +244,7 @@ def _copy_slot(parts: list[torch.Tensor], source: int, target: int) -> None:
         for part in parts:
             part[target].copy_(part[source])
         return
-    place = HOST if device.type == "cpu" else device.index
+    device_number = HOST if device.type == "cpu" else device.index
     pairs = torch.tensor([[source, target]], dtype=torch.int64)
     layers = [(part.data_ptr(), [stride * part.element_size() for stride in part.stride()]) for part in parts]
     copier = _C.BlockCopier(
@@ -255,8 +255,8 @@ def _copy_slot(parts: list[torch.Tensor], source: int, target: int) -> None:
         dsts=layers,
         num_src_blocks=len(parts[0]),
         num_dst_blocks=len(parts[0]),
-        src_device=place,
-        dst_device=place,
+        src_device=device_number,
+        dst_device=device_number,
         pinned=False,
         kernel_max_bytes=0,
         max_groups=1,

@@ -245,7 +245,7 @@ def get_backend(name: str) -> type[AttentionBackend]:
         The class.
 
     Raises:
-        ValueError: No backend has this name. The message lists those that exist.
+        ValueError: No backend has this name. The message lists the known names.
     """
     if name not in _backends:
         raise ValueError(f"backend must be one of {', '.join(sorted(_backends))}, got {name!r}")

@@ -44,8 +44,8 @@ class CacheLayout:
             0 is for a layer without V.
 
     Raises:
-        ValueError: A size is not positive, a name is unknown, or the backend does not take so many heads, or another
-            size of V.
+        ValueError: A size is not positive, a name is unknown, or the backend does not take num_kv_heads heads, or
+            another size of V.
     """
 
     block_size: int
@@ -120,7 +120,7 @@ class CacheLayout:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether stored elements differ from those that were given."""
+        """Whether stored elements differ from the caller's elements."""
         return self.has_token_scales or self.dtype in FP8_DTYPES
 
     @property

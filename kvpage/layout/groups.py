@@ -70,7 +70,7 @@ class StatePart:
 
     @property
     def key(self) -> tuple[int, str, int]:
-        """Layer, name and index: what tells the part from all others of the model."""
+        """Layer, name and index: they tell the part from all others of the model."""
         return self.layer_id, self.name, self.index
 
     @property
@@ -147,7 +147,7 @@ class StateLayout:
 
     @classmethod
     def of_parts(cls, parts: Iterable[StatePart]) -> "StateLayout":
-        """Return the layout of these parts, those of each layer side by side.
+        """Return the layout of these parts. The parts of a layer are side by side.
 
         Args:
             parts: In any order.

@@ -1,4 +1,4 @@
-"""Host memory in huge pages, where the system has them for who asks: what lies at random is found sooner.
+"""Host memory in huge pages, where the system has them for callers that ask: random reads are faster.
 
 Blocks are read in an order that no processor foresees, and in pages of 4 KiB the look-up of an address takes as long as
 reading half a page (measured: blocks of 32 KiB are read a quarter faster in huge pages).

@@ -20,7 +20,7 @@ class KVView:
 
     Args:
         rows: Strided [num_blocks, block_size, num_kv_heads, num_runs, run_size], the last dimension contiguous. A head
-            has at least head_size elements; those past head_size are padding.
+            has at least head_size elements; elements past head_size are padding.
         scales: fp32, strided [num_blocks, block_size, num_kv_heads]; None where the cache keeps no scale a token.
     """
 

@@ -51,7 +51,7 @@ class ModelConfig:
             Only layers that attend over keys and values of their own have a cache.
         dtype: The model's dtype, in which blocks are kept unless CacheConfig names another one.
         use_mla: Whether blocks hold one latent a token, without a value part.
-        layer_shapes: The shape of each layer of `layer_types`, None for those without a cache. By default K and V of
+        layer_shapes: The shape of each layer of `layer_types`, None for a layer without a cache. By default K and V of
             all layers have num_kv_heads and head_size. `of_shapes` finds these two.
         shared_layers: Pairs of a layer that attends over the K and V of another, and that one. The first has no cache.
 
@@ -100,10 +100,10 @@ class ModelConfig:
         for layer in self.attention_layers(ParallelConfig()):
             if not isinstance(shapes[layer], LayerShape):
                 raise ValueError(f"layer_shapes must have a LayerShape of layer {layer}, got {shapes[layer]!r}")
-        found = [shape for shape in shapes if shape is not None]
+        cached_shapes = [shape for shape in shapes if shape is not None]
         largest = (
-            max((shape.largest for shape in found), default=0),
-            max((one.num_kv_heads for one in found), default=0),
+            max((shape.largest for shape in cached_shapes), default=0),
+            max((shape.num_kv_heads for shape in cached_shapes), default=0),
         )
         if largest != (self.head_size, self.num_kv_heads):
             raise ValueError(
@@ -130,13 +130,13 @@ class ModelConfig:
         Raises:
             ValueError: As of the constructor.
         """
-        found = [shape for shape in layer_shapes if shape is not None]
-        if not found:
+        cached_shapes = [shape for shape in layer_shapes if shape is not None]
+        if not cached_shapes:
             return cls(0, 0, tuple(layer_types), dtype)
-        sizes = max(shape.largest for shape in found), max(shape.num_kv_heads for shape in found)
-        is_uniform = set(found) == {LayerShape(sizes[1], sizes[0])}
-        each = None if is_uniform else tuple(layer_shapes)
-        return cls(*sizes, tuple(layer_types), dtype, layer_shapes=each, shared_layers=tuple(shared_layers))
+        sizes = max(shape.largest for shape in cached_shapes), max(shape.num_kv_heads for shape in cached_shapes)
+        is_uniform = set(cached_shapes) == {LayerShape(sizes[1], sizes[0])}
+        shapes = None if is_uniform else tuple(layer_shapes)
+        return cls(*sizes, tuple(layer_types), dtype, layer_shapes=shapes, shared_layers=tuple(shared_layers))
 
     def shape_of(self, layer: int) -> LayerShape:
         """Return the shape of a layer's K and V.
@@ -173,12 +173,12 @@ class ModelConfig:
         """Return the same shape, where only these layers have a cache.
 
         Args:
-            layer_ids: Layers with a cache. Those that share one of these stay; the words of others become "elsewhere".
+            layer_ids: Layers with a cache. Layers that share their caches stay; the words of others become "elsewhere".
         """
-        own = set(layer_ids)
-        shared = tuple(pair for pair in self.shared_layers if pair[1] in own)
-        kept = own | {layer for layer, _ in shared}
-        words = (kind if layer in kept else "elsewhere" for layer, kind in enumerate(self.layer_types))
+        owners = set(layer_ids)
+        shared = tuple(pair for pair in self.shared_layers if pair[1] in owners)
+        cached = owners | {layer for layer, _ in shared}
+        words = (kind if layer in cached else "elsewhere" for layer, kind in enumerate(self.layer_types))
         return replace(self, layer_types=tuple(words), shared_layers=shared)
 
     def num_heads(self, parallel_config: ParallelConfig) -> int:

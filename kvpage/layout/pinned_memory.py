@@ -95,7 +95,7 @@ def _device_with_context() -> int:
 
 
 make_registrar: Callable[[], Registrar] = CudaRegistrar
-"""Makes what registers; tests put their own in its place."""
+"""Makes the registrar; tests put their own in its place."""
 
 
 class PinnedMemory:
@@ -143,7 +143,7 @@ class PinnedMemory:
         return num_bytes
 
     def unregister(self) -> None:
-        """Unregister what is registered. A second call does nothing."""
+        """Unregister the registered pieces. A second call does nothing."""
         self._end()
 
 
@@ -161,7 +161,7 @@ def register_all(memories: Sequence[PinnedMemory], num_threads: int, advance: Ca
     with HeldInterrupts():
         pool = started_pool(min(num_threads, len(work)), "kvpage-pin")
         try:
-            futures = [pool.submit(one) for one in work]
+            futures = [pool.submit(registration) for registration in work]
             for future in as_completed(futures):
                 advance(future.result())
                 with interruptible():  # between two pieces

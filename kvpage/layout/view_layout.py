@@ -69,5 +69,5 @@ def layout_of(key: KVView, value: KVView | None, head_size: int) -> CacheLayout:
     """
     rows, parts = key.rows, [key.rows] if value is None else [key.rows, value.rows]
     geometry = (*((part.shape, part.stride(), part.data_ptr() - rows.data_ptr()) for part in parts),)
-    held = (weakref.ref(rows), None if value is None else weakref.ref(value.rows))
-    return cast(CacheLayout, ViewLayout(rows.dtype, rows.shape[1], rows.shape[2], head_size, geometry, held))
+    refs = (weakref.ref(rows), None if value is None else weakref.ref(value.rows))
+    return cast(CacheLayout, ViewLayout(rows.dtype, rows.shape[1], rows.shape[2], head_size, geometry, refs))

@@ -12,7 +12,7 @@ class HistogramStats:
 
     Attributes:
         bounds: Upper bounds of the ranges, ascending.
-        counts: Number of values up to bounds[0], then of those above it up to bounds[1], and so on. The last is the
+        counts: Number of values up to bounds[0], then of values above it up to bounds[1], and so on. The last is the
             number above all bounds.
         total: The sum of the values.
     """

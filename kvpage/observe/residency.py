@@ -4,8 +4,8 @@
     |─────────────── lifetime ──────────────────|
                                          |─ idle ─|      since the last request that used it ended
 
-Short lifetimes and short idle times mean that the tier is too small for its requests. Times are those of the steps in
-which a block came, was used or left.
+Short lifetimes and short idle times mean that the tier is too small for its requests. A block comes, is used
+and leaves in steps, whose times count.
 """
 
 import random

@@ -76,7 +76,7 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    """Answer where nobody reads: the client went before all of its body was here."""
+    """Answer a client that has gone: it went before all of its body was here."""
     return Response(status_code=CLIENT_GONE)
 
 

@@ -151,10 +151,10 @@ class ServerConfig:
             raise ValueError(f"max_retain_priority must be at most {MAX_PRIORITY}, got {self.max_retain_priority}")
 
     def _check_names(self, field_name: str) -> None:
-        given = getattr(self, field_name)
-        if isinstance(given, str):
+        values = getattr(self, field_name)
+        if isinstance(values, str):
             raise TypeError(f"{field_name} must be several, got one str: put it into a list")
-        names = tuple(as_list(field_name, given))
+        names = tuple(as_list(field_name, values))
         if not all(isinstance(name, str) and name for name in names):
             raise ValueError(f"{field_name} must be names, got {names!r}")
         object.__setattr__(self, field_name, names)

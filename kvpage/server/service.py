@@ -50,7 +50,7 @@ class Service:
         limits: Limits and defaults of the model.
         max_prompt_tokens: Tokens of a prompt at most.
         open_requests: The requests that are open.
-        is_draining: Whether no more requests are taken, and those under way are finished.
+        is_draining: Whether the server takes no more requests, and finishes the requests under way.
         created: Seconds of the Unix epoch when it was made.
     """
 
@@ -74,9 +74,9 @@ class Service:
     @classmethod
     def of(cls, request: Request) -> "Service":
         """Return the service of the application that a request came to."""
-        found = request.app.state.service
-        assert isinstance(found, cls), "create_app puts it there"
-        return found
+        service = request.app.state.service
+        assert isinstance(service, cls), "create_app puts it there"
+        return service
 
     @property
     def is_healthy(self) -> bool:
@@ -89,7 +89,7 @@ class Service:
         return self.engine.config.max_num_waiting
 
     def begin_drain(self) -> None:
-        """Take no more requests from now on; those under way go on."""
+        """Take no more requests from now on; requests under way go on."""
         self.is_draining = True
 
     def close(self) -> None:
@@ -110,8 +110,8 @@ class Service:
         """Count a request, before its body is read. ApiError 503 beyond the limit, and while the server drains."""
         if self.is_draining:
             raise busy("the server is closing", 5)
-        with self.open_requests.place() as place:
-            yield place
+        with self.open_requests.place() as open_request:
+            yield open_request
 
     def check_ids(self, token_ids: list[int]) -> None:
         """Raise ApiError 400 for an id outside of the vocabulary."""
@@ -121,7 +121,7 @@ class Service:
                 raise bad_request(f"tokens must be ids in [0, {size}), got {wrong}", param="tokens")
 
     def check_priority(self, priority: int) -> None:
-        """Raise ApiError 400 for a priority that comes before those that callers may have."""
+        """Raise ApiError 400 for a priority that comes before the priorities of callers."""
         least = self.config.min_priority
         if least is not None and priority < least:
             raise bad_request(f"priority must be at least {least} here, got {priority}", param="priority")
@@ -137,6 +137,6 @@ class Service:
 
 def caller_of(request: Request) -> Caller:
     """Return who asks, as the gate has found it."""
-    found = request.scope["caller"]
-    assert isinstance(found, Caller), "the gate puts it there"
-    return found
+    caller = request.scope["caller"]
+    assert isinstance(caller, Caller), "the gate puts it there"
+    return caller

@@ -40,7 +40,7 @@ def build_info() -> dict[str, Any]:
         torch, triton, transformers: Installed versions.
         torch_cuda: The CUDA version that this torch was built for.
         flashinfer, flash_attn, flash_attn_3, flash_mla: Installed versions of libraries that can attend over blocks.
-        attention: What EngineConfig(attention_backend="auto") attends with on the first device, by layout. A model
+        attention: The library that EngineConfig(attention_backend="auto") takes on the first device, by layout. A model
             whose options the library does not take gets "kvpage".
     """
     machine = _C.cuda_machine() or {"driver_version": 0, "devices": [], "batched_copy": False}
@@ -60,7 +60,7 @@ def build_info() -> dict[str, Any]:
 
 
 def _attention(devices: list[dict[str, Any]]) -> dict[str, str]:
-    """What "auto" attends with, by layout."""
+    """Return the library that "auto" takes, by layout."""
     capability = None
     if devices and torch.version.cuda:
         major, minor = devices[0]["compute_capability"]

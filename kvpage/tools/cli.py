@@ -60,17 +60,19 @@ def _print_calibration(console: Console) -> None:
     from kvpage.cache.calibration import calibrate
 
     try:
-        found = calibrate()
+        calibration = calibrate()
     except RuntimeError as error:
         console.print(f"no calibration: {error}")
         return
-    title = f"swaps on {found.device}, GB/s; the kernel on {found.max_groups} thread groups; {found.seconds:.2f} s"
+    groups = f"the kernel on {calibration.max_groups} thread groups"
+    title = f"swaps on {calibration.device}, GB/s; {groups}; {calibration.seconds:.2f} s"
     table = Table("pieces of", "in: engine", "in: kernel", "out: engine", "out: kernel", title=title)
-    for row_in, row_out in zip(found.swap_in, found.swap_out, strict=True):
+    for row_in, row_out in zip(calibration.swap_in, calibration.swap_out, strict=True):
         rates = (row_in.engine, row_in.kernel, row_out.engine, row_out.kernel)
         table.add_row(f"{row_in.piece_bytes // 1024} KiB", *(f"{rate:.1f}" for rate in rates))
     console.print(table)
-    console.print(f"the kernel copies extents of up to {found.max_bytes_in} bytes in, {found.max_bytes_out} bytes out")
+    limits = f"{calibration.max_bytes_in} bytes in, {calibration.max_bytes_out} bytes out"
+    console.print(f"the kernel copies extents of up to {limits}")
 
 
 @app.command()
@@ -94,7 +96,7 @@ def demo(
     ] = False,
     save: Annotated[Path | None, typer.Option(help="only write a random model here, for `kvpage serve`")] = None,
 ) -> None:
-    """Serve conversations with shared system prompts, and compare the tokens with those of model.generate."""
+    """Serve conversations with shared system prompts, and compare the tokens with the tokens of model.generate."""
     from kvpage.tools.demo import DemoOptions, run
 
     try:
@@ -123,7 +125,7 @@ def replay(
     host_gib: Annotated[float | None, typer.Option(help="memory of the host tier; needs --model-config")] = None,
     model_config: Annotated[Path | None, typer.Option(help="a Hugging Face config.json, or its folder")] = None,
     cache_dtype: Annotated[str, typer.Option(help="type of the cache, as CacheConfig names it")] = "auto",
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="ranks; sizes are those of one")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="ranks; sizes are of one rank")] = 1,
     block_size: Annotated[int, typer.Option(min=1, help="tokens of a block")] = 16,
     hash_tokens: Annotated[int, typer.Option(min=1, help="tokens of a hash id in the trace")] = 512,
     policy: Annotated[
@@ -139,7 +141,7 @@ def replay(
     host_state_slots: Annotated[int, typer.Option(min=0, help="state slots of the host tier")] = 0,
     state_bytes: Annotated[int, typer.Option(min=0, help="bytes of a state slot")] = 0,
     checkpoint_every: Annotated[
-        list[int] | None, typer.Option(help="one more replay, with a checkpoint every so many tokens; may be repeated")
+        list[int] | None, typer.Option(help="one more replay, with a checkpoint every N tokens; may be repeated")
     ] = None,
     sweep: Annotated[str | None, typer.Option(help="for example device-gib=10:640")] = None,
     plot: Annotated[Path | None, typer.Option(help="where to draw; a sweep draws kvpage-replay.png by default")] = None,
@@ -168,7 +170,7 @@ def replay(
             size, prefill, bandwidth * 1e9, slots, host_state_slots, None, state_bytes,
         )  # fmt: skip
         policies = report.with_policies(config, checkpoint_every or [])
-        configs = [one for policy in policies for one in (swept.configs(policy) if swept else [policy])]
+        configs = [point for policy in policies for point in (swept.configs(policy) if swept else [policy])]
         with sys.stdin if trace == "-" else open(trace) as lines:
             requests = list(read_trace(lines))
         reports = report.replay_all(requests, configs, Console(stderr=True))
@@ -186,8 +188,8 @@ def bench(
     import importlib.util
     import sys
 
-    found = importlib.util.find_spec("kvpage.benchmarks")
-    folders = [] if found is None else list(found.submodule_search_locations or [])
+    spec = importlib.util.find_spec("kvpage.benchmarks")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
     scripts = {path.stem.removeprefix("bench_"): path for folder in folders for path in Path(folder).glob("bench_*.py")}
     if op not in scripts:
         for name, path in sorted(scripts.items()):

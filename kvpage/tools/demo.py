@@ -61,7 +61,7 @@ class DemoOptions:
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that the demo uses. Those of transformers have it."""
+    """The part of a tokenizer that the demo uses. Tokenizers of transformers have it."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -285,8 +285,8 @@ def compare(
 
 def equals_generate(model: Any, output: RequestOutput) -> bool:
     """Return whether model.generate gives the same tokens."""
-    theirs: list[int] = by_generate(model, output).sequences[0, len(output.prompt_token_ids) :].tolist()
-    return theirs == list(output.token_ids)
+    expected: list[int] = by_generate(model, output).sequences[0, len(output.prompt_token_ids) :].tolist()
+    return expected == list(output.token_ids)
 
 
 def by_generate(model: Any, output: RequestOutput) -> Any:
@@ -300,14 +300,14 @@ def by_generate(model: Any, output: RequestOutput) -> Any:
 
 def difference(model: Any, output: RequestOutput) -> str:
     """Return where the tokens differ, and how near their scores are there. If nearer than rounding, both are right."""
-    found = by_generate(model, output)
-    theirs = found.sequences[0, len(output.prompt_token_ids) :].tolist()
-    pairs = enumerate(zip(output.token_ids, theirs, strict=False))
-    at, (own, other) = next((place for place in pairs if place[1][0] != place[1][1]), (-1, (0, 0)))
+    generated = by_generate(model, output)
+    expected = generated.sequences[0, len(output.prompt_token_ids) :].tolist()
+    pairs = enumerate(zip(output.token_ids, expected, strict=False))
+    at, (token, other) = next((pair for pair in pairs if pair[1][0] != pair[1][1]), (-1, (0, 0)))
     if at < 0:
-        return f"{output.request_id}: model.generate ends after {len(theirs)} tokens, not {len(output.token_ids)}"
-    gap = float(found.scores[at][0, other] - found.scores[at][0, own])
-    return f"{output.request_id}: token {at} is {own}, {other} by model.generate, whose scores are {gap:.1e} apart"
+        return f"{output.request_id}: model.generate ends after {len(expected)} tokens, not {len(output.token_ids)}"
+    gap = float(generated.scores[at][0, other] - generated.scores[at][0, token])
+    return f"{output.request_id}: token {at} is {token}, {other} by model.generate, whose scores are {gap:.1e} apart"
 
 
 # --- output ---------------------------------------------------------------------------------------------

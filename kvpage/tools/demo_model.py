@@ -1,6 +1,6 @@
 """save_model: a random model with a tokenizer and a chat template, in a folder that `kvpage serve` takes.
 
-Its answers are random words. They come as fast, and are cached as well, as those of a trained model of its size: each
+Its answers are random words. They come as fast, and are cached as well, as answers of a trained model of its size: each
 word is one token, so a chat's next turn has the very tokens of the last answer.
 
     " the cache of"  ─►  " the" " cache" " of"      a word with its space is a token

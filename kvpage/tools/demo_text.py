@@ -15,7 +15,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that the demo uses. Those of transformers have it."""
+    """The part of a tokenizer that the demo uses. Tokenizers of transformers have it."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> str: ...
 
@@ -36,12 +36,12 @@ def show_answers(outputs: Iterable[RequestOutput], tokenizer: Decoder, console: 
 
 def tier_in_words(stats: TierStats) -> str:
     """Return text such as "96 records, 4.5 MiB of 1.0 GiB; 0 evicted, 0 corrupted, 0 errors"."""
-    held = [] if stats.num_records is None else [f"{stats.num_records:,} records"]
+    sizes = [] if stats.num_records is None else [f"{stats.num_records:,} records"]
     if stats.num_bytes is not None:
         limit = "" if stats.capacity is None else f" of {bytes_in_words(stats.capacity)}"
-        held.append(bytes_in_words(stats.num_bytes) + limit)
+        sizes.append(bytes_in_words(stats.num_bytes) + limit)
     counted = f"{stats.evicted:,} evicted, {stats.corrupted:,} corrupted, {stats.errors:,} errors"
-    return "; ".join([", ".join(held), counted] if held else [counted])
+    return "; ".join([", ".join(sizes), counted] if sizes else [counted])
 
 
 def bytes_in_words(num_bytes: int) -> str:

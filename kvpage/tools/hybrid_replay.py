@@ -40,9 +40,9 @@ class HybridReplay(Replay):
 
     def _tiers(self) -> tuple[BlockPool, BlockPool | None, PrefixTree]:
         config = self.config
-        every = config.checkpoint_every
+        interval = config.checkpoint_every
         states = States(
-            config.state_slots, config.host_state_slots, checkpoint_every=every and every // config.block_size
+            config.state_slots, config.host_state_slots, checkpoint_every=interval and interval // config.block_size
         )
         self.manager = BlockManager(
             config.device_blocks,
@@ -61,18 +61,18 @@ class HybridReplay(Replay):
             return Served()
         manager, num_keys, num_host = self.manager, len(keys), self.tree.num_host_cached
         self.report.kv_tokens += min(self.tree.look(keys)[1], stop) * self.config.block_size
-        found = manager.allocate(0, keys, num_left_over=num_keys - stop).num_cached_tokens
+        num_cached = manager.allocate(0, keys, num_left_over=num_keys - stop).num_cached_tokens
         manager.append([0], num_blocks - num_keys)
-        self.states.reserve(0, found, num_keys)
+        self.states.reserve(0, num_cached, num_keys)
         blocks, states = self._move()
-        manager.commit(0, keys[found:])
+        manager.commit(0, keys[num_cached:])
         manager.keep(0)
         manager.release(0)
         num_written = self._move()[0]["swap_out"]
         stored = blocks["swap_out"] + num_written
         self.report.lost_host_blocks += num_host + stored - self.tree.num_host_cached
         num_loaded = blocks["swap_in"]
-        return Served(found - num_loaded, num_loaded, stored, states["swap_in"], states["swap_out"])
+        return Served(num_cached - num_loaded, num_loaded, stored, states["swap_in"], states["swap_out"])
 
     def _move(self) -> tuple[dict[str, int], dict[str, int]]:
         """Make all moves, of which there are only the numbers: of blocks and of states, by kind."""

@@ -66,8 +66,8 @@ class ReplayConfig:
         state_slots: State slots of the device, for models with states: one is the running request's, the others are
             for checkpoints. 0: the model has attention alone.
         host_state_slots: State slots of the host.
-        checkpoint_every: A checkpoint is taken every so many tokens of a prompt, as far as slots are free, beside those
-            that are always taken; None: not. It is a multiple of block_size.
+        checkpoint_every: Tokens of a prompt between two checkpoints, as far as slots are free. Others are always taken.
+            None: no more than these. It is a multiple of block_size.
         state_bytes: Bytes of a slot; 0: no volumes of states.
 
     Raises:
@@ -106,15 +106,15 @@ class ReplayConfig:
             raise ValueError("host_bytes_per_second must be positive, got None")
 
     def _check_states(self) -> None:
-        every = self.checkpoint_every
-        if every is not None and (type(every) is not int or every < 1 or every % self.block_size):
-            raise ValueError(f"checkpoint_every must be a multiple of block_size={self.block_size}, got {every!r}")
-        if not self.state_slots and (self.host_state_slots or every is not None):
+        interval = self.checkpoint_every
+        if interval is not None and (type(interval) is not int or interval < 1 or interval % self.block_size):
+            raise ValueError(f"checkpoint_every must be a multiple of block_size={self.block_size}, got {interval!r}")
+        if not self.state_slots and (self.host_state_slots or interval is not None):
             raise ValueError("state_slots must be positive where host_state_slots or checkpoint_every is given, got 0")
 
 
 class Served(NamedTuple):
-    """What one request has found and moved, in blocks, and in states."""
+    """The blocks and states that one request has found and moved."""
 
     num_on_device: int = 0
     num_loaded: int = 0
@@ -135,7 +135,7 @@ class ReplayReport:
         host_hit_tokens: Prompt tokens found on the host.
         computed_tokens: Prompt tokens that were not found.
         evicted_blocks: Blocks that left the device.
-        demoted_blocks: Those of them that were copied to the host for it.
+        demoted_blocks: The evicted blocks that were copied to the host for it.
         lost_host_blocks: Blocks that left the host.
         loaded_bytes: Bytes from host to device.
         stored_bytes: Bytes from device to host.
@@ -145,7 +145,7 @@ class ReplayReport:
             speed of prefill is not given.
         queued_seconds: The same, with the wait for earlier requests at the trace's pace.
         used_blocks: (timestamp, device blocks in use, host blocks in use), some hundred points.
-        kv_tokens: Prompt tokens whose K and V were cached. Those that are no hits lacked a state. 0 without states.
+        kv_tokens: Prompt tokens whose K and V were cached. Tokens that are no hits lacked a state. 0 without states.
         kept_states: Checkpoints that were taken.
         restored_states: Requests that began at a checkpoint.
         evicted_states: Checkpoints that left the device for others.

@@ -43,13 +43,13 @@ class Sweep:
     @classmethod
     def parse(cls, text: str) -> Sweep:
         """Return the sweep of a text such as "device-gib=10:640". Raise ValueError for any other text."""
-        found = re.fullmatch(r"([a-z-]+)=([0-9.]+):([0-9.]+)", text)
-        if not found or found[1] not in SWEPT:
+        match = re.fullmatch(r"([a-z-]+)=([0-9.]+):([0-9.]+)", text)
+        if not match or match[1] not in SWEPT:
             raise ValueError(f"sweep must be like device-gib=10:640, with one of {', '.join(SWEPT)}, got {text!r}")
-        first, last = float(found[2]), float(found[3])
+        first, last = float(match[2]), float(match[3])
         if not 0 < first <= last:
             raise ValueError(f"sweep must go from a positive size up, got {text!r}")
-        return cls(found[1], first, last)
+        return cls(match[1], first, last)
 
     def sizes(self) -> list[float]:
         """Return the sizes."""
@@ -65,9 +65,9 @@ class Sweep:
         return [dataclasses.replace(config, **size) for size in sizes]
 
 
-def with_policies(config: ReplayConfig, every: Sequence[int]) -> list[ReplayConfig]:
+def with_policies(config: ReplayConfig, intervals: Sequence[int]) -> list[ReplayConfig]:
     """Return configurations with regular checkpoints: one without, and one for each distance of them in tokens."""
-    return [config, *(dataclasses.replace(config, checkpoint_every=one) for one in every)]
+    return [config, *(dataclasses.replace(config, checkpoint_every=interval) for interval in intervals)]
 
 
 def blocks_of(name: str, size: float, block_bytes: int) -> int:
@@ -235,13 +235,13 @@ def _draw_tiers(axes: Any, sweep: Sweep, rows: list[dict[str, Any]]) -> None:
 
 
 def _draw_policies(axes: Any, sweep: Sweep, rows: list[dict[str, Any]]) -> None:
-    """Draw a curve for each policy of checkpoints, and what K and V alone would allow."""
+    """Draw a curve for each policy of checkpoints, and the hits that K and V alone would allow."""
     sizes = sweep.sizes()
     axes.plot(sizes, [100 * row["kv_rate"] for row in rows[: len(sizes)]], "k--", label="K and V are cached")
     for begin in range(0, len(rows), len(sizes)):
         of_one = rows[begin : begin + len(sizes)]
-        every = of_one[0]["checkpoint_every"]
-        label = f"and one every {every:,} tokens" if every else "checkpoints at ends and splits"
+        interval = of_one[0]["checkpoint_every"]
+        label = f"and one every {interval:,} tokens" if interval else "checkpoints at ends and splits"
         axes.plot(sizes, [100 * row["hit_rate"] for row in of_one], marker="o", label=label)
 
 

@@ -32,14 +32,14 @@ def serve(
         float, typer.Option(help="part of the memory that steps leave, for blocks")
     ] = 0.9,
     state_memory: Annotated[str, typer.Option(help="memory of checkpoints of recurrent states")] = "1GiB",
-    host_state_memory: Annotated[str, typer.Option(help="the same on the host, for those evicted")] = "0",
-    checkpoint_every: Annotated[int | None, typer.Option(help="a checkpoint each so many tokens, too")] = None,
+    host_state_memory: Annotated[str, typer.Option(help="the same on the host, for evicted states")] = "0",
+    checkpoint_every: Annotated[int | None, typer.Option(help="a checkpoint every N tokens, too")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="tokens of a request at most")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = 64,
     max_num_batched_tokens: Annotated[int, typer.Option(help="tokens of one step at most")] = 2048,
     max_num_waiting: Annotated[int, typer.Option(help="requests that wait at most; then 503")] = 1024,
     pin_quota: Annotated[int, typer.Option(help="blocks that hints may pin")] = 0,
-    tenant_pin_quota: Annotated[int | None, typer.Option(help="those of one tenant")] = None,
+    tenant_pin_quota: Annotated[int | None, typer.Option(help="the same for one tenant")] = None,
     max_retain_priority: Annotated[int, typer.Option(help="of kv.retain, at most")] = 100,
     min_priority: Annotated[int | None, typer.Option(help="refuse a request's priority below this")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(help="processes, started by torchrun")] = 1,
@@ -73,11 +73,11 @@ def serve(
     run_with(dict(locals()))
 
 
-def run_with(given: dict[str, Any]) -> None:
+def run_with(options: dict[str, Any]) -> None:
     """Serve with the options of the command line. SystemExit with a line that says why it cannot."""
-    given |= {f"{name}s": tuple(given.pop(name) or ()) for name in REPEATABLE}
+    options |= {f"{name}s": tuple(options.pop(name) or ()) for name in REPEATABLE}
     try:
-        check_model_folder(given["model"])  # the imports below take seconds
+        check_model_folder(options["model"])  # the imports below take seconds
     except ValueError as error:
         raise SystemExit(f"kvpage serve: {error}") from error
     try:
@@ -87,7 +87,7 @@ def run_with(given: dict[str, Any]) -> None:
         message = f"kvpage serve needs the extra 'serve': pip install 'kvpage[serve]' ({error.name} is missing)"
         raise SystemExit(message) from error
     try:
-        run(ServeOptions(**given))
+        run(ServeOptions(**options))
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise SystemExit(f"kvpage serve: {one_line(error)}") from error
 

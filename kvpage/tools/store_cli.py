@@ -45,14 +45,15 @@ def ls(url: Url, as_json: AsJson = False) -> None:
     with opened(url, inspection.view_tier) as tier:
         records = list(inspection.summaries(tier))
     if as_json:
-        print(json.dumps([{**asdict(one), "namespace": (one.namespace or b"").hex()} for one in records]))
+        print(json.dumps([{**asdict(record), "namespace": (record.namespace or b"").hex()} for record in records]))
         return
     table = Table("key", "model", "namespace", "tokens", "codec", "bytes", "age")
-    for one in records:
-        age = "" if one.age is None else f"{one.age:.0f} s"
-        model = "(unreadable)" if one.model is None else escape(one.model)
-        name = "" if not one.namespace else escape(repr(one.namespace)[2:-1])
-        table.add_row(one.key[:16], model, name, str(one.num_tokens or ""), one.codec or "", f"{one.num_bytes:,}", age)
+    for record in records:
+        age = "" if record.age is None else f"{record.age:.0f} s"
+        model = "(unreadable)" if record.model is None else escape(record.model)
+        name = "" if not record.namespace else escape(repr(record.namespace)[2:-1])
+        num_tokens, codec = str(record.num_tokens or ""), record.codec or ""
+        table.add_row(record.key[:16], model, name, num_tokens, codec, f"{record.num_bytes:,}", age)
     Console().print(table)
 
 

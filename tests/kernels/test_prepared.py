@@ -14,13 +14,13 @@ from triton.runtime import driver  # noqa: E402
 
 from kvpage import CacheLayout, KVScales  # noqa: E402
 from kvpage.benchmarks.compiling_driver import CompilingDriver  # noqa: E402
-from kvpage.kernels import chunk, gather, prepared, rotary  # noqa: E402
+from kvpage.kernels import blend, chunk, gather, prepared, rotary  # noqa: E402
 from kvpage.kernels.prepared import Prepared, PreparedKinds  # noqa: E402
 from kvpage.layout.rotation import Rotation  # noqa: E402
 
 DEVICE = 98  # no other test's: what was compiled stays with the kernels
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
-KERNELS = gather.gather_cache_kernel, chunk.chunk_kernel, rotary.mix_rows_kernel
+KERNELS = gather.gather_cache_kernel, chunk.chunk_kernel, rotary.mix_rows_kernel, blend.row_deviation_kernel
 
 
 class CodeDriver(CompilingDriver):
@@ -53,7 +53,7 @@ def fake(monkeypatch):
 
 
 def forget(monkeypatch):
-    for module in (gather, chunk, rotary):
+    for module in (gather, chunk, rotary, blend):
         monkeypatch.setattr(module, "_kinds", PreparedKinds())
 
 
@@ -122,9 +122,23 @@ def mixes():
                 yield lambda r=rows, o=out, t=rotation, a=args: rotary.mix_rows(r, o, t, *a, ERROR)
 
 
-@pytest.mark.parametrize("calls, made_here", [(gathers, (7, 8, 9)), (chunks, ()), (scaled_chunks, ()), (mixes, ())])
+def deviations():
+    for num_rows in (2, 6):
+        valid = torch.ones(num_rows, dtype=torch.bool)
+        rows = torch.zeros(num_rows, 2, 64, dtype=BF16)
+        wide = torch.zeros(num_rows, 2, 80, dtype=BF16)[..., :64]
+        shifted = torch.zeros(num_rows * 128 + 1, dtype=BF16)[1:].view(num_rows, 2, 64)
+        for retrieved in (rows.clone(), wide, shifted, shifted.float()):
+            fresh = rows.to(retrieved.dtype)
+            yield lambda f=fresh, r=retrieved, v=valid: blend.row_deviation(f, r, v)
+
+
+@pytest.mark.parametrize(
+    "calls, made_here",
+    [(gathers, (7, 8, 9)), (chunks, ()), (scaled_chunks, ()), (mixes, ()), (deviations, (3,))],
+)
 def test_a_repeated_launch_is_what_triton_would_launch(fake, monkeypatch, calls, made_here):
-    """made_here: places of tensors that each call makes anew, lengths and their sums."""
+    """made_here: places of tensors that each call makes anew: lengths and their sums, results."""
     made = list(calls())
     for call in made:
         call()

@@ -1,6 +1,6 @@
 """An engine on a CPU that asks for the kernels of a GPU: they are noted or compiled, and none is launched.
 
-Attention gives zeros, and the likeliest tokens are chosen.
+Attention gives zeros, and the likeliest tokens are chosen. Blending's rows are mixed and compared on the CPU, too.
 """
 
 from collections.abc import Hashable, Iterator
@@ -14,6 +14,7 @@ from kvpage import ops
 from kvpage.benchmarks.fake_device import FakeDevice, fake_device
 from kvpage.kernels import attention_launch, sampling_launch
 from kvpage.kernels.rehearsal import key_of, rehearsal
+from kvpage.ops.cuda import blend as cuda_blend
 from kvpage.ops.cuda import error_reports
 from kvpage.ops.cuda import sampling as cuda_sampling
 from kvpage.serving import Engine
@@ -33,6 +34,18 @@ def choose_likeliest(logits, records, positions, out, *memory):
     out.copy_(logits.argmax(dim=-1))
 
 
+def mix_rows(rows, out, rotation=None, fresh=None, fresh_rows=None, slots=None, out_slots=None):
+    arguments = rows, out, rotation, fresh, fresh_rows, slots, out_slots
+    cuda_blend.mix_rows(*arguments)
+    _mix_rows(*arguments)
+
+
+def row_deviation(fresh, retrieved, valid):
+    cuda_blend.row_deviation(fresh, retrieved, valid)
+    return _row_deviation(fresh, retrieved, valid)
+
+
+_mix_rows, _row_deviation = ops.mix_rows, ops.row_deviation
 _paged_attention, _sample_rows = attention_launch.paged_attention, sampling_launch.sample_rows
 
 
@@ -44,6 +57,8 @@ def kernels_asked() -> Iterator[FakeDevice]:
             (attention_launch, "paged_attention", attend_nothing),
             (sampling_launch, "sample_rows", choose_likeliest),
             (sampler, "can_sample", lambda logits: False),
+            (ops, "mix_rows", mix_rows),
+            (ops, "row_deviation", row_deviation),
             (ops, "can_sample_rows", lambda logits: True),
             (cuda_sampling, "runs_on_host", lambda logits: False),
             (error_reports, "find_error_word", lambda device: None),

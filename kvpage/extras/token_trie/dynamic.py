@@ -62,7 +62,7 @@ class DynamicTokenTrie(TokenTrie):
         self.parent = parent
         self.depth = 0 if parent is None else parent.depth + 1
         self.num_live = 0  # children with K and V at or below them
-        self.last_access = 0  # by the trie's clock; of a node with others below, one of those may be later
+        self.last_access = 0  # by the trie's clock; a lower node may have a later access
         self.older: Any = None  # neighbours in the ring of KVUse
         self.newer: Any = None
         self._keeper: Self | None = None  # as _find_keeper found it in that era; it may have no K and V any more
@@ -184,7 +184,7 @@ class DynamicTokenTrie(TokenTrie):
         return self._use.num_kv if self.parent is None else len(self.collect_nodes_with_kv())
 
     def collect_nodes_with_kv(self) -> list[Self]:
-        """Return the nodes with K and V, this one and below, each before those under it."""
+        """Return the nodes with K and V, this one and below, each before the nodes under it."""
         return [node for node in self._live_nodes() if node._kv is not None]
 
     def evict_lru_kv(self, max_kv: int) -> None:

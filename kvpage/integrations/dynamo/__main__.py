@@ -20,7 +20,7 @@ def main() -> None:
         sys.exit("a worker of Dynamo needs the extra 'dynamo': pip install 'kvpage[dynamo]'")
 
     class KvpageEngine(DynamoWorker, LLMEngine):  # type: ignore[misc, unused-ignore]  # Dynamo has no types for mypy
-        """DynamoWorker with Dynamo's own defaults for what it leaves out."""
+        """DynamoWorker with Dynamo's own defaults for missing fields."""
 
     try:
         run(KvpageEngine)

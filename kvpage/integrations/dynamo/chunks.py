@@ -32,7 +32,7 @@ class ChunkWriter:
         self._decode = decode
 
     def chunk(self, outputs: Sequence[StepOutput]) -> Chunk:
-        """Return what has come in one turn as a chunk.
+        """Return the outputs of one turn as a chunk.
 
         Args:
             outputs: In the order of their steps, at least one.
@@ -74,17 +74,17 @@ class ChunkWriter:
 
     def _of_prompt(self, output: RequestOutput) -> list[dict[str, Any] | None]:
         """Return an entry for each token of the prompt, by ids as text. The first token has none."""
-        found: list[dict[str, Any] | None] = []
+        by_token: list[dict[str, Any] | None] = []
         for token_id, logprobs in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
             if logprobs is None:
-                found.append(None)
+                by_token.append(None)
                 continue
             entries = {
                 str(other): self._entry(other, value, rank) for rank, (other, value) in enumerate(logprobs.top, 1)
             }
             entries[str(token_id)] = self._entry(token_id, logprobs.logprob, logprobs.rank)
-            found.append(entries)
-        return found
+            by_token.append(entries)
+        return by_token
 
     def _entry(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._text(token_id)}

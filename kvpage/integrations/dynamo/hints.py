@@ -21,7 +21,7 @@ class CacheHints:
     """How long the blocks of a prompt are to be kept.
 
     Attributes:
-        priority: Of its blocks: those with a higher one are evicted later. As SamplingParams.priority.
+        priority: Of its blocks: blocks with a higher one are evicted later. As SamplingParams.priority.
         pin_ttl: Seconds for which it stays pinned after the answer; None for not at all.
     """
 
@@ -40,7 +40,7 @@ def read_hints(envelope: Any) -> CacheHints:
             `kv.fetch` is, which it sends only to workers that say they take it.
 
     Returns:
-        The hints. Those of an envelope that cannot be read are none.
+        The hints. An envelope that cannot be read has none.
     """
     if not isinstance(envelope, Mapping) or not envelope:
         return NO_HINTS

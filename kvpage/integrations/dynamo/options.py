@@ -35,13 +35,13 @@ class WorkerOptions:
         max_pin_seconds: Seconds for which a hint may pin a prompt at most.
         store: The URL of a store that workers share, such as redis://host:6379. None for none.
         chunk_size: Tokens of a chunk of the store. None means 64, or the multiple of block_size after it.
-        layers_per_record: Layers of a record of the store. Prefill workers store so many at once, while they compute
+        layers_per_record: Layers of a record of the store. Prefill workers store these at once, while they compute
             the next ones. All workers need the same. None stores chunks whole.
         events: Where the events of the cache are published, as EventConfig.endpoint says. Dynamo's part of the worker
             reads them, and passes them on.
         disaggregation_mode: "agg" answers requests. "prefill" computes prompts and stores their K and V, and "decode"
             loads them and goes on; both need a store.
-        drain_timeout: Seconds that running requests have after a signal to end. Those that are left go to others.
+        drain_timeout: Seconds that running requests have after a signal to end. Requests that are left go to others.
 
     Raises:
         ValueError: A value is out of its range, or a store is missing.

@@ -42,7 +42,7 @@ SALT_PREFIX = "dynamo-cache-salt:"  # by which Dynamo's router finds the salt am
 
 @dataclass(frozen=True, slots=True)
 class RequestDefaults:
-    """What a request is completed by.
+    """The defaults that complete a request.
 
     Attributes:
         max_model_len: Tokens of prompt and answer at most.
@@ -79,7 +79,7 @@ def read_request(request: Mapping[str, Any], defaults: RequestDefaults) -> Gener
 
     Args:
         request: Dynamo's GenerateRequest.
-        defaults: For what it does not say.
+        defaults: For fields that it lacks.
 
     Returns:
         The request in kvpage's terms.
@@ -139,20 +139,20 @@ def _sampling_fields(sampling: Mapping[str, Any], defaults: RequestDefaults) -> 
     for name in ("n", "best_of"):  # Dynamo's frontend ends the stream where the first sample ends
         if sampling.get(name) not in (None, 1):
             raise ValueError(f"sampling_options.{name} must be 1, got {sampling[name]!r}: ask several times")
-    found = {name: sampling[name] for name in SAME_NAMES if sampling.get(name) is not None}
-    found.setdefault("temperature", defaults.temperature)
+    fields = {name: sampling[name] for name in SAME_NAMES if sampling.get(name) is not None}
+    fields.setdefault("temperature", defaults.temperature)
     if sampling.get("top_k") is not None:
-        found["top_k"] = max(sampling["top_k"], 0)  # -1 means all, too
+        fields["top_k"] = max(sampling["top_k"], 0)  # -1 means all, too
     if sampling.get("seed") is not None:
-        found["seed"] = sampling["seed"] % 2**63
+        fields["seed"] = sampling["seed"] % 2**63
     if sampling.get("logit_bias") is not None:
-        found["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
-    return {**found, "guide": _guide(sampling.get("guided_decoding") or {})}
+        fields["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
+    return {**fields, "guide": _guide(sampling.get("guided_decoding") or {})}
 
 
-def _guide(given: Mapping[str, Any]) -> Guide | None:
+def _guide(options: Mapping[str, Any]) -> Guide | None:
     """Return the form of the answer; None for any. The backend is not looked at: there is one."""
-    named = {name: value for name, value in given.items() if value is not None and name != "backend"}
+    named = {name: value for name, value in options.items() if value is not None and name != "backend"}
     for name, value in named.items():
         if name not in GUIDES:
             _refuse(f"sampling_options.guided_decoding.{name}", value)
@@ -167,10 +167,10 @@ def _stop_fields(stops: Mapping[str, Any], eos_token_ids: Sequence[int]) -> dict
     ignore_eos, hidden = bool(stops.get("ignore_eos")), stops.get("stop_token_ids_hidden") or ()
     added = (token for token in hidden if not (ignore_eos and token in eos_token_ids))  # the model's own among them
     token_ids = dict.fromkeys((*asked, *added))
-    found: dict[str, Any] = {"stop_token_ids": tuple(token_ids), "ignore_eos": ignore_eos}
+    fields: dict[str, Any] = {"stop_token_ids": tuple(token_ids), "ignore_eos": ignore_eos}
     if stops.get("min_tokens") is not None:
-        found["min_tokens"] = stops["min_tokens"]
-    return found
+        fields["min_tokens"] = stops["min_tokens"]
+    return fields
 
 
 def _logprob_fields(output: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,8 +182,8 @@ def _part(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return request.get(name) or {}
 
 
-def _check_names(part: str, given: Mapping[str, Any], read: set[str]) -> None:
-    for name, value in given.items():
+def _check_names(part: str, values: Mapping[str, Any], read: set[str]) -> None:
+    for name, value in values.items():
         if name not in read:
             _refuse(f"{part}.{name}", value)
 

@@ -13,7 +13,7 @@ from kvpage.store import KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a worker serves.
+    """The model that a worker serves.
 
     Attributes:
         engine: Steps in a thread of its own.

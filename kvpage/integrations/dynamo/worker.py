@@ -26,7 +26,7 @@ NO_MODEL = "start must be called before requests come"
 
 
 class DynamoWorker:
-    """One worker: a model, its requests, and what the router learns of its cache."""
+    """One worker: a model, its requests, and the router's news of its cache."""
 
     def __init__(self, options: WorkerOptions) -> None:
         """Make a worker that has loaded nothing yet.
@@ -104,7 +104,7 @@ class DynamoWorker:
             await served.close(self.options.drain_timeout)
 
     async def is_quiescent(self) -> bool:
-        """Return whether a prefill worker has stored what it computed: then it may end."""
+        """Return whether a prefill worker has stored its results: then it may end."""
         if self._served is None:
             return True
         return self._served.engine.stats().num_unfinished == 0 and not await self._saves(self._served)
@@ -203,7 +203,7 @@ class DynamoWorker:
     # --- prefill workers ---------------------------------------------------------------------------------------------
 
     async def _stored(self, served: ServedModel) -> None:
-        """Wait until the store has what was computed so far. Other requests go on."""
+        """Wait until the store has all results so far. Other requests go on."""
         for future in await self._saves(served):
             with contextlib.suppress(Exception):  # the store connector counts it; a decode worker computes the prompt
                 await asyncio.wrap_future(future)
@@ -213,7 +213,7 @@ class DynamoWorker:
             return []
         return await asyncio.wrap_future(served.engine.call(lambda engine: engine.saves_under_way()))
 
-    # --- what the router learns --------------------------------------------------------------------------------------
+    # --- the router's news -------------------------------------------------------------------------------------------
 
     async def kv_event_sources(self) -> list[Any]:
         """Return where the events of the cache come from."""
@@ -238,7 +238,7 @@ class DynamoWorker:
         self._snapshots.attach(publisher)
 
     async def register_prometheus(self, metrics: Any) -> None:
-        """Add the engine's numbers to those of the runtime's /metrics.
+        """Add the engine's numbers to the runtime's /metrics.
 
         Args:
             metrics: Dynamo's EngineMetrics.
@@ -264,11 +264,11 @@ class DynamoWorker:
     # --- controls ----------------------------------------------------------------------------------------------------
 
     def supported_controls(self) -> set[str]:
-        """Return the names of what an operator may ask."""
+        """Return the names of an operator's requests."""
         return {"clear_kv_blocks"}
 
     async def engine_control(self, control: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what an operator asks.
+        """Do an operator's request.
 
         Args:
             control: "clear_kv_blocks" forgets all cached blocks, as after a change of weights.

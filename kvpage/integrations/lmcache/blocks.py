@@ -49,10 +49,10 @@ def load_rotated(
         raise ValueError(f"kv must be [{len(caches)}, parts, num_tokens, heads, size], got shape {list(kv.shape)}")
     for cache in caches:
         check_cache(cache, layout)
-    each, each_scales = _rotations(kv, rotations), _scales(scales, caches, layout)
+    layer_rotations, each_scales = _rotations(kv, rotations), _scales(scales, caches, layout)
     if len({layout.num_blocks(cache) for cache in caches}) > 1:
         raise ValueError(f"caches must be of as many blocks, got {[layout.num_blocks(cache) for cache in caches]}")
-    for layer, (parts, cache, rotation) in enumerate(zip(kv, caches, each, strict=True)):
+    for layer, (parts, cache, rotation) in enumerate(zip(kv, caches, layer_rotations, strict=True)):
         views = layout.views(cache)
         num_parts = sum(view is not None for view in views)
         if len(parts) != num_parts:
@@ -71,27 +71,27 @@ def _scales(
     """Return the scales of each layer. Raises ValueError for scales that its cache does not take."""
     if scales is None:
         return [None] * len(caches)
-    each = as_list("scales", scales)
-    if len(each) != len(caches):
-        raise ValueError(f"scales must be one for each of {len(caches)} layers, got {len(each)}")
-    for one, cache in zip(each, caches, strict=True):
-        check_given_scales("scales", one, cache, layout)
-    return each
+    layer_scales = as_list("scales", scales)
+    if len(layer_scales) != len(caches):
+        raise ValueError(f"scales must be one for each of {len(caches)} layers, got {len(layer_scales)}")
+    for layer_scale, cache in zip(layer_scales, caches, strict=True):
+        check_given_scales("scales", layer_scale, cache, layout)
+    return layer_scales
 
 
 def _rotations(kv: torch.Tensor, rotations: Rotation | Sequence[Rotation | None] | None) -> list[Rotation | None]:
     """Return the rotation of each layer. Raises ValueError for one that does not fit the rows."""
-    each = list(rotations) if isinstance(rotations, Sequence) else [rotations] * len(kv)
-    if len(each) != len(kv):
-        raise ValueError(f"rotations must be one for each of {len(kv)} layers, got {len(each)}")
-    for rotation in each:
+    layer_rotations = list(rotations) if isinstance(rotations, Sequence) else [rotations] * len(kv)
+    if len(layer_rotations) != len(kv):
+        raise ValueError(f"rotations must be one for each of {len(kv)} layers, got {len(layer_rotations)}")
+    for rotation in layer_rotations:
         check_rotation(rotation)
         if rotation is not None and (rotation.num_rows, rotation.head_size) != (kv.shape[2], kv.shape[4]):
             raise ValueError(
                 f"rotations must be of {kv.shape[2]} rows with heads of {kv.shape[4]}, "
                 f"got {rotation.num_rows} and {rotation.head_size}"
             )
-    return each
+    return layer_rotations
 
 
 def _write(

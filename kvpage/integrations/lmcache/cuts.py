@@ -21,9 +21,9 @@ def cut_after_separators(tokens: npt.NDArray[np.int32], separator: npt.NDArray[n
         raise ValueError("separator must have at least one token, got none")
     if len(tokens) < size:
         return [len(tokens)] if len(tokens) else []
-    found = (np.lib.stride_tricks.sliding_window_view(tokens, size) == separator).all(axis=1)
+    matches = (np.lib.stride_tricks.sliding_window_view(tokens, size) == separator).all(axis=1)
     cuts: list[int] = []
-    for at in np.flatnonzero(found).tolist():
+    for at in np.flatnonzero(matches).tolist():
         if not cuts or at >= cuts[-1]:
             cuts.append(at + size)
     return with_end(cuts, len(tokens))

@@ -163,7 +163,7 @@ class CacheBlendImpl(BlendExecutor):
         if layer_id == 0:
             self.selection, self._next_layer, self._last_rotation = None, 0, None
         chosen = None
-        if layer_id in self._least_ratio:  # from what was retrieved, before it is overwritten
+        if layer_id in self._least_ratio:  # from the retrieved rows, before they are overwritten
             chosen = self._choose(layer_id, retrieved, fresh, positions, query_start_loc, token_dim)
         output = BlendOutput(*fresh, positions, _all(num_fresh, positions), None)
         if self.selection is not None:
@@ -334,9 +334,11 @@ def _kept(positions: torch.Tensor) -> torch.Tensor:
     return positions.clone() if positions.device.type == "cpu" else positions
 
 
-def _is_same(kept: torch.Tensor, positions: torch.Tensor) -> bool:
+def _is_same(known: torch.Tensor, positions: torch.Tensor) -> bool:
     """Return whether the positions are known to be the same, without waiting for a device."""
-    return kept is positions or (kept.device == positions.device and not kept.is_cuda and torch.equal(kept, positions))
+    return known is positions or (
+        known.device == positions.device and not known.is_cuda and torch.equal(known, positions)
+    )
 
 
 def _stays(old: torch.Tensor, new: torch.Tensor, valid: torch.Tensor) -> bool:

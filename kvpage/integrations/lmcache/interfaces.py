@@ -4,7 +4,7 @@
                                                             │
     the model's layer: fresh Q, K, V ─────────────────────► blend ─► Q, K, V to attend with, rows to go on with
 
-The names and arguments are those of the first implementation (LMCache's `lmcache.blend`, 2024).
+The names and arguments come from the first implementation (LMCache's `lmcache.blend`, 2024).
 """
 
 from abc import ABC, abstractmethod

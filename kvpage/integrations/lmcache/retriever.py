@@ -105,18 +105,20 @@ class SegmentRetrieverTask(BlendRetrieverTask):
         Raises:
             ValueError: the segments lack the layer, or have several shapes. Errors of the store are raised, too.
         """
-        found = [(one.begin, segment) for one in self._fetched if (segment := one.segment.result()) is not None]
-        shapes = {(len(one.kv), one.kv.shape[1], *self._inner(one)) for _, one in found}
+        segments = [
+            (fetch.begin, segment) for fetch in self._fetched if (segment := fetch.segment.result()) is not None
+        ]
+        shapes = {(len(segment.kv), segment.kv.shape[1], *self._inner(segment)) for _, segment in segments}
         if len(shapes) > 1:
             raise ValueError(f"all segments must be of one shape, got {sorted(shapes)}")
         num_layers = next(iter(shapes))[0] if shapes else layer_id + 1
         if not 0 <= as_integer("layer_id", layer_id) < num_layers:
             raise ValueError(f"layer_id must be in [0, {num_layers}), got {layer_id}")
-        valid, positions = self._rows(found)
-        if not found:
+        valid, positions = self._rows(segments)
+        if not segments:
             return BlendRetrieverResult(None, None, valid, positions, reason=self._reason())
-        k, v = (self._part(found, layer_id, part) for part in (0, 1))
-        heads, head_size = self._inner(found[0][1])
+        k, v = (self._part(segments, layer_id, part) for part in (0, 1))
+        heads, head_size = self._inner(segments[0][1])
         return BlendRetrieverResult(k, v, valid, positions, (heads, head_size))
 
     def _reason(self) -> str:
@@ -128,21 +130,21 @@ class SegmentRetrieverTask(BlendRetrieverTask):
         """Return the shape of a token's row: heads and their size."""
         return segment.kv[0, 0].movedim(self._token_dim, 0).shape[1:]
 
-    def _rows(self, found: list[tuple[int, Segment]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(self, segments: list[tuple[int, Segment]]) -> tuple[torch.Tensor, torch.Tensor]:
         valid = torch.zeros(self._num_tokens, dtype=torch.bool)
         positions = torch.zeros(self._num_tokens, dtype=torch.int64)
-        for begin, segment in found:
+        for begin, segment in segments:
             valid[begin : begin + segment.num_tokens] = True
             positions[begin : begin + segment.num_tokens] = segment.positions
         return valid.to(self._device), positions.to(self._device)
 
-    def _part(self, found: list[tuple[int, Segment]], layer_id: int, part: int) -> torch.Tensor:
+    def _part(self, segments: list[tuple[int, Segment]], layer_id: int, part: int) -> torch.Tensor:
         """Return K or V, [num_tokens, hidden]; [num_tokens, 0] for a V that the model does not cache (MLA)."""
-        kv = found[0][1].kv
+        kv = segments[0][1].kv
         if part >= kv.shape[1]:
             return torch.empty(self._num_tokens, 0, dtype=kv.dtype, device=self._device)
-        rows = torch.zeros(self._num_tokens, *self._inner(found[0][1]), dtype=kv.dtype, device=self._device)
-        for begin, segment in found:
+        rows = torch.zeros(self._num_tokens, *self._inner(segments[0][1]), dtype=kv.dtype, device=self._device)
+        for begin, segment in segments:
             rows[begin : begin + segment.num_tokens] = segment.kv[layer_id, part].movedim(self._token_dim, 0)
         return rows.flatten(1)
 

@@ -16,7 +16,7 @@ def register(name: str = "kvpage", num_pages: int | None = None) -> None:
 
     Args:
         name: the engine's `cache_type`.
-        num_pages: pages of the engine's pool; None for those of the pool that the engine has made.
+        num_pages: pages of the engine's pool; None for the pages of the pool that the engine has made.
 
     Raises:
         ImportError: there is no package `minisgl` that has the registry, or its prefix caches have another interface.

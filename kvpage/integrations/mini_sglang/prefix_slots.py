@@ -1,7 +1,7 @@
-"""PrefixSlots: mini-sglang's prefix cache over a PrefixTree. The engine owns the slots, the tree says what they hold.
+"""PrefixSlots: mini-sglang's prefix cache over a PrefixTree. The engine owns the slots, the tree knows their tokens.
 
     match_prefix ─► PrefixHandle ─► lock ─► slots that stay ─► unlock
-    insert_prefix(tokens, slots) ─► new pages become the tree's, after those that it has
+    insert_prefix(tokens, slots) ─► new pages become the tree's, after its pages
     evict(size) ─► pages leave the tree, the least recently used first ─► slots, the engine's again
 
 Two requests may compute the same tokens at once. The tree has the slots of the first. The second keeps its own until it
@@ -23,7 +23,7 @@ from kvpage.integrations.mini_sglang.prefix_handle import PrefixHandle
 
 
 class SizeInfo(NamedTuple):
-    """Cached tokens. evictable_size: those that no handle locks. protected_size: the others."""
+    """Cached tokens. evictable_size: tokens that no handle locks. protected_size: the others."""
 
     evictable_size: int
     protected_size: int
@@ -35,14 +35,14 @@ class SizeInfo(NamedTuple):
 
 
 class MatchResult(NamedTuple):
-    """What a prompt has found. host_handle: None; kvpage's host tier is its store."""
+    """The cached beginning of a prompt. host_handle: None; kvpage's host tier is its store."""
 
     cuda_handle: PrefixHandle
     host_handle: None = None
 
 
 class InsertResult(NamedTuple):
-    """What an insertion did. cached_len: tokens whose slots were the cache's. handle: of all whose slots are now."""
+    """An insertion's result. cached_len: tokens whose slots were the cache's. handle: of all whose slots are now."""
 
     cached_len: int
     handle: PrefixHandle
@@ -81,7 +81,7 @@ class PrefixSlots:
         return MatchResult(self._handle(tokens[: match.num_tokens]))
 
     def insert_prefix(self, input_ids: torch.Tensor, indices: torch.Tensor) -> InsertResult:
-        """Cache the whole pages of the tokens. The slots of those that were not cached become the cache's.
+        """Cache the whole pages of the tokens. The slots of tokens that were not cached become the cache's.
 
         If some are cached under other slots, none are cached: all slots after the last common one stay the engine's.
 
@@ -90,7 +90,7 @@ class PrefixSlots:
             indices: the slot of each token, [tokens].
 
         Returns:
-            How many tokens were cached before, under these slots. And a handle of those that are now: of all whole
+            How many tokens were cached before, under these slots. And a handle of the tokens that are now: of all whole
             pages, unless some are cached under other slots. It locks nothing yet.
 
         Raises:
@@ -102,18 +102,18 @@ class PrefixSlots:
             raise ValueError(f"indices must be one a token, got {len(slots)} for {len(tokens)} tokens")
         num_whole = len(tokens) // self.page_size * self.page_size
         pages, tokens = self._pages_of(slots[:num_whole]), tokens[:num_whole]
-        found = self._tree.match(tokens, num_left_over=0)
-        common = int((found.block_ids == pages[: found.num_blocks]).cumprod().sum())
-        if common < found.num_blocks:
-            self._tree.release(found)
+        match = self._tree.match(tokens, num_left_over=0)
+        common = int((match.block_ids == pages[: match.num_blocks]).cumprod().sum())
+        if common < match.num_blocks:
+            self._tree.release(match)
             return InsertResult(common * self.page_size, self._handle(tokens[: common * self.page_size]))
         try:
-            path = self._tree.insert(tokens[found.num_tokens :], pages[found.num_blocks :], after=found)
+            path = self._tree.insert(tokens[match.num_tokens :], pages[match.num_blocks :], after=match)
         except ValueError:
-            self._tree.release(found)
+            self._tree.release(match)
             raise
         self._tree.release(path)
-        return InsertResult(found.num_tokens, self._handle(tokens))
+        return InsertResult(match.num_tokens, self._handle(tokens))
 
     def lock_handle(self, handle: PrefixHandle, unlock: bool = False) -> None:
         """Keep the handle's tokens cached until it is unlocked as often as it was locked.
@@ -137,7 +137,7 @@ class PrefixSlots:
             handle.lock()
 
     def evict(self, size: int) -> torch.Tensor:
-        """Forget the least recently used tokens that are not locked, a prefix after what goes on from it.
+        """Forget the least recently used tokens that are not locked, a prefix after its continuations.
 
         Args:
             size: how many tokens at least; it is rounded up to whole pages.
@@ -171,7 +171,7 @@ class PrefixSlots:
         return SizeInfo(evictable * self.page_size, (self._tree.num_cached - evictable) * self.page_size)
 
     def check_integrity(self) -> None:
-        """Check tree and pool. It takes time in proportion to what is cached.
+        """Check tree and pool. It takes time in proportion to the cached tokens.
 
         Raises:
             RuntimeError: an invariant is broken; the message names it.
@@ -179,7 +179,7 @@ class PrefixSlots:
         self._pool.check()
         self._tree.check()
         if self._pool.num_free:
-            raise RuntimeError(f"pages must be the engine's or the cache's, got {self._pool.num_free} of nobody")
+            raise RuntimeError(f"pages must be the engine's or the cache's, got {self._pool.num_free} of neither")
 
     def _handle(self, tokens: npt.NDArray[np.int64]) -> PrefixHandle:
         return PrefixHandle(self._tree, tokens.copy(), self._slots_of)

@@ -55,7 +55,7 @@ class Gateway:
     Args:
         settings: The fields of AppSettings.
         decode: The replicas that give tokens.
-        prefill: Those that compute prompts for them; None if there are none.
+        prefill: The replicas that compute prompts for them; None if there are none.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Gateway:
     async def _watch(self) -> None:
         """Ask the replicas for their numbers, again and again."""
         while True:
-            found = [one for handle in self._handles for one in await _stats_of(handle)]
-            self._engine.take_stats(found)
+            all_stats = [stats for handle in self._handles for stats in await _stats_of(handle)]
+            self._engine.take_stats(all_stats)
             await asyncio.sleep(STATS_PERIOD)
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ async def _stats_of(handle: "DeploymentHandle[Any]") -> list[EngineStats]:
     except (TimeoutError, RayError, RayServeException) as error:
         logger.info("the numbers of replicas did not come: %s", error)
         return []
-    return [one for one in answers if not isinstance(one, BaseException)]
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 def skeleton_of(settings: AppSettings) -> Any:

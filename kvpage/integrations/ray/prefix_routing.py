@@ -64,23 +64,23 @@ class PrefixRouting:
         """Return replicas for a request in the order in which they are asked.
 
         Args:
-            candidate_replicas: Those that run.
+            candidate_replicas: The replicas that run.
             pending_request: The request.
 
         Returns:
             One replica a rank by prefix, or two at random.
         """
         by_id: dict[Any, RunningReplica] = {replica.replica_id: replica for replica in candidate_replicas}
-        near = [one for one in self.apply_locality_routing(pending_request) if one in by_id]
-        fallback = [[by_id[one] for one in random.sample(near, min(2, len(near)))]]
+        near = [replica_id for replica_id in self.apply_locality_routing(pending_request) if replica_id in by_id]
+        fallback = [[by_id[replica_id] for replica_id in random.sample(near, min(2, len(near)))]]
         hashes = self._hashes(pending_request)
         if pending_request is None or not hashes:
             return fallback
         ranked = self._ranked(candidate_replicas, hashes)
-        if not ranked or not any(one.num_matched for one in ranked):
+        if not ranked or not any(candidate.num_matched for candidate in ranked):
             ranked = ranked[:1]
         self._note_chosen(pending_request, ranked, hashes)
-        return [*([by_id[one.replica]] for one in ranked), *fallback]
+        return [*([by_id[candidate.replica]] for candidate in ranked), *fallback]
 
     def on_request_routed(self, pending_request: "PendingRequest", replica_id: "ReplicaID", result: Any) -> None:
         """Note that a replica has taken a request; Serve calls it.
@@ -121,8 +121,10 @@ class PrefixRouting:
     def _ranked(self, replicas: "Sequence[RunningReplica]", hashes: Sequence[int]) -> list[Candidate]:
         loads = self._loads()
         candidates = [
-            Candidate(one.replica_id, self._index.num_matched(one.replica_id, hashes), self._load(one, loads))
-            for one in replicas
+            Candidate(
+                replica.replica_id, self._index.num_matched(replica.replica_id, hashes), self._load(replica, loads)
+            )
+            for replica in replicas
         ]
         random.shuffle(candidates)
         return rank(candidates, self._imbalance)
@@ -130,11 +132,11 @@ class PrefixRouting:
     def _loads(self) -> "Counter[ReplicaID]":
         """Return the requests of each replica that this router has sent, or is about to."""
         oldest = time.monotonic() - SECONDS_TO_SEND
-        self._chosen = {key: one for key, one in self._chosen.items() if one[1] >= oldest}
+        self._chosen = {key: sent for key, sent in self._chosen.items() if sent[1] >= oldest}
         return Counter([*self._routed.values(), *(replica for replica, _ in self._chosen.values())])
 
     def _load(self, replica: "RunningReplica", loads: "Counter[ReplicaID]") -> int:
-        """Return a replica's requests: those of other routers, too, as far as Serve knows them."""
+        """Return a replica's requests: also requests of other routers, as far as Serve knows them."""
         known = self.replica_queue_len_cache.get(replica.replica_id) or 0
         return max(known, loads[replica.replica_id])
 

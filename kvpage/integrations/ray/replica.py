@@ -17,11 +17,11 @@ from kvpage.store import ArrivingStore, KVStore, LayerwiseStore, metadata_of
 
 
 class Replica:
-    """An engine, its store, and the digest of what it caches. Serve makes it, drains it and ends it.
+    """An engine, its store, and the digest of its cached blocks. Serve makes it, drains it and ends it.
 
     Args:
         settings: The fields of AppSettings.
-        role: What it does.
+        role: Its work.
     """
 
     def __init__(self, settings: dict[str, Any], role: Role = "both") -> None:

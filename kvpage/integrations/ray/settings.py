@@ -21,8 +21,8 @@ class AppSettings(BaseModel):
         model: A folder, or a name on the Hugging Face hub, that every node can read.
         served_model_name: The name that requests use. None means `model`.
         dtype: Of the weights: "auto", "float32", "bfloat16" or "float16".
-        num_replicas: Replicas of the model; those that decode, where prefill is apart.
-        max_replicas: More than `num_replicas` lets Serve start up to so many, and stop them again.
+        num_replicas: Replicas of the model; the decoding ones, where prefill is apart.
+        max_replicas: More than `num_replicas` lets Serve start up to max_replicas, and stop them again.
         target_ongoing_requests: Requests of a replica that Serve aims at, where it may start and stop some.
         upscale_delay: Seconds of more load than that, before Serve starts replicas.
         downscale_delay: Seconds of less load, before it stops some. They finish their requests first.
@@ -31,12 +31,12 @@ class AppSettings(BaseModel):
         num_cpus: CPUs of a replica of the model.
         num_gpus: GPUs of one.
         router: "prefix" sends a prompt to the replica that holds most of it; "power_of_two" is Serve's own.
-        imbalance: A replica with so many requests more than the least busy one gets no more for its prefixes.
+        imbalance: A replica with `imbalance` requests more than the least busy one gets no more for its prefixes.
         digest_blocks: Blocks that a replica reports to routers at most, 8 bytes each.
         digest_period: Seconds between two reports.
         store: URLs of the tiers of a KVStore, the fastest first. "{replica}" becomes the replica's own name.
         chunk_size: Tokens of a chunk of the store.
-        layers_per_record: Layers of a record of the store. Prefill replicas store so many at once, while they compute
+        layers_per_record: Layers of a record of the store. Prefill replicas store these at once, while they compute
             the next ones. None stores chunks whole.
         patience: Seconds without a new chunk after which a decode worker computes the rest of a prompt.
         min_prefill_tokens: Shorter prompts are computed where they are decoded.
@@ -122,7 +122,7 @@ class AppSettings(BaseModel):
         """Return the settings of a replica's engine.
 
         Args:
-            role: What the replica does.
+            role: The replica's work.
         """
         cache = CacheConfig(self.block_size, self.num_gpu_blocks, num_cpu_blocks=self.num_cpu_blocks)
         return EngineConfig(
@@ -147,5 +147,5 @@ class AppSettings(BaseModel):
 
     def torch_dtype(self) -> torch.dtype | str:
         """Return the dtype as transformers takes it."""
-        found: torch.dtype | str = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
-        return found
+        dtype: torch.dtype | str = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
+        return dtype

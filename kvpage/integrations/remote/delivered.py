@@ -41,28 +41,28 @@ class Delivered:
 
     def fresh(self, items: Sequence[StepOutput]) -> list[StepOutput]:
         """Return the outputs that the reader lacks. Diverged if a token is another one than before."""
-        return [one for one in map(self._fresh, items) if one is not None]
+        return [output for output in map(self._fresh, items) if output is not None]
 
     def early(self, items: Sequence[StepOutput]) -> list[StepOutput]:
         """Return the first tokens of samples that have none yet, and go on elsewhere."""
-        found = []
+        first_tokens = []
         for item in items:
             token, index, goes_on = item.token_id, item.sample_index, item.finish_reason in (None, "length")
             if token is not None and goes_on and not self._tokens[index]:
                 self._tokens[index].append(token)
-                found.append(StepOutput(self.request_id, token, index, logprobs=item.logprobs))
-        return found
+                first_tokens.append(StepOutput(self.request_id, token, index, logprobs=item.logprobs))
+        return first_tokens
 
     def partial(self) -> tuple[Sample, ...]:
-        """Return what the reader has, as samples that were ended."""
+        """Return the reader's tokens, as samples that were ended."""
         return tuple(Sample(list(tokens), "abort") for tokens in self._tokens)
 
     def _fresh(self, item: StepOutput) -> StepOutput | None:
-        mine, index = item._replace(request_id=self.request_id), item.sample_index
+        output, index = item._replace(request_id=self.request_id), item.sample_index
         if item.output is not None:
             self.output = item.output
         if item.token_id is None:  # an error, or an end without a token
-            return mine
+            return output
         position, tokens = self._num_seen[index], self._tokens[index]
         self._num_seen[index] += 1
         if position == len(tokens):
@@ -70,8 +70,8 @@ class Delivered:
         elif tokens[position] != item.token_id:
             raise Diverged(f"token {position} of sample {index} must be {tokens[position]} again, got {item.token_id}")
         elif item.finish_reason is None or self._is_over[index]:
-            return None if item.output is None else mine._replace(token_id=None)
+            return None if item.output is None else output._replace(token_id=None)
         else:
-            mine = mine._replace(token_id=None)  # the token is there, its reason is new
+            output = output._replace(token_id=None)  # the token is there, its reason is new
         self._is_over[index] = item.finish_reason is not None
-        return mine
+        return output

@@ -125,7 +125,7 @@ class RemoteEngine:
             limit: The largest number of states.
 
         Returns:
-            The states: of requests with tokens first, then of those that wait for their first one.
+            The states: of requests with tokens first, then of requests that wait for their first one.
 
         Raises:
             ValueError: `limit` is negative.

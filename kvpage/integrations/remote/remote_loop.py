@@ -1,4 +1,4 @@
-"""RemoteLoop: the loop of a RemoteEngine. A step waits for what workers send.
+"""RemoteLoop: the loop of a RemoteEngine. A step waits for messages of workers.
 
 stepping thread                         event loop, in a thread of its own
 add ─────► RemoteRequest.run ─────────► Workers.stream ─► outputs ─┐
@@ -109,11 +109,11 @@ class RemoteLoop:
         return len(self.requests) - self._num_started
 
     def states(self, limit: int) -> list[RequestState]:
-        """Return how far requests are, `limit` at most: those with tokens first."""
-        begun = islice((one for one in self._remote.values() if one.is_started), limit)
-        states = [one.state() for one in begun]
-        waiting = islice((one for one in self._remote.values() if not one.is_started), limit - len(states))
-        return states + [one.state() for one in waiting]
+        """Return how far requests are, `limit` at most: requests with tokens first."""
+        begun = islice((request for request in self._remote.values() if request.is_started), limit)
+        states = [request.state() for request in begun]
+        waiting = islice((request for request in self._remote.values() if not request.is_started), limit - len(states))
+        return states + [request.state() for request in waiting]
 
     def close(self) -> None:
         """End all streams, and the thread. A second call does nothing."""

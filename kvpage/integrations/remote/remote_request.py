@@ -80,7 +80,7 @@ class RemoteRequest:
             await asyncio.sleep(BACKOFF * 2 ** (self.num_tries - 1))
 
     def outcome(self, output: RequestOutput | None = None) -> RequestOutput:
-        """Return its outcome, with times of this machine. None: of what has come by now."""
+        """Return its outcome, with times of this machine. None: of the tokens that have come by now."""
         request = self.request
         times = request.group.arrival_time, self.first_token_time, time.monotonic()
         if output is None:
@@ -102,8 +102,8 @@ class RemoteRequest:
 
     async def _prefill(self, workers: Workers) -> None:
         params = self.request.params
-        one = replace(params, max_tokens=1, min_tokens=min(params.min_tokens or 0, 1))
-        async with aclosing(workers.stream(self._call("-prefill", one, False))) as stream:
+        prefill_params = replace(params, max_tokens=1, min_tokens=min(params.min_tokens or 0, 1))
+        async with aclosing(workers.stream(self._call("-prefill", prefill_params, False))) as stream:
             async for items in stream:
                 self._take(self.delivered.early(items))
 
@@ -126,8 +126,15 @@ class RemoteRequest:
         call_id = f"{request.request_id}-{self.num_tries}{suffix}"
         if not params.is_greedy:
             params = replace(params, seed=request.seed)
-        about = request.namespace, request.group.priority, is_arriving
-        return GenerateCall(call_id, request.prompt, params, *about, tuple(request.cache_at))
+        return GenerateCall(
+            call_id,
+            request.prompt,
+            params,
+            namespace=request.namespace,
+            priority=request.group.priority,
+            is_arriving=is_arriving,
+            cache_at=tuple(request.cache_at),
+        )
 
     def _take(self, items: list[StepOutput]) -> None:
         if items and self.first_token_time is None:
@@ -140,6 +147,6 @@ class RemoteRequest:
 
     def _fail(self, reason: str) -> None:
         output = self.outcome()
-        samples = tuple(replace(one, finish_reason="error", error=reason) for one in output.samples)
+        samples = tuple(replace(sample, finish_reason="error", error=reason) for sample in output.samples)
         failed = replace(output, samples=samples)
         self._put(self, [StepOutput(self.request.request_id, None, 0, "error", failed, reason)])

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
-from typing import Any
 
 from kvpage.integrations.remote.calls import GenerateCall, WorkerLost
 from kvpage.serving import AsyncEngine, EngineClosed, LiveRequest, QueueFull
@@ -48,8 +47,14 @@ class Worker:
                 request.abort()
 
     def _submit(self, call: GenerateCall) -> LiveRequest:
-        about: dict[str, Any] = {"namespace": call.namespace, "priority": call.priority, "cache_at": call.cache_at}
         try:
-            return self.engine.submit(call.tokens, call.params, request_id=call.request_id, **about)
+            return self.engine.submit(
+                call.tokens,
+                call.params,
+                request_id=call.request_id,
+                namespace=call.namespace,
+                priority=call.priority,
+                cache_at=call.cache_at,
+            )
         except (QueueFull, EngineClosed) as error:
             raise WorkerLost(str(error)) from error

@@ -2,7 +2,7 @@
 
 depth     1   2   3   4   5   6   7   8
 blocks    a ─ b ─ c ─ d ─ e ─ f ─ g ─ h       64-bit hashes; each one stands for all before it, too
-report        b       d       f       h       where too many are cached: those at every 2nd, 4th, ... depth
+report        b       d       f       h       where too many are cached: blocks at every 2nd, 4th, ... depth
 """
 
 import threading
@@ -78,7 +78,7 @@ class CacheDigest:
                     self._take(event)
 
     def report(self) -> DigestReport:
-        """Return what is cached now, in any tier."""
+        """Return the blocks that are cached now, in any tier."""
         with self._lock:
             depths = list(self._depths.items())
         stride = 1

@@ -31,10 +31,10 @@ def rank(candidates: Sequence[Candidate], imbalance: int) -> list[Candidate]:
         candidates: The replicas.
         imbalance: A replica with more requests than the least busy one, by more than this, is much busier.
     """
-    least = min((one.load for one in candidates), default=0)
+    least = min((candidate.load for candidate in candidates), default=0)
 
-    def worth(one: Candidate) -> tuple[bool, int, int]:
-        is_busy = one.load > least + imbalance
-        return is_busy, one.load if is_busy else -one.num_matched, one.load
+    def worth(candidate: Candidate) -> tuple[bool, int, int]:
+        is_busy = candidate.load > least + imbalance
+        return is_busy, candidate.load if is_busy else -candidate.num_matched, candidate.load
 
     return sorted(candidates, key=worth)

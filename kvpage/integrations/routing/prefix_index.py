@@ -45,12 +45,12 @@ class PrefixIndex:
         Args:
             replicas: Names of replicas.
         """
-        kept = set(replicas)
-        for replica in [one for one in self._known if one not in kept]:
+        remaining = set(replicas)
+        for replica in [name for name in self._known if name not in remaining]:
             del self._known[replica]
 
     def take_report(self, replica: Hashable, report: DigestReport) -> None:
-        """Take what a replica reports. Routed prompts that a whole report lacks are forgotten after a while.
+        """Take a replica's report. Routed prompts that a whole report lacks are forgotten after a while.
 
         Args:
             replica: Its name.

@@ -31,10 +31,10 @@ class KVPageHiCache(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # SG
 
     Args:
         storage_config: SGLang's HiCacheStorageConfig. Its `extra_config` has HiCacheSettings.
-        kwargs: What SGLang's factory gives besides. Not used.
+        kwargs: Further arguments of SGLang's factory. Not used.
 
     Raises:
-        ValueError: A setting breaks a rule or is unknown, nobody names the weights, or a folder belongs to another
+        ValueError: A setting breaks a rule or is unknown, the weights have no name, or a folder belongs to another
             process.
         RuntimeError: This version of SGLang has another interface.
         OSError, ImportError, TypeError: A tier cannot be opened, or a file of the weights not read.
@@ -90,20 +90,26 @@ class KVPageHiCache(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # SG
             if transfer.hit_policy == BLOCK_GROUPS:  # never gates a hit; without a verdict SGLang learns nothing
                 continue
             policy = getattr(transfer.hit_policy, "value", transfer.hit_policy)
-            found = self._storage.found(_name(transfer.name), keys[:num_kv])
-            own = lengths(found, policy, len(transfer.keys or ()) or 1)
-            if own:
-                hits[transfer.name] = own[-1]
-            served = sorted(set(served) & set(own))
+            flags = self._storage.found(_name(transfer.name), keys[:num_kv])
+            pool_lengths = lengths(flags, policy, len(transfer.keys or ()) or 1)
+            if pool_lengths:
+                hits[transfer.name] = pool_lengths[-1]
+            served = sorted(set(served) & set(pool_lengths))
         return hicache_storage.PoolTransferResult(served[-1] if served else 0, hits, served)
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, Flags]:
         """Read pages of several pools into host memory, and return flags by the pools' names."""
-        return {one.name: self._storage.load(_name(one.name), one.keys or (), one.host_indices) for one in transfers}
+        return {
+            transfer.name: self._storage.load(_name(transfer.name), transfer.keys or (), transfer.host_indices)
+            for transfer in transfers
+        }
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, Flags]:
         """Store pages of several pools, and return flags by the pools' names."""
-        return {one.name: self._storage.keep(_name(one.name), one.keys or (), one.host_indices) for one in transfers}
+        return {
+            transfer.name: self._storage.keep(_name(transfer.name), transfer.keys or (), transfer.host_indices)
+            for transfer in transfers
+        }
 
     # --- copies of pages ---------------------------------------------------------------------------------------------
 
@@ -114,7 +120,7 @@ class KVPageHiCache(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # SG
     def batch_get(
         self, keys: Sequence[str], target_locations: Tensors = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Read each page into its tensor, and return those that were found."""
+        """Read each page into its tensor, and return the pages that were found."""
         if target_locations is None:
             return [None] * len(keys)
         flags = self._storage.load_copies(keys, target_locations)
@@ -151,7 +157,7 @@ class KVPageHiCache(hicache_storage.HiCacheStorage):  # type: ignore[misc]  # SG
         return self._storage.stats()
 
     def close(self) -> None:
-        """Write what is to be written, and close the tiers. Calling it again has no effect."""
+        """Write the waiting pages, and close the tiers. Calling it again has no effect."""
         self._storage.close()
 
 

@@ -15,7 +15,7 @@ from kvpage.store.bytes.pieces import Pieces
 
 PIECES, FLAT, LOGICAL = "pieces", "flat", "logical"
 NO_ADDRESSES = (ValueError, NotImplementedError, AttributeError)
-"""What a pool raises whose layout has no address for a whole page."""
+"""The errors of a pool whose layout has no address for a whole page."""
 
 
 class HostPages:
@@ -55,10 +55,12 @@ class HostPages:
         Raises:
             ValueError: There are none, or another number of them.
         """
-        given = None if host_indices is None else host_indices.numel()
-        if host_indices is None or given != num_keys * self.page_size:
-            wanted = num_keys * self.page_size
-            raise ValueError(f"host_indices of {num_keys} pages of pool {self.name} must be {wanted}, got {given}")
+        num_indices = None if host_indices is None else host_indices.numel()
+        if host_indices is None or num_indices != num_keys * self.page_size:
+            num_expected = num_keys * self.page_size
+            raise ValueError(
+                f"host_indices of {num_keys} pages of pool {self.name} must be {num_expected}, got {num_indices}"
+            )
         return host_indices.detach().cpu().reshape(-1)
 
     def pieces(self, num_keys: int, host_indices: torch.Tensor) -> list[Pieces]:
@@ -82,7 +84,7 @@ class HostPages:
             )
         runs = np.empty((len(addresses), 2), np.int64)
         runs[:, 0], runs[:, 1] = addresses, sizes
-        return [Pieces(one[one[:, 1] > 0], [self.pool]) for one in np.split(runs, num_keys)]
+        return [Pieces(page_runs[page_runs[:, 1] > 0], [self.pool]) for page_runs in np.split(runs, num_keys)]
 
     def copies(self, num_keys: int, host_indices: torch.Tensor) -> list[torch.Tensor]:
         """Return a copy of each page.
@@ -95,7 +97,7 @@ class HostPages:
         return [self.pool.get_data_page(first, flat=True).detach().cpu().contiguous() for first in firsts]
 
     def rooms(self, num_keys: int, host_indices: torch.Tensor) -> tuple[list[torch.Tensor], Callable[[int], None]]:
-        """Return memory for a copy of each page, and what writes one to its place.
+        """Return memory for a copy of each page, and a function that writes one to its place.
 
         Args:
             num_keys: Pages.

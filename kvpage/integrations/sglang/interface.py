@@ -44,36 +44,36 @@ def check_interface(version: str, module: ModuleType) -> None:
     Raises:
         RuntimeError: The interface differs. The message names the version and the differences.
     """
-    found = [] if version in TESTED else differences(module)
-    if found:
+    reasons = [] if version in TESTED else differences(module)
+    if reasons:
         raise RuntimeError(
             f"sglang must be {', '.join(TESTED)}, or have its interface of storage backends, "
-            f"got {version}: {'; '.join(found)}"
+            f"got {version}: {'; '.join(reasons)}"
         )
 
 
 def differences(module: ModuleType) -> list[str]:
-    """Return what the module has in another way, in words.
+    """Return the differences of the module, in words.
 
     Args:
         module: As for `check_interface`.
     """
     base = getattr(module, "HiCacheStorage", None)
-    found = [f"{name} has no argument {one}" for name, one in _missing_arguments(base)]
-    found += [f"{name} is new and must be written" for name in sorted(_abstract(base) - set(METHODS))]
-    found += [f"{name} has no field {one}" for name, one in _missing_fields(module)]
-    policies = {str(one.value) for one in getattr(module, "PoolHitPolicy", ())}
-    return found + [f"the hit policy {one} is new" for one in sorted(policies - POLICIES)]
+    reasons = [f"{name} has no argument {argument}" for name, argument in _missing_arguments(base)]
+    reasons += [f"{name} is new and must be written" for name in sorted(_abstract(base) - set(METHODS))]
+    reasons += [f"{name} has no field {field}" for name, field in _missing_fields(module)]
+    policies = {str(policy.value) for policy in getattr(module, "PoolHitPolicy", ())}
+    return reasons + [f"the hit policy {policy} is new" for policy in sorted(policies - POLICIES)]
 
 
 def _missing_arguments(base: Any) -> list[tuple[str, str]]:
-    found = []
+    missing = []
     for name, arguments in METHODS.items():
         method = getattr(base, name, None)
         has = set(inspect.signature(method).parameters) if callable(method) else set()
-        wanted = arguments if callable(method) else (*arguments, "self")
-        found += [(name, argument) for argument in wanted if argument not in has]
-    return found
+        required = arguments if callable(method) else (*arguments, "self")
+        missing += [(name, argument) for argument in required if argument not in has]
+    return missing
 
 
 def _abstract(base: Any) -> set[str]:
@@ -81,9 +81,9 @@ def _abstract(base: Any) -> set[str]:
 
 
 def _missing_fields(module: ModuleType) -> list[tuple[str, str]]:
-    found = []
-    for name, wanted in FIELDS.items():
+    missing = []
+    for name, required in FIELDS.items():
         owner: Any = getattr(module, name, None)
-        has = {one.name for one in fields(owner)} if is_dataclass(owner) else set()
-        found += [(name, one) for one in wanted if one not in has]
-    return found
+        has = {field.name for field in fields(owner)} if is_dataclass(owner) else set()
+        missing += [(name, field) for field in required if field not in has]
+    return missing

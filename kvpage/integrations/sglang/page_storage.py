@@ -33,14 +33,14 @@ class PageStorage:
     Trouble of the store is logged, and the pages of that call count as missing.
 
     Args:
-        settings: Tiers, and what SGLang does not know.
+        settings: Tiers, and the facts that SGLang does not know.
         shard: The rank.
         version: Of SGLang.
-        tiers: Tiers that are made already, in place of those of the settings.
+        tiers: Tiers that are made already, in place of the settings' tiers.
         served: The configuration of SGLang, which names the weights where the settings do not. None for none.
 
     Raises:
-        ValueError: No rank but one would find anything, or nobody named the weights.
+        ValueError: No rank but one would find anything, or the weights have no name.
         OSError, ImportError, TypeError: A tier cannot be opened, or a file of the weights not read.
     """
 
@@ -179,7 +179,7 @@ class PageStorage:
             ValueError: There are more or fewer tensors than pages.
         """
         names = self.pages(KV).keys(keys)
-        return _attempt(len(keys), lambda: self._write(names, [one.detach().cpu().contiguous() for one in copies]))
+        return _attempt(len(keys), lambda: self._write(names, [page.detach().cpu().contiguous() for page in copies]))
 
     def clear(self) -> None:
         """Forget all records in the tiers.
@@ -187,27 +187,27 @@ class PageStorage:
         Raises:
             RuntimeError: A tier keeps its own, which may be of former weights.
         """
-        kept = self._store.clear()
-        if kept:
-            raise RuntimeError(f"all tiers must be cleared, but these keep their records: {', '.join(kept)}")
+        tiers = self._store.clear()
+        if tiers:
+            raise RuntimeError(f"all tiers must be cleared, but these keep their records: {', '.join(tiers)}")
 
     def stats(self) -> ByteStoreStats:
         """Return counters and the state of each tier."""
         return self._store.stats()
 
     def close(self) -> None:
-        """Write what is to be written, and close the tiers. Calling it again has no effect."""
+        """Write the waiting pages, and close the tiers. Calling it again has no effect."""
         self._store.close()
 
     def _load_pieces(self, pages: HostPages, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
         return self._read(pages.keys(keys), pages.pieces(len(keys), indices))
 
     def _load_flat(self, pages: HostPages, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
-        rooms, place = pages.rooms(len(keys), indices)
+        rooms, scatter = pages.rooms(len(keys), indices)
         flags = self._read(pages.keys(keys), rooms)
         for index, flag in enumerate(flags):
             if flag:
-                place(index)
+                scatter(index)
         return flags
 
     def _read(self, keys: list[bytes], buffers: Buffers) -> list[bool]:
@@ -222,8 +222,8 @@ class PageStorage:
         start = time.perf_counter()
         flags = self._store.put([keys[i] for i in once], [buffers[i] for i in once], deadline=self.settings.deadline)
         self.traffic.wrote(flags, [buffers[i] for i in once], time.perf_counter() - start)
-        kept = {keys[index]: flag for index, flag in zip(once, flags, strict=True)}
-        return [kept[key] for key in keys]
+        by_key = {keys[index]: flag for index, flag in zip(once, flags, strict=True)}
+        return [by_key[key] for key in keys]
 
 
 def _attempt(num_pages: int, call: Callable[[], list[bool]]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""HiCacheSettings: what SGLang's --hicache-storage-backend-extra-config tells this backend."""
+"""HiCacheSettings: this backend's part of SGLang's --hicache-storage-backend-extra-config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -25,7 +25,7 @@ class HiCacheSettings:
             keeps bytes, one must be chosen, since bytes do not tell e4m3 from e5m2.
         interface_v1: Whether SGLang gives the pages' addresses. Otherwise it gives copies of them.
         num_threads: Threads of a call. None means torch's number.
-        deadline: Seconds of a call, and of each tier whose URL names none. What is not there by then is a miss.
+        deadline: Seconds of a call, and of each tier whose URL names none. A page that is not there by then is a miss.
 
     Raises:
         ValueError: A setting breaks a rule.
@@ -64,14 +64,14 @@ class HiCacheSettings:
             ValueError: A key is unknown, `tiers` is missing, or a value breaks a rule.
             TypeError: A tier is not text.
         """
-        given = {name: value for name, value in (values or {}).items() if name not in OF_SGLANG}
-        known = [one.name for one in fields(cls)]
-        unknown = sorted(set(given) - set(known))
+        settings = {name: value for name, value in (values or {}).items() if name not in OF_SGLANG}
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(settings) - set(known))
         if unknown:
             raise ValueError(f"the extra config must have only {', '.join([*OF_SGLANG, *known])}, got {unknown}")
-        if "tiers" not in given:
+        if "tiers" not in settings:
             raise ValueError(f"the extra config must name tiers, got only {sorted(values or {})}")
-        return cls(**given)
+        return cls(**settings)
 
     def store_config(self, rank: str) -> ByteStoreConfig:
         """Return the settings of a rank's store.

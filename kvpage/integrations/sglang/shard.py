@@ -68,7 +68,7 @@ class Shard:
     def header(
         self, model: str | None, kv_cache_dtype: str | None, version: str, served: ServedModel
     ) -> dict[str, Value]:
-        """Return what all records of a store depend on.
+        """Return the facts that all records of a store depend on.
 
         Args:
             model: A name that the user gave the weights. None for one by their files.
@@ -80,7 +80,7 @@ class Shard:
             A header for a ByteStore.
 
         Raises:
-            ValueError: Nobody named the weights, and SGLang does not tell where they are.
+            ValueError: The settings do not name the weights, and SGLang does not tell where they are.
             OSError: A file of theirs cannot be read.
         """
         return {
@@ -94,7 +94,7 @@ class Shard:
         }
 
     def scope(self, name: str, pool: Any, way: str) -> bytes:
-        """Return what the records of a pool depend on besides the header, as the beginning of their keys.
+        """Return the facts that the records of a pool depend on besides the header, as the beginning of their keys.
 
         Args:
             name: The pool's name, such as "kv" or "mamba".
@@ -113,5 +113,5 @@ class Shard:
         """Whether all tensor-parallel ranks have the pool's pages. Where that is not known, each has its own."""
         if not self.is_replicated or name == "mamba":
             return False
-        classes = {one.__name__ for one in type(pool).__mro__}
+        classes = {base.__name__ for base in type(pool).__mro__}
         return name in REPLICATED or not classes.isdisjoint(REPLICATED_CLASSES)

@@ -49,7 +49,7 @@ class Traffic:
         _count(self.written_pages, self.write_speeds, flags, buffers, seconds)
 
     def taken(self) -> tuple[list[int], list[float], list[int], list[float]]:
-        """Return the pages and speeds of reads, and those of writes, and forget them."""
+        """Return the pages and speeds of reads, and of writes, and forget them."""
         return _take(self.read_pages), _take(self.read_speeds), _take(self.written_pages), _take(self.write_speeds)
 
 

@@ -23,7 +23,7 @@ PLACES = (
     "speculative_draft_model_revision", "checkpoint_engine_wait_weights_before_ready",
 )  # fmt: skip
 ELSEWHERE = ("dummy", "remote", "remote_instance", "private")
-"""Formats of weights that are not those of the path."""
+"""Formats that name other weights than the path's."""
 WHOLE_BYTES = 1 << 20
 """Of files that are read whole. Larger ones are read at NUM_SAMPLES places, and have their time in the name."""
 NUM_SAMPLES, SAMPLE_BYTES = 8, 1 << 14
@@ -33,7 +33,7 @@ BLOBS = "blobs"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What SGLang's configuration says of its model.
+    """SGLang's configuration of its model.
 
     Attributes:
         values: Of SETTINGS and PLACES, by their names. None where SGLang does not tell.
@@ -63,8 +63,8 @@ class ServedModel:
         """Return a digest of the settings that K and V depend on, and of their scales."""
         values = self.values or {}
         scales = values.get("quantization_param_path")
-        each = [str(values.get(name)) for name in SETTINGS] + [_file_name(Path(scales)) if scales else "none"]
-        return hashlib.sha256(repr(each).encode()).hexdigest()
+        parts = [str(values.get(name)) for name in SETTINGS] + [_file_name(Path(scales)) if scales else "none"]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def weights(self) -> str:
         """Return a name of the weights, and of a drafting model's: of their files, or of the hub's commit.
@@ -83,17 +83,17 @@ class ServedModel:
             name += f" draft {self._at('speculative_draft_model_path', 'speculative_draft_model_revision')}"
         return name
 
-    def _at(self, place: str, revision: str) -> str:
+    def _at(self, path_name: str, revision: str) -> str:
         values = self.values or {}
-        path = Path(values[place])
+        path = Path(values[path_name])
         if path.is_file():
             return f"file {_file_name(path)}"
         if path.is_dir():
             return _folder_name(path)
-        found = _snapshot(str(values[place]), values.get(revision), values.get("download_dir"))
-        if found is None:
-            raise _unnamed(f"{place} {values[place]} is no folder here, nor in the hub's cache")
-        return f"hub {values[place]} {found}"
+        commit = _snapshot(str(values[path_name]), values.get(revision), values.get("download_dir"))
+        if commit is None:
+            raise _unnamed(f"{path_name} {values[path_name]} is no folder here, nor in the hub's cache")
+        return f"hub {values[path_name]} {commit}"
 
 
 def _leaf(leaf: Any, name: str) -> Any:
@@ -115,29 +115,29 @@ def _snapshot(repository: str, revision: str | None, cache: str | None) -> str |
     except ImportError:
         return None
     try:
-        found = try_to_load_from_cache(repository, "config.json", cache_dir=cache, revision=revision)
+        config_path = try_to_load_from_cache(repository, "config.json", cache_dir=cache, revision=revision)
     except HFValidationError:  # a URL, or a path that is not there
         return None
-    return Path(found).parent.name if isinstance(found, str) else None
+    return Path(config_path).parent.name if isinstance(config_path, str) else None
 
 
 def _folder_name(folder: Path) -> str:
-    """Return a digest of the names of all files that are not hidden, and of what each has."""
+    """Return a digest of the names and contents of all files that are not hidden."""
     files = sorted(_files(folder))
     if not files:
         raise _unnamed(f"the folder {folder} has no files")
-    each = [f"{file.relative_to(folder)} {_file_name(file)}" for file in files]
-    return f"folder {hashlib.sha256(repr(each).encode()).hexdigest()}"
+    parts = [f"{file.relative_to(folder)} {_file_name(file)}" for file in files]
+    return f"folder {hashlib.sha256(repr(parts).encode()).hexdigest()}"
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
-        folders[:] = [each for each in folders if not each.startswith(".")]
-        yield from (Path(place, each) for each in names if not each.startswith(".") and Path(place, each).is_file())
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [child for child in folders if not child.startswith(".")]
+        yield from (Path(parent, name) for name in names if not name.startswith(".") and Path(parent, name).is_file())
 
 
 def _file_name(file: Path) -> str:
-    """Return what tells a file from others: its digest, or its size, time and parts of its bytes."""
+    """Return the name that tells a file from others: its digest, or its size, time and parts of its bytes."""
     real, status = file.resolve(), file.stat()
     if real.parent.name == BLOBS:
         return real.name

@@ -30,7 +30,7 @@ def rollout_config(model: PreTrainedModel, max_num_seqs: int = 64) -> EngineConf
         max_num_seqs: Answers that are generated at once.
 
     Returns:
-        The settings. The cache has no more blocks than so many sequences of the model's length fill.
+        The settings. The cache has no more blocks than max_num_seqs sequences of the model's length fill.
     """
     shape = ModelConfig.from_hf(model.config, model.dtype)
     fitting = CacheConfig.for_memory(MAX_CACHE_BYTES, shape, block_size=BLOCK_SIZE)
@@ -124,15 +124,15 @@ class PolicyEngine:
 def _groups(prompts: Sequence[Sequence[int]], most: int) -> list[Group]:
     """Return the distinct prompts, each with its places; a prompt of more than `most` places comes several times."""
     places: dict[tuple[int, ...], list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        places.setdefault(tuple(prompt), []).append(place)
+    for index, prompt in enumerate(prompts):
+        places.setdefault(tuple(prompt), []).append(index)
     return [(prompt, all_[at : at + most]) for prompt, all_ in places.items() for at in range(0, len(all_), most)]
 
 
 def _in_order(groups: Sequence[Group], outputs: Sequence[RequestOutput]) -> list[Sample]:
-    found: dict[int, Sample] = {}
+    samples: dict[int, Sample] = {}
     for (_, places), output in zip(groups, outputs, strict=True):
         if output.error is not None:
             raise RuntimeError(f"{len(places)} answers to a prompt could not be computed: {output.error}")
-        found.update(zip(places, output.samples, strict=True))
-    return [found[place] for place in range(len(found))]
+        samples.update(zip(places, output.samples, strict=True))
+    return [samples[index] for index in range(len(samples))]

@@ -14,13 +14,13 @@ from kvpage.integrations.trl.policy_engine import PolicyEngine
 from kvpage.serving import EngineConfig, Sample, SamplingParams
 
 TOKEN_FIELDS = ("token_type_ids", "attention_mask")
-"""What tokenizers of text give besides token ids. No decoder that is served reads them."""
+"""Outputs of tokenizers of text besides token ids. No decoder that is served reads them."""
 
 
 class PagedRollouts:
     """The rollouts of one trainer. Pass it to `GRPOTrainer` as `rollout_func`.
 
-    Completions end, and are cut, as those of TRL's plain generation. Every call begins with an empty cache, so that no
+    Completions end, and are cut, as in TRL's plain generation. Every call begins with an empty cache, so that no
     K and V of earlier weights are read.
 
     Args:
@@ -50,8 +50,8 @@ class PagedRollouts:
             `prompt_ids`, `completion_ids` and `logprobs`: a list for each prompt; `logprobs` may be None.
 
         Raises:
-            ValueError: The trainer asks for what is not served, by name. It has tools: TRL would compute the turns
-                after the first by itself, so that PagedGRPOTrainer is needed.
+            ValueError: The trainer asks for a field that is not served, by name. It has tools: TRL would compute later
+                turns by itself, so that PagedGRPOTrainer is needed.
             RuntimeError: A completion could not be computed, with the reason.
         """
         if getattr(trainer, "tools", None):
@@ -119,8 +119,8 @@ def completion_params(trainer: Any, returns_logprobs: bool) -> SamplingParams:
             f"temperature must be 1 for log-probabilities of the model's logits, got {trainer.temperature}"
         )
     config = trainer.generation_config
-    own = config.eos_token_id
-    ends = [] if own is None else [own] if isinstance(own, int) else list(own)
+    eos = config.eos_token_id
+    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     stop_token_ids = tuple(dict.fromkeys([*trainer.eos_token_ids, *ends]))
     logprobs = 0 if returns_logprobs else None
     return SamplingParams.from_generation_config(config, stop_token_ids=stop_token_ids, logprobs=logprobs)
@@ -141,7 +141,7 @@ def model_of(trainer: Any) -> PreTrainedModel:
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     if not hasattr(model, "peft_config"):
         return model  # type: ignore[no-any-return]
-    learned = [name for name, one in model.peft_config.items() if getattr(one, "is_prompt_learning", False)]
+    learned = [name for name, adapter in model.peft_config.items() if getattr(adapter, "is_prompt_learning", False)]
     if learned:
         raise ValueError(f"adapters must change layers, got {', '.join(learned)}, which learns a prompt")
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[no-any-return]
@@ -171,7 +171,7 @@ def check_text_only(images: Any, fields: dict[str, Any]) -> None:
 
     Args:
         images: The images of the prompts, or None.
-        fields: What the tokenizer gives besides token ids, by name.
+        fields: The tokenizer's outputs besides token ids, by name.
 
     Raises:
         ValueError: They are not, with the names of the fields.
@@ -182,4 +182,4 @@ def check_text_only(images: Any, fields: dict[str, Any]) -> None:
 
 
 def _logprobs(sample: Sample) -> list[float]:
-    return [one.logprob for one in sample.logprobs or ()]
+    return [token.logprob for token in sample.logprobs or ()]

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 NUM_TRIED = 3  # tokens
 PATCHES = ("forward", "_original_forward")
-"""What accelerate and TRL set on a model's instance. Theirs call the model itself, and never a view of it."""
+"""Attributes that accelerate and TRL patch on a model's instance. The patches call the model, never a view of it."""
 
 
 def stand_in(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model over the same modules whose forward is that of its class.
 
-    Only the outermost module is another object. So what is done to layers and weights is done to both. The outermost
-    module's mode stays what it is now.
+    Only the outermost module is another object. So changes of layers and weights reach both. The outermost
+    module's mode stays as it is now.
 
     Args:
         model: A model, whose forward may be patched.
@@ -43,15 +43,15 @@ def check_stand_in(
     Args:
         model: The trainer's model, in eval mode.
         stands_in: Its stand-in.
-        autocast: What the trainer computes under.
+        autocast: The trainer's autocast context.
 
     Raises:
-        ValueError: The logits differ: somebody has patched the model's forward to compute something else.
+        ValueError: The logits differ: a patch of the model's forward computes something else.
     """
     tokens = torch.arange(NUM_TRIED, device=model.device)[None] % model.config.get_text_config().vocab_size
     with torch.no_grad(), autocast:
-        found, expected = (one(input_ids=tokens, use_cache=False).logits.float() for one in (stands_in, model))
-    if not torch.equal(found, expected):
+        logits, expected = (decoder(input_ids=tokens, use_cache=False).logits.float() for decoder in (stands_in, model))
+    if not torch.equal(logits, expected):
         raise ValueError(
             f"forward of {type(model).__name__} must compute as its class does, the patched one gives other logits"
         )
@@ -64,7 +64,7 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     Args:
         model: A model.
     """
-    modes = [(module, module.training) for module in model.modules()]  # each before those inside it
+    modes = [(module, module.training) for module in model.modules()]  # each before the modules inside it
     try:
         model.eval()
         yield

@@ -28,13 +28,13 @@ def check_interface(trainer_class: Callable[..., object]) -> None:
     Raises:
         ImportError: It has not, with the method's name and the version.
     """
-    for name, wanted in ASKED.items():
+    for name, required in ASKED.items():
         method = getattr(trainer_class, name, None)
-        found = () if method is None else tuple(inspect.signature(method).parameters)
-        if found[: len(wanted)] != wanted:
+        parameters = () if method is None else tuple(inspect.signature(method).parameters)
+        if parameters[: len(required)] != required:
             raise ImportError(
-                f"GRPOTrainer.{name} must take ({', '.join(wanted)}), that of trl {version('trl')} takes "
-                f"({', '.join(found)}); kvpage was tried with trl {TRIED}"
+                f"GRPOTrainer.{name} must take ({', '.join(required)}), that of trl {version('trl')} takes "
+                f"({', '.join(parameters)}); kvpage was tried with trl {TRIED}"
             )
 
 

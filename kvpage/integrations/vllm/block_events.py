@@ -1,7 +1,7 @@
-"""BlockEvents: what vLLM's routers are told of the store: chunks that came into some place, or left the last one.
+"""BlockEvents: the store's events for vLLM's routers: chunks that came into some place, or left the last one.
 
-memory, disk     ─► ByteStore.follow ─► places of each chunk ─► what differs from what vLLM took last
-another place    ─► the end of a job ─► stored; nobody tells what such a place loses
+memory, disk     ─► ByteStore.follow ─► places of each chunk ─► changes since vLLM took the last ones
+another place    ─► the end of a job ─► stored; such a place tells no losses
 
 The store may lose events where very many come at once. Then it is asked for every chunk that it is believed to have.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from kvpage.store import ByteEvent, ByteStore
 
 TELLING = ("memory", "disk")
-"""Schemes of places that tell what comes and goes."""
+"""Schemes of places that tell which chunks come and go."""
 MAX_WAITING = 1 << 16  # keys that vLLM has not taken, of places that do not tell
 MAX_LATE = 1 << 17  # events that may come after a loss, and are older: a store lets 65,536 wait
 SOMEWHERE = 1 << 62  # among the places of a chunk: the store has it, and was asked, since events were lost
@@ -38,7 +38,7 @@ class BlockEvents:
         self._num_dropped = self._num_lost = self._num_late = 0
         self._keys: dict[bytes, bytes] = {}  # of the names of chunks that are there
         self._places: dict[bytes, int] = {}  # of these names, a bit each
-        self._before: dict[bytes, tuple[bool, bytes]] = {}  # what vLLM was told of chunks that have changed
+        self._before: dict[bytes, tuple[bool, bytes]] = {}  # the last news for vLLM of chunks that have changed
         self._is_told = all(url.partition(":")[0] in TELLING for url in tiers)
         self._follow = store.follow(self._note) if self._is_told else None
 
@@ -61,7 +61,7 @@ class BlockEvents:
                 self._stored.extend(new)
 
     def take(self) -> list[Change]:
-        """Return what has changed since the last call. Of places that do not tell, the last 65,536 keys."""
+        """Return the changes since the last call. Of places that do not tell, the last 65,536 keys."""
         with self._lock:
             waiting = [*self._before.values(), *((False, key) for key in self._stored)]
             self._before.clear()
@@ -74,7 +74,7 @@ class BlockEvents:
         return changes
 
     def renew(self, prefix: bytes) -> None:
-        """Forget all chunks: those of other keys count from now on.
+        """Forget all chunks: chunks of other keys count from now on.
 
         Args:
             prefix: Of the keys.
@@ -127,7 +127,7 @@ class BlockEvents:
         return self._keys.get(event.name)
 
     def _set(self, name: bytes, key: bytes, places: int) -> None:
-        """Note where a chunk is now. What has changed twice has not changed."""
+        """Note where a chunk is now. Two changes of one chunk are none."""
         had = name in self._places
         if places:
             self._places[name], self._keys[name] = places, key

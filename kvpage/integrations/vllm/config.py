@@ -23,9 +23,9 @@ class StoreTierConfig:
     Attributes:
         tiers: URLs of the store's tiers, the fastest first, as ByteStoreConfig takes them. "{rank}" becomes the name of
             the replica, such as "dp0".
-        weights: A name for the weights and for all that changes what they compute, such as "model@revision". None for a
+        weights: A name for the weights and for all that changes their results, such as "model@revision". None for a
             digest of the model's folder.
-        persistent: Whether other processes find what this one has stored. If not, `weights` has no effect.
+        persistent: Whether other processes find chunks that this one has stored. If not, `weights` has no effect.
         on_reset: "forget" if nothing is found any more once vLLM resets its caches and its connector, as it does when
             weights are updated or put to sleep. "keep" for weights that never change.
         num_threads: Threads for the records of one job; None for torch's number.
@@ -33,7 +33,7 @@ class StoreTierConfig:
         lookup_patience: Seconds after which a look-up without an answer is a miss.
         load_patience: Seconds after which the rest of a load is a miss.
         store_patience: Seconds after which the rest of a store is given up.
-        max_pending: Bytes that wait to be stored at most; what comes beyond them is not stored. A text such as "256MiB"
+        max_pending: Bytes that wait to be stored at most; chunks beyond them are not stored. A text such as "256MiB"
             becomes a number.
         locality: "LOCAL" or "REMOTE", for vLLM's filters of tiers; None for neither.
         enable_kv_events: Whether chunks that come and go are among vLLM's events. vLLM's own switch must be on, too.
@@ -75,7 +75,7 @@ class StoreTierConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "StoreTierConfig":
-        """Return the settings in one entry of vLLM's `secondary_tiers`, less those that vLLM reads itself.
+        """Return the settings in one entry of vLLM's `secondary_tiers`, less the settings that vLLM reads itself.
 
         Args:
             values: By the names of the fields.

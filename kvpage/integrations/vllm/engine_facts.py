@@ -1,4 +1,4 @@
-"""Facts that K and V depend on and that vLLM does not pass to a tier: the device, and those of its configuration.
+"""Facts that K and V depend on and that vLLM does not pass to a tier: the device, and facts of its configuration.
 
 A tier is given dtype and layout of the cache. With `--kv-cache-dtype fp8` that says nothing of the dtype in which K and
 V were computed. vLLM's connector has the whole configuration, and makes the tier: so it is in the frames of the calls.
@@ -47,15 +47,15 @@ def engine_config() -> Any:
     """Return vLLM's configuration from the calls that are under way; None if none of them has it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get("vllm_config")
-        if type(found).__name__ == "VllmConfig":
-            return found
+        config = frame.f_locals.get("vllm_config")
+        if type(config).__name__ == "VllmConfig":
+            return config
         frame = frame.f_back
     return None
 
 
 def facts_of(config: Any) -> dict[str, Value]:
-    """Return what K and V depend on besides the weights, as far as the configuration tells.
+    """Return the facts that K and V depend on besides the weights, as far as the configuration tells.
 
     Args:
         config: vLLM's; None if it was not found. Then a warning is logged, and the user's `weights` must tell.
@@ -73,7 +73,7 @@ def facts_of(config: Any) -> dict[str, Value]:
 
 
 def is_dummy(config: Any) -> bool:
-    """Return whether the weights are not those of the model's folder.
+    """Return whether the weights come from elsewhere than the model's folder.
 
     Args:
         config: vLLM's, or None.
@@ -82,7 +82,7 @@ def is_dummy(config: Any) -> bool:
 
 
 def warn_of_random_keys(config: Any) -> None:
-    """Log a warning if no other process will find what this one stores, since vLLM seeds its keys at random.
+    """Log a warning if no other process will find this one's chunks, since vLLM seeds its keys at random.
 
     Args:
         config: vLLM's, or None.

@@ -21,7 +21,7 @@ def header_of(
 
     Args:
         config: vLLM's OffloadingConfig.
-        facts: Those of vLLM's whole configuration, by `facts_of`.
+        facts: The facts of vLLM's whole configuration, by `facts_of`.
         weights: Names the weights.
         num_bytes: Bytes of a chunk.
         version: Of vLLM.
@@ -52,5 +52,5 @@ def header_of(
 
 def _groups(groups: Any) -> str:
     """Return a digest of the layers of each group: a large model's names are longer than a header may be."""
-    each = [(group.group_id, group.tokens_per_block, tuple(group.layer_names)) for group in groups]
-    return hashlib.sha256(repr(each).encode()).hexdigest()
+    layers = [(group.group_id, group.tokens_per_block, tuple(group.layer_names)) for group in groups]
+    return hashlib.sha256(repr(layers).encode()).hexdigest()

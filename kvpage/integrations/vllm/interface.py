@@ -1,6 +1,6 @@
 """check_interface: whether vLLM's plug-in interface is the one that the tier was tested with.
 
-vLLM calls the interface experimental. So a version is trusted by what it has, not by its number.
+vLLM calls the interface experimental. So a version is trusted by its members, not by its number.
 """
 
 import dataclasses
@@ -68,11 +68,11 @@ def check_interface() -> None:
     """
     version = vllm_version()
     try:
-        found = sorted(_differences())
+        differences = sorted(_differences())
     except (ImportError, AttributeError) as error:
         raise ImportError(f"{_refusal(version)}: {error}") from error
-    if found:
-        raise ImportError(f"{_refusal(version)}: {'; '.join(found)}")
+    if differences:
+        raise ImportError(f"{_refusal(version)}: {'; '.join(differences)}")
     if not version.startswith(tuple(f"{tested}." for tested in TESTED)):
         logger.warning("vLLM %s was not tested with kvpage's tier; its interface is that of %s", version, TESTED[-1])
 
@@ -96,26 +96,26 @@ def _refusal(version: str) -> str:
 
 
 def _differences() -> list[str]:
-    """Return what differs from the tested interface, as text."""
+    """Return the differences from the tested interface, as text."""
     manager = _member(TIERING, "SecondaryTierManager")
-    found = [f"SecondaryTierManager has no {name}" for name in METHODS if not hasattr(manager, name)]
+    differences = [f"SecondaryTierManager has no {name}" for name in METHODS if not hasattr(manager, name)]
     new = sorted(set(getattr(manager, "__abstractmethods__", ())) - set(ABSTRACT))
-    found += [f"SecondaryTierManager asks for {name}" for name in new]
+    differences += [f"SecondaryTierManager asks for {name}" for name in new]
     for name, expected in PARAMETERS.items():
         method = getattr(manager, name, None)
         parameters = tuple(inspect.signature(method).parameters) if method else ()
         if parameters[: len(expected)] != expected:
-            found.append(f"{name} takes {', '.join(parameters)}")
+            differences.append(f"{name} takes {', '.join(parameters)}")
     for (module, name), expected in FIELDS.items():
         lacking = set(expected) - {field.name for field in dataclasses.fields(_member(module, name))}
-        found += [f"{name} has no {field}" for field in lacking]
+        differences += [f"{name} has no {field}" for field in lacking]
     results = _member(BASE, "LookupResult")
-    found += [f"LookupResult has no {name}" for name in ("MISS", "HIT", "RETRY") if not hasattr(results, name)]
+    differences += [f"LookupResult has no {name}" for name in ("MISS", "HIT", "RETRY") if not hasattr(results, name)]
     stats = _member(METRICS, "OffloadingConnectorStats")
-    found += [
+    differences += [
         f"{stats.__name__} has no {name}" for name in ("increase_counter", "set_gauge") if not hasattr(stats, name)
     ]
-    return found
+    return differences
 
 
 def _member(module: str, name: str) -> Any:

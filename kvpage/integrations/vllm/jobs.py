@@ -3,7 +3,7 @@
 submit ─► store.later ─► done, in a thread of the store's ─► finished(), in the scheduler's
 
 A store beyond the limit of bytes that wait is over at once, and has stored nothing. A job that has not begun when its
-patience ends never begins. One that has begun holds its rows until it ends: nobody can take memory from a read.
+patience ends never begins. One that has begun holds its rows until it ends: a read cannot be stopped.
 """
 
 import logging
@@ -92,7 +92,7 @@ class Jobs:
         Args:
             job_id: vLLM's name of the job.
             keys: Of the chunks.
-            chunk_ids: The row of each. Nobody else may use them until the job is finished.
+            chunk_ids: The row of each. No other code may use them until the job is finished.
         """
         rows = [self._rows[int(chunk_id)] for chunk_id in chunk_ids]
         future = begun(lambda: self._store.later.get_into(list(keys), rows, deadline=self._load_patience))
@@ -120,13 +120,13 @@ class Jobs:
     def finished(self) -> list[FinishedJob]:
         """Return the jobs that are over, each once."""
         self._cancel_late()
-        found = []
+        jobs = []
         while not self._done.empty():
-            found.append(self._done.get())
-        return found
+            jobs.append(self._done.get())
+        return jobs
 
     def drain(self, seconds: float) -> None:
-        """Wait until no job is under way. Those that have not begun by then never begin.
+        """Wait until no job is under way. Jobs that have not begun by then never begin.
 
         Args:
             seconds: To wait at most.
@@ -154,7 +154,7 @@ class Jobs:
     def _follow(
         self, future: "Future[list[bool]]", job_id: int, is_load: bool, keys: tuple[bytes, ...], num_bytes: int
     ) -> None:
-        """Note a job, and what is to be done at its end. num_bytes: those that wait to be stored."""
+        """Note a job, and the work at its end. num_bytes: bytes that wait to be stored."""
         began = time.monotonic()
         patience = self._load_patience if is_load else self._store_patience
         with self._changed:

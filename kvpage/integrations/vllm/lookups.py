@@ -20,7 +20,7 @@ Contains: TypeAlias = Callable[[Sequence[bytes]], "Future[list[bool]]"]
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of a chunk. since: when it was asked for; None if it is to be asked for."""
+    """A chunk's answer, as far as it is known. since: when it was asked for; None if it is to be asked for."""
 
     answer: bool | None = None
     since: float | None = None
@@ -77,7 +77,7 @@ class Lookups:
         return entry.answer
 
     def send(self) -> None:
-        """Ask the store for what this step wanted to know. At most one call is under way."""
+        """Ask the store for this step's lookups. At most one call is under way."""
         self._take_answers()
         if self._unsent and not self._sent:
             keys, self._unsent = list(self._unsent), {}
@@ -125,7 +125,7 @@ class Lookups:
         return len(self._entries)
 
     def _take_answers(self) -> None:
-        for keys, future in [one for one in self._sent if one[1].done()]:
+        for keys, future in [sent for sent in self._sent if sent[1].done()]:
             self._sent.remove((keys, future))
             self._is_late = False
             failed = future.cancelled() or future.exception() is not None

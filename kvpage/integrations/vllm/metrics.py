@@ -1,4 +1,4 @@
-"""The tier's own metrics, beside what vLLM counts for every tier: bytes, seconds, queries, hits and failed jobs."""
+"""The tier's own metrics, beside vLLM's numbers of every tier: bytes, seconds, queries, hits and failed jobs."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -74,10 +74,10 @@ def definitions(counter: Any, gauge: Any) -> dict[str, Any]:
     Returns:
         A definition by name.
     """
-    found = {name: counter(documentation=text) for name, text in COUNTERS.items()}
-    for kind, each in ((counter, PLACE_COUNTERS), (gauge, PLACE_GAUGES)):
-        found |= {name: kind(documentation=text, labelnames=(PLACE,)) for name, (_, text) in each.items()}
-    return found
+    by_name = {name: counter(documentation=text) for name, text in COUNTERS.items()}
+    for kind, texts in ((counter, PLACE_COUNTERS), (gauge, PLACE_GAUGES)):
+        by_name |= {name: kind(documentation=text, labelnames=(PLACE,)) for name, (_, text) in texts.items()}
+    return by_name
 
 
 class StatsReader:
@@ -98,7 +98,7 @@ class StatsReader:
             self._under_way = begun(self._submit)
 
     def take(self) -> ByteStoreStats | None:
-        """Return what was read since the last call; None if nothing was."""
+        """Return the statistics that were read since the last call; None if there are none."""
         if self._under_way is None or not self._under_way.done():
             return None
         ended, self._under_way = self._under_way, None
@@ -109,7 +109,7 @@ class StatsReader:
         return ended.result()
 
     def close(self) -> None:
-        """End the thread as soon as it has read what is under way."""
+        """End the thread as soon as its read is done."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
 
@@ -120,7 +120,7 @@ class StatsReader:
 
 
 class MetricsWriter:
-    """Writes what has changed since it wrote last into vLLM's payload."""
+    """Writes the changes since it wrote last into vLLM's payload."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -140,13 +140,13 @@ class MetricsWriter:
         for name in COUNTERS:
             field = name.removeprefix(PREFIX)
             self._grow(payload, name, numbers[field] if field in numbers else getattr(counts, field), ())
-        for place, tier in _named(store):
+        for tier_name, tier in _named(store):
             for name, (field, _) in PLACE_COUNTERS.items():
-                self._grow(payload, name, getattr(tier, field), (place,))
+                self._grow(payload, name, getattr(tier, field), (tier_name,))
             for name, (field, _) in PLACE_GAUGES.items():
                 value = getattr(tier, field)
                 if value is not None:  # the place is in trouble, or does not know
-                    payload.set_gauge(name, value, (place,))
+                    payload.set_gauge(name, value, (tier_name,))
         return payload
 
     def _grow(self, payload: Any, name: str, value: float, labels: tuple[str, ...]) -> None:
@@ -157,5 +157,5 @@ class MetricsWriter:
 
 
 def _named(store: ByteStoreStats) -> list[tuple[str, ByteTierStats]]:
-    """Return the store's tiers with a name for each: its number, and what it is."""
+    """Return the store's tiers with a name for each: its number and its kind."""
     return [(f"{at} {tier.name}", tier) for at, tier in enumerate(store.tiers)]

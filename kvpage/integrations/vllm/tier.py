@@ -3,7 +3,7 @@
 lookup           ─► Lookups ─► store.later.contains     a batch a step
 submit_load      ─► Jobs    ─► store.later.get_into     each chunk for itself
 submit_store     ─► Jobs    ─► store.later.put
-get_finished_jobs ◄─ Jobs                               failed chunks are misses for those who asked
+get_finished_jobs ◄─ Jobs                               failed chunks are misses for their requests
 touch            ─► Touches ─► store.later.touch        a batch a step
 take_events      ◄─ BlockEvents ◄─ store.follow         chunks that came or left
 
@@ -74,7 +74,7 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
             primary_kv_view: vLLM's host memory, [chunks, bytes of a chunk].
             tier_type: vLLM's name of the tier.
             backpressure_detector: vLLM's, which skips stores while they are slow; None for none.
-            settings: Those of StoreTierConfig.
+            settings: The fields of StoreTierConfig.
 
         Raises:
             ValueError, TypeError: A setting is unknown or wrong.
@@ -83,12 +83,12 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config, rows = StoreTierConfig.from_dict(settings), ChunkRows(primary_kv_view)
         self.locality = Locality(config.locality) if config.locality else None
-        whole, given = engine_config(), offloading_spec.config
+        whole, offloading = engine_config(), offloading_spec.config
         is_persistent = self._is_persistent(config, whole)
-        weights = weights_name(given.model.name, config.weights) if is_persistent else "of one process"
-        header = header_of(given, facts_of(whole), weights, rows.num_bytes, vllm_version(), device_kind())
+        weights = weights_name(offloading.model.name, config.weights) if is_persistent else "of one process"
+        header = header_of(offloading, facts_of(whole), weights, rows.num_bytes, vllm_version(), device_kind())
         warn_of_random_keys(whole)
-        self._store = ByteStore(config.of_store(f"dp{given.parallel.data_parallel_index}"), header)
+        self._store = ByteStore(config.of_store(f"dp{offloading.parallel.data_parallel_index}"), header)
         self._prefix = PERSISTENT if is_persistent else secrets.token_bytes(len(PERSISTENT))
         self._forgets, self._drain_seconds = config.on_reset == "forget", config.load_patience + config.store_patience
         later, patience = self._store.later, config.lookup_patience
@@ -121,7 +121,7 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         self._lookups.forget(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        """Ask the store for what the step wanted to know, and tell it what the step has used."""
+        """Ask the store for the step's lookups, and tell it which chunks the step has used."""
         self._lookups.send()
         self._touches.send()
 
@@ -207,7 +207,7 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
 
     @staticmethod
     def _is_persistent(config: StoreTierConfig, whole: Any) -> bool:
-        """Return whether other processes may find what this one stores."""
+        """Return whether other processes may find chunks that this one stores."""
         if config.weights is not None or not config.persistent:
             return config.persistent
         if whole is not None and is_dummy(whole):
@@ -246,6 +246,6 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         return None
 
     def counts(self) -> TierCounts:
-        """Return what the tier has counted."""
+        """Return the tier's counters."""
         num_lost = self._events.num_lost if self._events is not None else 0
         return TierCounts(**self._num_failed, unanswered_lookups=self._lookups.num_given_up, lost_events=num_lost)

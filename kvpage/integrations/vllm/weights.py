@@ -10,12 +10,12 @@ import xxhash
 PART_BYTES = 1 << 24
 
 
-def weights_name(model: str, given: str | None) -> str:
+def weights_name(model: str, name: str | None) -> str:
     """Return the name under which a store keeps a model's K and V.
 
     Args:
         model: The model's folder or file, as vLLM was given it.
-        given: A name that the user gave; None for a digest of every byte of the folder, but for hidden files. The
+        name: A name that the user gave; None for a digest of every byte of the folder, but for hidden files. The
             name of the folder is no part of it.
 
     Returns:
@@ -24,8 +24,8 @@ def weights_name(model: str, given: str | None) -> str:
     Raises:
         ValueError: The model is no folder or file, or an empty one, and no name was given.
     """
-    if given is not None:
-        return f"named {given}"
+    if name is not None:
+        return f"named {name}"
     path = Path(model)
     if path.is_file():
         return f"file {_digest(path)}"
@@ -45,14 +45,14 @@ def weights_name(model: str, given: str | None) -> str:
 def _files(folder: Path) -> Iterator[Path]:
     """Walk over the files that are not hidden, also in linked folders, but in no circle."""
     seen: set[str] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        seen.add(os.path.realpath(place))
-        folders[:] = [each for each in folders if not each.startswith(".") and _real(place, each) not in seen]
-        yield from (Path(place, each) for each in names if not each.startswith(".") and Path(place, each).is_file())
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        seen.add(os.path.realpath(parent))
+        folders[:] = [child for child in folders if not child.startswith(".") and _real(parent, child) not in seen]
+        yield from (Path(parent, name) for name in names if not name.startswith(".") and Path(parent, name).is_file())
 
 
-def _real(place: str, name: str) -> str:
-    return os.path.realpath(os.path.join(place, name))
+def _real(parent: str, name: str) -> str:
+    return os.path.realpath(os.path.join(parent, name))
 
 
 def _digest(path: Path) -> str:

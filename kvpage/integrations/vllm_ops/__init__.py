@@ -2,7 +2,7 @@
 
     from vllm import _custom_ops as ops      ->      from kvpage.integrations import vllm_ops as ops
 
-Names, arguments and their order are those of vLLM 0.33. Operations that were deleted since have those of 0.9.2:
+Names, arguments and their order are as in vLLM 0.33. Operations that were deleted since are as in 0.9.2:
 copy_blocks, copy_blocks_mla, and swap_blocks without a block size. A cache's shape and strides say its layout:
 
     reshape_and_cache_flash   key_cache, value_cache [num_blocks, block_size, num_heads, head_size], any strides with

@@ -1,4 +1,4 @@
-"""Checks of the arguments of vLLM's operations, and their translation into those of kvpage's operations."""
+"""Checks of the arguments of vLLM's operations, and their translation into arguments of kvpage's operations."""
 
 import numbers
 from functools import lru_cache
@@ -28,10 +28,10 @@ def check_tensors(**tensors: torch.Tensor | None) -> None:
 
 def check_shape(name: str, tensor: torch.Tensor, dims: str, shape: tuple[int | None, ...]) -> None:
     """Raise ValueError unless the tensor has this shape. None is any size; `dims` names the sizes in the message."""
-    given = tuple(tensor.shape)
-    if len(given) != len(shape) or any(size not in (None, got) for size, got in zip(shape, given, strict=True)):
+    actual = tuple(tensor.shape)
+    if len(actual) != len(shape) or any(size not in (None, got) for size, got in zip(shape, actual, strict=True)):
         sizes = ", ".join(dim if size is None else str(size) for dim, size in zip(dims.split(), shape, strict=True))
-        raise ValueError(f"{name} must be [{sizes}], got shape {given}")
+        raise ValueError(f"{name} must be [{sizes}], got shape {actual}")
 
 
 def check_kind(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
@@ -117,7 +117,7 @@ def check_same_dtype(name: str, rows: torch.Tensor, cache: torch.Tensor) -> None
 
 def num_slots(slot_mapping: torch.Tensor, *rows: torch.Tensor) -> int:
     """Return the number of slots. Callers pad rows and not slots, so there may be fewer slots than rows."""
-    if slot_mapping.dim() != 1 or any(len(slot_mapping) > len(each) for each in rows):
+    if slot_mapping.dim() != 1 or any(len(slot_mapping) > len(tensor) for tensor in rows):
         raise ValueError(
             f"slot_mapping must name a slot for each of at most {min(map(len, rows))} rows, "
             f"got shape {tuple(slot_mapping.shape)}"
@@ -137,7 +137,7 @@ def latent_view(name: str, cache: torch.Tensor) -> KVView:
 
 
 def check_gathered(dst: torch.Tensor, src_cache: torch.Tensor) -> None:
-    """Raise ValueError unless dst has a dimension for the tokens, and those of an entry of the cache."""
+    """Raise ValueError unless dst has a dimension for the tokens, and the dimensions of an entry of the cache."""
     if src_cache.dim() not in (3, 4):
         raise ValueError(f"src_cache must have 3 or 4 dimensions, got shape {tuple(src_cache.shape)}")
     if dst.dim() != src_cache.dim() - 1:

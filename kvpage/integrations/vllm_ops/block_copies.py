@@ -20,7 +20,7 @@ def swap_blocks(
 ) -> None:
     """Copy block s of `src` to block d of `dst` for each row (s, d) of `block_mapping`.
 
-    Either tensor may be on the CPU. Order, errors and lifetimes are those of kvpage.ops.copies.BlockCopier.
+    Either tensor may be on the CPU. Order, errors and lifetimes are as of kvpage.ops.copies.BlockCopier.
 
     Args:
         src: The cache to read.

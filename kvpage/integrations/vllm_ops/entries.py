@@ -119,8 +119,8 @@ def _entries(
 ) -> torch.Tensor:
     """Return the entries at these places: uint8 [num_places, 656] on the cache's device."""
     num_blocks, block_size, _ = src_cache.shape
-    given = host_cache is not None, host_row_ids is not None, device_row_ids is not None
-    if any(given) and not all(given):
+    presence = host_cache is not None, host_row_ids is not None, device_row_ids is not None
+    if any(presence) and not all(presence):
         raise ValueError("host_cache, host_row_ids and device_row_ids must be given together")
     if host_cache is None or host_row_ids is None or device_row_ids is None:
         _check_ids("block_table", places, num_blocks * block_size, "places")

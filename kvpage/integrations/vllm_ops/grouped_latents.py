@@ -159,7 +159,7 @@ def cache_at(
 
 
 def _check_slots(slots: torch.Tensor, cache: KVView) -> None:
-    """Raise ValueError for a wrong slot: those of all layers must be known before the first layer is written.
+    """Raise ValueError for a wrong slot: the slots of all layers must be known before the first layer is written.
 
     The native code checks the slots of one layer.
     """

@@ -71,8 +71,8 @@ def indexer_k_quant_and_cache(
         scales = power_of_two_from(scales)
     codes = quantize_tiles(tiles, scales).flatten(1)
     stored = _exponents(scales) if kv_cache_dtype == "mxfp8" else bytes_of(scales)
-    one = torch.ones(1)
-    write_rows(codes.unsqueeze(1), stored.unsqueeze(1), *views, slot_mapping, "auto", one, one)
+    unit_scale = torch.ones(1)
+    write_rows(codes.unsqueeze(1), stored.unsqueeze(1), *views, slot_mapping, "auto", unit_scale, unit_scale)
 
 
 def cp_gather_indexer_k_quant_cache(

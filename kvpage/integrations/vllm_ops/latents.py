@@ -87,7 +87,7 @@ def concat_and_cache_mla_rope_fused(
         kv_c: [num_tokens, kv_lora_rank].
         cos_sin_cache: [max_position, rope size], each row all cosines, then all sines.
         is_neox: Whether the halves of a pair are rope size / 2 apart. Otherwise they are side by side.
-        slot_mapping: int64 [at most num_tokens]. Tokens after the last slot, and those whose slot is -1, are neither
+        slot_mapping: int64 [at most num_tokens]. Tokens after the last slot, and tokens whose slot is -1, are neither
             rotated nor written.
         kv_cache: [num_blocks, block_size, kv_lora_rank + rope size].
         kv_cache_dtype: How the cache holds its rows; see kvpage.integrations.vllm_ops.

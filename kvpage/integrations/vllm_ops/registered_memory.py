@@ -164,8 +164,8 @@ class RegisteredMemory:
         """
         with self._lock:
             regions = list(self._regions)
-        one = np.ones(1, np.int64)
-        region = regions[int(_find(name, one * address, one, regions)[0])]
+        size = np.ones(1, np.int64)
+        region = regions[int(_find(name, size * address, size, regions)[0])]
         begins = [(tensor, tensor.untyped_storage().data_ptr()) for tensor in region.tensors]
         ends = [begin + tensor.untyped_storage().nbytes() for tensor, begin in begins if begin <= address]
         return region.bytes_at(address, min(region.end, max(ends)) - address)
@@ -197,7 +197,7 @@ class RegisteredMemory:
             return self._sides[device]
 
     def _merge(self) -> None:
-        """Make one region of spans that overlap, as those of layers in one slab do."""
+        """Make one region of spans that overlap, as spans of layers in one slab do."""
         self._regions = []
         for begin, end in sorted(self._spans):
             tensors: tuple[torch.Tensor, ...] = (self._tensors[begin, end],)
@@ -222,15 +222,15 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def _find(name: str, addresses: _Integers, sizes: _Integers, regions: list[_Region]) -> _Integers:
     """Return each extent's region. Raise ValueError for an extent in none; an extent of no bytes may be anywhere."""
     begins, ends = (np.array([getattr(region, end) for region in regions], np.int64) for end in ("begin", "end"))
-    found = np.searchsorted(begins, addresses, side="right") - 1
-    known = np.append(ends, 0)[found] - addresses >= sizes  # of -1, the appended end: before every region
+    indices = np.searchsorted(begins, addresses, side="right") - 1
+    known = np.append(ends, 0)[indices] - addresses >= sizes  # of -1, the appended end: before every region
     bad = ~known & (sizes > 0)
     if bad.any():
         index = int(bad.argmax())
         raise ValueError(
             f"{name} must name registered memory, {sizes[index]} bytes from {addresses[index]:#x} on are not inside"
         )
-    return found
+    return indices
 
 
 def _check_overlap(extents: _Extents) -> None:

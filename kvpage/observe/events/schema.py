@@ -62,7 +62,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """The blocks are not in `medium` any more. They may be in another. The fields are those of BlockStored."""
+    """The blocks are not in `medium` any more. They may be in another. It has the fields of BlockStored."""
 
     block_hashes: list[int]
     medium: str | None

@@ -1,4 +1,4 @@
-"""EventWindow: the last batches of a stream, and the sum of all those before them.
+"""EventWindow: the last batches of a stream, and the sum of all earlier batches.
 
     seq    0 ......... 41 | 42 43 44 45 46
            one batch:       the window, as sent
@@ -57,7 +57,7 @@ class EventWindow:
         batch = unpack(payload)
         for event in batch.events:
             if isinstance(event, BlockStored):
-                self._stored.update({(event.medium, one.block_hashes[0]): one for one in split(event)})
+                self._stored.update({(event.medium, stored.block_hashes[0]): stored for stored in split(event)})
             elif isinstance(event, AllBlocksCleared):
                 self._stored.clear()
             else:

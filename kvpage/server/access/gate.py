@@ -1,6 +1,6 @@
 """Gate: the way into the application: the host's name, the key, the size of the body.
 
-It is plain ASGI, in front of all routes, those of mounted applications too. A body is counted as it comes: one of 1 GiB
+It is plain ASGI, in front of all routes, also of mounted applications. A body is counted as it comes: one of 1 GiB
 is refused at its first bytes beyond the limit, and nothing of it is kept.
 """
 
@@ -21,7 +21,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-PROBES = frozenset({"/health", "/ping"})  # they tell nothing: those who watch may ask by any name
+PROBES = frozenset({"/health", "/ping"})  # they tell nothing: probes may ask by any name
 METRICS = "/metrics"
 OPEN_PATHS = PROBES | {"/", "/favicon.ico", "/version"}
 OPEN_FOLDERS = ("/page/",)

@@ -50,16 +50,16 @@ class Keys:
 
     def _key(self, authorization: str) -> ApiKey:
         """Return the key that a request has. All are compared, so the time tells nothing of them."""
-        scheme, _, given = authorization.partition(" ")
-        digest, found = _digest(given.strip()), None
+        scheme, _, secret = authorization.partition(" ")
+        digest, matched = _digest(secret.strip()), None
         for known, key in self._keys:
             if hmac.compare_digest(known, digest):
-                found = key
-        if found is None or scheme.lower() != "bearer":
+                matched = key
+        if matched is None or scheme.lower() != "bearer":
             headers = {"www-authenticate": "Bearer"}
             message = "the header Authorization must be: Bearer, and a key of this server"
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
-        return found
+        return matched
 
 
 def _digest(key: str) -> bytes:

@@ -55,7 +55,7 @@ class RequestRecord:
 class HttpCounts:
     """Requests by path and status, and the fields that were left aside. For the thread of the event loop.
 
-    requests: by (path, status). ignored_fields: by name; those of later names together.
+    requests: by (path, status). ignored_fields: by name; fields of later names together.
     """
 
     def __init__(self) -> None:
@@ -128,4 +128,4 @@ def _request_id(headers: Headers) -> str:
 
 def _printable(text: str, most: int = MAX_NAME) -> str:
     """Return text for a header or a line of a log: others choose it."""
-    return "".join(one if one.isascii() and one.isprintable() else "?" for one in text[:most])
+    return "".join(character if character.isascii() and character.isprintable() else "?" for character in text[:most])

@@ -1,6 +1,6 @@
 """Choice: the text of one sample, as it may be shown.
 
-    tokens ─► Detokenizer ─► held: what may be the begin of a stop string ─► text
+    tokens ─► Detokenizer ─► held: text that may begin a stop string ─► text
 
 The engine decides where a sample ends. Here the text is only cut there.
 """
@@ -82,7 +82,7 @@ class Choice:
         return text
 
     def count_characters(self, number: int) -> None:
-        """Note that the log-probabilities of so many more characters were shown."""
+        """Note that the log-probabilities of `number` more characters were shown."""
         self.num_characters += number
 
     def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:

@@ -62,7 +62,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _until_stuck(self, timeout: float) -> None:
-        """Return once an event is held up for so many seconds. One timer serves all events."""
+        """Return once an event is held up for `timeout` seconds. One timer serves all events."""
         clock = asyncio.get_running_loop().time
         while True:
             since = self._sends_since

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class AnswerFormat:
-    """What both formats share.
+    """The common part of both formats.
 
     Args:
         answer_id: The answer's id.
@@ -51,7 +51,7 @@ class AnswerFormat:
         return f'{self._whole}{choices}],"usage":{usage.json()}}}'.encode()
 
     def begin(self, num_choices: int, ending: str) -> bytes:
-        """Return what a stream begins with. ending: as of `chunk`."""
+        """Return the beginning of a stream. ending: as of `chunk`."""
         return b""
 
     def chunk(self, piece: Piece, ending: str) -> str:
@@ -92,8 +92,8 @@ class ChatFormat(AnswerFormat):
     def begin(self, num_choices: int, ending: str) -> bytes:
         """Return a chunk for each choice that names the role."""
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        each = [f'{self._chunk}{{"index":{index},{role}{ending}}}\n\n' for index in range(num_choices)]
-        return "".join(each).encode()
+        chunks = [f'{self._chunk}{{"index":{index},{role}{ending}}}\n\n' for index in range(num_choices)]
+        return "".join(chunks).encode()
 
     def _choice(self, piece: Piece) -> str:
         message = f'{{"role":"assistant","content":{quoted(piece.text)},"refusal":null}}'

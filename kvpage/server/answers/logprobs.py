@@ -38,14 +38,17 @@ class ChatLogprobs:
         self._names = names
 
     def json(self, choice: Choice, token_ids: Sequence[int], logprobs: Logprobs) -> str:
-        """Return those of the choice's next tokens."""
-        content = (self._of_token(token_id, one) for token_id, one in zip(token_ids, logprobs, strict=True))
+        """Return the log-probabilities of the choice's next tokens."""
+        content = (
+            self._of_token(token_id, token_logprobs)
+            for token_id, token_logprobs in zip(token_ids, logprobs, strict=True)
+        )
         return f'{{"content":{long_list(content)},"refusal":null}}'
 
-    def _of_token(self, token_id: int, one: TokenLogprobs | None) -> dict[str, Any]:
-        assert one is not None, "every generated token has them"
-        top = [self._entry(top_id, value) for top_id, value in one.top]
-        return {**self._entry(token_id, one.logprob), "top_logprobs": top}
+    def _of_token(self, token_id: int, token_logprobs: TokenLogprobs | None) -> dict[str, Any]:
+        assert token_logprobs is not None, "every generated token has them"
+        top = [self._entry(top_id, value) for top_id, value in token_logprobs.top]
+        return {**self._entry(token_id, token_logprobs.logprob), "top_logprobs": top}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         text_bytes = list(self._names.vocabulary[token_id][1])
@@ -59,23 +62,28 @@ class CompletionLogprobs:
         self._names = names
 
     def json(self, choice: Choice, token_ids: Sequence[int], logprobs: Logprobs) -> str:
-        """Return those of the choice's next tokens, and count their characters."""
+        """Return the log-probabilities of the choice's next tokens, and count their characters."""
         offsets = []
         for token_id in token_ids:
             offsets.append(choice.num_characters)
             choice.count_characters(len(self._names.vocabulary[token_id][0]))
         fields: dict[str, Iterable[Any]] = {
             "tokens": (self._names[token_id] for token_id in token_ids),
-            "token_logprobs": (None if one is None else max(one.logprob, LEAST) for one in logprobs),
-            "top_logprobs": (self._tops(token_id, one) for token_id, one in zip(token_ids, logprobs, strict=True)),
+            "token_logprobs": (
+                None if token_logprobs is None else max(token_logprobs.logprob, LEAST) for token_logprobs in logprobs
+            ),
+            "top_logprobs": (
+                self._tops(token_id, token_logprobs)
+                for token_id, token_logprobs in zip(token_ids, logprobs, strict=True)
+            ),
             "text_offset": offsets,
         }
         return "{" + ",".join(f'"{name}":{long_list(values)}' for name, values in fields.items()) + "}"
 
-    def _tops(self, token_id: int, one: TokenLogprobs | None) -> dict[str, float] | None:
-        if one is None:
+    def _tops(self, token_id: int, token_logprobs: TokenLogprobs | None) -> dict[str, float] | None:
+        if token_logprobs is None:
             return None
-        found: dict[str, float] = {}
-        for top_id, value in [*one.top, (token_id, one.logprob)]:
-            found.setdefault(self._names[top_id], max(value, LEAST))  # of tokens with one text the likeliest
-        return found
+        by_text: dict[str, float] = {}
+        for top_id, value in [*token_logprobs.top, (token_id, token_logprobs.logprob)]:
+            by_text.setdefault(self._names[top_id], max(value, LEAST))  # of tokens with one text the likeliest
+        return by_text

@@ -15,7 +15,7 @@ def long_list(values: Iterable[Any]) -> str:
     Args:
         values: The values, which may be made one by one.
     """
-    each, parts = iter(values), list[str]()
-    while part := list(islice(each, PART)):
+    iterator, parts = iter(values), list[str]()
+    while part := list(islice(iterator, PART)):
         parts.append(ENCODE(part)[1:-1])
     return f"[{','.join(parts)}]"

@@ -18,7 +18,7 @@ class Usage:
     cached_tokens: int | None = None
 
     def found(self, num_tokens: int) -> None:
-        """Note that so many tokens of one more prompt were in the cache."""
+        """Note that num_tokens tokens of one more prompt were in the cache."""
         self.cached_tokens = (self.cached_tokens or 0) + num_tokens
 
     def generated(self, num_tokens: int) -> None:

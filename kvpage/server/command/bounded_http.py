@@ -2,7 +2,7 @@
 
 a head    64 KiB, and HEAD_TIMEOUT from its first byte on; before it, the time that connections are kept
 a body    BODY_TIMEOUT from one part to the next; its size is the Gate's
-answers   `send_timeout` in which a client reads nothing of what waits for it
+answers   `send_timeout` in which a client reads nothing of its answer
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come."""
+        """Take the bytes that have come."""
         if self._num_head_bytes is not None:
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self.send_400_response(f"the head of a request must be at most {MAX_HEAD_BYTES} bytes")
@@ -114,5 +114,5 @@ class BoundedHttp(HttpToolsProtocol):
 
     @property
     def _answers(self) -> bool:
-        """Whether an answer is under way: what comes meanwhile is of the next request."""
+        """Whether an answer is under way: bytes that come meanwhile are of the next request."""
         return self.cycle is not None and not self.cycle.response_complete

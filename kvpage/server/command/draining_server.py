@@ -1,7 +1,7 @@
-"""DrainingServer: uvicorn, which finishes what it has begun before it ends.
+"""DrainingServer: uvicorn, which finishes its requests before it ends.
 
 before it serves:         a SIGTERM, SIGINT or SIGHUP ends the process ─► exit code 0
-first of them:            /health is 503, no new requests, those under way go on ─► exit code 0
+first of them:            /health is 503, no new requests, requests under way go on ─► exit code 0
 second one:               the process ends at once
 """
 
@@ -23,8 +23,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def taken_signals() -> list[signal.Signals]:
-    """Return the signals that end a server: all but those that whoever has started it ignores, as nohup does."""
-    return [one for one in SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+    """Return the signals that end a server: all but the signals that its parent ignores, as nohup does."""
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
@@ -36,12 +36,12 @@ def ended_by_signals() -> Iterator[None]:
         logger.info("ended before it served")
         raise SystemExit(0)
 
-    before = {one: signal.signal(one, end) for one in taken_signals()}
+    before = {number: signal.signal(number, end) for number in taken_signals()}
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class DrainingServer(uvicorn.Server):
@@ -70,14 +70,14 @@ class DrainingServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Have signals drain the server, within the block."""
         loop = asyncio.get_running_loop()
-        taken = taken_signals()
-        for one in taken:
-            loop.add_signal_handler(one, self._on_signal, one)
+        numbers = taken_signals()
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
             yield
         finally:
-            for one in taken:
-                loop.remove_signal_handler(one)
+            for number in numbers:
+                loop.remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._draining is not None:

@@ -51,7 +51,7 @@ def load(options: ServeOptions) -> Loaded:
         options: The options.
 
     Returns:
-        What is served.
+        The served model, with its parts.
 
     Raises:
         ValueError: The folder has no tokenizer or no whole model, or the model cannot be served, with the reason.
@@ -133,13 +133,13 @@ def cache_config(options: ServeOptions, model: Any) -> CacheConfig:
     num_blocks = options.num_gpu_blocks or 0
     shape = ModelConfig.from_hf(model.config, model.dtype)
     if options.kv_cache_memory is not None and not shape.is_attention_free:
-        found = CacheConfig.for_memory(parse_size(options.kv_cache_memory), shape, **fields)
-        num_blocks = min(found.num_gpu_blocks, most_blocks(options, model))
+        sized = CacheConfig.for_memory(parse_size(options.kv_cache_memory), shape, **fields)
+        num_blocks = min(sized.num_gpu_blocks, most_blocks(options, model))
     return CacheConfig(num_gpu_blocks=num_blocks, num_cpu_blocks=options.num_cpu_blocks, **fields)
 
 
 def most_blocks(options: ServeOptions, model: Any) -> int:
-    """Return how many blocks a tiny model can make use of: four times those of its longest requests."""
+    """Return how many blocks a tiny model can make use of: four times the blocks of its longest requests."""
     longest = options.max_model_len or getattr(model.config, "max_position_embeddings", None) or 1 << 20
     return 4 * options.max_num_seqs * -(-longest // options.block_size)
 

@@ -149,11 +149,11 @@ class ServeOptions:
         Raises:
             ValueError: A key is none, or is there twice.
         """
-        given = [*self.api_keys, *filter(None, [os.environ.get("KVPAGE_API_KEY")])]
+        secrets = [*self.api_keys, *filter(None, [os.environ.get("KVPAGE_API_KEY")])]
         lines = [] if self.api_key_file is None else self.api_key_file.read_text().splitlines()
         pairs = [line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith("#")]
         named = [ApiKey(pair[0], _tenant(pair[1].strip() if len(pair) > 1 else "")) for pair in pairs]
-        return [*map(ApiKey, given), *named]
+        return [*map(ApiKey, secrets), *named]
 
 
 def _tenant(name: str) -> str | None:

@@ -141,7 +141,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def greeting(host: str, config: ServerConfig, loaded: Loaded, bound: socket.socket) -> str:
-    """Return what is printed once requests are taken: the model, the URL, and a command to try it with."""
+    """Return the text that is printed once requests are taken: the model, the URL, and a command to try it with."""
     url = url_of(host, bound)
     page = url.removesuffix("v1")
     served = f"kvpage serves {in_words(config, loaded)} at {url}, and a page at {page}"

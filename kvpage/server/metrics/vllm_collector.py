@@ -50,8 +50,8 @@ class VllmCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, with the numbers of now."""
-        found = self._engine.stats()
-        values = _values(found.engine) | {"num_requests_waiting": found.num_waiting}
+        stats = self._engine.stats()
+        values = _values(stats.engine) | {"num_requests_waiting": stats.num_waiting}
         for name, text in GAUGES.items():
             yield self._filled(GaugeMetricFamily(f"vllm:{name}", text, labels=[*self._labels]), {(): values[name]})
         for name, text in COUNTERS.items():
@@ -82,8 +82,8 @@ class VllmCollector(Collector):
     def _filled(self, family: Any, values: Mapping[Any, float]) -> Metric:
         for key, value in values.items():
             family.add_metric([*self._labels.values(), *key], value)
-        found: Metric = family
-        return found
+        metric: Metric = family
+        return metric
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         stats, below, buckets = histogram.stats(), 0, []

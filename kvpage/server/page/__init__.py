@@ -1,1 +1,1 @@
-"""The page at /: a chat, and beside it what the cache holds, live."""
+"""The page at /: a chat, and beside it the contents of the cache, live."""

@@ -16,7 +16,7 @@ class Ended:
 
     Attributes:
         namespace: The namespace of its blocks.
-        parts: What the page draws of it.
+        parts: Its values for the page.
         time: Seconds of time.monotonic() when it ended.
     """
 
@@ -25,7 +25,7 @@ class Ended:
     time: float
 
     def lane(self, now: float) -> dict[str, Any]:
-        """Return what the page draws, with its age.
+        """Return the values for the page, with its age.
 
         Args:
             now: Seconds of time.monotonic().
@@ -41,7 +41,7 @@ class EndedRequests:
         self._leaving: deque[tuple[LiveRequest, bytes]] = deque(maxlen=MAX_LEAVING)
 
     def follow(self, requests: Sequence[LiveRequest], namespace: bytes) -> None:
-        """Note the requests of a stream that has ended. Those just aborted have their outcomes soon.
+        """Note the requests of a stream that has ended. Aborted requests have their outcomes soon.
 
         Args:
             requests: The requests.
@@ -72,16 +72,16 @@ class EndedRequests:
         self._ended.append(Ended(namespace, parts, output.finish_time))
 
     def of(self, namespaces: tuple[bytes, ...]) -> list[Ended]:
-        """Return those of some namespaces, the last one first.
+        """Return the requests of these namespaces, the last one first.
 
         Args:
             namespaces: Whose requests.
         """
         self._settle()
-        return [one for one in reversed(self._ended) if one.namespace in namespaces]
+        return [request for request in reversed(self._ended) if request.namespace in namespaces]
 
     def _settle(self) -> None:
-        """Note those that have ended since they were left."""
+        """Note the left requests that have ended since."""
         leaving = [*self._leaving]
         self._leaving.clear()
         for request, namespace in leaving:

@@ -3,7 +3,7 @@
     a watcher ─► turn ─► AsyncEngine.call ─► Snapshot ─► the next turn comes after 200 times its seconds, or later
                            stepping thread
 
-Nobody watches: nothing is asked. Many watch: they take turns, and each sees fewer pictures.
+No reader: the engine is not asked. Many readers: they take turns, and each sees fewer pictures.
 """
 
 import asyncio

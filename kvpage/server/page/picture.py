@@ -1,6 +1,6 @@
 """picture: a Snapshot as the page draws it, in plain values for JSON.
 
-hits: where the tokens of prompts were found; what is left of "prompt" was computed
+hits: where the tokens of prompts were found; the engine computed the rest of "prompt"
 
     prompt  |  device  |  host  |  memory  |  disk  |  remote  |  computed  |
 """
@@ -19,7 +19,7 @@ Text = Callable[[bytes], str]
 
 
 def picture(snapshot: Snapshot, store: KVStoreStats | None, ended: Iterable[Ended], text: Text) -> dict[str, Any]:
-    """Return what the page draws.
+    """Return the values that the page draws.
 
     Args:
         snapshot: The engine's part.
@@ -48,7 +48,7 @@ def picture(snapshot: Snapshot, store: KVStoreStats | None, ended: Iterable[Ende
         "preempted": stats.num_preemptions,
         "evicted": stats.blocks.evicted_blocks,
         "requests": [_lane(state, snapshot.time) for state in snapshot.requests],
-        "ended": [one.lane(snapshot.time) for one in list(ended)[:MAX_LANES]],
+        "ended": [request.lane(snapshot.time) for request in list(ended)[:MAX_LANES]],
         "prefixes": _rows(snapshot.prefixes, text),
     }
 
@@ -120,10 +120,10 @@ def _lane(state: RequestState, now: float) -> dict[str, Any]:
     }
 
 
-def _rows(found: list[list[HotPrefix]], text: Text) -> list[dict[str, Any]]:
+def _rows(groups: list[list[HotPrefix]], text: Text) -> list[dict[str, Any]]:
     """Return the prefixes of all namespaces as one list; `parent` is a place in it."""
     rows: list[dict[str, Any]] = []
-    for prefixes in found:
+    for prefixes in groups:
         begin = len(rows)
         for prefix in prefixes:
             row = {

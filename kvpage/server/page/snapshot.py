@@ -1,4 +1,4 @@
-"""Snapshot: what the page shows of an engine at one moment, taken on the stepping thread."""
+"""Snapshot: an engine's values for the page at one moment, taken on the stepping thread."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ MAX_PREFIXES, MAX_TEXT_TOKENS, MAX_LANES = 14, 48, 24
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The engine at one moment, as far as somebody with these namespaces may see it.
+    """The engine at one moment, as far as a reader with these namespaces may see it.
 
     Attributes:
         stats: Counters, and how full the engine is; of all namespaces.

@@ -38,8 +38,8 @@ class Tool(RequestModel):
     def for_template(self) -> dict[str, Any]:
         """Return the tool as templates expect it, without fields that no model was trained with."""
         fields = ("name", "description", "parameters")
-        given = {name: value for name in fields if (value := getattr(self.function, name)) is not None}
-        return {"type": self.type, "function": given}
+        described = {name: value for name in fields if (value := getattr(self.function, name)) is not None}
+        return {"type": self.type, "function": described}
 
 
 class ChatRequest(SamplingFields):
@@ -81,10 +81,10 @@ class ChatRequest(SamplingFields):
             thinks = reasoning.get("enabled")
         if thinks is None and self.thinking is not None:
             thinks = self.thinking if isinstance(self.thinking, bool) else self.thinking.get("type") != "disabled"
-        given = {} if effort is None else {"reasoning_effort": effort}
+        arguments = {} if effort is None else {"reasoning_effort": effort}
         if thinks is not None:
-            given |= {"enable_thinking": thinks, "thinking": thinks}
-        return given | (self.chat_template_kwargs or {})
+            arguments |= {"enable_thinking": thinks, "thinking": thinks}
+        return arguments | (self.chat_template_kwargs or {})
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatRequest":
@@ -101,6 +101,6 @@ class ChatRequest(SamplingFields):
             and "add_generation_prompt" in self.model_fields_set
         ):
             raise bad_request("continue_final_message excludes add_generation_prompt", param="continue_final_message")
-        if own := OWN_ARGUMENTS & set(self.chat_template_kwargs or {}):
-            raise bad_request(f"chat_template_kwargs must not name {min(own)}", param="chat_template_kwargs")
+        if reserved := OWN_ARGUMENTS & set(self.chat_template_kwargs or {}):
+            raise bad_request(f"chat_template_kwargs must not name {min(reserved)}", param="chat_template_kwargs")
         return self

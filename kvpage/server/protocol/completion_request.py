@@ -18,7 +18,9 @@ def _prompts(value: Any) -> list[OnePrompt]:
     if isinstance(value, list) and value:
         if _are_ids(value):
             return [value]
-        if all(isinstance(one, str) for one in value) or all(isinstance(one, list) and _are_ids(one) for one in value):
+        if all(isinstance(prompt, str) for prompt in value) or all(
+            isinstance(prompt, list) and _are_ids(prompt) for prompt in value
+        ):
             return value
     raise ValueError("prompt must be text, token ids, or a list of either, and not empty")
 

@@ -6,7 +6,7 @@
 | action | payload | effect |
 |---|---|---|
 | kv.pin | ttl_seconds | the prompt's blocks are kept for so long, within the quota of pins |
-| kv.retain | directives, each with a priority of 0 to 100 | its blocks are evicted after those of lower priorities |
+| kv.retain | directives, each with a priority of 0 to 100 | its blocks are evicted after blocks of lower priorities |
 
 Actions of other types or versions are left aside: a hint is no command.
 """
@@ -64,10 +64,12 @@ class KvHints(RequestModel):
 
     def pin_ttl(self) -> float | None:
         """Return the seconds for which the prompt is to be pinned; None without such an action."""
-        pins = [read_model(Pin, one.payload, "kv_hints") for one in self.actions if one.is_a("kv.pin")]
+        pins = [read_model(Pin, action.payload, "kv_hints") for action in self.actions if action.is_a("kv.pin")]
         return max((pin.ttl_seconds for pin in pins), default=None)
 
     def priority(self) -> int:
         """Return the priority of the prompt's blocks, 0 to 100."""
-        retained = [read_model(Retain, one.payload, "kv_hints") for one in self.actions if one.is_a("kv.retain")]
-        return max((one.priority for each in retained for one in each.directives), default=0)
+        retained = [
+            read_model(Retain, action.payload, "kv_hints") for action in self.actions if action.is_a("kv.retain")
+        ]
+        return max((directive.priority for retain in retained for directive in retain.directives), default=0)

@@ -19,7 +19,7 @@ THOUGHT_TYPES = frozenset({"thinking", "reasoning"})
 TEXT_FIELDS = ("text", "refusal", "thinking", "reasoning")
 """Fields of a part that may hold its text; for a part without a type the first of them."""
 REASONING = ("reasoning_content", "reasoning")
-"""The names that templates have for thoughts of an earlier answer. Both get what is given under one of them."""
+"""The names that templates have for thoughts of an earlier answer. Both get the value of either."""
 MAX_CALLS = 1024
 
 
@@ -91,17 +91,15 @@ class Message(RequestModel, extra="ignore"):
         return self.content if isinstance(self.content, str) else ""
 
 
-def _call(given: dict[str, Any]) -> Call:
-    function = given.get("function")
+def _call(call: dict[str, Any]) -> Call:
+    function = call.get("function")
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
         raise bad_request("messages: tool_calls must have a function with a name", param="messages")
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else _as_json(arguments)
-    found = _as_object(text)
-    more = {"type": "function"} | {
-        key: value for key, value in given.items() if key != "function" and value is not None
-    }
-    return Call(name, text, found, more)
+    parsed = _as_object(text)
+    more = {"type": "function"} | {key: value for key, value in call.items() if key != "function" and value is not None}
+    return Call(name, text, parsed, more)
 
 
 def _as_json(arguments: object) -> str:
@@ -114,7 +112,7 @@ def _as_object(text: str) -> dict[str, Any] | None:
     This reader takes bounded nesting only.
     """
     try:
-        found = pydantic_core.from_json(text) if text.strip() else {}
+        parsed = pydantic_core.from_json(text) if text.strip() else {}
     except ValueError:
         return None
-    return {} if found is None else found if isinstance(found, dict) else None
+    return {} if parsed is None else parsed if isinstance(parsed, dict) else None

@@ -87,12 +87,12 @@ class RequestModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _asked_fields(cls, given: Any, info: ValidationInfo) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if len(given) > MAX_FIELDS:
-            raise ValueError(f"an object must have at most {MAX_FIELDS} fields, got {len(given)}")
-        asked = {name: value for name, value in given.items() if value is not None}
+    def _asked_fields(cls, values: Any, info: ValidationInfo) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if len(values) > MAX_FIELDS:
+            raise ValueError(f"an object must have at most {MAX_FIELDS} fields, got {len(values)}")
+        asked = {name: value for name, value in values.items() if value is not None}
         ignored: set[str] | None = info.context
         if ignored is None or cls.model_config["extra"] == "ignore":
             return asked
@@ -107,12 +107,12 @@ def parse_json(body: bytes) -> dict[str, Any]:
     if body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_VALUES:
         raise bad_request(f"body must hold at most {MAX_VALUES} values, got more", code="too_many_values")
     try:
-        found = pydantic_core.from_json(body, allow_inf_nan=False)
+        fields = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise bad_request(f"body must be JSON: {error}", code="invalid_json") from None
-    if not isinstance(found, dict):
-        raise bad_request(f"body must be a JSON object, got {type(found).__name__}", code="invalid_json")
-    return found
+    if not isinstance(fields, dict):
+        raise bad_request(f"body must be a JSON object, got {type(fields).__name__}", code="invalid_json")
+    return fields
 
 
 def read_model(
@@ -143,10 +143,12 @@ def _check_refused(fields: dict[str, Any]) -> None:
 
 
 def _as_api_error(error: ValidationError, within: str | None) -> ApiError:
-    each = error.errors(include_url=False, include_context=False)
-    first = max(each, key=lambda one: (one["loc"][:1] == each[0]["loc"][:1], len(one["loc"])))  # unions: the nearest
-    place = [part for part in first["loc"] if isinstance(part, int) or part.replace("_", "").isalnum()]
-    names = [str(part)[:MAX_SHOWN] for part in (within, *place) if part is not None]
+    errors = error.errors(include_url=False, include_context=False)
+    first = max(
+        errors, key=lambda failure: (failure["loc"][:1] == errors[0]["loc"][:1], len(failure["loc"]))
+    )  # unions: the nearest
+    location = [part for part in first["loc"] if isinstance(part, int) or part.replace("_", "").isalnum()]
+    names = [str(part)[:MAX_SHOWN] for part in (within, *location) if part is not None]
     path, name = ".".join(names), names[0] if names else None
     if first["type"] == "extra_forbidden":
         return bad_request(f"{path} is a field that is not served", param=name, code="unknown_field")

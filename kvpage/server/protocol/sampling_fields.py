@@ -41,7 +41,7 @@ def _few_biases(value: object) -> object:
 
 
 class StreamOptions(RequestModel):
-    """What a stream tells beside tokens."""
+    """The options of a stream, beside its tokens."""
 
     called: ClassVar[str] = "stream_options."
     include_usage: bool = False
@@ -127,7 +127,7 @@ class SamplingFields(RequestModel):
     @field_validator("stop", mode="before")
     @classmethod
     def _stop_is_text(cls, value: object) -> object:
-        is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
         if not is_list and not isinstance(value, str):
             raise ValueError("stop must be a string or a list of strings")
         return value
@@ -158,16 +158,16 @@ class SamplingFields(RequestModel):
         return self.return_token_ids
 
     def most_tokens(self, num_left: int) -> int:
-        """Return how many tokens are generated at most. num_left: those that the model takes after the prompt."""
+        """Return how many tokens are generated at most. num_left: tokens that the model takes after the prompt."""
         return within(self.max_tokens, num_left)
 
     @property
     def form_field(self) -> str | None:
         """The field that names the form of the answer; None for any form. ApiError 400 for two of them."""
-        given = [name for name in FORM_FIELDS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise bad_request(f"{given[1]} must not be given beside {given[0]}", param=given[1])
-        return given[0] if given else None
+        names = [name for name in FORM_FIELDS if getattr(self, name) is not None]
+        if len(names) > 1:
+            raise bad_request(f"{names[1]} must not be given beside {names[0]}", param=names[1])
+        return names[0] if names else None
 
     @property
     def include_usage(self) -> bool:
@@ -181,5 +181,5 @@ class SamplingFields(RequestModel):
 
 
 def within(max_tokens: int | None, num_left: int) -> int:
-    """Return a limit of tokens, cut to those that are left: clients ask for more than a model takes."""
+    """Return a limit of tokens, cut to the tokens that are left: clients ask for more than a model takes."""
     return num_left if max_tokens is None or max_tokens == NO_LIMIT else min(max_tokens, num_left)

@@ -21,9 +21,9 @@ Result = TypeVar("Result")
 LARGE_BYTES = 2**16
 
 
-async def body_of(request: Request, kind: type[Model], place: Place) -> Model:
+async def body_of(request: Request, kind: type[Model], open_request: Place) -> Model:
     """Return the body of a request, checked; see `read_body`."""
-    return await read_body(request, partial(read_model, kind, ignored=ignored_fields(request)), place)
+    return await read_body(request, partial(read_model, kind, ignored=ignored_fields(request)), open_request)
 
 
 def ignored_fields(request: Request) -> set[str] | None:
@@ -31,8 +31,8 @@ def ignored_fields(request: Request) -> set[str] | None:
     return None if Service.of(request).config.strict_fields else record_of(request.scope).ignored
 
 
-async def read_body(request: Request, read: Callable[[dict[str, Any]], Result], place: Place) -> Result:
-    """Return what `read` makes of the object that is a request's body.
+async def read_body(request: Request, read: Callable[[dict[str, Any]], Result], open_request: Place) -> Result:
+    """Return the result of `read` for the object that is a request's body.
 
     ApiError: 415 for another type than JSON, 400 for a wrong field, 408 for a body that does not come, 503 for one too
     many.
@@ -43,7 +43,7 @@ async def read_body(request: Request, read: Callable[[dict[str, Any]], Result], 
         raise ApiError(415, message, code="unsupported_media_type")
     seconds = Service.of(request).config.max_body_seconds
     try:
-        body = await asyncio.wait_for(_bytes_of(request, place), seconds)
+        body = await asyncio.wait_for(_bytes_of(request, open_request), seconds)
     except asyncio.TimeoutError:
         headers = {"connection": "close"}
         raise ApiError(408, f"body must be here within {seconds:g} s", code="body_too_slow", headers=headers) from None
@@ -52,10 +52,10 @@ async def read_body(request: Request, read: Callable[[dict[str, Any]], Result], 
     return await asyncio.to_thread(lambda: read(parse_json(body)))
 
 
-async def _bytes_of(request: Request, place: Place) -> bytes:
+async def _bytes_of(request: Request, open_request: Place) -> bytes:
     pieces = []
     async for piece in request.stream():
-        place.take(len(piece))
+        open_request.take(len(piece))
         pieces.append(piece)
     return b"".join(pieces)
 

@@ -22,8 +22,8 @@ async def chat_completions(request: Request) -> Response:
     """Answer a chat."""
     service = Service.of(request)
     with ExitStack() as stack:
-        place = stack.enter_context(service.open_request())
-        body = await body_of(request, ChatRequest, place)
+        open_request = stack.enter_context(service.open_request())
+        body = await body_of(request, ChatRequest, open_request)
         model = service.check_model(body.model)
         check_limits(body, service.config, service.max_num_waiting)
         service.runner.check_room(1)
@@ -38,8 +38,8 @@ async def chat_completions(request: Request) -> Response:
 async def render(request: Request) -> Response:
     """Return the prompt that the chat template makes, as text and as token ids."""
     service = Service.of(request)
-    with service.open_request() as place:
-        body = await body_of(request, ChatRequest, place)
+    with service.open_request() as open_request:
+        body = await body_of(request, ChatRequest, open_request)
         model = service.check_model(body.model)
         check_limits(body, service.config, service.max_num_waiting)
         prompt = await prompt_of(service, body)

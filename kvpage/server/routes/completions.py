@@ -21,8 +21,8 @@ async def completions(request: Request) -> Response:
     """Complete prompts."""
     service = Service.of(request)
     with ExitStack() as stack:
-        place = stack.enter_context(service.open_request())
-        body = await body_of(request, CompletionRequest, place)
+        open_request = stack.enter_context(service.open_request())
+        body = await body_of(request, CompletionRequest, open_request)
         model = service.check_model(body.model)
         check_limits(body, service.config, service.max_num_waiting)
         service.runner.check_room(body.num_prompts)
@@ -33,8 +33,8 @@ async def completions(request: Request) -> Response:
 async def render(request: Request) -> Response:
     """Return the token ids of prompts, as a completion would compute them."""
     service = Service.of(request)
-    with service.open_request() as place:
-        body = await body_of(request, CompletionRequest, place)
+    with service.open_request() as open_request:
+        body = await body_of(request, CompletionRequest, open_request)
         model = service.check_model(body.model)
         check_limits(body, service.config, service.max_num_waiting)
         prompts = await prompts_of(service, body)

@@ -48,7 +48,7 @@ class Generation:
         self._format: AnswerFormat = kind(answer_id, int(time.time()), model)
 
     async def job(self, prompts: Sequence[Prompt], caller: Caller) -> Job:
-        """Return what the engine is to do. ApiError 400 for a parameter that does not fit."""
+        """Return the engine's work. ApiError 400 for a parameter that does not fit."""
         body, service = self._body, self._service
         service.check_priority(body.priority)
         shortest = min(len(prompt.token_ids) for prompt in prompts)
@@ -75,13 +75,13 @@ class Generation:
         body, service = self._body, self._service
         ends = {*service.engine.engine.eos_token_ids, *(body.stop_token_ids or ())}
         rules = TextRules(body.stop_strings, ends, body.include_stop_str_in_output, body.skip_special_tokens)
-        shown, found = self._shown(), []
+        shown, transcripts = self._shown(), []
         detokenizer = Detokenizer(service.tokenizer, body.skip_special_tokens)
         for number, prompt in enumerate(prompts):
-            each = range(number * body.n, (number + 1) * body.n)
-            choices = [Choice(index, detokenizer.another(), rules) for index in each]
-            found.append(Transcript(choices, prompt.token_ids, prompt.text, shown))
-        return found
+            indices = range(number * body.n, (number + 1) * body.n)
+            choices = [Choice(index, detokenizer.another(), rules) for index in indices]
+            transcripts.append(Transcript(choices, prompt.token_ids, prompt.text, shown))
+        return transcripts
 
     def _shown(self) -> Shown:
         body, service = self._body, self._service

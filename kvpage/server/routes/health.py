@@ -1,4 +1,4 @@
-"""/health, /ping, /version and /metrics: for those who watch over a server."""
+"""/health, /ping, /version and /metrics: for operators and probes."""
 
 import asyncio
 from importlib.metadata import version as installed_version
@@ -54,7 +54,7 @@ async def metrics(request: Request) -> Response:
 
 
 def make_registry(service: Service) -> CollectorRegistry:
-    """Return a registry with kvpage's metrics, those of HTTP, and those under vLLM's names."""
+    """Return a registry with metrics of kvpage, of HTTP, and under vLLM's names."""
     registry, name = CollectorRegistry(), service.config.served_model_names[0]
     registry.register(EngineCollector(service.engine.engine, {"model_name": name}))
     registry.register(HttpCollector(service.http, name))

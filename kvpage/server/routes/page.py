@@ -2,7 +2,7 @@
 
 /               index.html                      open to all: it holds nothing of the engine
 /page/NAME      its style, script and icon      the same
-/kvpage/about   the model, and what it takes    needs a key, where keys are set
+/kvpage/about   the model, and its inputs       needs a key, where keys are set
 /kvpage/live    pictures of the cache           the same
 """
 
@@ -74,7 +74,7 @@ async def about(request: Request) -> Response:
 
 @router.get("/kvpage/live")
 async def live(request: Request) -> Response:
-    """Send pictures of what the cache holds, as events, until the client goes or the server closes."""
+    """Send pictures of the cache, as events, until the client goes or the server closes."""
     service = Service.of(request)
     feed = service.feed
     if feed.num_watchers >= MAX_WATCHERS:

@@ -1,4 +1,4 @@
-"""Prompts: what requests give, as token ids that fit into the model."""
+"""Prompts: the inputs of requests, as token ids that fit into the model."""
 
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import CompletionRequest
@@ -62,7 +62,7 @@ def _checked(service: Service, body: AnyRequest, prompt: Prompt) -> Prompt:
 
 
 def _check_sum(service: Service, body: AnyRequest, num_tokens: int, num_prompts: int) -> None:
-    """Raise ApiError 400 for prompts that are too long all together. num_tokens: of those so far."""
+    """Raise ApiError 400 for prompts that are too long all together. num_tokens: of the prompts so far."""
     num_counted = num_tokens * (body.n if body.shows_prompt else 1)
     most = service.config.max_batch_tokens
     if num_counted > most and (num_prompts > 1 or num_counted > num_tokens):

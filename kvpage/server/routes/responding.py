@@ -29,14 +29,14 @@ async def respond(
     """Run a request, and return its answer. ApiError 499 once the client has gone.
 
     make_prompts: called once.
-    stack: what ends with the request, such as its place; the answer takes it along.
+    stack: contexts that end with the request; the answer takes it along.
     """
     service = Service.of(request)
     generation = Generation(service, body, model, _answer_id(request, body))
 
     async def prepared() -> tuple[Sequence[Prompt], Job]:
-        found = await make_prompts()
-        return found, await generation.job(found, caller_of(request))
+        prompts = await make_prompts()
+        return prompts, await generation.job(prompts, caller_of(request))
 
     prompts, job = await _unless_gone(request, prepared())
     if body.stream:

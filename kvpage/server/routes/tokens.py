@@ -46,9 +46,9 @@ class DetokenizeRequest(RequestModel):
 async def tokenize(request: Request) -> Response:
     """Return the tokens of a text, or of a chat."""
     service = Service.of(request)
-    with service.open_request() as place:
+    with service.open_request() as open_request:
         ignored = ignored_fields(request)
-        body = await read_body(request, lambda fields: _text_or_chat(fields, ignored), place)
+        body = await read_body(request, lambda fields: _text_or_chat(fields, ignored), open_request)
         service.check_model(body.model)
         if isinstance(body, TokenizeChat):
             token_ids = (await prompt_of(service, body)).token_ids
@@ -66,22 +66,22 @@ def _text_or_chat(fields: dict[str, Any], ignored: set[str] | None) -> TokenizeT
 
 
 def _tokens(service: Service, token_ids: list[int], shows_texts: bool) -> Response:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "count": len(token_ids),
         "max_model_len": service.engine.engine.max_model_len,
         "tokens": token_ids,
     }
     if shows_texts:
-        found["token_strs"] = [service.vocabulary[token_id][0] for token_id in token_ids]
-    return long_answer(found)
+        fields["token_strs"] = [service.vocabulary[token_id][0] for token_id in token_ids]
+    return long_answer(fields)
 
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     service = Service.of(request)
-    with service.open_request() as place:
-        body = await body_of(request, DetokenizeRequest, place)
+    with service.open_request() as open_request:
+        body = await body_of(request, DetokenizeRequest, open_request)
         service.check_model(body.model)
         service.check_ids(body.tokens)
         return answer({"prompt": await service.text.decode(body.tokens)})

@@ -77,7 +77,7 @@ def _of_structure(asked: StructuredOutputs) -> Guide:
         "choice": None if asked.choice is None else lambda: Guide.choice(asked.choice or []),
         "grammar": None if asked.grammar is None else lambda: Guide.grammar(asked.grammar or ""),
     }
-    given = [make for make in forms.values() if make is not None]
-    if len(given) != 1:
-        raise ValueError(f"exactly one of {', '.join(forms)} must be given, got {len(given)}")
-    return given[0]()
+    makers = [make for make in forms.values() if make is not None]
+    if len(makers) != 1:
+        raise ValueError(f"exactly one of {', '.join(forms)} must be given, got {len(makers)}")
+    return makers[0]()

@@ -1,4 +1,4 @@
-"""Job: what one HTTP request asks of the engine."""
+"""Job: the work that one HTTP request asks of the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from kvpage.serving import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Prompts with their parameters, and what is common to them.
+    """Prompts with their parameters, and the fields that they share.
 
     Attributes:
         prompts: Token ids of each prompt.

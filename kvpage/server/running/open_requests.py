@@ -32,13 +32,13 @@ class OpenRequests:
         """Count a request within the block. ApiError 503 beyond the limit."""
         if self.num_open >= self._max_requests:
             raise busy(f"{self.num_open} requests are open, which is the most", 1)
-        place = Place(self)
+        open_request = Place(self)
         self.num_open += 1
         try:
-            yield place
+            yield open_request
         finally:
             self.num_open -= 1
-            self.num_bytes -= place.num_bytes
+            self.num_bytes -= open_request.num_bytes
 
     def take(self, num_bytes: int) -> None:
         """Count bytes of a body. ApiError 503 beyond the limit."""

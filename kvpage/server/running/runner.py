@@ -37,7 +37,7 @@ class Runner:
         tenant_pin_quota: See ServerConfig.
 
     Attributes:
-        has_blocks: Whether the cached blocks are in this process; those of a gateway's workers are not.
+        has_blocks: Whether the cached blocks are in this process; a gateway's workers have theirs elsewhere.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Runner:
         self.has_blocks = isinstance(engine.engine.cache, CacheEngine)
 
     def check_room(self, num_prompts: int) -> None:
-        """Raise ApiError 503 unless the engine takes so many prompts now: a full queue costs no more than this."""
+        """Raise ApiError 503 unless the engine takes num_prompts prompts now: a full queue costs no more than this."""
         try:
             self._engine.check_room(num_prompts)
         except REFUSED as error:
@@ -150,7 +150,7 @@ class Runner:
 
 
 def abort_all(requests: Sequence[LiveRequest]) -> None:
-    """Abort what has not ended."""
+    """Abort the requests that have not ended."""
     for request in requests:
         if request.output is None:
             request.abort()

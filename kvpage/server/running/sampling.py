@@ -48,24 +48,24 @@ def _sampling_params(
     if request.kv_hints is not None:
         retained = min(request.kv_hints.priority(), model.max_retain_priority)
         fields["priority"] = -(-retained * MAX_CACHE_PRIORITY // MAX_PRIORITY)
-    given = {name: value for name, value in fields.items() if value is not None}
-    return checked(lambda: SamplingParams(**given))
+    named_fields = {name: value for name, value in fields.items() if value is not None}
+    return checked(lambda: SamplingParams(**named_fields))
 
 
-def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
-    if not given:
+def _biases(biases: dict[str, float] | None) -> dict[int, float] | None:
+    if not biases:
         return None
-    for name in given:
+    for name in biases:
         if not name.isascii() or not name.isdecimal() or len(name) > 10:
             raise bad_request(f"logit_bias must have token ids as its keys, got {name[:40]!r}", param="logit_bias")
-    return {int(name): value for name, value in given.items()}
+    return {int(name): value for name, value in biases.items()}
 
 
 def check_limits(request: SamplingFields, config: ServerConfig, max_num_waiting: int) -> None:
     """Raise ApiError 400 for a request beyond the server's limits. max_num_waiting: of the engine's queue."""
     stops = request.stop_strings
     longest = max(map(len, stops), default=1)
-    for name, value, most, what in (
+    for name, value, most, rule in (
         ("n", request.n, config.max_n, "at most"),
         ("prompt", request.num_prompts, config.max_prompts, "a batch of at most"),
         ("prompt", request.num_prompts, max_num_waiting, "a batch of at most max_num_waiting ="),
@@ -74,6 +74,6 @@ def check_limits(request: SamplingFields, config: ServerConfig, max_num_waiting:
         (request.logprobs_field, request.num_logprobs or 0, config.max_logprobs, "at most"),
     ):  # fmt: skip
         if value > most:
-            raise bad_request(f"{name} must be {what} {most}, got {value}", param=name)
+            raise bad_request(f"{name} must be {rule} {most}, got {value}", param=name)
     if "" in stops:
         raise bad_request("stop must hold no empty string", param="stop")

@@ -22,25 +22,27 @@ def borders_of(prompt: str, twin: str, messages: Sequence[ChatMessage]) -> list[
         twin: That of their twins, without a generation prompt.
         messages: The messages.
     """
-    first = next((i for i, one in enumerate(messages) if one.role not in (SYSTEM, DEVELOPER) and one.texts), None)
-    last_user = max((i for i, one in enumerate(messages) if one.role == "user"), default=None)
+    first = next(
+        (i for i, message in enumerate(messages) if message.role not in (SYSTEM, DEVELOPER) and message.texts), None
+    )
+    last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=None)
     ends = {last_user, len(messages) - 1}
-    found = [_begin_of(prompt, twin, first, messages), *(_end_of(prompt, twin, end, messages) for end in ends)]
-    return sorted({border for border in found if border is not None and border < len(prompt)})
+    borders = [_begin_of(prompt, twin, first, messages), *(_end_of(prompt, twin, end, messages) for end in ends)]
+    return sorted({border for border in borders if border is not None and border < len(prompt)})
 
 
 def _begin_of(prompt: str, twin: str, index: int | None, messages: Sequence[ChatMessage]) -> int | None:
     """Return the place at which the text of a message begins."""
-    place = -1 if index is None else twin.find(text_mark(index, 0))
-    if index is None or place < 0:
+    mark_begin = -1 if index is None else twin.find(text_mark(index, 0))
+    if index is None or mark_begin < 0:
         return None
-    before, text = MARKS.split(twin[:place])[-1], messages[index].texts[0]
-    places = [prompt.find(before + shown) for shown in (text, text.strip())]
-    return next((found + len(before) for found in places if found >= 0), None)
+    before, text = MARKS.split(twin[:mark_begin])[-1], messages[index].texts[0]
+    begins = [prompt.find(before + shown) for shown in (text, text.strip())]
+    return next((begin + len(before) for begin in begins if begin >= 0), None)
 
 
 def _end_of(prompt: str, twin: str, index: int | None, messages: Sequence[ChatMessage]) -> int | None:
-    """Return the place up to which later prompts have what follows a message, when it has been answered."""
+    """Return the place up to which later prompts repeat the text after a message, once it is answered."""
     if index is None or not messages[index].texts:
         return None
     mark, text = text_mark(index, len(messages[index].texts) - 1), messages[index].texts[-1]
@@ -49,16 +51,16 @@ def _end_of(prompt: str, twin: str, index: int | None, messages: Sequence[ChatMe
         return None
     after, ending = MARKS.split(rest)[0], _ending(twin, index, messages)
     for shown, known in product((text, text.strip()), (after, "")):
-        if (place := prompt.rfind(shown + known)) >= 0:
-            end = place + len(shown)
+        if (begin := prompt.rfind(shown + known)) >= 0:
+            end = begin + len(shown)
             return end + len(commonprefix([prompt[end:], ending]))
     return None
 
 
 def _ending(twin: str, index: int, messages: Sequence[ChatMessage]) -> str:
-    """Return what the template writes between a message and its answer, once that is in the history.
+    """Return the template's text between a message and its answer, once that is in the history.
 
-    An earlier answer to a message of its role shows it. Without one, what ends the chat is the begin of it.
+    An earlier answer to a message of its role shows it. Without one, the end of the chat is the begin of it.
     """
     for i in range(index - 1, 0, -1):
         if messages[i].role == "assistant" and messages[i].texts and messages[i - 1].role == messages[index].role:

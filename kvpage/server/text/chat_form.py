@@ -1,6 +1,6 @@
 """ChatForm: one way in which templates take messages.
 
-Templates are written for one model each, and differ in what they take as content and as arguments of calls:
+Templates are written for one model each, and differ in the forms of content and of arguments of calls:
 
     content                 "text", or [{"type": "text", "text": "text"}]
     content beside calls    none, or ""
@@ -49,8 +49,8 @@ class ChatForm:
 
     def written(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         """Return the messages as a template gets them."""
-        each = [part for one in messages for part in (one.split() if self.splits else [one])]
-        return [self._message(message) for message in each]
+        parts = [part for message in messages for part in (message.split() if self.splits else [message])]
+        return [self._message(message) for message in parts]
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
         role = self.developer if message.role == DEVELOPER else message.role
@@ -102,15 +102,19 @@ def marks_in(prompt: str) -> set[str]:
 
 
 def hidden_texts(marks: Set[str], messages: Sequence[ChatMessage]) -> list[int]:
-    """Return the places of the messages whose text is not all there. marks: those of the prompt of their twins."""
-    each = enumerate(messages)
-    return [i for i, one in each if any(text_mark(i, number) not in marks for number in range(len(one.texts)))]
+    """Return the places of the messages whose text is not all there. marks: of the prompt of their twins."""
+    numbered = enumerate(messages)
+    return [
+        i for i, message in numbered if any(text_mark(i, number) not in marks for number in range(len(message.texts)))
+    ]
 
 
 def hidden_calls(marks: Set[str], messages: Sequence[ChatMessage]) -> list[int]:
     """Return the places of the messages whose calls are not all there, by name and by arguments."""
-    each = enumerate(messages)
-    return [i for i, one in each if any(not call_marks(i, number) <= marks for number in range(len(one.calls)))]
+    numbered = enumerate(messages)
+    return [
+        i for i, message in numbered if any(not call_marks(i, number) <= marks for number in range(len(message.calls)))
+    ]
 
 
 def num_nones(prompt: str) -> int:

@@ -40,7 +40,7 @@ FAILURES = (
     ValueError,
     MemoryError,
 )
-"""The errors of a template that does not know what it gets. RecursionError is a RuntimeError."""
+"""The errors of a template that does not know its arguments. RecursionError is a RuntimeError."""
 MAX_REASON = 300  # characters
 
 
@@ -50,7 +50,7 @@ class Chat:
 
     Attributes:
         messages: At least one.
-        tools: Those that the model is told of; None for none.
+        tools: The tools that the model is told of; None for none.
         add_generation_prompt: Whether the prompt ends with the begin of an answer.
         continue_final_message: Whether it ends within the last message.
         more: More arguments of the template.

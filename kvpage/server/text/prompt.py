@@ -1,4 +1,4 @@
-"""Prompt: what a request asks the model to go on from."""
+"""Prompt: the text and token ids from which a request asks the model to go on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Prompt:
     borders: tuple[int, ...] = ()
 
     def cut(self, num_tokens: int) -> "Prompt":
-        """Return the prompt with its last tokens alone, so many at most."""
+        """Return the prompt with its last tokens alone, num_tokens at most."""
         num_left_out = max(len(self.token_ids) - num_tokens, 0)
         borders = tuple(border - num_left_out for border in self.borders if border > num_left_out)
         return Prompt(self.token_ids[num_left_out:], self.text, borders)

@@ -91,12 +91,12 @@ class TextService:
 
 
 def _num_before(tokenizer: Any, encoding: Any, begin: str, add_special_tokens: bool) -> int:
-    """Return how many tokens of a text are those of its begin. encoding: of the whole text."""
+    """Return how many tokens of a text its begin has. encoding: of the whole text."""
     if encoding.is_fast:
         return encoding.char_to_token(len(begin)) or 0
     token_ids = tokenizer(begin, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     pairs = enumerate(zip(token_ids, encoding["input_ids"], strict=False))
-    return next((i for i, (one, other) in pairs if one != other), len(token_ids))
+    return next((i for i, (token_id, other) in pairs if token_id != other), len(token_ids))
 
 
 def too_long(length: str, max_tokens: int) -> ApiError:

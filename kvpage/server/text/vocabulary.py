@@ -17,10 +17,10 @@ class Vocabulary:
 
     def __getitem__(self, token_id: int) -> tuple[str, bytes]:
         """Return a token's text and its bytes. An incomplete character is the text "\\ufffd"."""
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._look_up(token_id)
-        return found
+        entry = self._known.get(token_id)
+        if entry is None:
+            entry = self._known[token_id] = self._look_up(token_id)
+        return entry
 
     def _look_up(self, token_id: int) -> tuple[str, bytes]:
         text = self._decode([token_id])  # after another token: some decoders strip the space of a first one

@@ -9,6 +9,7 @@ EngineCore ─► Intake: prompts are checked, and become requests
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -35,7 +36,7 @@ from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.graphs.capture import Capturer, CudaCapturer
 from kvpage.serving.loop.graphs.decode_graphs import captures_decodes, graphs_of
 from kvpage.serving.loop.graphs.padding import PaddedSteps, StepLimits
-from kvpage.serving.loop.graphs.warmup import warm_up
+from kvpage.serving.loop.graphs.warmup import rehearse_blending, warm_up
 from kvpage.serving.loop.intake import Intake, Prompt
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.ranks.lead import Lead
@@ -153,11 +154,10 @@ class EngineCore(EnginePrompts):
     def warmup(self, progress: Callable[[int], object] | None = None) -> None:
         """Compile all kernels that steps ask for, and compute some of padding; capture decode steps as CUDA graphs.
 
-        Kernels are compiled side by side, in threads, those of a KVStore's chunks among them. Those of blending are
-        compiled when they are first needed. Call it once, before the first request. A call between two steps is
-        allowed, and captures anew: after weights or modules of the model were replaced, for example. A size that the
-        memory does not suffice for is left out. Where nothing can be captured, the log says why, and decode steps run
-        as without it. On a CPU nothing is compiled or captured.
+        Kernels are compiled side by side, in threads, those of a KVStore's chunks and of blending among them. Call it
+        once, before the first request. A call between two steps is allowed, and captures anew: after weights or modules
+        of the model were replaced, for example. A size that the memory does not suffice for is left out. Where nothing
+        can be captured, the log says why, and decode steps run as without it. On a CPU nothing is compiled or captured.
 
         Args:
             progress: Called with the number of finished parts, like the `update` of a progress bar. None shows a bar on
@@ -171,7 +171,9 @@ class EngineCore(EnginePrompts):
         num_seqs = config.max_num_seqs if self.states is None else 1  # each has a state of its own, beside the slots
         limits = StepLimits(num_seqs, config.max_num_batched_tokens, self._longest)
         steps = PaddedSteps(self._runner, self.cache, self.window_caches, self._lead)
-        beside = [self._connectors.store.rehearse] if self._connectors.store else []
+        beside: list[Callable[[], object]] = [self._connectors.store.rehearse] if self._connectors.store else []
+        if self._connectors.blend is not None:
+            beside.append(partial(rehearse_blending, steps, limits, self._connectors.blend))
         self._loop.between_requests(lambda: warm_up(steps, graphs, limits, progress, beside))
 
     def close(self) -> None:

@@ -169,6 +169,11 @@ class BlendConnector:
         self.stats.num_skipped_segments += not has_room
         return has_room
 
+    def rehearse(self) -> SegmentKV:
+        """Ask for the kernels that copy a segment out of the blocks, and measure it. Return the copy of a block."""
+        span = Span(0, self._cache.layout.block_size)
+        return self._copied(torch.zeros(1, dtype=torch.int32), span, span.start)
+
     def forget(self, prompt: BlendedPrompt) -> None:
         """Forget a prompt whose request has ended."""
         lookup = self._lookups.pop(prompt, None)
@@ -243,13 +248,15 @@ class BlendConnector:
 
     def _segment(self, prompt: BlendedPrompt, span: Span) -> SegmentKV:
         """Copy K and V of the span out of the prompt's blocks to the host."""
-        shape = self._shape(span)
-        num_layers = shape[0]
-        key, value = (torch.empty(shape, dtype=self._dtype, device=self._cache.device) for _ in range(2))
-        table = torch.from_numpy(self._manager.block_ids(prompt.seq_id))[None].to(self._cache.device)
-        for index in range(num_layers):
+        return self._copied(torch.from_numpy(self._manager.block_ids(prompt.seq_id)), span, prompt.copy_at)
+
+    def _copied(self, block_ids: torch.Tensor, span: Span, copy_at: int | None) -> SegmentKV:
+        """Do the same for a sequence of these blocks, int32, in host memory. copy_at: see BlendedPrompt."""
+        table = block_ids[None].to(self._cache.device)
+        key, value = (torch.empty(self._shape(span), dtype=self._dtype, device=self._cache.device) for _ in range(2))
+        for index in range(len(key)):
             self._gather(index, table, span.start, key[index], value[index])
-        sensitivity = None if prompt.copy_at is None else self._sensitivity(table, prompt.copy_at, value)
+        sensitivity = None if copy_at is None else self._sensitivity(table, copy_at, value)
         positions = torch.from_numpy(np.arange(*span, dtype=np.int64))
         return SegmentKV(key.cpu(), value.cpu(), positions, span.start == 0, sensitivity)
 
@@ -273,8 +280,6 @@ class BlendConnector:
     def _gather(
         self, index: int, table: torch.Tensor, start: int, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Write K and V of a layer's tokens from `start` on into the given tensors; return V."""
-        scales, layout = self._cache.kv_scales, self._cache.layout
-        scale = scales[index] if scales else None
-        ops.gather_cache(self._cache.gpu_cache[index], table, [len(key)], layout, [start], (key, value), scale)
+        """Write K and V of a layer's tokens from `start` on into these tensors; return V."""
+        ops.gather_cache(self._cache.bound_caches[index], table, [len(key)], None, [start], (key, value))
         return value

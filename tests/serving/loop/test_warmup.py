@@ -21,8 +21,11 @@ from support.kernel_trace import (  # noqa: E402
 )
 
 from kvpage import CacheConfig  # noqa: E402
+from kvpage.blend import BlendConfig  # noqa: E402
 from kvpage.ops.cuda import chunks  # noqa: E402
 from kvpage.serving import Engine, EngineConfig, SamplingParams  # noqa: E402
+from kvpage.serving.loop.graphs.padding import PaddedSteps, StepLimits  # noqa: E402
+from kvpage.serving.loop.graphs.warmup import rehearse_blending  # noqa: E402
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of  # noqa: E402
 from kvpage.store.load import block_chunks  # noqa: E402
 from kvpage.store.load.block_chunks import BlockChunks, DeviceBlockChunk  # noqa: E402
@@ -39,10 +42,18 @@ CASES = {
 }
 
 
-def make_engine(kind: str) -> Engine:
+BLENDS = {
+    "llama": BlendConfig(),
+    "gemma2": BlendConfig(check_layer=1, metric="kv", filters=[(0, 0.5)]),
+    "qwen3": BlendConfig(uses_sensitivity=False),
+}
+
+
+def make_engine(kind: str, blend: BlendConfig | None = None) -> Engine:
     fields, of_cache, options = CASES[kind]
     model = make_model(kind, max_position_embeddings=LONGEST, **fields).bfloat16()
-    return on_kernels(Engine.from_model(model, EngineConfig(CacheConfig(16, 800, **of_cache), **LIMITS, **options)))
+    config = EngineConfig(CacheConfig(16, 800, **of_cache), blend=blend, **LIMITS, **options)
+    return on_kernels(Engine.from_model(model, config))
 
 
 def add_random(engine: Engine, rng: np.random.Generator, shared: np.ndarray) -> None:
@@ -56,13 +67,34 @@ def add_random(engine: Engine, rng: np.random.Generator, shared: np.ndarray) -> 
     engine.add_request(prompt, params)
 
 
-def run_trace(engine: Engine, num_steps: int, seed: int = 0) -> None:
+def add_blended(engine: Engine, rng: np.random.Generator, texts: list[np.ndarray]) -> None:
+    """A prompt of some texts, a third of which are new, after a beginning and before a question of its own."""
+    every = [*texts, *(rng.integers(2, 190, rng.integers(1, 40)) for _ in texts[::2])]
+    parts = [rng.integers(2, 190, 3), *(every[i] for i in rng.choice(len(every), rng.integers(1, 4), replace=False))]
+    prompt = np.concatenate([*parts, rng.integers(2, 190, rng.integers(1, 30))])
+    params = SamplingParams(max_tokens=int(rng.integers(1, 20)))
+    engine.add_request(prompt, params, blend=True, segments=[*map(len, parts)])
+
+
+def run_trace(engine: Engine, num_steps: int, seed: int = 0, texts: list[np.ndarray] | None = None) -> None:
+    """Random requests. texts: most prompts are blended from these."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(2, 190, LONGEST)
     for _ in range(num_steps):
         while len(engine.scheduler.waiting) + len(engine.scheduler.running) < rng.integers(1, 8):
-            add_random(engine, rng, shared)
+            if texts is not None and rng.random() < 0.8:
+                add_blended(engine, rng, texts)
+            else:
+                add_random(engine, rng, shared)
         engine.step()
+
+
+def run_blended(engine: Engine, num_steps: int, seed: int = 1) -> None:
+    """Keep some texts as segments, and run random requests that blend these, and others."""
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(2, 190, length) for length in (1, 5, 15, 16, 17, 90, 200)]
+    engine.warm_segments(texts)
+    run_trace(engine, num_steps, seed, texts)
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -73,6 +105,18 @@ def test_steps_after_warmup_compile_nothing(kind: str) -> None:
         asked = keys_asked_by(lambda: run_trace(engine, 200 if kind == "llama" else 60))
     assert asked <= compiled, asked - compiled
     assert engine.stats().num_generated_tokens > 100
+
+
+@pytest.mark.parametrize("kind", BLENDS)
+def test_blended_steps_after_warmup_compile_nothing(kind: str) -> None:
+    engine = make_engine(kind, BLENDS[kind])
+    with closing(engine), kernels_asked(), torch.no_grad():
+        compiled = compiled_by_warmup(engine)
+        asked = keys_asked_by(lambda: run_blended(engine, 100))
+        num_blends = engine.stats().blend.num_blends
+    assert asked <= compiled, asked - compiled
+    assert {name for name, *_ in asked} >= {"mix_rows_kernel", "row_deviation_kernel", "gather_cache_kernel"}
+    assert num_blends > 20
 
 
 def move_by_kernels(patch: pytest.MonkeyPatch) -> None:
@@ -123,17 +167,28 @@ def test_what_asks_for_kernels_of_chunks_leaves_all_blocks(kind: str) -> None:
     assert all(bool((each == 77).all()) for each in bits)
 
 
+def test_what_asks_for_kernels_of_blending_leaves_all_blocks() -> None:
+    engine = make_engine("gemma2", BLENDS["gemma2"])
+    with closing(engine), kernels_asked(), torch.no_grad():
+        bits = [cache.view(torch.uint8).fill_(77) for cache in engine.cache.gpu_cache]
+        steps = PaddedSteps(engine.debug.runner, engine.cache)
+        rehearse_blending(steps, StepLimits(6, 2, 40), engine.debug.blend)
+    assert all(bool((each == 77).all()) for each in bits)
+
+
 @pytest.mark.skipif(not hasattr(triton, "knobs"), reason="Triton tells of compilations from 3.4 on")
-def test_triton_compiles_nothing_after_warmup(monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize("blend, run", [(None, run_trace), (BLENDS["llama"], run_blended)], ids=["plain", "blended"])
+def test_triton_compiles_nothing_after_warmup(monkeypatch, tmp_path, blend, run) -> None:
     """Nothing is only noted here: each launch goes to Triton, whose cache is empty at first."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    engine = make_engine("llama")
-    with kernels_asked() as device, torch.no_grad():
+    engine = make_engine("llama", blend)
+    with closing(engine), kernels_asked() as device, torch.no_grad():
         with compilations() as of_warmup:
             engine.warmup(lambda num: None)
         device.launches.clear()
         with compilations() as of_steps:
-            run_trace(engine, 200)
-        assert of_steps == []
-        assert {name for name, *_ in device.launches} <= set(of_warmup)
+            run(engine, 200)
+        launched = {name for name, *_ in device.launches}
+        assert of_steps == [] and launched <= set(of_warmup)
+        assert blend is None or {"mix_rows_kernel", "row_deviation_kernel"} <= launched
     assert engine.stats().num_generated_tokens > 100

@@ -5,18 +5,22 @@ What their attention reads is of no account: their tables name block 0 again and
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from kvpage.blend.segments import Reuse, SegmentKV
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
+from kvpage.serving.blending.blender import Blender
 from kvpage.serving.loop.graphs.static_inputs import PAD_SLOT
 from kvpage.serving.loop.ranks.other_ranks import OtherRanks
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.states.state_pass import StatePass, StateRow
-from kvpage.serving.model.step import PackedTokens, Step
+from kvpage.serving.model.step import BatchItem, PackedTokens, Step
 
 NUM_QUERIES = 1, 2, 3, 5, 9, 17, 33, 65
 MOST_KEYS = 2048
@@ -92,19 +96,38 @@ class PaddedSteps:
 
     def compute(self, padding: Padding) -> torch.Tensor:
         """Compute a step; return the logits of each sequence's last token: [num_seqs, vocab_size]."""
-        num_seqs, num_queries, seq_len = padding
-        num_tokens, block_size = num_seqs * num_queries, self._block_size
-        slots = np.full(num_tokens, PAD_SLOT, np.int64)
-        tables = np.zeros((num_seqs, -(-seq_len // block_size)), np.int32)
-        starts, ends = [seq_len - num_queries] * num_seqs, [seq_len] * num_seqs
-        wanted = np.arange(1, num_seqs + 1) * num_queries - 1
-        packed = PackedTokens(np.zeros(num_tokens, np.int32), starts, ends, wanted)
-        step = Step.make(self._cache, slots, tables, starts, ends, packed)
+        packed, slots, tables = self._packed([padding.num_queries] * padding.num_seqs, padding.seq_len)
+        step = Step.make(self._cache, slots, tables, packed.starts, packed.ends, packed)
         for cache in self._windows:
-            step.use_window(Step.make(cache, slots, tables, starts, ends))
+            step.use_window(Step.make(cache, slots, tables, packed.starts, packed.ends))
         step.use_states(self._states(padding))
         with nullcontext() if self._others is None else self._others.computing(packed, slots, tables):
             return self._runner.forward(packed, step)
+
+    def compute_blended(self, padding: Padding, blender: Blender, segment: SegmentKV) -> None:
+        """Compute a prompt of the padding's length beside a decode. The first of a segment is the prompt's last token.
+
+        The last token of a prompt is chosen in any case, so the layers after the choice have as many queries as before.
+        """
+        packed, slots, tables = self._packed([1, padding.num_queries], padding.seq_len)
+        step = Step.make(self._cache, slots, tables, packed.starts, packed.ends, packed)
+        decode, prompt = (
+            BatchItem(None, np.zeros(end - start, np.int32), start, end, [end - start - 1])
+            for start, end in zip(packed.starts, packed.ends, strict=True)
+        )
+        reuse = [Reuse(segment, 0, padding.seq_len - 1, 1)]
+        blend = blender.begin(step, [decode, prompt._replace(reuse=reuse)])
+        self._runner.forward(packed, replace(step, blend=blend))
+
+    def _packed(
+        self, query_lens: list[int], seq_len: int
+    ) -> tuple[PackedTokens, npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Return the tokens of sequences of one length, with these numbers of queries, their slots and block tables."""
+        num_seqs, num_tokens = len(query_lens), sum(query_lens)
+        starts, ends = [seq_len - count for count in query_lens], [seq_len] * num_seqs
+        packed = PackedTokens(np.zeros(num_tokens, np.int32), starts, ends, np.cumsum(query_lens) - 1)
+        tables = np.zeros((num_seqs, -(-seq_len // self._block_size)), np.int32)
+        return packed, np.full(num_tokens, PAD_SLOT, np.int64), tables
 
     @property
     def _block_size(self) -> int:

@@ -8,11 +8,14 @@ decode steps of padding  ─► captured, one for each number of sequences
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]  # it comes with transformers
 
 from kvpage.ops.cuda.rehearsal import Kernels, compile_all, rehearse
+from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
 from kvpage.serving.loop.graphs.padding import PaddedSteps, Padding, StepLimits, every_kind, largest
 from kvpage.serving.sampling.device_rows import choose_for_nobody
@@ -49,6 +52,19 @@ def warm_up(
 def prepare_steps(steps: PaddedSteps, limits: StepLimits) -> None:
     """Compile what steps within these limits ask for, and compute the largest ones."""
     _Parts.of(steps, limits).do(steps, lambda num: None)
+
+
+def rehearse_blending(steps: PaddedSteps, limits: StepLimits, blend: BlendConnector) -> None:
+    """Ask for the kernels that compute blended prompts within these limits, and that copy segments to be kept.
+
+    Where all is known of a segment, even the first layer attends from chosen rows. Else a later layer compares rows.
+    """
+    segment = blend.rehearse()
+    unknown = replace(segment, sensitivity=None)
+    known = replace(segment, sensitivity=torch.zeros(segment.num_tokens))
+    steps.compute_blended(every_kind(limits)[0], blend.blender, unknown)
+    for padding in every_kind(limits):
+        steps.compute_blended(padding, blend.blender, known)
 
 
 class _Parts(NamedTuple):
