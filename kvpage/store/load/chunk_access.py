@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.checks.values import as_integer
-from kvpage.store.load.block_chunks import BlockChunks, ChunkPlans
+from kvpage.store.load.block_chunks import BlockChunks, KnownRows
 from kvpage.store.load.block_load import BlockLoad
 from kvpage.store.load.device.device_lanes import LanePool
 from kvpage.store.load.known_dtype import KnownDtype
@@ -31,7 +31,7 @@ class ChunkAccess:
 
     def __init__(self, chunk_size: int, dtype: KnownDtype, tiers: TierStack) -> None:
         self._chunk_size, self._dtype, self._tiers = chunk_size, dtype, tiers
-        self._plans, self._lanes = ChunkPlans(), LanePool()
+        self._rows, self._lanes = KnownRows(), LanePool()
         self._layer_lanes = LanePool()  # of their own: their borrower may wait for the others meanwhile
 
     def put(
@@ -79,7 +79,8 @@ class ChunkAccess:
 
     def blocks(self, engine: "LayerCaches", block_table: npt.ArrayLike | torch.Tensor) -> BlockChunks:
         """Return the blocks as chunks. Raises ValueError unless the engine matches the store's metadata and codec."""
-        blocks = BlockChunks(engine, block_table, self._dtype.metadata, self._plans, self._lanes, self._layer_lanes)
+        rows, lanes = self._rows.of(engine), (self._lanes, self._layer_lanes)
+        blocks = BlockChunks(engine, block_table, self._dtype.metadata, rows, *lanes)
         if self._dtype.codec == "fp8" and len(blocks.units) > 1:
             raise ValueError("codec must be 'raw' or 'zstd' for layers of unlike heads or sizes, got 'fp8'")
         return blocks
