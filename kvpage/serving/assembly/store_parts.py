@@ -13,26 +13,8 @@ from kvpage.serving.assembly.state_store_connector import StateStoreConnector
 from kvpage.serving.assembly.window_store_connector import WindowStoreConnector
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
-from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
-from kvpage.store import KVStore
-
-
-def check_keeps_states(store: BlockStore) -> None:
-    """Raise ValueError for a store that keeps K and V alone: a model with states could use nothing of it."""
-    if not hasattr(store, "states"):
-        raise ValueError(
-            "store must keep states for a model whose layers have some, as a KVStore does, got "
-            f"{type(store).__name__}: its chunks hold K and V alone"
-        )
-
-
-def check_keeps_layers(store: BlockStore) -> None:
-    """Raise ValueError for a store whose chunks are of all layers: with windows apart, none would be whole."""
-    if not hasattr(store, "layers"):
-        raise ValueError(
-            "store must keep groups of layers apart with num_window_blocks, as a KVStore does, got "
-            f"{type(store).__name__}: its chunks are of all layers"
-        )
+from kvpage.serving.loop.store_connector import StoreConnector
+from kvpage.store.block_store import BlockStore, check_store
 
 
 def make_store_connector(
@@ -50,16 +32,17 @@ def make_store_connector(
     states: the slots of a model with states, whose manager is a HybridManager. windows: the caches of windows whose
         manager is a WindowedManager.
     """
+    check_store(store)
     save_generated = config.save_generated
     if save_generated is None:
-        save_generated = bool(getattr(getattr(store, "config", None), "save_decode_cache", False))
+        save_generated = store.config is not None and store.config.save_decode_cache
     settings: dict[str, Any] = {
         "deadline": config.store_deadline,
         "save_generated": save_generated,
         "save_portions": config.save_portions,
     }
-    if isinstance(store, KVStore) and cache.gpu_cache and not isinstance(manager, WindowedManager):
-        store.check_blocks(cache)  # else each save and load would fail, one by one
+    if cache.gpu_cache and not isinstance(manager, WindowedManager):
+        store.check_engine(cache)
     if states is not None and isinstance(manager, HybridManager):
         return StateStoreConnector(store, cache, states, manager, transfers, rule, **settings)
     if isinstance(manager, WindowedManager):

@@ -67,7 +67,7 @@ class WindowStoreConnector(StoreConnector):
 
     @property
     def _prefetch_call(self) -> Prefetch:
-        return lambda tokens, *, namespace: self._stored.prefetch(tokens, namespace)
+        return self._stored.prefetch
 
     def _num_cached(self, load: PromptLoad) -> int:
         return self._windowed.num_cached(load.tokens, load.namespace)

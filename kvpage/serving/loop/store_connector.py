@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,20 +26,19 @@ from kvpage.blocks.states import Allocation
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.side_stream import side_stream
 from kvpage.checks.interrupts import interruptible
-from kvpage.serving.loop.moves.block_store import BlockStore, LayeredStore, TokenIds, check_engine
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
-from kvpage.serving.loop.moves.layer_saves import GroupedStore, Growth, LayerSaves
-from kvpage.serving.loop.moves.loads.prefetches import Prefetch, Prefetches, prefetch_of
+from kvpage.serving.loop.moves.layer_saves import Growth, LayerSaves
+from kvpage.serving.loop.moves.loads.prefetches import Prefetch, Prefetches
 from kvpage.serving.loop.moves.loads.prompt_loads import PromptLoad, PromptLoads
 from kvpage.serving.loop.moves.loads.store_load import num_cached, num_seen
 from kvpage.serving.loop.moves.loads.store_look import StoreLook
 from kvpage.serving.loop.moves.loads.store_stats import StoreConnectorStats
 from kvpage.serving.loop.moves.store_saves import Saves, StoreSaves
 from kvpage.serving.loop.moves.written_layers import WrittenLayers
-from kvpage.store import KVStore
+from kvpage.store.block_store import BlockStore, TokenIds
 from kvpage.store.load.block_chunks import move_padding
 
-__all__ = ["BlockStore", "LayeredStore", "StoreConnectorStats"]
+__all__ = ["BlockStore", "StoreConnectorStats"]
 
 NUM_LOADERS = 2
 
@@ -69,9 +67,7 @@ class StoreConnector(PromptLoads):
         save_generated: bool = False,
         save_portions: bool = False,
     ) -> None:
-        check_engine(store, cache)
-        waits_for_others = getattr(store, "waits_for_others", False)  # as ArrivingStore
-        super().__init__(manager, deadline, max_loads, max_loads if waits_for_others else NUM_LOADERS)
+        super().__init__(manager, deadline, max_loads, max_loads if store.waits_for_others else NUM_LOADERS)
         self.store = store
         self.save_generated, self.save_portions = save_generated, save_portions
         self.rule = rule
@@ -82,7 +78,7 @@ class StoreConnector(PromptLoads):
 
     def rehearse(self) -> None:
         """Ask for the kernels that move chunks, where these are kvpage's own."""
-        if isinstance(self.store, KVStore):
+        if self.store.metadata is not None:
             move_padding(self._cache, self.store.metadata.fmt)
 
     def reclaim(self) -> bool:
@@ -110,7 +106,7 @@ class StoreConnector(PromptLoads):
         It leaves half of the places to prompts that are done. What it skips is stored with the next portion, as far as
         it is still cached then.
         """
-        size = getattr(getattr(self.store, "config", None), "chunk_size", self._manager.block_size)
+        size = self._manager.block_size if self.store.config is None else self.store.config.chunk_size
         num_tokens = len(tokens) // size * size
         if num_tokens <= start // size * size:
             return
@@ -132,8 +128,8 @@ class StoreConnector(PromptLoads):
             self._saves.end_step()
 
     def _make_saves(self) -> Saves:
-        if hasattr(self.store, "groups"):  # as LayerwiseStore
-            return LayerSaves(cast(GroupedStore, self.store), self._manager, self._cache)
+        if self.store.groups:  # as LayerwiseStore
+            return LayerSaves(self.store, self._manager, self._cache)
         return StoreSaves(self._store, self._manager, self._cache.device)
 
     def _store(self, tokens: TokenIds, block_ids: npt.NDArray[np.int32], namespace: bytes) -> int:
@@ -174,10 +170,8 @@ class StoreConnector(PromptLoads):
 
     def _look(self, tokens: TokenIds, namespace: bytes) -> tuple[int, tuple[GroupReach, ...]]:
         """Return how many leading tokens the store has, and what it says of its groups, if it says anything."""
-        if not hasattr(self.store, "explain"):
-            return self._lookup(tokens, namespace), ()
-        groups = self.store.explain(tokens, namespace).groups
-        return groups[0].num_tokens, groups
+        explanation = self.store.explain(tokens, namespace)
+        return explanation.num_cached_tokens, explanation.groups
 
     def _num_seen(self, tokens: TokenIds, namespace: bytes) -> int:
         return num_seen(self._manager, tokens, namespace)
@@ -196,7 +190,7 @@ class StoreConnector(PromptLoads):
 
     @property
     def _prefetch_call(self) -> Prefetch:
-        return prefetch_of(self.store)
+        return lambda tokens, namespace: self.store.prefetch(tokens, namespace=namespace)
 
     def _prefetch(self, load: PromptLoad) -> None:
         num_tokens = self._num_wanted(load.tokens, load.num_found or 0)

@@ -21,7 +21,7 @@ from kvpage.cache.layered_moves import Arrival
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.loop.moves.expected_blocks import ExpectedBlocks
 from kvpage.serving.model.step import BatchItem
-from kvpage.store import KVStore, KVStoreConfig, metadata_of
+from kvpage.store import BlockStore, KVStore, KVStoreConfig, metadata_of
 from kvpage.store.load import block_chunks
 from kvpage.store.tiers.memory_tier import MemoryTier
 
@@ -53,7 +53,7 @@ class OnDevice:
         return getattr(self._cache, name)
 
 
-class LateStore:
+class LateStore(BlockStore):
     """A store in memory. What it has verified comes late: a load ends when `released` is set.
 
     in_load: called in the store's thread after `verified` was told.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,44 +22,9 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.values import runs_of
-from kvpage.serving.loop.moves.block_store import TokenIds
 from kvpage.serving.loop.moves.store_saves import StoreSaves
-from kvpage.serving.loop.moves.stored_windows import Layers
 from kvpage.serving.loop.moves.written_layers import WrittenLayers
-
-
-class GroupedStore(Protocol):
-    """What a BlockStore has besides whose records have a few layers each; `kvpage.store.LayerwiseStore` is one."""
-
-    groups: "Sequence[LayerGroup]"
-
-    def store_blocks(self, tokens: TokenIds, engine: CacheEngine, block_table: Ids, *, namespace: bytes) -> int:
-        """Store what lacks; see BlockStore."""
-
-    def finish_blocks(
-        self,
-        tokens: TokenIds,
-        engine: CacheEngine,
-        block_table: Ids,
-        *,
-        namespace: bytes,
-        has_first: npt.NDArray[np.bool_],
-    ) -> int:
-        """Store chunks that lack their last layers; return the number of tokens.
-
-        has_first: The chunks that have all other layers from this very computation. Those of others are replaced.
-        """
-
-
-class LayerGroup(Layers, Protocol):
-    """Chunks of a few layers. layer_ids: in the model's order."""
-
-    layer_ids: tuple[int, ...]
-
-    def put(
-        self, tokens: TokenIds, block_table: Ids, first_chunk: int, namespace: bytes, skip_existing: bool = True
-    ) -> None:
-        """Store the chunks of the tokens from one on."""
+from kvpage.store.block_store import BlockStore, TokenIds
 
 
 class Growth(NamedTuple):
@@ -95,7 +60,7 @@ class LayerSaves(StoreSaves):
         chunk_size: Tokens of the store's chunks.
     """
 
-    def __init__(self, store: GroupedStore, manager: BlockManager, cache: CacheEngine) -> None:
+    def __init__(self, store: BlockStore, manager: BlockManager, cache: CacheEngine) -> None:
         super().__init__(self._store_whole, manager, cache.device)
         self._store, self._cache, self._groups = store, cache, store.groups
         self.chunk_size = self._groups[0].chunk_size

@@ -5,7 +5,6 @@ load    the store ─► K and V of the tokens into blocks ─► the state into
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import torch
 
@@ -14,51 +13,25 @@ from kvpage.blocks.hybrid.looks.held import HeldCheckpoint
 from kvpage.blocks.states import Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
-from kvpage.layout.groups import StateLayout
-from kvpage.serving.loop.moves.block_store import TokenIds, is_count
-from kvpage.serving.loop.moves.loads.prefetches import prefetch_of
-
-
-class States(Protocol):
-    """The states of one layout in a store; `kvpage.store.StateRecords` are some. Called in other threads.
-
-    None of the methods raises for trouble of the store's own: that is a miss.
-    """
-
-    def put(self, tokens: TokenIds, state: torch.Tensor, namespace: bytes) -> bool:
-        """Store the state after exactly these tokens; return whether it is there now."""
-
-    def get_into(self, tokens: TokenIds, state: torch.Tensor, namespace: bytes) -> bool:
-        """Read the state after exactly these tokens; return whether the memory has it."""
-
-    def longest(self, tokens: TokenIds, namespace: bytes) -> int:
-        """Return the longest position whose state is there, with all chunks before it; 0 for none."""
-
-    def positions(self, tokens: TokenIds, namespace: bytes) -> list[int]:
-        """Return the positions of all states of a prompt."""
-
-
-class StateStore(Protocol):
-    """What a BlockStore for models with states has besides; `kvpage.store.KVStore` is one."""
-
-    def states(self, layout: StateLayout, kv_dtype: torch.dtype | None) -> States:
-        """Return the states of a layout. kv_dtype: of the K and V; None for a model without any."""
+from kvpage.store.block_store import BlockStore, TokenIds, is_count
 
 
 class StoredStates:
     """The states and blocks of one engine, for the threads that load and store.
 
     Args:
-        store: A BlockStore that is a StateStore, too.
+        store: One that keeps states.
         cache: The blocks.
         slots: The states.
         make_moves: Makes all moves of blocks and states that are due; for the engine's thread.
     """
 
-    def __init__(self, store: Any, cache: CacheEngine, slots: StateCache, make_moves: Callable[[], object]) -> None:
+    def __init__(
+        self, store: BlockStore, cache: CacheEngine, slots: StateCache, make_moves: Callable[[], object]
+    ) -> None:
         self._store, self._cache, self._slots, self.make_moves = store, cache, slots, make_moves
         self.has_kv = bool(cache.gpu_cache)
-        self._states: States = store.states(slots.layout, cache.layout.dtype if self.has_kv else None)
+        self._states = store.states(slots.layout, cache.layout.dtype if self.has_kv else None)
 
     @property
     def device(self) -> torch.device:
@@ -75,17 +48,15 @@ class StoredStates:
         return self._states.longest(tokens[:-1], namespace)
 
     def look(self, tokens: TokenIds, namespace: bytes) -> tuple[int, tuple[GroupReach, ...]]:
-        """Return what `lookup` does, and what the states say of their groups, if they explain themselves."""
-        if not hasattr(self._states, "explain"):
-            return self.lookup(tokens, namespace), ()
-        found = self._states.explain(tokens, namespace)
-        return found.num_cached_tokens, found.groups
+        """Return what `lookup` does, and what the states say of their groups."""
+        explanation = self._states.explain(tokens, namespace)
+        return explanation.num_cached_tokens, explanation.groups
 
     def prefetch(self, tokens: TokenIds, namespace: bytes) -> None:
         """Bring K and V of the tokens, and the state after them, nearer within the store."""
         if self.has_kv:
-            prefetch_of(self._store)(tokens, namespace=namespace)
-        prefetch_of(self._states)(tokens, namespace=namespace)
+            self._store.prefetch(tokens, namespace=namespace)
+        self._states.prefetch(tokens, namespace)
 
     def store_blocks(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> int:
         """Store K and V of the tokens; return how many of them the store holds now."""

@@ -9,7 +9,6 @@ Each group has records of its own. What windows have left before a prompt was st
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,49 +20,25 @@ from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.blocks.states import Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.values import runs_of
-from kvpage.serving.loop.moves.block_store import TokenIds
-from kvpage.serving.loop.moves.loads.prefetches import prefetch_of
-
-
-class Layers(Protocol):
-    """Chunks of some layers in a store; `kvpage.store.KVStore.layers` returns some. Called in other threads.
-
-    None of the methods raises for trouble of the store's own: that is a miss.
-    """
-
-    chunk_size: int
-
-    def there(self, tokens: TokenIds, namespace: bytes) -> list[bool]:
-        """Return for each chunk whether it is there. The tokens after the last whole chunk are a shorter one."""
-
-    def put(self, tokens: TokenIds, block_table: Ids, first_chunk: int, namespace: bytes) -> None:
-        """Store the chunks of the tokens from one on."""
-
-    def load(self, tokens: TokenIds, block_table: Ids, start: int, namespace: bytes) -> int:
-        """Load tokens[start:] as far as the blocks reach; return the token after the last one that is there."""
-
-
-class LayerStore(Protocol):
-    """What a BlockStore for models with windows of their own has besides; `kvpage.store.KVStore` is one."""
-
-    def layers(self, engine: CacheEngine, chunk_size: int | None = None) -> Layers:
-        """Return the chunks of a cache's layers. chunk_size: in tokens; None for the store's."""
+from kvpage.store.block_store import BlockStore, TokenIds
 
 
 class StoredWindows:
     """The blocks of one engine, for the threads that load and store.
 
     Args:
-        store: A LayerStore.
+        store: One that keeps groups of layers apart.
         manager: Of the blocks.
         cache: Those of full layers, of which there may be none.
         caches: Those of each window.
     """
 
-    def __init__(self, store: Any, manager: WindowedManager, cache: CacheEngine, caches: Sequence[CacheEngine]) -> None:
+    def __init__(
+        self, store: BlockStore, manager: WindowedManager, cache: CacheEngine, caches: Sequence[CacheEngine]
+    ) -> None:
         self._size, self._groups = manager.block_size, manager.windows
-        self._full: Layers | None = store.layers(cache) if cache.gpu_cache else None
-        self._windows: list[Layers] = [store.layers(one, self._size) for one in caches]
+        self._full = store.layers(cache) if cache.gpu_cache else None
+        self._windows = [store.layers(one, self._size) for one in caches]
         self.device: torch.device = caches[0].device
 
     def lookup(self, tokens: TokenIds, namespace: bytes) -> int:
@@ -112,7 +87,7 @@ class StoredWindows:
             Whether all of it is there. Otherwise the bytes of all blocks mean nothing.
         """
         whole = self._whole(tokens)
-        groups: list[Layers | None] = [self._full, *self._windows]
+        groups = [self._full, *self._windows]
         there = []  # each is read, so that all damage is found at once
         for layers, table, start in zip(groups, tables, starts, strict=True):
             if layers is not None and start < end:
@@ -123,7 +98,8 @@ class StoredWindows:
     def prefetch(self, tokens: TokenIds, namespace: bytes) -> None:
         """Bring K and V of whole blocks nearer within the store: what each group has of them."""
         for layers in (self._full, *self._windows):
-            prefetch_of(layers)(tokens, namespace=namespace)
+            if layers is not None:
+                layers.prefetch(tokens, namespace)
 
     def _whole(self, tokens: TokenIds) -> TokenIds:
         """Return the tokens of whole blocks, as they are stored."""

@@ -1,9 +1,9 @@
 """WindowSaves: prompts of a model with windows on their way into a store, in a thread, with what windows still have."""
 
 from kvpage.blocks.groups.windowed_manager import WindowedManager
-from kvpage.serving.loop.moves.block_store import TokenIds
 from kvpage.serving.loop.moves.store_saves import Saves
 from kvpage.serving.loop.moves.stored_windows import StoredWindows
+from kvpage.store.block_store import TokenIds
 
 
 class WindowSaves(Saves):

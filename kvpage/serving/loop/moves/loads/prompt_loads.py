@@ -22,10 +22,10 @@ from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import interruptible, uninterrupted
 from kvpage.checks.started_pool import started_pool
 from kvpage.checks.wait_limit import WaitLimit, wait_for_one
-from kvpage.serving.loop.moves.block_store import TokenIds
 from kvpage.serving.loop.moves.loads.store_load import StoreLoad, count_of, num_shared
 from kvpage.serving.loop.moves.loads.store_stats import StoreConnectorStats
 from kvpage.serving.loop.request import Request
+from kvpage.store.block_store import TokenIds
 
 PromptLoad = StoreLoad[Request]
 

@@ -12,7 +12,7 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation, Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.layered_moves import Arrival
-from kvpage.serving.loop.moves.block_store import is_count
+from kvpage.store.block_store import BlockStore, is_count
 
 __all__ = ["StoreLoad", "count_of", "num_cached", "num_seen", "num_shared"]
 
@@ -110,13 +110,10 @@ class StoreLoad(Generic[RequestT]):
         done, self.future = self.future, None
         return done
 
-    def call(self, store: Any, cache: CacheEngine, block_ids: Ids, is_beside: bool) -> Callable[..., int]:
-        """Return the call that loads into the blocks: where it runs beside the computation the one by layers, if any.
-
-        store: a BlockStore, perhaps a LayeredStore.
-        """
+    def call(self, store: BlockStore, cache: CacheEngine, block_ids: Ids, is_beside: bool) -> Callable[..., int]:
+        """Return the call that loads into the blocks: where it runs beside the computation, the one by layers."""
         to_blocks = self.tokens, cache, block_ids
-        if is_beside and hasattr(store, "load_by_layer"):
+        if is_beside:
             return partial(store.load_by_layer, *to_blocks, self._teller())
         return partial(store.load_blocks, *to_blocks)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 
 from kvpage.blocks.explain import GroupReach, StoreReach, StoreVerdict
-from kvpage.serving.loop.moves.block_store import is_count
+from kvpage.store.block_store import is_count
 
 Answer = tuple[int, tuple[GroupReach, ...]]
 
