@@ -1,7 +1,7 @@
 """The connector between an engine and its store, with the engine's settings."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 from kvpage.blocks.groups.windowed_manager import WindowedManager
 from kvpage.blocks.hybrid.manager import HybridManager
@@ -9,10 +9,15 @@ from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
-from kvpage.serving.assembly.state_store_connector import StateStoreConnector
-from kvpage.serving.assembly.window_store_connector import WindowStoreConnector
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
+from kvpage.serving.loop.moves.layer_saves import LayerSaves
+from kvpage.serving.loop.moves.loads.prompt_loads import PromptLoads
+from kvpage.serving.loop.moves.saves import Saves
+from kvpage.serving.loop.moves.stored_blocks import StoredBlocks
+from kvpage.serving.loop.moves.stored_group import StoredGroup
+from kvpage.serving.loop.moves.stored_states import StoredStates
+from kvpage.serving.loop.moves.stored_windows import StoredWindows
 from kvpage.serving.loop.store_connector import StoreConnector
 from kvpage.store.block_store import BlockStore, check_store
 
@@ -31,20 +36,26 @@ def make_store_connector(
 
     states: the slots of a model with states, whose manager is a HybridManager. windows: the caches of windows whose
         manager is a WindowedManager.
+
+    Raises TypeError for no BlockStore. ValueError for one that cannot keep what the engine has.
     """
     check_store(store)
-    save_generated = config.save_generated
+    group: StoredGroup
+    if states is not None:
+        group = StoredStates(store, cache, states, cast(HybridManager, manager), transfers)
+    elif windows:
+        group = StoredWindows(store, cache, windows, cast(WindowedManager, manager), transfers)
+    else:
+        group = StoredBlocks(store, cache, manager, transfers)
+    waits, save_generated = store.waits_for_others, config.save_generated
     if save_generated is None:
         save_generated = store.config is not None and store.config.save_decode_cache
-    settings: dict[str, Any] = {
-        "deadline": config.store_deadline,
-        "save_generated": save_generated,
-        "save_portions": config.save_portions,
-    }
-    if cache.gpu_cache and not isinstance(manager, WindowedManager):
-        store.check_engine(cache)
-    if states is not None and isinstance(manager, HybridManager):
-        return StateStoreConnector(store, cache, states, manager, transfers, rule, **settings)
-    if isinstance(manager, WindowedManager):
-        return WindowStoreConnector(store, cache, windows, manager, transfers, rule, **settings)
-    return StoreConnector(store, cache, manager, transfers, rule, **settings)
+    return StoreConnector(
+        store,
+        cache,
+        PromptLoads(group, manager, transfers, rule, deadline=config.store_deadline, waits_for_others=waits),
+        LayerSaves(group, store, manager, cache) if store.groups else Saves(group),
+        chunk_size=manager.block_size if store.config is None else store.config.chunk_size,
+        save_generated=save_generated,
+        save_portions=config.save_portions,
+    )
