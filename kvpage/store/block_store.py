@@ -136,17 +136,19 @@ class BlockStore(ABC):
         start: int,
         namespace: bytes,
     ) -> int:
-        """Do as `load_blocks`, and tell what is verified before its bytes are there. Return when they are.
+        """Do as `load_blocks`, and tell on a GPU when all that it will load is verified, before the bytes are there.
 
-        An engine on a GPU calls it in place of `load_blocks`.
+        An engine on a GPU calls it in place of `load_blocks`. From `verified` on, a computation may use the blocks, if
+        each of its layers waits for the arrival's. The blocks stay the caller's until the return.
 
         Args:
             tokens: As of `load_blocks`. So are engine, block_table, start and namespace.
-            verified: Called in this thread, once at most, with the number that will be returned, and the arrival of
-                its layers.
+            verified: Called in this thread, once at most, with the number that will be returned, and an `Arrival`. Not
+                called where nothing is gained: a KVStore calls it for records in pinned memory, and never on a CPU.
 
         Returns:
-            As of `load_blocks`. Fewer tokens than were verified, or an exception, say that the copies have failed.
+            As of `load_blocks`, when all bytes are there. Fewer tokens than were verified, or an exception, say that
+            the copies have failed.
         """
         return self.load_blocks(tokens, engine, block_table, start=start, namespace=namespace)
 
@@ -165,8 +167,10 @@ class BlockStore(ABC):
     def explain(self, tokens: TokenIds, namespace: bytes = b"") -> Explanation:
         """Return how far the store reaches into a prompt, and why not further where it can tell.
 
+        Of a KVStore, chunks alone: `states(...).explain` tells of states, too.
+
         Args:
-            tokens: int32 [num_tokens].
+            tokens: int32 [num_tokens], at least one.
             namespace: As for `lookup`.
         """
         return Explanation(len(tokens), self.lookup(tokens, namespace=namespace), ())
@@ -182,14 +186,16 @@ class BlockStore(ABC):
         """
 
     def layers(self, engine: "LayerCaches", chunk_size: int | None = None) -> LayerChunks:
-        """Return the chunks of a cache's layers, apart from those of other layers.
+        """Return the chunks of a cache's layers, apart from those of others: no other call finds or removes them.
 
         Args:
-            engine: The cache of some layers.
+            engine: The cache of some layers; a LayerSlice is one, too.
             chunk_size: Tokens of a chunk; None for the store's.
 
         Raises:
-            ValueError: The store does not keep groups of layers apart.
+            TypeError: `engine` is no CacheEngine and no LayerSlice.
+            ValueError: It has no layers, or another dtype than the store. `chunk_size` is not positive. Or the store
+                does not keep groups of layers apart.
         """
         raise ValueError(
             "store must keep groups of layers apart with num_window_blocks, as a KVStore does, got "
@@ -200,11 +206,12 @@ class BlockStore(ABC):
         """Return the records of states of one layout, each after an exact prefix.
 
         Args:
-            layout: The place of each part in a state.
+            layout: The place of each part in a state. States of another layout are never found.
             kv_dtype: Of the K and V of the same model; None for a model without any.
 
         Raises:
-            ValueError: The store keeps K and V alone.
+            TypeError: An argument is of another type.
+            ValueError: The store is of another dtype, or keeps K and V alone. Or the metadata are too long.
         """
         raise ValueError(
             "store must keep states for a model whose layers have some, as a KVStore does, got "

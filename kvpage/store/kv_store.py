@@ -222,19 +222,6 @@ class KVStore(TieredStore, BlockStore):
         start: int = 0,
         namespace: bytes = b"",
     ) -> int:
-        """Do as `load_blocks`, and tell on a GPU when all that it will load is verified, before the bytes are there.
-
-        Records in pinned memory are copied layer by layer, while they are hashed. From `verified` on, a computation may
-        use the blocks, if each of its layers waits for the arrival's. The blocks stay the caller's until the return.
-
-        Args:
-            tokens: as in `load_blocks`. So are engine, block_table, start and namespace.
-            verified: called in this thread, once at most, with the number that is returned and an `Arrival`. Not called
-                where nothing is gained: on a CPU, and for records in no pinned memory.
-
-        Returns:
-            As `load_blocks`, when all bytes are there.
-        """
         load = self._chunks.begin_load(checked_tokens(tokens, namespace), engine, block_table, start, namespace)
         return self._chunks.end_load(load, EarlyLoad(load, self._tiers, verified).run())
 
@@ -265,12 +252,6 @@ class KVStore(TieredStore, BlockStore):
 
     @gated
     def lookup(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """Return the number of leading tokens that the store has, or had a moment ago.
-
-        Args:
-            tokens: int [num_tokens].
-            namespace: the one that they were stored in.
-        """
         return self._chunks.count(checked_tokens(tokens, namespace), namespace)
 
     def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> int:
@@ -346,16 +327,6 @@ class KVStore(TieredStore, BlockStore):
 
     @gated
     def states(self, layout: StateLayout, kv_dtype: torch.dtype | None = None) -> StateRecords:
-        """Return the records of states of one layout, each after an exact prefix.
-
-        Args:
-            layout: the place of each part in a state. States of another layout are never found.
-            kv_dtype: of the K and V of the same model; None for a model without any.
-
-        Raises:
-            TypeError: an argument is of another type.
-            ValueError: the store is of another dtype, or the metadata are too long for a record.
-        """
         if kv_dtype is not None and not isinstance(kv_dtype, torch.dtype):
             raise TypeError(f"kv_dtype must be a torch.dtype or None, got {type(kv_dtype).__name__}")
         kinds = None if kv_dtype is None else self._dtype.of(kv_dtype)
@@ -367,16 +338,6 @@ class KVStore(TieredStore, BlockStore):
 
     @gated
     def layers(self, engine: "LayerCaches", chunk_size: int | None = None) -> LayerChunks:
-        """Return the chunks of a cache's layers, apart from those of others: no other call finds or removes them.
-
-        Args:
-            engine: the cache of some layers; a LayerSlice is one, too.
-            chunk_size: tokens of a chunk; None for the store's.
-
-        Raises:
-            TypeError: `engine` is no CacheEngine and no LayerSlice.
-            ValueError: it has no layers, or another dtype than the store. Or `chunk_size` is not positive.
-        """
         size = self.config.chunk_size if chunk_size is None else as_integer("chunk_size", chunk_size)
         check_at_least("chunk_size", size, 1)
         metadata = self.metadata
@@ -390,15 +351,6 @@ class KVStore(TieredStore, BlockStore):
 
     @gated
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
-        """Return how far chunks reach into a prompt, and why not further; `states(...).explain` tells of states, too.
-
-        Args:
-            tokens: int [num_tokens].
-            namespace: where to look.
-
-        Raises:
-            ValueError: there are no tokens.
-        """
         array = checked_tokens(tokens, namespace)
         if not len(array):
             raise ValueError("tokens must be at least one, got none")
