@@ -1,6 +1,7 @@
 """Chunks that outlive the process and leave the machine."""
 
 from kvpage.store.arriving_store import ArrivingStore, Expectation
+from kvpage.store.block_store import BlockStore
 from kvpage.store.builder import KVStoreBuilder
 from kvpage.store.bytes.byte_store import ByteStore
 from kvpage.store.bytes.config import ByteStoreConfig
@@ -11,21 +12,22 @@ from kvpage.store.bytes.pieces import Pieces
 from kvpage.store.bytes.stats import ByteStoreStats, ByteTierStats
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.kv_store import KVStore
-from kvpage.store.layerwise_store import LayersStore, LayerwiseStore
+from kvpage.store.layerwise_store import LayerwiseStore
 from kvpage.store.load.block_chunks import metadata_of
+from kvpage.store.load.layer_chunks import LayerChunks
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.placement import register_tier
 from kvpage.store.records.keys import KVStoreMetadata
 from kvpage.store.records.summary import RecordSummary
 from kvpage.store.stack.pin import Pin
 from kvpage.store.stack.placed import Placed
-from kvpage.store.states.layer_chunks import LayerChunks
 from kvpage.store.states.state_records import StateRecords
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tiers.tier import Tier, TierError, TierRests, TierStats
 
 __all__ = [
     "ArrivingStore",
+    "BlockStore",
     "ByteEvent",
     "ByteStore",
     "ByteStoreConfig",
@@ -41,7 +43,6 @@ __all__ = [
     "Later",
     "LayerChunks",
     "LayerLoad",
-    "LayersStore",
     "LayerwiseStore",
     "PageView",
     "Pieces",

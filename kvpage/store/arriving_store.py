@@ -15,14 +15,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import check_namespace
-from kvpage.store.config import KVStoreConfig
-from kvpage.store.kv_store import KVStore
-from kvpage.store.layerwise_store import LayerwiseStore
+from kvpage.checks.tokens import Tokens
+from kvpage.store.block_store import BlockStore, Table, check_store
+from kvpage.store.records.keys import checked_tokens
 
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
@@ -30,7 +25,7 @@ if TYPE_CHECKING:
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.002, 0.02
 POLL_SHARE = 1 / 16  # of the time since the last chunk: a look takes half a millisecond, of a core that others need
 _Name = tuple[bytes, bytes]
-_Load = Callable[[Tokens, npt.NDArray[np.int32], int, bytes], int]
+_Load = Callable[[Tokens, Table, int, bytes], int]
 
 
 class Expectation:
@@ -56,40 +51,33 @@ class Expectation:
         self.close()
 
 
-class ArrivingStore:
+class ArrivingStore(BlockStore):
     """A KVStore for an engine that decodes what other workers prefill. Thread-safe.
 
     Give it to `Engine.from_model(store=...)` or `use_store`. Set `EngineConfig(load_or_compute=False)`: its loads wait,
     so their speed says nothing. `EngineConfig.store_deadline` bounds how long a request waits for all of its chunks.
 
     Args:
-        store: The store that the other workers write, too: a KVStore, or a LayerwiseStore of the decode worker's
-            engine. It stays its owner's to close.
+        store: The store that the other workers write, too: a KVStore, for example, or a LayerwiseStore of the decode
+            worker's engine. It stays its owner's to close.
         patience: Seconds without a new chunk after which the rest is a miss.
 
     Raises:
-        TypeError: `store` is neither, or `patience` no number.
+        TypeError: `store` is no BlockStore, or `patience` no number.
         ValueError: `patience` is negative or not finite.
     """
 
     waits_for_others = True
-    """Its loads wait: an engine gives each a thread of its own."""
 
-    def __init__(self, store: KVStore | LayerwiseStore, patience: float = 2.0) -> None:
-        if not isinstance(store, KVStore | LayerwiseStore):
-            raise TypeError(f"store must be a KVStore or a LayerwiseStore, got {type(store).__name__}")
+    def __init__(self, store: BlockStore, patience: float = 2.0) -> None:
+        check_store(store)
         if isinstance(patience, bool) or not isinstance(patience, int | float):
             raise TypeError(f"patience must be a number of seconds, got {type(patience).__name__}")
         if not 0 <= patience < float("inf"):
             raise ValueError(f"patience must be finite and not negative, got {patience!r}")
-        self.store, self.patience = store, patience
+        self.store, self.patience, self.config = store, patience, store.config
         self._expected: Counter[_Name] = Counter()
         self._changed = threading.Condition()
-
-    @property
-    def config(self) -> KVStoreConfig:
-        """The configuration of the store."""
-        return self.store.config
 
     def expect(self, tokens: Tokens, namespace: bytes = b"") -> Expectation:
         """Expect the chunks of a prompt, before the request for it is added.
@@ -110,37 +98,15 @@ class ArrivingStore:
         return Expectation(partial(self._forget, name))
 
     def lookup(self, tokens: Tokens, *, namespace: bytes = b"") -> int:
-        """Return the number of leading tokens that are there, or are expected.
-
-        Args:
-            tokens: int [num_tokens].
-            namespace: The one that they are stored in.
-        """
-        if self._is_expected(_name(tokens, namespace)):
-            return len(tokens)
-        return self.store.lookup(tokens, namespace=namespace)
+        """Return how many leading tokens of a namespace are there, or are expected."""
+        array = checked_tokens(tokens, namespace)
+        return (
+            len(array) if self._is_expected(_name(array, namespace)) else self.store.lookup(array, namespace=namespace)
+        )
 
     def load_blocks(
-        self,
-        tokens: Tokens,
-        engine: "CacheEngine",
-        block_table: npt.NDArray[np.int32],
-        *,
-        start: int = 0,
-        namespace: bytes = b"",
+        self, tokens: Tokens, engine: "CacheEngine", block_table: Table, *, start: int = 0, namespace: bytes = b""
     ) -> int:
-        """Load as `KVStore.load_blocks` does, and wait for the chunks of an expected prompt.
-
-        Args:
-            tokens: int [num_tokens].
-            engine: The engine of the blocks.
-            block_table: int [num_blocks], the tokens' blocks in their order.
-            start: The first token to load.
-            namespace: The one that they are stored in.
-
-        Returns:
-            The token after the last one that is in the blocks; `start` if none has come.
-        """
         name, size = _name(tokens, namespace), engine.layout.block_size
         whole = tokens[: len(tokens) // size * size]  # as the other worker stores them: whole blocks
         reach, loads = min(len(whole), len(block_table) * size), self._loads(engine)
@@ -160,41 +126,20 @@ class ArrivingStore:
                 self._wait(name, min(max((now - last) * POLL_SHARE, MIN_POLL_SECONDS), MAX_POLL_SECONDS))
         return min(ends)
 
-    def store_blocks(
-        self, tokens: Tokens, engine: "CacheEngine", block_table: npt.NDArray[np.int32], *, namespace: bytes = b""
-    ) -> int:
-        """Store as `KVStore.store_blocks` does.
-
-        Args:
-            tokens: int [num_tokens].
-            engine: The engine of the blocks.
-            block_table: int [num_blocks], the tokens' blocks in their order.
-            namespace: As for `expect`.
-
-        Returns:
-            The number of leading tokens that the store has now.
-        """
-        return self.store.store_blocks(tokens, engine, block_table, namespace=namespace)
+    def store_blocks(self, tokens: Tokens, engine: "CacheEngine", block_table: Table, *, namespace: bytes = b"") -> int:
+        array = checked_tokens(tokens, namespace)
+        return self.store.store_blocks(array, engine, block_table, namespace=namespace)
 
     def check_engine(self, engine: "CacheEngine") -> None:
-        """Check that the store can load into this engine's blocks.
-
-        Args:
-            engine: The engine.
-
-        Raises:
-            ValueError: A LayerwiseStore was made with another.
-        """
-        if isinstance(self.store, LayerwiseStore):
-            self.store.check_engine(engine)
+        self.store.check_engine(engine)
 
     def _loads(self, engine: "CacheEngine") -> list[_Load]:
         """Return the loads of all layers, or of each few."""
-        store = self.store
-        if isinstance(store, LayerwiseStore):
-            store.check_engine(engine)
-            return [group.load for group in store.groups]
-        return [lambda tokens, table, start, namespace: store.load_blocks(tokens, engine, table, start, namespace)]
+        if self.store.groups:
+            self.store.check_engine(engine)
+            return [group.load for group in self.store.groups]
+        load = self.store.load_blocks
+        return [lambda tokens, table, start, space: load(tokens, engine, table, start=start, namespace=space)]
 
     def _is_expected(self, name: _Name) -> bool:
         with self._changed:
@@ -214,5 +159,4 @@ class ArrivingStore:
 
 
 def _name(tokens: Tokens, namespace: bytes) -> _Name:
-    check_namespace(namespace)
-    return as_tokens(tokens).tobytes(), namespace
+    return checked_tokens(tokens, namespace).tobytes(), namespace

@@ -12,34 +12,33 @@ exception.
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvpage.blocks.explain import Explanation
 from kvpage.checks.interrupts import made_or_undone
-from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import check_flag, check_namespace
+from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import as_integer, check_at_least, check_flag
 from kvpage.layout.groups import StateLayout
+from kvpage.store.block_store import BlockStore
 from kvpage.store.config import KVStoreConfig
-from kvpage.store.load.block_load import BlockLoad
-from kvpage.store.load.chunk_access import ChunkAccess
+from kvpage.store.load.block_chunks import metadata_of
 from kvpage.store.load.early_load import EarlyLoad, OnVerified
 from kvpage.store.load.known_dtype import KnownDtype
+from kvpage.store.load.layer_chunks import LayerChunks
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.load.tensor_calls import TensorCalls
 from kvpage.store.placement import placed_tiers
-from kvpage.store.records.keys import KVStoreMetadata
+from kvpage.store.records.keys import KVStoreMetadata, checked_tokens
 from kvpage.store.records.kv_tensors import KVTensors
 from kvpage.store.records.summary import RecordSummary, summaries
 from kvpage.store.stack.call_gate import gated
 from kvpage.store.stack.pin import Pin
 from kvpage.store.stack.placed import Placed
-from kvpage.store.states.explaining import explain_chunks
-from kvpage.store.states.layer_chunks import LayerChunks
-from kvpage.store.states.state_parts import StateParts
+from kvpage.store.states.state_keys import StateKeys
 from kvpage.store.states.state_records import StateRecords
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tiered_store import TieredStore
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from kvpage.cache.layer_slice import LayerCaches
 
 
-class KVStore(TieredStore):
+class KVStore(TieredStore, BlockStore):
     """Keys and values of token sequences, beyond the process. Thread-safe.
 
     `close` it, or use it in `with`. A forked process needs a store of its own: in it, every call but `close` raises
@@ -70,12 +69,13 @@ class KVStore(TieredStore):
     def __init__(
         self, config: KVStoreConfig, metadata: KVStoreMetadata, tiers: Sequence[Tier | Placed] | None = None
     ) -> None:
-        self.config, self.given_metadata = config, metadata
+        self.config: KVStoreConfig = config
+        self.given_metadata = metadata
         self._dtype = KnownDtype(metadata, config.chunk_size, config.codec)
         super().__init__(placed_tiers(config, tiers), config.num_threads, are_given=tiers is not None)
-        self._chunks = ChunkAccess(config.chunk_size, self._dtype, self._tiers)
-        self._state_parts = StateParts(self._tiers, self.gate, threading.Lock())
-        self._tensors = TensorCalls(config.chunk_size, self._dtype, self._tiers, self._chunks, config.kept_result_bytes)
+        self._chunks = LayerChunks(self._tiers, self.gate, self._dtype)
+        self._index_lock = threading.Lock()
+        self._tensors = TensorCalls(self._dtype, self._tiers, self._chunks, config.kept_result_bytes)
 
     @property
     def metadata(self) -> KVStoreMetadata:
@@ -112,7 +112,7 @@ class KVStore(TieredStore):
         Raises:
             ValueError, TypeError: arguments do not fit together; nothing is written.
         """
-        array = self._checked(tokens, namespace)
+        array = checked_tokens(tokens, namespace)
         return self._tensors.store(array, kv_tensors, kv_tensors_mask, skip_existing, blocking, namespace)
 
     @gated
@@ -147,7 +147,7 @@ class KVStore(TieredStore):
             ValueError, TypeError: an argument is wrong, or the records are of another shape than `out`. It is as it
                 was.
         """
-        return self._tensors.retrieve(self._checked(tokens, namespace), mask, return_tuple, device, namespace, out)
+        return self._tensors.retrieve(checked_tokens(tokens, namespace), mask, return_tuple, device, namespace, out)
 
     # --- K and V in an engine's blocks -------------------------------------------------------------------------------
 
@@ -177,12 +177,9 @@ class KVStore(TieredStore):
         Raises:
             ValueError: the engine does not match the metadata, or the blocks are too few or missing.
         """
-        array = self._checked(tokens, namespace)
+        array = checked_tokens(tokens, namespace)
         check_flag("skip_existing", skip_existing)
-        blocks = self._chunks.blocks(engine, block_table)
-        blocks.check_room(len(array))
-        kinds = self._dtype.settle(engine.layout.dtype)
-        self._chunks.put(kinds, array, 0, blocks.chunk, skip_existing, namespace)
+        self._chunks.put_blocks(array, engine, block_table, 0, namespace, skip_existing)
         return self._chunks.count(array, namespace)
 
     @gated
@@ -212,8 +209,8 @@ class KVStore(TieredStore):
             ValueError: the engine does not match the metadata, a block is missing or named twice, or `start` is not
                 one of the tokens.
         """
-        load = self._chunks.load(self._checked(tokens, namespace), engine, block_table, start, namespace)
-        return self._loaded(load, self._tiers.read(load.keys, load.read))
+        load = self._chunks.begin_load(checked_tokens(tokens, namespace), engine, block_table, start, namespace)
+        return self._chunks.end_load(load, self._tiers.read(load.keys, load.read))
 
     @gated
     def load_by_layer(
@@ -225,32 +222,11 @@ class KVStore(TieredStore):
         start: int = 0,
         namespace: bytes = b"",
     ) -> int:
-        """Do as `load_blocks`, and tell on a GPU when all that it will load is verified, before the bytes are there.
-
-        Records in pinned memory are copied layer by layer, while they are hashed. From `verified` on, a computation may
-        use the blocks, if each of its layers waits for the arrival's. The blocks stay the caller's until the return.
-
-        Args:
-            tokens: as in `load_blocks`. So are engine, block_table, start and namespace.
-            verified: called in this thread, once at most, with the number that is returned and an `Arrival`. Not called
-                where nothing is gained: on a CPU, and for records in no pinned memory.
-
-        Returns:
-            As `load_blocks`, when all bytes are there.
-        """
-        load = self._chunks.load(self._checked(tokens, namespace), engine, block_table, start, namespace)
-        return self._loaded(load, EarlyLoad(load, self._tiers, verified).run())
+        load = self._chunks.begin_load(checked_tokens(tokens, namespace), engine, block_table, start, namespace)
+        return self._chunks.end_load(load, EarlyLoad(load, self._tiers, verified).run())
 
     @gated
-    def check_blocks(self, engine: "CacheEngine") -> None:
-        """Check that blocks of an engine can be stored here: it has layers, and they are those of the metadata.
-
-        Args:
-            engine: the engine.
-
-        Raises:
-            ValueError: its rows are of another shape, dtype or scale than the metadata say.
-        """
+    def check_engine(self, engine: "CacheEngine") -> None:
         self._chunks.blocks(engine, ())
 
     def load_layers(
@@ -276,15 +252,8 @@ class KVStore(TieredStore):
 
     @gated
     def lookup(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """Return the number of leading tokens that the store has, or had a moment ago.
+        return self._chunks.count(checked_tokens(tokens, namespace), namespace)
 
-        Args:
-            tokens: int [num_tokens].
-            namespace: the one that they were stored in.
-        """
-        return self._chunks.count(self._checked(tokens, namespace), namespace)
-
-    @gated
     def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> int:
         """Copy the chunks that `lookup` finds into the faster tiers, as a load does, for a load soon after.
 
@@ -297,7 +266,7 @@ class KVStore(TieredStore):
         Returns:
             The number of leading tokens that are in the fastest tier that can have them.
         """
-        return self._chunks.promote(self._checked(tokens, namespace), namespace)
+        return self._chunks.prefetch(tokens, namespace)
 
     def pin(self, tokens: Tokens, namespace: bytes = b"") -> Pin:
         """Return a pin that keeps the chunks that `lookup` finds. In remote tiers that fetches them.
@@ -322,7 +291,7 @@ class KVStore(TieredStore):
         Raises:
             ValueError: no dtype is known yet.
         """
-        array, kinds = self._checked(tokens, namespace), self._dtype.kinds
+        array, kinds = checked_tokens(tokens, namespace), self._dtype.kinds
         if kinds is None:
             raise ValueError("kv_dtype must be known before there are keys, got None, and nothing stored or found")
         return kinds.keys.of(array, namespace)
@@ -344,7 +313,6 @@ class KVStore(TieredStore):
         found = [self._tiers.ask(one, lambda one=one: list(summaries(one.tier))) for one in self._tiers.tiers]
         return [one for each in found if each is not None for one in each]
 
-    @gated
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
         """Remove the tokens' chunks from every tier.
 
@@ -355,48 +323,38 @@ class KVStore(TieredStore):
         Returns:
             The number of chunks removed from the tier that had most of them.
         """
-        return self._tiers.remove(self._dtype.keys(self._checked(tokens, namespace), namespace))
+        return self._chunks.remove(tokens, namespace)
 
     @gated
     def states(self, layout: StateLayout, kv_dtype: torch.dtype | None = None) -> StateRecords:
-        """Return the records of states of one layout, each after an exact prefix.
-
-        Args:
-            layout: the place of each part in a state. States of another layout are never found.
-            kv_dtype: of the K and V of the same model; None for a model without any.
-
-        Raises:
-            TypeError: an argument is of another type.
-            ValueError: the store is of another dtype, or the metadata are too long for a record.
-        """
-        return StateRecords.of(self._state_parts, self._dtype, layout, kv_dtype)
+        if kv_dtype is not None and not isinstance(kv_dtype, torch.dtype):
+            raise TypeError(f"kv_dtype must be a torch.dtype or None, got {type(kv_dtype).__name__}")
+        kinds = None if kv_dtype is None else self._dtype.of(kv_dtype)
+        keys = StateKeys(self.metadata, layout, kinds, self.config.chunk_size)
+        if kv_dtype is not None:
+            self._dtype.settle(kv_dtype)
+        chunks = None if kv_dtype is None else self._chunks
+        return StateRecords(self._tiers, self.gate, self._index_lock, keys, chunks)
 
     @gated
     def layers(self, engine: "LayerCaches", chunk_size: int | None = None) -> LayerChunks:
-        """Return the chunks of a cache's layers, apart from those of others: no other call finds or removes them.
-
-        Args:
-            engine: the cache of some layers; a LayerSlice is one, too.
-            chunk_size: tokens of a chunk; None for the store's.
-        """
-        size = self.config.chunk_size if chunk_size is None else chunk_size
-        return LayerChunks(self._state_parts, self.metadata, size, self.config.codec, engine)
+        size = self.config.chunk_size if chunk_size is None else as_integer("chunk_size", chunk_size)
+        check_at_least("chunk_size", size, 1)
+        metadata = self.metadata
+        own = metadata_of(engine, metadata.model_name, metadata.world_size, metadata.worker_id, metadata.fmt)
+        if own.kv_dtype is None:
+            raise ValueError("engine must have layers, got none")
+        if metadata.kv_dtype not in (None, own.kv_dtype):
+            raise ValueError(f"kv_dtype of the store must be the engine's, {own.kv_dtype}, got {metadata.kv_dtype}")
+        own = replace(own, extra=(*metadata.extra, ("layers", ",".join(map(str, engine.layer_ids)))))
+        return LayerChunks(self._tiers, self.gate, KnownDtype(own, size, self.config.codec), engine)
 
     @gated
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
-        """Return how far chunks reach into a prompt, and why not further; `states(...).explain` tells of states, too.
-
-        Args:
-            tokens: int [num_tokens].
-            namespace: where to look.
-
-        Raises:
-            ValueError: there are no tokens.
-        """
-        array = self._checked(tokens, namespace)
+        array = checked_tokens(tokens, namespace)
         if not len(array):
             raise ValueError("tokens must be at least one, got none")
-        reach = explain_chunks(self._chunks.there(array, namespace), self.config.chunk_size, len(array))
+        reach = self._chunks.reach(array, namespace)
         return Explanation(len(array), min(reach.num_tokens, len(array) - 1), (reach,))
 
     def stats(self) -> KVStoreStats:
@@ -409,19 +367,9 @@ class KVStore(TieredStore):
 
     @gated
     def _pin(self, tokens: Tokens, namespace: bytes) -> Pin:
-        return self._chunks.pin(self._checked(tokens, namespace), namespace)
+        return self._chunks.pin(checked_tokens(tokens, namespace), namespace)
 
     @gated
     def _begin_layers(self, tokens: Tokens, engine: "CacheEngine", table: Any, start: int, name: bytes) -> LayerLoad:
-        load = self._chunks.load(self._checked(tokens, name), engine, table, start, name)
+        load = self._chunks.begin_load(checked_tokens(tokens, name), engine, table, start, name)
         return load.by_layers(self._tiers, self.gate)
-
-    def _loaded(self, load: BlockLoad, num_chunks: int) -> int:
-        """Count a load's chunks; return the token after the last one."""
-        end = load.end_of(num_chunks)
-        self._tiers.count(hit_tokens=end - load.start)
-        return end
-
-    def _checked(self, tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
-        check_namespace(namespace)
-        return as_tokens(tokens)

@@ -7,38 +7,22 @@ A chunk is there when all its records are. The last layers are stored once the s
 leaves nothing that anybody uses.
 """
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.cache.layer_slice import LayerCaches, LayerSlice
-from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import as_integer, check_at_least, check_namespace, runs_of
-from kvpage.store.config import KVStoreConfig
-from kvpage.store.states.layer_chunks import LayerChunks
+from kvpage.cache.layer_slice import LayerSlice
+from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import as_integer, check_at_least, runs_of
+from kvpage.store.block_store import BlockStore, Table, check_store
+from kvpage.store.records.keys import checked_tokens
 
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
 
 
-class LayersStore(Protocol):
-    """What a LayerwiseStore needs of its store; a KVStore is one."""
-
-    @property
-    def config(self) -> KVStoreConfig:
-        """The configuration of the store."""
-
-    def layers(self, engine: LayerCaches, chunk_size: int | None = None) -> LayerChunks:
-        """Return the chunks of a cache's layers.
-
-        Args:
-            engine: The cache of some layers.
-            chunk_size: Tokens of a chunk; None for the store's.
-        """
-
-
-class LayerwiseStore:
+class LayerwiseStore(BlockStore):
     """The chunks of one engine in a KVStore, a few layers a record. Thread-safe, and open as long as the KVStore.
 
     Give it to `Engine.use_store`, or to an ArrivingStore. With `EngineConfig(save_portions=True)` an engine stores
@@ -55,39 +39,24 @@ class LayerwiseStore:
         groups: The chunks of each few layers, in the model's order.
 
     Raises:
-        TypeError: `store` is no KVStore, or `engine` no CacheEngine.
+        TypeError: `store` is no BlockStore, or `engine` no CacheEngine.
         ValueError: The engine has no layers, or another dtype than the store. Or `num_layers` is not positive.
     """
 
-    def __init__(self, store: LayersStore, engine: "CacheEngine", num_layers: int = 4) -> None:
-        if not hasattr(store, "layers"):
-            raise TypeError(f"store must be a KVStore, got {type(store).__name__}")
+    def __init__(self, store: BlockStore, engine: "CacheEngine", num_layers: int = 4) -> None:
+        check_store(store)
         if not hasattr(engine, "bound_layers"):
             raise TypeError(f"engine must be a CacheEngine, got {type(engine).__name__}")
-        each, total = as_integer("num_layers", num_layers), len(engine.gpu_cache)
-        check_at_least("num_layers", each, 1)
+        step, total = as_integer("num_layers", num_layers), len(engine.gpu_cache)
+        check_at_least("num_layers", step, 1)
         if not total:
             raise ValueError("engine must have layers, got none")
-        slices = [LayerSlice(engine, first, min(first + each, total)) for first in range(0, total, each)]
-        self.store, self.groups = store, tuple(store.layers(one) for one in slices)
-        self._engine = engine
-
-    @property
-    def config(self) -> KVStoreConfig:
-        """The configuration of the store."""
-        return self.store.config
+        slices = [LayerSlice(engine, first, min(first + step, total)) for first in range(0, total, step)]
+        self.store, self.config, self._engine = store, store.config, engine
+        self.groups = tuple(map(store.layers, slices))
 
     def lookup(self, tokens: Tokens, *, namespace: bytes = b"") -> int:
-        """Return the number of leading tokens of which all layers are there, or were a moment ago.
-
-        Args:
-            tokens: int [num_tokens].
-            namespace: The one that they are stored in.
-
-        Raises:
-            ValueError, TypeError: As for `KVStore.lookup`.
-        """
-        array = _checked(tokens, namespace)
+        array = checked_tokens(tokens, namespace)
         for group in reversed(self.groups):  # what is under way lacks the last one
             there = group.there(array, namespace)
             if False in there:
@@ -95,58 +64,18 @@ class LayerwiseStore:
         return len(array)
 
     def load_blocks(
-        self,
-        tokens: Tokens,
-        engine: "CacheEngine",
-        block_table: npt.NDArray[np.int32],
-        *,
-        start: int = 0,
-        namespace: bytes = b"",
+        self, tokens: Tokens, engine: "CacheEngine", block_table: Table, *, start: int = 0, namespace: bytes = b""
     ) -> int:
-        """Load K and V of tokens[start:], as far as all layers are there and the blocks reach.
-
-        Args:
-            tokens: int [num_tokens].
-            engine: The engine that the store was made with.
-            block_table: int [num_blocks], the tokens' blocks in their order.
-            start: The first token to load.
-            namespace: The one that they are stored in.
-
-        Returns:
-            The token after the last one that is in the blocks; `start` if none was found. Blocks after it may have been
-            written, and mean nothing.
-
-        Raises:
-            ValueError, TypeError: As for `KVStore.load_blocks`, or it is another engine.
-        """
         self.check_engine(engine)
-        array, end = _checked(tokens, namespace), len(tokens)
+        array, end = checked_tokens(tokens, namespace), len(tokens)
         for group in self.groups:
             whole = array[: -(-end // group.chunk_size) * group.chunk_size]
             end = min(end, group.load(whole, block_table, start, namespace))
         return end
 
-    def store_blocks(
-        self, tokens: Tokens, engine: "CacheEngine", block_table: npt.NDArray[np.int32], *, namespace: bytes = b""
-    ) -> int:
-        """Store K and V of the tokens, as far as they are not there yet.
-
-        First layers without last ones are replaced: a step may have failed after it had stored them.
-
-        Args:
-            tokens: int [num_tokens].
-            engine: The engine that the store was made with.
-            block_table: int [num_blocks], the tokens' blocks in their order.
-            namespace: Tokens of different namespaces never meet.
-
-        Returns:
-            The number of leading tokens that the store has now.
-
-        Raises:
-            ValueError, TypeError: As for `KVStore.store_blocks`, or it is another engine.
-        """
-        array = _checked(tokens, namespace)
-        self.finish_blocks(array, engine, block_table, namespace=namespace)
+    def store_blocks(self, tokens: Tokens, engine: "CacheEngine", block_table: Table, *, namespace: bytes = b"") -> int:
+        array = checked_tokens(tokens, namespace)
+        self.finish_blocks(array, engine, block_table, namespace=namespace)  # a step may have left first layers alone
         for group in self.groups[:-1]:  # which may have lost some
             group.put(array, block_table, 0, namespace)
         return self.lookup(array, namespace=namespace)
@@ -155,29 +84,13 @@ class LayerwiseStore:
         self,
         tokens: Tokens,
         engine: "CacheEngine",
-        block_table: npt.NDArray[np.int32],
+        block_table: Table,
         *,
         namespace: bytes = b"",
         has_first: npt.NDArray[np.bool_] | None = None,
     ) -> int:
-        """Store chunks whose last layers are not there, and leave the others alone.
-
-        Args:
-            tokens: int [num_tokens].
-            engine: The engine that the store was made with.
-            block_table: int [num_blocks], the tokens' blocks in their order.
-            namespace: Tokens of different namespaces never meet.
-            has_first: bool [num_chunks], the chunks of which the caller has stored all but the last layers just now;
-                None for none. First layers of others are replaced.
-
-        Returns:
-            The number of tokens.
-
-        Raises:
-            ValueError, TypeError: As for `store_blocks`.
-        """
         self.check_engine(engine)
-        array, (*first_groups, last) = _checked(tokens, namespace), self.groups
+        array, (*first_groups, last) = checked_tokens(tokens, namespace), self.groups
         lacks = ~np.array(last.there(array, namespace), bool)
         replaced = lacks if has_first is None else lacks & ~has_first
         for begin, end in runs_of(replaced):
@@ -200,22 +113,9 @@ class LayerwiseStore:
         Raises:
             ValueError, TypeError: As for `KVStore.remove`.
         """
-        array = _checked(tokens, namespace)
+        array = checked_tokens(tokens, namespace)
         return max(group.remove(array, namespace) for group in reversed(self.groups))
 
     def check_engine(self, engine: "CacheEngine") -> None:
-        """Check that the store was made with this engine.
-
-        Args:
-            engine: The engine of some blocks.
-
-        Raises:
-            ValueError: It was made with another.
-        """
         if engine is not self._engine:
             raise ValueError("engine must be the one that the LayerwiseStore was made with, got another")
-
-
-def _checked(tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
-    check_namespace(namespace)
-    return as_tokens(tokens)

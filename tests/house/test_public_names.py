@@ -43,9 +43,13 @@ EXTRAS = {
 }
 CLASS_METHODS = ("__init__", "__enter__", "__call__", "__getitem__", "__setitem__", "__iter__")
 PRIVATE = {
-    "kvpage.store.records.kinds.RecordKinds": "of a KVStore, which makes its StateRecords",
+    "kvpage.store.load.block_chunks.BlockChunks": "of a KVStore, which stores them through its LayerChunks",
+    "kvpage.store.load.block_load.BlockLoad": "of a KVStore, which begins it through its LayerChunks",
+    "kvpage.store.records.kinds.RecordKinds": "of a KVStore, which stores through its LayerChunks",
+    "kvpage.store.records.payload.ShapedSource": "of a KVStore, which stores through its LayerChunks",
+    "kvpage.store.stack.tier_stack.TierStack": "of a KVStore, which makes its LayerChunks and StateRecords",
+    "kvpage.store.states.state_records.TokenChunks": "of a KVStore, which makes its StateRecords",
     "kvpage.store.states.state_keys.StateKeys": "of a KVStore, which makes its StateRecords",
-    "kvpage.store.states.state_parts.StateParts": "of a KVStore, which makes the records of its groups",
     "kvpage.integrations.sglang.host_pages.HostPages": "of a PageStorage, which makes it of a pool",
     "kvpage.observe.tree_watch.TreeChanges": "told by an engine's telemetry to its listeners",
     "kvpage.ops.args.bound_cache.AttentionOfOthers": "a library, which Engine.from_model chooses",

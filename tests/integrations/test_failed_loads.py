@@ -21,7 +21,7 @@ from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.serving import Engine, EngineConfig, SamplingParams
-from kvpage.store import KVStore, KVStoreConfig, metadata_of
+from kvpage.store import BlockStore, KVStore, KVStoreConfig, metadata_of
 from kvpage.store.bytes.pieces import pieces_of
 
 B, CHUNK, MAX_TOKENS = 4, 8, 6
@@ -29,7 +29,7 @@ PROMPTS = make_prompts([5 * CHUNK + 3, 3 * CHUNK, CHUNK + 1])
 GARBAGE = 0x5A
 
 
-class FailingStore:
+class FailingStore(BlockStore):
     """A KVStore whose loads all fail, after they have written garbage into every block they were given."""
 
     def __init__(self, store: KVStore, error: type[Exception] | None) -> None:

@@ -2,11 +2,11 @@
 
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.dict_store import StandIn
 from support.models import make_model, make_prompts
 from support.state_models import make_state_model
 
@@ -19,7 +19,6 @@ from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, metadata_of
 B, C = 4, 8
 ONE = SamplingParams(max_tokens=1)
 (PROMPT,) = make_prompts([3 * C + 3])
-CALLS = ("lookup", "load_blocks", "store_blocks")
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +97,8 @@ def test_what_is_computed_faster_is_said_so(llama: torch.nn.Module, store: KVSto
     engine.close()
 
 
-def stand_in(store: KVStore, **calls: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{**{name: getattr(store, name) for name in CALLS}, **calls})
-
-
 def test_a_store_that_does_not_explain_itself_is_looked_up(llama: torch.nn.Module, store: KVStore) -> None:
-    for other in (stand_in(store), ArrivingStore(store)):
+    for other in (StandIn(store), ArrivingStore(store)):
         engine = make_engine(llama)
         engine.use_store(other)
         found = engine.explain(PROMPT).store
@@ -129,7 +124,7 @@ def test_a_store_that_fails_is_an_answer(
     llama: torch.nn.Module, store: KVStore, calls: dict[str, Any], error: str
 ) -> None:
     engine = make_engine(llama)
-    engine.use_store(stand_in(store, **calls))
+    engine.use_store(StandIn(store, **calls))
     found = engine.explain(PROMPT)
     assert found.store is not None and found.num_cached_tokens == 0
     assert (found.store.num_tokens, found.store.verdict, found.store.error) == (0, StoreVerdict.FAILED, error)
@@ -145,7 +140,7 @@ def test_a_store_that_is_late_is_an_answer(llama: torch.nn.Module, store: KVStor
         return store.explain(tokens, namespace)
 
     engine = make_engine(llama, store_deadline=0.01)
-    engine.use_store(stand_in(store, explain=explain))
+    engine.use_store(StandIn(store, explain=explain))
     try:
         for _ in range(3):  # more than there are threads: the last question is never asked
             found = engine.explain(PROMPT).store

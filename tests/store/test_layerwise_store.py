@@ -149,7 +149,7 @@ def test_a_chunk_that_comes_in_part_is_a_miss(store) -> None:
 
 def test_arguments_are_checked(store) -> None:
     engine = make_engine()
-    with pytest.raises(TypeError, match="store must be a KVStore, got object"):
+    with pytest.raises(TypeError, match="store must derive from kvpage.store.BlockStore, got object"):
         LayerwiseStore(object(), engine)
     with pytest.raises(TypeError, match="engine must be a CacheEngine, got object"):
         LayerwiseStore(store, object())

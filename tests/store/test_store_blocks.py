@@ -1,5 +1,8 @@
 """Blocks of an engine to records and back: every layout and dtype, any start, and nothing else is touched."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from support.insides import entries_of, stack_of
@@ -7,6 +10,7 @@ from support.store_engines import TOKENS, B, C, L, all_bytes, make_engine, token
 from support.store_kv import corrupt
 
 from kvpage import CacheEngine, KVScales, ops
+from kvpage.layout import cache_layout
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
 from kvpage.store.load.block_chunks import BlockChunks
 from kvpage.store.tiers.memory_tier import MemoryTier
@@ -159,3 +163,33 @@ def test_ids_of_no_block_are_refused_before_anything_is_stored_or_loaded(ids, ma
             call(tokens, engine, make(ids))
         assert store.lookup(tokens) == 0
     assert all(torch.equal(old, now.view(torch.uint8)) for old, now in zip(before, engine.gpu_cache, strict=True))
+
+
+@pytest.mark.parametrize("fields", [{}, {"backend": "mla"}, {"cache_dtype": "int8"}], ids=str)
+def test_a_layout_is_derived_once_for_all_calls(fields: dict, monkeypatch) -> None:
+    """Asking a backend for its shape takes longer than finding a small chunk."""
+    derived = []
+    engine = make_engine(**fields)
+    store, table = make_store(engine), list(range(8))
+    store.store_blocks(TOKENS[:C], engine, table)
+    get_backend = cache_layout.get_backend
+    monkeypatch.setattr(cache_layout, "get_backend", lambda name: derived.append(name) or get_backend(name))
+    store.store_blocks(TOKENS[:C], engine, table)
+    store.load_blocks(TOKENS[:C], engine, table)
+    assert derived == []
+    store.store_blocks(TOKENS, engine, table)  # a chunk of another length has a plan of its own
+    num_derived = len(derived)
+    store.load_blocks(TOKENS, engine, table)
+    store.store_blocks(TOKENS, engine, table, skip_existing=False)
+    assert len(derived) == num_derived
+
+
+def test_an_engine_is_not_kept_by_what_a_store_knows_of_it() -> None:
+    engine = make_engine()
+    store, weak = make_store(engine), weakref.ref(engine)
+    memory = weakref.ref(engine.gpu_cache[0])
+    store.store_blocks(TOKENS, engine, list(range(8)))
+    del engine
+    gc.collect()
+    assert weak() is None and memory() is None
+    store.close()

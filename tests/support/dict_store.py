@@ -4,11 +4,22 @@ import threading
 
 import torch
 
+from kvpage.store import BlockStore
+
 B = 4
 CHUNK = 2 * B
 
 
-class DictStore:
+class StandIn(BlockStore):
+    """A store whose three calls are another's, and which has the given ones in place of them, or besides."""
+
+    lookup = load_blocks = store_blocks = None  # each one has its own
+
+    def __init__(self, store: BlockStore, **calls) -> None:
+        vars(self).update({name: getattr(store, name) for name in ("lookup", "load_blocks", "store_blocks")} | calls)
+
+
+class DictStore(BlockStore):
     """Blocks of whole chunks by all tokens up to their end. `trouble` is done first by each call."""
 
     def __init__(self) -> None:

@@ -23,9 +23,14 @@ def sections(text: str) -> dict[str, str]:
 
 
 def public_methods(kind: type) -> Iterator[tuple[str, Callable]]:
-    """Yield the methods that a class and its bases in kvpage define for callers, by name."""
-    own = [base for base in reversed(kind.__mro__) if base.__module__.startswith("kvpage")]
-    for name, member in {name: member for base in own for name, member in vars(base).items()}.items():
+    """Yield the methods that a class and its bases in kvpage define for callers, by name.
+
+    One without a docstring has that of the base: the base's definition is yielded.
+    """
+    own, members = [base for base in reversed(kind.__mro__) if base.__module__.startswith("kvpage")], {}
+    for base in own:
+        members |= {name: member for name, member in vars(base).items() if name not in members or member.__doc__}
+    for name, member in members.items():
         function = getattr(member, "__func__", member)
         if not name.startswith("_") and inspect.isfunction(function):
             yield name, inspect.unwrap(function)

@@ -26,6 +26,7 @@ from support.rank_work import CONFIG, Seat, prompts, raise_for
 from kvpage.serving import Engine, SamplingParams
 from kvpage.serving import engine as engines
 from kvpage.serving.loop.ranks import rank_watch
+from kvpage.store import BlockStore
 
 TIMEOUT = 3.0
 SLOW = VOCAB - 2  # a token with which a step takes longer than TIMEOUT
@@ -33,7 +34,7 @@ LIMIT = 240.0  # seconds for all; it takes 25, and more on a busy machine
 FAULTY = replace(CONFIG, rank_timeout=TIMEOUT, tensor_parallel_size=2, store_deadline=30.0)
 
 
-class ActingStore:
+class ActingStore(BlockStore):
     """A store that holds nothing, and acts when it is asked."""
 
     def __init__(self, act: Callable[[], object] = lambda: None) -> None:

@@ -24,7 +24,7 @@ from kvpage.ops.args.tokens import COMPUTE_DTYPES
 from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.serving.assembly.parts import EngineParts
 from kvpage.serving.assembly.prompts import EnginePrompts
-from kvpage.serving.assembly.store_parts import check_keeps_layers, check_keeps_states, make_store_connector
+from kvpage.serving.assembly.store_parts import make_store_connector
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.config import EngineConfig
@@ -130,10 +130,6 @@ class EngineCore(EnginePrompts):
         self._connect_store(store, rule)
 
     def _connect_store(self, store: BlockStore, rule: LoadOrCompute | None) -> None:
-        if self.states is not None:
-            check_keeps_states(store)
-        if self.window_caches:
-            check_keeps_layers(store)
         if not self.manager.enable_prefix_caching:
             raise ValueError("store needs enable_prefix_caching, by which requests find what comes out of it")
         if self._connectors.store:

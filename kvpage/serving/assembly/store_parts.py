@@ -1,36 +1,23 @@
 """The connector between an engine and its store, with the engine's settings."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
-from kvpage.serving.assembly.state_store_connector import StateStoreConnector
-from kvpage.serving.assembly.window_store_connector import WindowStoreConnector
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
-from kvpage.serving.loop.store_connector import BlockStore, StoreConnector
-from kvpage.store import KVStore
-
-
-def check_keeps_states(store: BlockStore) -> None:
-    """Raise ValueError for a store that keeps K and V alone: a model with states could use nothing of it."""
-    if not hasattr(store, "states"):
-        raise ValueError(
-            "store must keep states for a model whose layers have some, as a KVStore does, got "
-            f"{type(store).__name__}: its chunks hold K and V alone"
-        )
-
-
-def check_keeps_layers(store: BlockStore) -> None:
-    """Raise ValueError for a store whose chunks are of all layers: with windows apart, none would be whole."""
-    if not hasattr(store, "layers"):
-        raise ValueError(
-            "store must keep groups of layers apart with num_window_blocks, as a KVStore does, got "
-            f"{type(store).__name__}: its chunks are of all layers"
-        )
+from kvpage.serving.loop.moves.layer_saves import LayerSaves
+from kvpage.serving.loop.moves.loads.prompt_loads import PromptLoads
+from kvpage.serving.loop.moves.saves import Saves
+from kvpage.serving.loop.moves.stored_blocks import StoredBlocks
+from kvpage.serving.loop.moves.stored_group import StoredGroup
+from kvpage.serving.loop.moves.stored_states import StoredStates
+from kvpage.serving.loop.moves.stored_windows import StoredWindows
+from kvpage.serving.loop.store_connector import StoreConnector
+from kvpage.store.block_store import BlockStore, check_store
 
 
 def make_store_connector(
@@ -45,21 +32,29 @@ def make_store_connector(
 ) -> StoreConnector:
     """Return the connector.
 
-    states: the slots of a model with states, which the manager gives out. windows: the caches of the
-        manager's windows.
+    states: the slots of a model with states, which the manager gives out. windows: the caches of the manager's windows.
+
+    Raises TypeError for no BlockStore. ValueError for one that cannot keep what the engine has.
     """
-    save_generated = config.save_generated
-    if save_generated is None:
-        save_generated = bool(getattr(getattr(store, "config", None), "save_decode_cache", False))
-    settings: dict[str, Any] = {
-        "deadline": config.store_deadline,
-        "save_generated": save_generated,
-        "save_portions": config.save_portions,
-    }
-    if isinstance(store, KVStore) and cache.gpu_cache and not manager.windows:
-        store.check_blocks(cache)  # else each save and load would fail, one by one
+    check_store(store)
+    group: StoredGroup
+    if states is not None and windows:
+        raise ValueError("num_window_blocks must be None beside a store, for a model whose layers keep states")
     if states is not None:
-        return StateStoreConnector(store, cache, states, manager, transfers, rule, **settings)
-    if manager.windows:
-        return WindowStoreConnector(store, cache, windows, manager, transfers, rule, **settings)
-    return StoreConnector(store, cache, manager, transfers, rule, **settings)
+        group = StoredStates(store, cache, states, manager, transfers)
+    elif windows:
+        group = StoredWindows(store, cache, windows, manager, transfers)
+    else:
+        group = StoredBlocks(store, cache, manager, transfers)
+    waits, save_generated = store.waits_for_others, config.save_generated
+    if save_generated is None:
+        save_generated = store.config is not None and store.config.save_decode_cache
+    return StoreConnector(
+        store,
+        cache,
+        PromptLoads(group, manager, transfers, rule, deadline=config.store_deadline, waits_for_others=waits),
+        LayerSaves(group, store, manager, cache) if store.groups else Saves(group),
+        chunk_size=manager.block_size if store.config is None else store.config.chunk_size,
+        save_generated=save_generated,
+        save_portions=config.save_portions,
+    )

@@ -14,8 +14,8 @@ from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.connector import BlendConnector
 from kvpage.serving.loop.batch.batch import Portion
-from kvpage.serving.loop.moves.layer_saves import Growth
 from kvpage.serving.loop.moves.loads.turns import Turns
+from kvpage.serving.loop.moves.written_layers import Growth
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.store_connector import StoreConnector
 
@@ -59,22 +59,22 @@ class Connectors(Turns):
 
     def holds(self, request: Request) -> bool:
         """Whether the request does better to wait."""
-        if self.store and self.store.holds(request):
+        if self.store and self.store.loads.holds(request):
             return True
         return bool(self.blend and request.blending is not None and self.blend.holds(request.blending))
 
     def has_blocks(self, request: Request) -> bool:
         """Whether the store's load has taken blocks for all of its tokens."""
-        return self.store is not None and self.store.has_blocks(request)
+        return self.store is not None and self.store.loads.has_blocks(request)
 
     def begin(self, request: Request, num_spare: int) -> bool:
         """Ask the store for a request whose turn has come, or load it; return whether it is to wait."""
-        return self.store is not None and not request.scores_prompt and self.store.begin(request, num_spare)
+        return self.store is not None and not request.scores_prompt and self.store.loads.begin(request, num_spare)
 
     def hand_over(self, request: Request) -> None:
         """Give back the blocks of its load. It is admitted now."""
         if self.store:
-            self.store.hand_over(request)
+            self.store.loads.hand_over(request)
 
     def wait(self, limit: WaitLimit | None = None) -> None:
         """Wait until something has come, or is late; no longer than the limit."""

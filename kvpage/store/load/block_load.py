@@ -11,7 +11,6 @@ from kvpage.store.load.layer_load import LayerLoad, OpenChunk
 from kvpage.store.records.kinds import RecordKind, RecordKinds
 from kvpage.store.records.record_io import read_record
 from kvpage.store.stack.call_gate import CallGate
-from kvpage.store.stack.placed import Placed
 from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.tiers.tier import Key, Reader
 
@@ -53,34 +52,37 @@ class BlockLoad:
         last = min((self._first + num_chunks) * self._size, self.end)
         return max(last, self.start) if num_chunks else self.start
 
+    def open(self, tiers: TierStack, in_memory: bool = False) -> list[OpenChunk]:
+        """Return the leading chunks whose records' heads are right. The caller closes their readers.
+
+        in_memory: only those of memory tiers.
+        """
+        opened, readers = list[OpenChunk](), tiers.open_leading(self.keys, in_memory)
+        for index, (placed, reader) in enumerate(readers):
+            make = functools.partial(OpenChunk, placed, reader, *self.chunk(index), self.end_of(index + 1))
+            chunk = tiers.verified(placed, self.keys[index], make)
+            reader.release_piece()
+            if chunk is None:
+                break
+            opened.append(chunk)
+        for _, reader in readers[len(opened) :]:
+            reader.close()
+        return opened
+
     def by_layers(self, tiers: TierStack, gate: CallGate) -> LayerLoad:
         """Begin a load of the leading chunks whose records' heads are right.
 
         It is a call under way, for the gate, until it ends.
         """
-        opened: list[tuple[Placed, Key, OpenChunk]] = []
-        readers = tiers.open_leading(self.keys)
-        for index, (placed, reader) in enumerate(readers):
-            found = tiers.verified(placed, self.keys[index], functools.partial(self._open, index, reader))
-            reader.release_piece()
-            if found is None:
-                break
-            opened.append((placed, self.keys[index], found))
-        for _, reader in readers[len(opened) :]:
-            reader.close()
-        tiers.count_reads([placed for placed, _, _ in opened])
+        opened = self.open(tiers)
+        tiers.count_reads([chunk.placed for chunk in opened])
 
-        def take_one(layer: int, index: int) -> bool:
-            placed, key, one = opened[index]
-            return tiers.verified(placed, key, functools.partial(one.take, layer)) or False
+        def take_chunk(layer: int, index: int) -> bool:
+            chunk = opened[index]
+            return tiers.verified(chunk.placed, chunk.key, functools.partial(chunk.take, layer)) or False
 
         def take(layer: int, num_chunks: int) -> int:
-            return tiers.threads.num_leading(functools.partial(take_one, layer), num_chunks)
+            return tiers.threads.num_leading(functools.partial(take_chunk, layer), num_chunks)
 
-        chunks = [one for _, _, one in opened]
         num_layers = self.blocks.num_layers
-        return LayerLoad(chunks, self.start, num_layers, take, lambda n: tiers.count(hit_tokens=n), gate)
-
-    def _open(self, index: int, reader: Reader) -> OpenChunk:
-        chunk, kind = self.chunk(index)
-        return OpenChunk(reader, kind, chunk, self.end_of(index + 1))
+        return LayerLoad(opened, self.start, num_layers, take, lambda n: tiers.count(hit_tokens=n), gate)

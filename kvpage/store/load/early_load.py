@@ -8,7 +8,7 @@
 A digest that is wrong ends the load before that chunk: nothing of it is ever announced.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -17,32 +17,19 @@ from kvpage.cache.layered_moves import Arrival, layer_pieces
 from kvpage.store.load.block_chunks import DeviceBlockChunk
 from kvpage.store.load.block_load import BlockLoad
 from kvpage.store.load.device.layer_copies import LayerCopies
-from kvpage.store.records.record import CorruptRecord
-from kvpage.store.records.record_io import check_kind, check_raw, read_head
-from kvpage.store.stack.chunk_threads import num_leading
-from kvpage.store.stack.placed import Placed
+from kvpage.store.load.layer_load import OpenChunk
 from kvpage.store.stack.tier_stack import TierStack
-from kvpage.store.tiers.stretches import digests_of
-from kvpage.store.tiers.tier import Key, Reader
 
 OnVerified = Callable[[int, Arrival], object]
 """Called with the token after the last one that is verified, and with the arrival of its layers."""
 
 
 class PinnedRecord(NamedTuple):
-    """An open record with the right head, whose payload is in pinned memory as it is."""
+    """An open record whose payload is in pinned memory as it is. chunk: where its layers go to."""
 
-    placed: Placed
-    key: Key
+    opened: OpenChunk
     chunk: DeviceBlockChunk
     payload: memoryview
-    digests: bytes
-
-    def verify(self, num_threads: int) -> bool:
-        """Return True. Raises CorruptRecord."""
-        if digests_of(self.payload, self.chunk.stretch_bytes, num_threads) != self.digests:
-            raise CorruptRecord("a digest is wrong")
-        return True
 
 
 class EarlyLoad:
@@ -59,8 +46,13 @@ class EarlyLoad:
 
     def run(self) -> int:
         """Load; return the number of chunks. All bytes are in the blocks on return."""
-        with ExitStack() as held:
-            records = self._open(held) if self._load.blocks.is_on_device else []
+        if not self._load.blocks.is_on_device:
+            return self._read_from(0)
+        with ExitStack() as readers:
+            opened = self._load.open(self._tiers, in_memory=True)
+            for chunk in opened:
+                readers.enter_context(chunk.reader)
+            records = list(self._pinned(opened))
             return self._run(records) if records else self._read_from(0)
 
     def _run(self, records: Sequence[PinnedRecord]) -> int:
@@ -81,8 +73,9 @@ class EarlyLoad:
         num_threads = self._tiers.threads.each(len(records))
 
         def verify(index: int) -> bool:
-            one = records[index]
-            return self._tiers.verified(one.placed, one.key, partial(one.verify, num_threads)) or False
+            opened, _, payload = records[index]
+            check = partial(opened.verify, payload, num_threads)
+            return self._tiers.verified(opened.placed, opened.key, check) or False
 
         num_right = self._tiers.threads.num_leading(verify, len(records))
         if num_right < len(records):
@@ -96,34 +89,11 @@ class EarlyLoad:
             lambda index, reader, num_threads: self._load.read(first + index, reader, num_threads),
         )
 
-    def _open(self, held: ExitStack) -> list[PinnedRecord]:
-        """Return the leading records in pinned memory; `held` closes them."""
-        tiers, keys = self._tiers, self._load.keys
-        located = tiers.locate(keys)
-        count = num_leading(at is not None and tiers.tiers[at].tier.is_in_memory for at in located)
-        readers = tiers.open(keys[:count], located[:count])
-        for reader in readers:
-            if reader is not None:
-                held.enter_context(reader)
-        records: list[PinnedRecord] = []
-        for index, (at, reader) in enumerate(zip(located, readers, strict=False)):
-            placed = tiers.tiers[at or 0]
-            if reader is None or not (found := self._pinned(placed, index, reader)):
-                break
-            records.append(found)
-        return records
-
-    def _pinned(self, placed: Placed, index: int, reader: Reader) -> PinnedRecord | None:
-        """Return the record; None if it is wrong, encoded, or in memory that a GPU's copies do not reach."""
-        return self._tiers.verified(placed, self._load.keys[index], partial(self._checked, placed, index, reader))
-
-    def _checked(self, placed: Placed, index: int, reader: Reader) -> PinnedRecord | None:
-        chunk, kind = self._load.chunk(index)
-        head, digests = read_head(reader, kind.meta)
-        if check_kind(head, kind) is not None or not isinstance(chunk, DeviceBlockChunk):
-            return None
-        check_raw(head, chunk)
-        payload = reader.piece(head.payload_begin, head.payload_end)
-        if not self._load.blocks.layer_pipeline.is_pinned(payload):
-            return None
-        return PinnedRecord(placed, self._load.keys[index], chunk, payload, digests)
+    def _pinned(self, opened: Sequence[OpenChunk]) -> Iterator[PinnedRecord]:
+        """Yield the leading records, up to the first that is encoded, or in memory that a GPU's copies do not reach."""
+        for record in opened:
+            payload = self._tiers.verified(record.placed, record.key, record.payload)
+            if payload is None or not self._load.blocks.layer_pipeline.is_pinned(payload):
+                return
+            if isinstance(record.chunk, DeviceBlockChunk):
+                yield PinnedRecord(record, record.chunk, payload)

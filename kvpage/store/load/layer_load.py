@@ -18,19 +18,20 @@ from kvpage.store.records.kinds import RecordKind
 from kvpage.store.records.record import CorruptRecord
 from kvpage.store.records.record_io import check_kind, check_raw, decode, read_head, read_into_runs, read_piece
 from kvpage.store.stack.call_gate import CallGate
+from kvpage.store.stack.placed import Placed
 from kvpage.store.tiers.stretches import Runs, digests_of
 from kvpage.store.tiers.tier import Reader
 
 
 class OpenChunk:
-    """A record whose head is right, to be loaded layer by layer. end: the token after its last wanted one.
+    """A record whose head is right, with its tier and key, to be loaded bit by bit. chunk: where it goes to. end: the
+    token after its last wanted one.
 
     Raises CorruptRecord or TierError.
     """
 
-    def __init__(self, reader: Reader, kind: RecordKind, chunk: BlockChunk, end: int) -> None:
-        self.reader, self.end = reader, end
-        self._chunk = chunk
+    def __init__(self, placed: Placed, reader: Reader, chunk: BlockChunk, kind: RecordKind, end: int) -> None:
+        self.placed, self.reader, self.key, self.chunk, self.end = placed, reader, kind.key, chunk, end
         self._head, self._digests = read_head(reader, kind.meta)
         self._codec: Codec | None = check_kind(self._head, kind)
         self._decoded: memoryview | None = None
@@ -39,24 +40,34 @@ class OpenChunk:
             check_raw(self._head, chunk)
             self._runs = chunk.runs() if reader.takes_runs else None
 
+    def payload(self) -> memoryview | None:
+        """Return the payload of a record in memory; None for an encoded one."""
+        return None if self._codec else self.reader.piece(self._head.payload_begin, self._head.payload_end)
+
+    def verify(self, payload: memoryview, num_threads: int) -> bool:
+        """Return True. Raises CorruptRecord for a wrong payload."""
+        if digests_of(payload, self.chunk.stretch_bytes, num_threads) != self._digests:
+            raise CorruptRecord("a digest is wrong")
+        return True
+
     def take(self, layer: int) -> bool:
         """Load a layer and return True. After CorruptRecord or TierError no layer of this chunk counts."""
-        begin, end = self._chunk.layer_span(layer)
+        begin, end = self.chunk.layer_span(layer)
         if self._runs is not None:
-            each = len(self._runs) // self._chunk.num_layers
+            each = len(self._runs) // self.chunk.num_layers
             runs = self._runs[layer * each : (layer + 1) * each]
             read_into_runs(self.reader, self._head, self._digests, begin, end, runs)
             self.reader.release_piece()
             return True
         if self._codec is None:
-            read_piece(self.reader, self._head, self._digests, begin, end, self._chunk)
+            read_piece(self.reader, self._head, self._digests, begin, end, self.chunk)
             self.reader.release_piece()
             return True
         if self._decoded is None:  # a codec's output is one piece
             self._decoded = decode(self.reader, self._head, self._digests, self._codec)
             self.reader.release_piece()
         piece = self._decoded[begin:end]
-        if self._chunk.take(begin, piece, 1) != digests_of(piece, self._chunk.stretch_bytes):
+        if self.chunk.take(begin, piece, 1) != digests_of(piece, self.chunk.stretch_bytes):
             raise CorruptRecord("a digest is wrong")  # the memory changed meanwhile
         return True
 

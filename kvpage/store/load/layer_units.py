@@ -29,19 +29,14 @@ class LayerUnit:
     """Some layers, or one part of a layer.
 
     first: the first layer. caches: of each layer, of `layout`; of one part a view. num_parts: of each layer, all with
-    rows of one size.
+    rows of `row_size` elements in a payload.
     """
 
     first: int
     caches: list[torch.Tensor]
     layout: CacheLayout
     num_parts: int
-
-    @property
-    def row_size(self) -> int:
-        """Elements of a row in a payload."""
-        layout = self.layout
-        return layout.padded_head_size + SCALE_BYTES if layout.has_token_scales else layout.head_size
+    row_size: int
 
     @property
     def layer_token_size(self) -> int:
@@ -91,13 +86,17 @@ def units_of(layouts: Sequence[CacheLayout], caches: Sequence[torch.Tensor]) -> 
 def _units_of(first: int, caches: Sequence[torch.Tensor], layout: CacheLayout) -> list[LayerUnit]:
     if layout.value_size is None:
         num_parts = sum(view is not None for view in layout.views(caches[0]))
-        return [LayerUnit(first, list(caches), layout, num_parts)]
+        return [LayerUnit(first, list(caches), layout, num_parts, _row_size(layout))]
     halves = [layout.part(index) for index in range(len(layout.row_sizes))]
     return [
-        LayerUnit(layer, [rows], half, 1)
+        LayerUnit(layer, [rows], half, 1, _row_size(half))
         for layer, cache in enumerate(caches, first)
         for rows, half in zip(torch.split(cache, list(layout.row_sizes), dim=-1), halves, strict=True)
     ]
+
+
+def _row_size(layout: CacheLayout) -> int:
+    return layout.padded_head_size + SCALE_BYTES if layout.has_token_scales else layout.head_size
 
 
 def stretch_bytes_of(units: Sequence[LayerUnit], num_tokens: int) -> int:

@@ -10,8 +10,8 @@ import torch
 
 from kvpage.checks.tensors import parse_device
 from kvpage.checks.values import check_flag
-from kvpage.store.load.chunk_access import ChunkAccess
 from kvpage.store.load.known_dtype import KnownDtype
+from kvpage.store.load.layer_chunks import LayerChunks
 from kvpage.store.load.result_pool import ResultPool
 from kvpage.store.load.tensor_load import TensorLoad
 from kvpage.store.load.tensor_results import NewResult, TensorOut
@@ -25,12 +25,10 @@ Mask = npt.ArrayLike | torch.Tensor | None
 
 
 class TensorCalls:
-    """Thread-safe. chunk_size: tokens of a chunk. max_kept_bytes: of results' memory that is used again."""
+    """Thread-safe. max_kept_bytes: of results' memory that is used again."""
 
-    def __init__(
-        self, chunk_size: int, dtype: KnownDtype, tiers: TierStack, chunks: ChunkAccess, max_kept_bytes: int
-    ) -> None:
-        self._chunk_size, self._dtype, self._tiers, self._chunks = chunk_size, dtype, tiers, chunks
+    def __init__(self, dtype: KnownDtype, tiers: TierStack, chunks: LayerChunks, max_kept_bytes: int) -> None:
+        self._dtype, self._tiers, self._chunks = dtype, tiers, chunks
         self.pool = ResultPool(max_kept_bytes)
 
     def store(
@@ -47,9 +45,9 @@ class TensorCalls:
         check_flag("skip_existing", skip_existing)
         check_flag("blocking", blocking)
         num_skipped = num_leading_false("kv_tensors_mask", mask, len(tokens))
-        if num_skipped % self._chunk_size:
+        if num_skipped % self._chunks.chunk_size:
             raise ValueError(
-                f"kv_tensors_mask must be False for whole chunks of {self._chunk_size}, got {num_skipped} tokens"
+                f"kv_tensors_mask must be False for whole chunks of {self._chunks.chunk_size}, got {num_skipped} tokens"
             )
         parts = as_parts(kv_tensors, fmt, self._dtype.metadata.kv_dtype)
         num_given = parts[0][0].shape[token_dim(fmt)]
@@ -61,7 +59,7 @@ class TensorCalls:
         def chunk(begin: int, end: int) -> TensorChunk:
             return given.chunk(begin - num_skipped, end - num_skipped)
 
-        put = functools.partial(self._chunks.put, kinds, tokens, num_skipped, chunk, skip_existing, namespace)
+        put = functools.partial(self._chunks.put_tokens, kinds, tokens, num_skipped, chunk, skip_existing, namespace)
         return done(put()) if blocking else self._tiers.later(put)
 
     def retrieve(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import MAX_NAMESPACE_BYTES, check_at_least
+from kvpage.checks.values import MAX_NAMESPACE_BYTES, check_at_least, check_namespace
 from kvpage.layout.kv_scales import KVScales
 from kvpage.ops.chunks import FORMATS
 from kvpage.store.records.record import MAX_META_BYTES
@@ -96,6 +96,12 @@ class KVStoreMetadata:
             "world_size": str(self.world_size).encode(),
         }
         return ENCODING + _encode((name.encode(), value) for name, value in fields.items())
+
+
+def checked_tokens(tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
+    """Return the tokens as int32. Raises ValueError or TypeError for wrong tokens, or a wrong namespace."""
+    check_namespace(namespace)
+    return as_tokens(tokens)
 
 
 def scales_digest(kv_scales: Iterable[KVScales] | None) -> bytes:

@@ -199,9 +199,12 @@ class TierStack(TierCalls):
                 self.ask(one, one.tier.remove, [key], one.deadline)
             return None
 
-    def open_leading(self, keys: Sequence[Key]) -> list[tuple[Placed, Reader]]:
-        """Return the tiers and readers of the leading records that are there."""
+    def open_leading(self, keys: Sequence[Key], in_memory: bool = False) -> list[tuple[Placed, Reader]]:
+        """Return the tiers and readers of the leading records that are there; with `in_memory`, in memory tiers."""
         located = self.locate(keys)
+        if in_memory:
+            num_near = num_leading(at is not None and self.tiers[at].tier.is_in_memory for at in located)
+            keys, located = keys[:num_near], located[:num_near]
         readers = self.open(keys, located)
         count = num_leading(reader is not None for reader in readers)
         for reader in readers[count:]:

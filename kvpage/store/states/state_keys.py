@@ -13,11 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvpage.layout.groups import StateLayout
 from kvpage.store.records.keys import ChunkKeys, KVStoreMetadata
-from kvpage.store.records.kinds import RecordKind
+from kvpage.store.records.kinds import RecordKind, RecordKinds
 from kvpage.store.records.record import INDEX_CODEC, STATE_CODEC
 from kvpage.store.tiers.tier import Key
 
@@ -30,27 +29,23 @@ class StateKeys(ChunkKeys):
     Args:
         metadata: The store's. Its dtype is left out.
         layout: The place of each part in a state.
-        kv_dtype: Of the K and V beside the states; None for a model without any.
+        kinds: Of the chunks of K and V beside the states; None for a model without any.
         chunk_size: Tokens of a chunk.
-        lossy_codec: As of ChunkKeys.
 
     Raises:
+        TypeError: `layout` is no StateLayout.
         ValueError: The metadata are too long for a record.
     """
 
     def __init__(
-        self,
-        metadata: KVStoreMetadata,
-        layout: StateLayout,
-        kv_dtype: torch.dtype | None,
-        chunk_size: int,
-        lossy_codec: str,
+        self, metadata: KVStoreMetadata, layout: StateLayout, kinds: RecordKinds | None, chunk_size: int
     ) -> None:
-        has_kv = kv_dtype is not None
-        extra = (*metadata.extra, ("state_layout", f"{layout.digest}{'' if has_kv else ' alone'}"))
-        dtype = kv_dtype if has_kv else layout.parts[0].dtype
+        if not isinstance(layout, StateLayout):
+            raise TypeError(f"layout must be a StateLayout, got {type(layout).__name__}")
+        extra = (*metadata.extra, ("state_layout", f"{layout.digest}{' alone' if kinds is None else ''}"))
+        dtype, lossy_codec = (layout.parts[0].dtype, "") if kinds is None else (kinds.dtype, kinds.keys.lossy_codec)
         super().__init__(replace(metadata, kv_dtype=dtype, extra=extra), chunk_size, lossy_codec)
-        self.slot_bytes = layout.slot_bytes
+        self.layout, self.slot_bytes = layout, layout.slot_bytes
 
     def prefixes(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> list[bytes]:
         """Return the key of each prefix of whole chunks, the empty one first.

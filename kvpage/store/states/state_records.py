@@ -8,75 +8,68 @@ Every read gives nothing, or exactly the bytes that were put after these tokens.
 `KVStore.store_blocks` stores them; those after the last whole chunk are a shorter one.
 """
 
-from typing import Any
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from kvpage.blocks.explain import Explanation
-from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import as_integer, check_flag, check_namespace
-from kvpage.layout.groups import StateLayout
+from kvpage.blocks.explain import Ending, Explanation, GroupReach
+from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import as_integer, check_flag
 from kvpage.store.bytes.byte_jobs import limit_of
 from kvpage.store.bytes.pieces import pieces_of
 from kvpage.store.bytes.run_payload import RunPayload
-from kvpage.store.load.known_dtype import KnownDtype
-from kvpage.store.records.kinds import RecordKind, RecordKinds
+from kvpage.store.records.keys import checked_tokens
+from kvpage.store.records.kinds import RecordKind
 from kvpage.store.records.payload import Source
 from kvpage.store.records.record_io import read_record
-from kvpage.store.stack.call_gate import gated
-from kvpage.store.states.explaining import explain_states
+from kvpage.store.stack.call_gate import CallGate, gated
+from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.states.state_index import StateIndex
 from kvpage.store.states.state_keys import StateKeys
-from kvpage.store.states.state_parts import StateParts
-from kvpage.store.states.state_search import StateSearch
-from kvpage.store.tiers.tier import Reader
+from kvpage.store.tiers.tier import Key, Reader
 
+Array = npt.NDArray[np.int32]
 Memory = Any
 """bytes, bytearray, memoryview, numpy array, or a tensor in host memory; contiguous, of the bytes of one slot."""
+
+
+class TokenChunks(Protocol):
+    """The chunks of K and V beside states; LayerChunks are some."""
+
+    def keys(self, tokens: Array, namespace: bytes) -> list[Key]:
+        """Return the keys of the tokens' chunks."""
+
+    def count(self, tokens: Array, namespace: bytes) -> int:
+        """Return the number of leading tokens whose chunks are there."""
+
+    def reach(self, tokens: Array, namespace: bytes) -> GroupReach:
+        """Return how far chunks reach, and why not further."""
 
 
 class StateRecords:
     """The records of one layout of states. Thread-safe; made by `KVStore.states`, and open as long as the store.
 
     Args:
-        parts: Of the store.
+        tiers: Of the store.
+        gate: Of the store.
+        lock: One for all indexes of the store.
         keys: Names of the records.
-        kinds: Names of the chunks of the same tokens; None for a model without K and V.
+        chunks: Those of the same tokens; None for a model without K and V.
+
+    Attributes:
         layout: The place of each part in a state.
     """
 
-    def __init__(self, parts: StateParts, keys: StateKeys, kinds: RecordKinds | None, layout: StateLayout) -> None:
-        self.gate, self.layout = parts.gate, layout
-        self._tiers, self._keys = parts.tiers, keys
-        self._index = StateIndex(parts.tiers, keys, parts.lock)
-        self._search = StateSearch(parts.tiers, keys, self._index, kinds)
-
-    @classmethod
-    def of(
-        cls, parts: StateParts, dtype: KnownDtype, layout: StateLayout, kv_dtype: torch.dtype | None
-    ) -> "StateRecords":
-        """Return the records of a layout; see KVStore.states.
-
-        Args:
-            parts: Of the store.
-            dtype: Of the store, settled by `kv_dtype`.
-            layout: The place of each part in a state.
-            kv_dtype: Of the K and V; None for a model without any.
-
-        Raises:
-            TypeError: An argument is of another type.
-            ValueError: The store is of another dtype, or its metadata are too long.
-        """
-        if not isinstance(layout, StateLayout):
-            raise TypeError(f"layout must be a StateLayout, got {type(layout).__name__}")
-        if kv_dtype is not None and not isinstance(kv_dtype, torch.dtype):
-            raise TypeError(f"kv_dtype must be a torch.dtype or None, got {type(kv_dtype).__name__}")
-        kinds = None if kv_dtype is None else dtype.settle(kv_dtype)
-        lossy_codec = "" if kinds is None else kinds.keys.lossy_codec
-        keys = StateKeys(dtype.metadata, layout, kv_dtype, dtype.chunk_size, lossy_codec)
-        return cls(parts, keys, kinds, layout)
+    def __init__(
+        self, tiers: TierStack, gate: CallGate, lock: threading.Lock, keys: StateKeys, chunks: TokenChunks | None
+    ) -> None:
+        self.gate, self.layout = gate, keys.layout
+        self._tiers, self._keys, self._chunks = tiers, keys, chunks
+        self._index = StateIndex(tiers, keys, lock)
 
     @gated
     def put(
@@ -105,7 +98,7 @@ class StateRecords:
         array = self._checked(tokens, namespace)
         check_flag("skip_existing", skip_existing)
         limit, payload = limit_of(deadline), self._payload(state, writable=False)
-        prefix, key, start = self._search.key_of(array, namespace)
+        prefix, key, start = self._key_of(array, namespace)
 
         def record(_: int) -> tuple[RecordKind, Source]:
             return self._keys.state_kind(key, len(array), namespace), payload
@@ -133,7 +126,7 @@ class StateRecords:
         """
         array = self._checked(tokens, namespace)
         limit, payload = limit_of(deadline), self._payload(state, writable=True)
-        _, key, _ = self._search.key_of(array, namespace)
+        _, key, _ = self._key_of(array, namespace)
         kind = self._keys.state_kind(key, len(array), namespace)
 
         def read(_: int, reader: Reader, num_threads: int) -> None:
@@ -152,7 +145,7 @@ class StateRecords:
         Returns:
             Whether the fastest tier that can have it has it.
         """
-        return self._tiers.promote([self._search.key_of(self._checked(tokens, namespace), namespace)[1]])[0]
+        return self._tiers.promote([self._key_of(self._checked(tokens, namespace), namespace)[1]])[0]
 
     @gated
     def longest(self, tokens: Tokens, namespace: bytes = b"", most: int | None = None) -> int:
@@ -173,7 +166,7 @@ class StateRecords:
         limit = len(array) if most is None else as_integer("most", most)
         if not 0 <= limit <= len(array):
             raise ValueError(f"most must be in [0, {len(array)}], got {limit}")
-        return self._search.longest(array, namespace, limit)
+        return self._longest(array, namespace, limit)
 
     @gated
     def positions(self, tokens: Tokens, namespace: bytes = b"") -> list[int]:
@@ -183,7 +176,7 @@ class StateRecords:
             tokens: int [num_tokens], a prompt.
             namespace: where to look.
         """
-        return self._search.all_of(self._checked(tokens, namespace), namespace)
+        return self._positions(self._checked(tokens, namespace), namespace)
 
     @gated
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
@@ -197,8 +190,8 @@ class StateRecords:
             The number of states removed from the tier that had most of them.
         """
         array = self._checked(tokens, namespace)
-        positions = self._search.all_of(array, namespace)
-        return self._tiers.remove([self._search.key_of(array[:end], namespace)[1] for end in positions])
+        positions = self._positions(array, namespace)
+        return self._tiers.remove([self._key_of(array[:end], namespace)[1] for end in positions])
 
     @gated
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
@@ -208,9 +201,63 @@ class StateRecords:
             tokens: int [num_tokens], a prompt.
             namespace: where to look.
         """
-        array, search = self._checked(tokens, namespace), self._search
-        usable, positions = search.longest(array, namespace, len(array) - 1), search.all_of(array, namespace)
-        return explain_states(len(array), usable, positions, search.reach_of_chunks(array, namespace))
+        array = self._checked(tokens, namespace)
+        num_tokens, usable = len(array), self._longest(array, namespace, len(array) - 1)
+        above = min((end for end in self._positions(array, namespace) if end > usable), default=None)
+        ending = _ending(usable, num_tokens - 1, above)
+        state = GroupReach("state", usable, ending, below=usable or None, above=above)
+        if self._chunks is None:
+            return Explanation(num_tokens, usable, (state,))
+        chunks = self._chunks.reach(array, namespace)
+        if usable > chunks.num_tokens:  # by the shorter chunk before the state
+            chunks = replace(chunks, num_tokens=usable, ending=Ending.PROMPT if usable == num_tokens else chunks.ending)
+        return Explanation(num_tokens, usable, (chunks, state))
+
+    # --- the search ---------------------------------------------------------------------------------------------------
+
+    def _key_of(self, tokens: Array, namespace: bytes) -> tuple[bytes, Key, int]:
+        """Return the prefix before the last tokens, the key of the state after all of them, and the prefix's tokens."""
+        prefix = self._keys.prefixes(tokens, namespace)[-1]
+        start = len(tokens) // self._keys.chunk_size * self._keys.chunk_size
+        return prefix, self._keys.state(prefix, tokens[start:]), start
+
+    def _positions(self, tokens: Array, namespace: bytes) -> list[int]:
+        """Return the positions of all states of a prompt, the longest first."""
+        listed = list(self._listed(tokens, namespace, len(tokens)))
+        there = self._tiers.locate([key for _, key in listed])
+        return [position for (position, _), tier in zip(listed, there, strict=True) if tier is not None]
+
+    def _longest(self, tokens: Array, namespace: bytes, most: int) -> int:
+        """Return the longest position up to `most` with a state and all chunks before it; 0 for none."""
+        num_in_chunks = most if self._chunks is None else self._chunks.count(tokens[:most], namespace)
+        reach = min(num_in_chunks + self._keys.chunk_size - 1, most)
+        listed = self._listed(tokens[:reach], namespace, most)
+        return next((position for position, key in listed if self._is_there(tokens[:position], key, namespace)), 0)
+
+    def _is_there(self, tokens: Array, key: Key, namespace: bytes) -> bool:
+        """Return whether the state is there, and the chunk after the last whole one, if there is any."""
+        keys = [key]
+        if self._chunks is not None and len(tokens) % self._keys.chunk_size:
+            keys.append(self._chunks.keys(tokens, namespace)[-1])
+        return None not in self._tiers.locate(keys)
+
+    def _listed(self, tokens: Array, namespace: bytes, most: int) -> Iterator[tuple[int, Key]]:
+        """Yield the positions of a prompt that an index has, and the keys of their states, the longest first.
+
+        An entry counts where the prompt has its tokens.
+        """
+        prefixes = self._keys.prefixes(tokens, namespace)
+        for at in np.flatnonzero(self._index.there(prefixes))[::-1].tolist():
+            start = at * self._keys.chunk_size
+            entries = self._index.read(prefixes[at], start, namespace)
+            for rest in sorted(set(entries.values()), reverse=True):
+                position = start + rest
+                if 0 < position <= min(most, len(tokens)):
+                    key = self._keys.state(prefixes[at], tokens[start:position])
+                    if entries.get(key) == rest:
+                        yield position, key
+
+    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _payload(self, state: Memory, writable: bool) -> RunPayload:
         payload = RunPayload.of(pieces_of(state, writable))
@@ -218,9 +265,15 @@ class StateRecords:
             raise ValueError(f"state must have the {self.layout.slot_bytes} bytes of a slot, got {payload.num_bytes}")
         return payload
 
-    def _checked(self, tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
-        check_namespace(namespace)
-        array = as_tokens(tokens)
+    def _checked(self, tokens: Tokens, namespace: bytes) -> Array:
+        array = checked_tokens(tokens, namespace)
         if not len(array):
             raise ValueError("tokens must be at least one, got none")
         return array
+
+
+def _ending(usable: int, most: int, above: int | None) -> Ending:
+    """Return why no longer position is usable. above: the next one with a state."""
+    if usable >= most:
+        return Ending.PROMPT
+    return Ending.NO_CHECKPOINT if above is None or above > most else Ending.NO_KV

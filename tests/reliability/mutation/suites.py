@@ -99,7 +99,7 @@ SUITES = {
     "kvpage/store/kv_store.py": STORE,
     "kvpage/store/states/state_index.py": STATES,
     "kvpage/store/states/state_keys.py": STATES,
-    "kvpage/store/states/state_search.py": STATES,
+    "kvpage/store/states/state_records.py": STATES,
     "csrc/slots/slot_allocator.cpp": SLOTS,
     "csrc/slots/slot_tree.cpp": SLOTS,
     "csrc/states/anchor_table.cpp": ["tests/blocks/hybrid/test_anchor_table.py"],

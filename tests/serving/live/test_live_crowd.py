@@ -15,6 +15,7 @@ from support.models import make_model, make_prompts
 from support.waiting import until
 
 from kvpage.serving import AsyncEngineConfig, LiveRequest, SamplingParams
+from kvpage.store import BlockStore
 
 PROMPTS = make_prompts([1, B, 7, 2 * B + 1, 13, 30], seed=9)
 
@@ -169,7 +170,7 @@ def test_random_lives(seed):
         logging.disable(logging.NOTSET)
 
 
-class SlowStore:
+class SlowStore(BlockStore):
     """A store whose lookups wait for `gate`; it holds nothing."""
 
     def __init__(self) -> None:

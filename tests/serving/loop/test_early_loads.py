@@ -21,7 +21,7 @@ from kvpage.cache.layered_moves import Arrival
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.loop.moves.expected_blocks import ExpectedBlocks
 from kvpage.serving.model.step import BatchItem
-from kvpage.store import KVStore, KVStoreConfig, metadata_of
+from kvpage.store import BlockStore, KVStore, KVStoreConfig, metadata_of
 from kvpage.store.load import block_chunks
 from kvpage.store.tiers.memory_tier import MemoryTier
 
@@ -53,7 +53,7 @@ class OnDevice:
         return getattr(self._cache, name)
 
 
-class LateStore:
+class LateStore(BlockStore):
     """A store in memory. What it has verified comes late: a load ends when `released` is set.
 
     in_load: called in the store's thread after `verified` was told.
@@ -157,7 +157,7 @@ def test_prompts_are_computed_and_end_before_their_loads_do(expected, store: Lat
     outputs = {}
     while engine.has_unfinished:
         outputs |= {one.request_id: one.output for one in engine.step() if one.output}
-    assert not store.released.is_set() and len(engine.debug.store._late) == 2
+    assert not store.released.is_set() and len(engine.debug.store.loads._late) == 2
     assert [outputs[f"request-{number}"].token_ids for number in (0, 1)] == expected[:2]
     assert [outputs[f"request-{number}"].num_cached_tokens for number in (0, 1)] == [5 * CHUNK, 3 * CHUNK - B]
     stats = engine.stats().store
@@ -209,7 +209,7 @@ def test_an_aborted_request_leaves_its_load_the_blocks(expected, store: LateStor
     engine = make_engine(store, num_blocks=num_blocks)
     engine.add_request(PROMPTS[0], PARAMS, request_id="first")
     step_until(engine, lambda: store.arrivals and store.arrivals[0].is_over)
-    (load,) = engine.debug.store._late
+    (load,) = engine.debug.store.loads._late
     held = set(load.block_ids.tolist())
     engine.abort("first")
     assert engine.stats().num_used_blocks >= 5 * CHUNK // B
@@ -269,7 +269,7 @@ def test_copies_that_fail_after_all_are_forgotten(expected, store: LateStore) ->
     with pytest.raises(RuntimeError, match="copy 7 has failed"):
         step_until(engine, end_load)
     store.released.set()
-    (load,) = engine.debug.store._late
+    (load,) = engine.debug.store.loads._late
     while not load.future.done():
         load.future.exception(PATIENCE)
     assert finish(engine, store) == {"request-0": expected[0]}
@@ -288,18 +288,18 @@ def test_tokens_that_others_have_computed_meanwhile(expected, store: LateStore) 
     engine.add_request(PROMPTS[0], PARAMS)
     (request,) = engine.scheduler.waiting
     connector.ask([request])
-    assert connector.begin(request, 0)
+    assert connector.loads.begin(request, 0)
     connector.wait()
     connector.ask(())
-    assert connector.begin(request, 0)  # its turn has come: the load begins
-    (load,) = connector._loads.values()
+    assert connector.loads.begin(request, 0)  # its turn has come: the load begins
+    (load,) = connector.loads._loads.values()
     load.verified.result(PATIENCE)
     engine.manager.allocate("other", tokens)
     engine.compute([BatchItem("other", tokens, 0, len(tokens), ())])
     engine.manager.commit("other", tokens)
     connector.ask(())
     held = load.block_ids.tolist()
-    assert load.num_early == 0 and not connector.holds(load.request)
+    assert load.num_early == 0 and not connector.loads.holds(load.request)
     free = engine.manager.allocate("more", np.arange(4 * B, dtype=np.int32))
     assert not set(free.block_ids.tolist()) & set(held)
     for name in ("other", "more"):

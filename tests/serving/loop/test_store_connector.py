@@ -176,14 +176,14 @@ def test_a_count_may_be_a_numpy_integer(expected) -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2, 3])
-@pytest.mark.parametrize("where", ["_loaders", "_saves", "_transfers"])
+@pytest.mark.parametrize("where", ["_loaders", "saves", "_transfers"])
 def test_what_fails_between_engine_and_store_leaves_nothing_behind(expected, where: str, num_before: int) -> None:
     """The step raises; then all goes on, no block and no pin is lost, and closing comes to its end."""
     store = DictStore()
     serve(make_engine(store=store), expected)
-    engine = make_engine(store=store if where != "_saves" else DictStore())
+    engine = make_engine(store=store if where != "saves" else DictStore())
     connector, calls = engine.debug.store, []
-    owner = connector._saves._thread if where == "_saves" else getattr(connector, where)
+    owner = connector.saves._thread if where == "saves" else getattr(connector.loads, where)
     name = "run" if where == "_transfers" else "submit"
     works = getattr(owner, name)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.dict_store import DictStore
 from support.models import make_model
 from support.state_engines import (
     B,
@@ -174,6 +175,8 @@ def test_bad_budgets_are_refused(fields: dict, words: str) -> None:
 def test_what_models_with_states_do_not_have() -> None:
     engine = make_engine(make_state_model("lfm2"))
     with pytest.raises(ValueError, match="store must keep states for a model whose layers have some"):
+        engine.use_store(DictStore())
+    with pytest.raises(TypeError, match="store must derive from kvpage.store.BlockStore, got object"):
         engine.use_store(object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="engine must have a model whose layers keep no states"):
         PagedTokenTrie(engine)

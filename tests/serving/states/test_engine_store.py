@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.dict_store import StandIn
 from support.models import generate_each
 from support.state_engines import states_for
 from support.state_loop import random_tokens
@@ -128,25 +129,20 @@ def test_a_tier_in_trouble(kind: str) -> None:
     store.close()
 
 
-class Faulty:
+def faulty(store: KVStore, method: str, answer: object) -> StandIn:
     """A store whose states raise, or answer nonsense, in one of their methods."""
 
-    def __init__(self, store: KVStore, method: str, answer: object) -> None:
-        self._store, self._method, self._answer = store, method, answer
+    def call(*args: object) -> object:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer(*args) if callable(answer) else answer
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+    def states(*about: Any) -> SimpleNamespace:
+        right = store.states(*about)
+        calls = {name: getattr(right, name) for name in ("longest", "get_into", "put", "prefetch")}
+        return SimpleNamespace(**{**calls, method: call})
 
-    def states(self, *about: object) -> Any:
-        states = self._store.states(*about)
-        faulty = SimpleNamespace(longest=states.longest, get_into=states.get_into, put=states.put)
-        setattr(faulty, self._method, self._call)
-        return faulty
-
-    def _call(self, *args: object) -> object:
-        if isinstance(self._answer, Exception):
-            raise self._answer
-        return self._answer(*args) if callable(self._answer) else self._answer
+    return StandIn(store, states=states)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +155,7 @@ def test_faults_of_a_store(lfm2: torch.nn.Module, expected: list[list[int]], met
         if method != "put":
             serve(make_engine(lfm2), store)
         engine = make_engine(lfm2)
-        tokens, found = serve(engine, Faulty(store, method, answer))
+        tokens, found = serve(engine, faulty(store, method, answer))
         assert tokens == expected
         assert found == (ENDS if answer == 10**6 else [0, 0, len(COMMON), 0])  # cut to the prompt, and verified
         assert serve(make_engine(lfm2), store)[0] == expected
@@ -178,7 +174,7 @@ def test_a_chunk_that_vanishes_between_lookup_and_load(lfm2: torch.nn.Module, ex
             return found
 
         states.longest = lookup
-        gone = SimpleNamespace(states=lambda *about: states, **{n: getattr(store, n) for n in CALLS})
+        gone = StandIn(store, states=lambda *about: states)
         assert serve(make_engine(lfm2), gone, PROMPTS[:1]) == (expected[:1], ENDS[3:])  # which has a chunk of its own
 
 
@@ -210,11 +206,8 @@ def test_a_state_that_cannot_be_loaded_gives_way_to_a_shorter_one(
             def get_into(tokens: Any, *rest: Any) -> bool:
                 return len(tokens) == keeps and states.get_into(tokens, *rest)
 
-            gone = Faulty(store, "get_into", get_into)
+            gone = faulty(store, "get_into", get_into)
             assert serve(make_engine(lfm2), gone, PROMPTS[:1]) == (expected[:1], [keeps])
-
-
-CALLS = ("lookup", "load_blocks", "store_blocks")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.dict_store import DictStore
 from support.models import WINDOW, make_model
 from support.state_engines import own_tokens, random_prompt
 from support.state_loop import assert_near, own_logits
@@ -119,5 +120,5 @@ def test_what_needs_one_table_is_refused() -> None:
     engine = make_engine(make_model("gemma3"))
     with pytest.raises(ValueError, match="num_window_blocks=None: a trie forks amid a sequence"):
         PagedTokenTrie(engine)
-    with pytest.raises(ValueError, match="store must keep groups of layers apart .* got object"):
-        engine.use_store(object())
+    with pytest.raises(ValueError, match="store must keep groups of layers apart .* got DictStore"):
+        engine.use_store(DictStore())

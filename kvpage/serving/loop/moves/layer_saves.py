@@ -10,10 +10,10 @@ commit, and the save's afterwards. Where they will be given back, the first laye
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,57 +22,10 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.values import runs_of
-from kvpage.serving.loop.moves.block_store import TokenIds
-from kvpage.serving.loop.moves.store_saves import StoreSaves
-from kvpage.serving.loop.moves.stored_windows import Layers
-from kvpage.serving.loop.moves.written_layers import WrittenLayers
-
-
-class GroupedStore(Protocol):
-    """What a BlockStore has besides whose records have a few layers each; `kvpage.store.LayerwiseStore` is one."""
-
-    groups: "Sequence[LayerGroup]"
-
-    def store_blocks(self, tokens: TokenIds, engine: CacheEngine, block_table: Ids, *, namespace: bytes) -> int:
-        """Store what lacks; see BlockStore."""
-
-    def finish_blocks(
-        self,
-        tokens: TokenIds,
-        engine: CacheEngine,
-        block_table: Ids,
-        *,
-        namespace: bytes,
-        has_first: npt.NDArray[np.bool_],
-    ) -> int:
-        """Store chunks that lack their last layers; return the number of tokens.
-
-        has_first: The chunks that have all other layers from this very computation. Those of others are replaced.
-        """
-
-
-class LayerGroup(Layers, Protocol):
-    """Chunks of a few layers. layer_ids: in the model's order."""
-
-    layer_ids: tuple[int, ...]
-
-    def put(
-        self, tokens: TokenIds, block_table: Ids, first_chunk: int, namespace: bytes, skip_existing: bool = True
-    ) -> None:
-        """Store the chunks of the tokens from one on."""
-
-
-class Growth(NamedTuple):
-    """A prompt of which a step computes a portion.
-
-    tokens: The prompt so far, that portion included. start: the number before it. is_whole: whether nothing follows.
-    """
-
-    seq_id: Hashable
-    tokens: TokenIds
-    start: int
-    is_whole: bool
-    namespace: bytes
+from kvpage.serving.loop.moves.saves import Saves
+from kvpage.serving.loop.moves.stored_group import Hold, StoredGroup
+from kvpage.serving.loop.moves.written_layers import Growth, WrittenLayers
+from kvpage.store.block_store import BlockStore, TokenIds
 
 
 class _Growing(NamedTuple):
@@ -83,11 +36,12 @@ class _Growing(NamedTuple):
     namespace: bytes
 
 
-class LayerSaves(StoreSaves):
+class LayerSaves(Saves):
     """Saves under way. All methods are for the engine's thread.
 
     Args:
-        store: The store.
+        group: The blocks, and where they are stored.
+        store: One with groups of layers.
         manager: Of the blocks.
         cache: The blocks.
 
@@ -95,9 +49,9 @@ class LayerSaves(StoreSaves):
         chunk_size: Tokens of the store's chunks.
     """
 
-    def __init__(self, store: GroupedStore, manager: BlockManager, cache: CacheEngine) -> None:
-        super().__init__(self._store_whole, manager, cache.device)
-        self._store, self._cache, self._groups = store, cache, store.groups
+    def __init__(self, group: StoredGroup, store: BlockStore, manager: BlockManager, cache: CacheEngine) -> None:
+        super().__init__(group)
+        self._store, self._manager, self._cache, self._groups = store, manager, cache, store.groups
         self.chunk_size = self._groups[0].chunk_size
         self._written: WrittenLayers | None = None
         self._early: Future[None] | None = None
@@ -113,21 +67,24 @@ class LayerSaves(StoreSaves):
         """
         if len(self._groups) < 2:
             return None
-        found = (self._as_growing(one) for one in prompts)
-        growing = list(islice((one for one in found if one is not None), num_places))
+        grown = map(self._as_growing, prompts)
+        growing = list(islice((prompt for prompt in grown if prompt is not None), num_places))
         if not growing:
             return None
-        written = self._written = WrittenLayers([group.layer_ids for group in self._groups[:-1]], self._device)
+        written = self._written = WrittenLayers([group.layer_ids for group in self._groups[:-1]], self._cache.device)
         self._block_ids = {block for prompt in growing for block in prompt.block_ids.tolist()}
         self._early, self._growing = self._thread.submit(self._store_groups, growing, written), growing
         self._all_early.append(self._early)
         return written
 
-    def begin(self, tokens: TokenIds, namespace: bytes) -> None:
+    def begin(self, tokens: TokenIds, namespace: bytes) -> Hold | None:
         """Store tokens that are committed, as far as they are cached in whole blocks on the device."""
         if self._written is not None:
             self._written.end()
-        super().begin(tokens, namespace)
+        hold = super().begin(tokens, namespace)
+        if hold is not None:
+            self._block_ids.difference_update(hold.block_ids.tolist())
+        return hold
 
     def end_step(self) -> None:
         """End what `begin_step` has begun. Blocks that no save holds may be given to others after this.
@@ -162,14 +119,11 @@ class LayerSaves(StoreSaves):
             self._written.fail()
         super().close()
 
-    def _storing(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> Callable[[], int]:
+    def _call(self, hold: Hold, tokens: TokenIds, namespace: bytes) -> Callable[[], int]:
         """Return what the thread does for a save. Only one of this very step trusts the first layers that it stored."""
         if self._written is None:
-            return super()._storing(tokens, block_ids, namespace)
-        return lambda: self._store_rest(tokens, block_ids, namespace)
-
-    def _note_held(self, block_ids: Ids) -> None:
-        self._block_ids.difference_update(block_ids.tolist())
+            return super()._call(hold, tokens, namespace)
+        return lambda: self._store_rest(hold, tokens, namespace)
 
     def _as_growing(self, one: Growth) -> _Growing | None:
         """Return a prompt as far as it will be stored, if the step completes a chunk of it.
@@ -211,17 +165,15 @@ class LayerSaves(StoreSaves):
         lacks[: prompt.first_chunk] = False
         return lacks
 
-    def _store_rest(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> int:
+    def _store_rest(self, hold: Hold, tokens: TokenIds, namespace: bytes) -> int:
         has_first, is_whole = self._has_first.pop(_name(tokens, namespace), (None, True))
-        store, cache = self._store, self._cache
         if has_first is not None:
-            num_tokens = store.finish_blocks(tokens, cache, block_ids, namespace=namespace, has_first=has_first)
+            num_tokens = self._store.finish_blocks(
+                tokens, self._cache, hold.block_ids, namespace=namespace, has_first=has_first
+            )
             if not is_whole:
                 return num_tokens
-        return self._store_whole(tokens, block_ids, namespace)
-
-    def _store_whole(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> int:
-        return self._store.store_blocks(tokens, self._cache, block_ids, namespace=namespace)
+        return hold.store(tokens, namespace)
 
 
 def _name(tokens: TokenIds, namespace: bytes) -> tuple[bytes, bytes]:

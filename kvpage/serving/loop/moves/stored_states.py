@@ -1,122 +1,138 @@
-"""StoredStates: between the states of an engine and a store of chunks and states. It knows slots, and no requests.
+"""StoredStates: states and the blocks before them, between an engine and a store of both. Prompts go on at any token.
 
-store   a held checkpoint ─► K and V of its tokens ─► the state ─► the store
-load    the store ─► K and V of the tokens into blocks ─► the state into a working slot ─► all of it, or a shorter one
+    a save   a held checkpoint ─► K and V of its tokens ─► the state ─► the store
+    a load   the store ─► K and V of the tokens into blocks ─► the state into a working slot ─► all of it, or a shorter
+             one ─► commit, and the slot becomes a checkpoint: the request, admitted now, begins there
+
+Where there is no shorter one, blocks and slot of the load are freed, and the request computes.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
-from kvpage.blocks.explain import GroupReach
+from kvpage.blocks.explain import Explanation
 from kvpage.blocks.groups.states.held_checkpoints import HeldCheckpoint
-from kvpage.blocks.states import Ids
+from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.states import Allocation, Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
-from kvpage.layout.groups import StateLayout
-from kvpage.serving.loop.moves.block_store import TokenIds, is_count
-from kvpage.serving.loop.moves.loads.prefetches import prefetch_of
+from kvpage.serving.loop.moves.block_transfers import BlockTransfers
+from kvpage.serving.loop.moves.store_load import StoreLoad
+from kvpage.serving.loop.moves.stored_group import Hold, Loading, StoredGroup
+from kvpage.store.block_store import BlockStore, TokenIds, is_count
 
 
-class States(Protocol):
-    """The states of one layout in a store; `kvpage.store.StateRecords` are some. Called in other threads.
+class StoredStates(StoredGroup):
+    """The states and blocks of one engine.
 
-    None of the methods raises for trouble of the store's own: that is a miss.
-    """
-
-    def put(self, tokens: TokenIds, state: torch.Tensor, namespace: bytes) -> bool:
-        """Store the state after exactly these tokens; return whether it is there now."""
-
-    def get_into(self, tokens: TokenIds, state: torch.Tensor, namespace: bytes) -> bool:
-        """Read the state after exactly these tokens; return whether the memory has it."""
-
-    def longest(self, tokens: TokenIds, namespace: bytes) -> int:
-        """Return the longest position whose state is there, with all chunks before it; 0 for none."""
-
-    def positions(self, tokens: TokenIds, namespace: bytes) -> list[int]:
-        """Return the positions of all states of a prompt."""
-
-
-class StateStore(Protocol):
-    """What a BlockStore for models with states has besides; `kvpage.store.KVStore` is one."""
-
-    def states(self, layout: StateLayout, kv_dtype: torch.dtype | None) -> States:
-        """Return the states of a layout. kv_dtype: of the K and V; None for a model without any."""
-
-
-class StoredStates:
-    """The states and blocks of one engine, for the threads that load and store.
+    A checkpoint's slot, its tail block and its blocks are held until it is written: steps go on meanwhile.
 
     Args:
-        store: A BlockStore that is a StateStore, too.
+        store: One that keeps states.
         cache: The blocks.
         slots: The states.
-        make_moves: Makes all moves of blocks and states that are due; for the engine's thread.
+        manager: Of both.
+        transfers: The moves of blocks.
+
+    Raises:
+        ValueError: The store keeps no states, or cannot keep these blocks.
     """
 
-    def __init__(self, store: Any, cache: CacheEngine, slots: StateCache, make_moves: Callable[[], object]) -> None:
-        self._store, self._cache, self._slots, self.make_moves = store, cache, slots, make_moves
-        self.has_kv = bool(cache.gpu_cache)
-        self._states: States = store.states(slots.layout, cache.layout.dtype if self.has_kv else None)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of blocks and slots."""
-        return self._slots.device
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a state."""
-        return self._slots.layout.slot_bytes
+    def __init__(
+        self,
+        store: BlockStore,
+        cache: CacheEngine,
+        slots: StateCache,
+        manager: BlockManager,
+        transfers: BlockTransfers,
+    ) -> None:
+        self._has_kv = bool(cache.gpu_cache)
+        if self._has_kv:
+            store.check_engine(cache)
+        self._states = store.states(slots.layout, cache.layout.dtype if self._has_kv else None)
+        self._store, self._cache, self._slots = store, cache, slots
+        assert manager.states is not None, "a model with states has their group"
+        self._manager, self._group, self._transfers = manager, manager.states, transfers
+        self.block_size, self.device = manager.block_size, slots.device
 
     def lookup(self, tokens: TokenIds, namespace: bytes) -> int:
         """Return the longest position that can be loaded, and leaves a token to compute."""
         return self._states.longest(tokens[:-1], namespace)
 
-    def look(self, tokens: TokenIds, namespace: bytes) -> tuple[int, tuple[GroupReach, ...]]:
-        """Return what `lookup` does, and what the states say of their groups, if they explain themselves."""
-        if not hasattr(self._states, "explain"):
-            return self.lookup(tokens, namespace), ()
-        found = self._states.explain(tokens, namespace)
-        return found.num_cached_tokens, found.groups
+    def explain(self, tokens: TokenIds, namespace: bytes) -> Explanation:
+        return self._states.explain(tokens, namespace)
 
     def prefetch(self, tokens: TokenIds, namespace: bytes) -> None:
-        """Bring K and V of the tokens, and the state after them, nearer within the store."""
-        if self.has_kv:
-            prefetch_of(self._store)(tokens, namespace=namespace)
-        prefetch_of(self._states)(tokens, namespace=namespace)
+        if self._has_kv:
+            self._store.prefetch(tokens, namespace=namespace)
+        self._states.prefetch(tokens, namespace)
 
-    def store_blocks(self, tokens: TokenIds, block_ids: Ids, namespace: bytes) -> int:
-        """Store K and V of the tokens; return how many of them the store holds now."""
-        if not self.has_kv:
-            return len(tokens)
-        num_stored: int = self._store.store_blocks(tokens, self._cache, block_ids, namespace=namespace)
-        return num_stored
+    def num_cached(self, tokens: TokenIds, namespace: bytes) -> int:
+        return self._manager.num_cached(tokens, namespace)
 
-    def store(self, tokens: TokenIds, held: HeldCheckpoint, namespace: bytes) -> int:
+    def num_wanted(self, tokens: TokenIds, num_found: int) -> int:
+        return min(num_found, len(tokens) - 1) if self._group.keeps_checkpoints else 0
+
+    def num_usable(self, load: StoreLoad[Any], num_loaded: int) -> int:
+        return num_loaded if num_loaded <= load.num_wanted else 0
+
+    def keep_end(self, load: StoreLoad[Any]) -> None:
+        self._manager.keep_end(load, goes_on=True)
+
+    def begin_load(self, load: StoreLoad[Any], num_tokens: int, allocation: Allocation) -> Loading:
+        self._make_moves()
+        tokens, start, slot = load.tokens[:num_tokens], allocation.num_cached_tokens, self._group.slot_of(load)
+        block_ids = allocation.block_ids[: -(-num_tokens // self.block_size)]
+        return Loading(start, partial(self._load, tokens, start, block_ids, slot, load.namespace))
+
+    def hold(self, tokens: TokenIds, namespace: bytes) -> Hold | None:
+        held = self._group.hold(tokens, namespace)
+        if not held.each:
+            held.release()
+            return None
+        try:
+            self._make_moves()
+        except BaseException:
+            held.release()
+            raise
+        last = held.each[-1]
+
+        def store(tokens: TokenIds, namespace: bytes) -> int:
+            return max(self._put(tokens[: point.num_tokens], point, namespace) for point in held.each)
+
+        return Hold(last.num_tokens, last.block_ids, store, held.release)
+
+    def _make_moves(self) -> None:
+        self._transfers.run()
+        self._group.do_moves(self._slots.do_move)
+
+    # --- in threads ---------------------------------------------------------------------------------------------------
+
+    def _put(self, tokens: TokenIds, point: HeldCheckpoint, namespace: bytes) -> int:
         """Store a checkpoint and the K and V of its tokens; return its position, or 0 where the store lacks a part."""
-        if self.store_blocks(tokens, held.block_ids, namespace) < len(tokens):
-            return 0
-        return len(tokens) if self._states.put(tokens, self._slots.slots[held.slot].cpu(), namespace) else 0
+        if self._has_kv:
+            num_stored = self._store.store_blocks(tokens, self._cache, point.block_ids, namespace=namespace)
+            if num_stored < len(tokens):
+                return 0
+        return len(tokens) if self._states.put(tokens, self._slots.slots[point.slot].cpu(), namespace) else 0
 
-    def load(self, tokens: TokenIds, start: int, block_ids: Ids, slot: int, namespace: bytes) -> int:
+    def _load(self, tokens: TokenIds, start: int, block_ids: Ids, slot: int, namespace: bytes) -> int:
         """Load K and V of tokens[start:] into blocks, and the state after all tokens into a slot.
 
-        Where a part of that is damaged, or gone, the next shorter position that the store has is loaded.
-
-        Returns:
-            The position whose K, V and state are there; 0 for none. Other bytes of blocks and slot mean nothing.
+        Where a part of that is damaged, or gone, the next shorter position that the store has is loaded. The position
+        is returned; 0 for none. Other bytes of blocks and slot mean nothing.
         """
         end = len(tokens)
-        while end > start and not self._load(tokens[:end], start, block_ids, slot, namespace):
+        while end > start and not self._load_all(tokens[:end], start, block_ids, slot, namespace):
             shorter = self.lookup(tokens[:end], namespace) if end > 1 else 0
             end = shorter if is_count(shorter) and shorter < end else 0
         return end if end > start else 0
 
-    def _load(self, tokens: TokenIds, start: int, block_ids: Ids, slot: int, namespace: bytes) -> bool:
-        """Do as `load`, for all of the tokens; return whether they are there."""
-        if self.has_kv:
+    def _load_all(self, tokens: TokenIds, start: int, block_ids: Ids, slot: int, namespace: bytes) -> bool:
+        """Do as `_load`, for all of the tokens; return whether they are there."""
+        if self._has_kv:
             end = self._store.load_blocks(tokens, self._cache, block_ids, start=start, namespace=namespace)
             if end != len(tokens):
                 return False

@@ -1,150 +1,159 @@
-"""StoredWindows: between the groups of an engine with windows and a store of chunks. It knows blocks, and no requests.
+"""StoredWindows: groups of layers with windows, between an engine and a store of chunks. It knows blocks, no requests.
 
     full layers      |   chunk 0   |   chunk 1   |      |       as long as the store's chunks
     a window         | . | . | x | x | . | x | x | x |          a chunk for each block
                                  ^               ^
     A prompt can go on after whole blocks to which full layers' chunks lead, and whose last window is there.
 
-Each group has records of its own. What windows have left before a prompt was stored is not stored.
+Each group has records of its own. What windows have left before a prompt was stored is not stored. A load that lacks
+anything is none: its blocks are freed, and the request computes.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from kvpage.blocks.explain import Ending, GroupReach
+from kvpage.blocks.explain import Ending, Explanation, GroupReach
 from kvpage.blocks.groups.held_blocks import HeldBlocks
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.states import Ids
+from kvpage.blocks.states import Allocation, Ids
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.values import runs_of
-from kvpage.serving.loop.moves.block_store import TokenIds
-from kvpage.serving.loop.moves.loads.prefetches import prefetch_of
+from kvpage.serving.loop.moves.block_transfers import BlockTransfers
+from kvpage.serving.loop.moves.store_load import StoreLoad
+from kvpage.serving.loop.moves.stored_group import Hold, Loading, StoredGroup
+from kvpage.store.block_store import BlockStore, TokenIds
 
 
-class Layers(Protocol):
-    """Chunks of some layers in a store; `kvpage.store.KVStore.layers` returns some. Called in other threads.
-
-    None of the methods raises for trouble of the store's own: that is a miss.
-    """
-
-    chunk_size: int
-
-    def there(self, tokens: TokenIds, namespace: bytes) -> list[bool]:
-        """Return for each chunk whether it is there. The tokens after the last whole chunk are a shorter one."""
-
-    def put(self, tokens: TokenIds, block_table: Ids, first_chunk: int, namespace: bytes) -> None:
-        """Store the chunks of the tokens from one on."""
-
-    def load(self, tokens: TokenIds, block_table: Ids, start: int, namespace: bytes) -> int:
-        """Load tokens[start:] as far as the blocks reach; return the token after the last one that is there."""
-
-
-class LayerStore(Protocol):
-    """What a BlockStore for models with windows of their own has besides; `kvpage.store.KVStore` is one."""
-
-    def layers(self, engine: CacheEngine, chunk_size: int | None = None) -> Layers:
-        """Return the chunks of a cache's layers. chunk_size: in tokens; None for the store's."""
-
-
-class StoredWindows:
-    """The blocks of one engine, for the threads that load and store.
+class StoredWindows(StoredGroup):
+    """The blocks of one engine.
 
     Args:
-        store: A LayerStore.
-        manager: Of the blocks.
-        cache: Those of full layers, of which there may be none.
+        store: One that keeps groups of layers apart.
+        cache: The blocks of full layers, of which there may be none.
         caches: Those of each window.
+        manager: Of all of them.
+        transfers: The moves of full layers' blocks.
+
+    Raises:
+        ValueError: The store keeps no groups apart.
     """
 
-    def __init__(self, store: Any, manager: BlockManager, cache: CacheEngine, caches: Sequence[CacheEngine]) -> None:
-        self._size, self._groups = manager.block_size, [window.blocks for window in manager.windows]
-        self._full: Layers | None = store.layers(cache) if cache.gpu_cache else None
-        self._windows: list[Layers] = [store.layers(one, self._size) for one in caches]
-        self.device: torch.device = caches[0].device
+    def __init__(
+        self,
+        store: BlockStore,
+        cache: CacheEngine,
+        caches: Sequence[CacheEngine],
+        manager: BlockManager,
+        transfers: BlockTransfers,
+    ) -> None:
+        self.block_size, self.device = manager.block_size, cache.device
+        self._full = store.layers(cache) if cache.gpu_cache else None
+        self._windows = [store.layers(window, self.block_size) for window in caches]
+        self._caches, self._manager, self._transfers = caches, manager, transfers
 
     def lookup(self, tokens: TokenIds, namespace: bytes) -> int:
         """Return the longest position that can be loaded, and leaves a token to compute: whole blocks."""
-        return int(np.flatnonzero(np.logical_and.reduce(self._usable(tokens, namespace)))[-1]) * self._size
+        return self._longest(self._usable(tokens, namespace))
 
-    def look(self, tokens: TokenIds, namespace: bytes) -> tuple[int, tuple[GroupReach, ...]]:
-        """Return what `lookup` does, and how far each group reaches."""
+    def explain(self, tokens: TokenIds, namespace: bytes) -> Explanation:
         usable = self._usable(tokens, namespace)
-        names = ["attention", *(f"window of {group.window.num_tokens}" for group in self._groups)]
+        names = ["attention", *(f"window of {window.blocks.window.num_tokens}" for window in self._manager.windows)]
         groups = []
-        for name, one in zip(names, usable, strict=True):
-            reach = int(np.flatnonzero(one)[-1])
-            ending = Ending.PROMPT if reach == len(one) - 1 else Ending.NOT_CACHED
-            groups.append(GroupReach(name, reach * self._size, ending))
-        return int(np.flatnonzero(np.logical_and.reduce(usable))[-1]) * self._size, tuple(groups)
+        for name, flags in zip(names, usable, strict=True):
+            reach = int(np.flatnonzero(flags)[-1])
+            ending = Ending.PROMPT if reach == len(flags) - 1 else Ending.NOT_CACHED
+            groups.append(GroupReach(name, reach * self.block_size, ending))
+        return Explanation(len(tokens), self._longest(usable), tuple(groups))
 
-    def store(self, tokens: TokenIds, held: HeldBlocks, namespace: bytes) -> int:
+    def prefetch(self, tokens: TokenIds, namespace: bytes) -> None:
+        """Bring K and V of whole blocks nearer: what each group has of them."""
+        for layers in (self._full, *self._windows):
+            if layers is not None:
+                layers.prefetch(tokens, namespace)
+
+    def num_cached(self, tokens: TokenIds, namespace: bytes) -> int:
+        return self._manager.num_cached(tokens, namespace)
+
+    def begin_load(self, load: StoreLoad[Any], num_tokens: int, allocation: Allocation) -> Loading:
+        """Make all groups ready.
+
+        Where there are other sequences, a quarter of each window's blocks is left to them: they would be preempted for
+        this load.
+        """
+        manager, has_others = self._manager, self._manager.stats().num_sequences > 1
+        for blocks in [window.blocks for window in manager.windows] if has_others else ():
+            num_needed, num_left = blocks.num_needed(num_tokens), blocks.num_free - blocks.pool.num_blocks // 4
+            if num_needed > num_left:
+                raise OutOfBlocks(num_needed, num_left)
+        starts = [allocation.num_cached_tokens, *manager.windows.skip_to(load, num_tokens)]
+        self._transfers.run()
+        for window, cache in zip(manager.windows, self._caches, strict=True):
+            window.blocks.do_moves(cache.do_move)  # they read blocks that may have been given to this load
+        rows = [window.tables([load])[0] for window in manager.windows]
+        tables = [allocation.block_ids[: num_tokens // self.block_size], *rows]
+        return Loading(starts[0], partial(self._load, load.tokens, num_tokens, tables, starts, load.namespace))
+
+    def hold(self, tokens: TokenIds, namespace: bytes) -> Hold | None:
+        held = self._manager.hold_cached(tokens, namespace)
+        if not held.num_tokens:
+            held.release()
+            return None
+        return Hold(held.num_tokens, held.block_ids, partial(self._put, held), held.release)
+
+    # --- in threads ---------------------------------------------------------------------------------------------------
+
+    def _put(self, held: HeldBlocks, tokens: TokenIds, namespace: bytes) -> int:
         """Store K and V of the tokens, whole blocks; return how many of them a longer prompt can load now."""
         if self._full is not None:
             self._full.put(tokens, held.block_ids, 0, namespace)
         for layers, window in zip(self._windows, held.windows, strict=True):
             for first, end in runs_of(window.has):
-                layers.put(tokens[: end * self._size], window.block_ids, first, namespace)
-        usable = self._usable_of(tokens, len(tokens) // self._size, namespace)
-        return int(np.flatnonzero(np.logical_and.reduce(usable))[-1]) * self._size
+                layers.put(tokens[: end * self.block_size], window.block_ids, first, namespace)
+        return self._longest(self._usable_of(tokens, len(tokens) // self.block_size, namespace))
 
-    def load(
-        self,
-        tokens: TokenIds,
-        end: int,
-        tables: Sequence[Ids],
-        starts: Sequence[int],
-        namespace: bytes,
-    ) -> bool:
-        """Load K and V before the position `end`, which `lookup` has returned for these tokens.
+    def _load(self, tokens: TokenIds, end: int, tables: Sequence[Ids], starts: Sequence[int], namespace: bytes) -> int:
+        """Load K and V before the position `end`, which `lookup` has returned for these tokens; return it, or 0.
 
-        Args:
-            tokens: A prompt.
-            end: The position.
-            tables: The blocks of full layers, then those of each window, all with room for `end` tokens alone.
-            starts: The first token to load in each group.
-            namespace: Of the tokens.
-
-        Returns:
-            Whether all of it is there. Otherwise the bytes of all blocks mean nothing.
+        tables: the blocks of full layers, then those of each window, all with room for `end` tokens alone. starts: the
+        first token to load in each group. Where anything lacks, the bytes of all blocks mean nothing.
         """
         whole = self._whole(tokens)
-        groups: list[Layers | None] = [self._full, *self._windows]
-        there = []  # each is read, so that all damage is found at once
-        for layers, table, start in zip(groups, tables, starts, strict=True):
+        there = []  # each is read, so that all damage is seen at once
+        for layers, table, start in zip((self._full, *self._windows), tables, starts, strict=True):
             if layers is not None and start < end:
                 read = whole[: -(-end // layers.chunk_size) * layers.chunk_size]
                 there.append(layers.load(read, table, start, namespace) >= end)
-        return all(there)
-
-    def prefetch(self, tokens: TokenIds, namespace: bytes) -> None:
-        """Bring K and V of whole blocks nearer within the store: what each group has of them."""
-        for layers in (self._full, *self._windows):
-            prefetch_of(layers)(tokens, namespace=namespace)
+        return end if all(there) else 0
 
     def _whole(self, tokens: TokenIds) -> TokenIds:
         """Return the tokens of whole blocks, as they are stored."""
-        return tokens[: len(tokens) // self._size * self._size]
+        return tokens[: len(tokens) // self.block_size * self.block_size]
+
+    def _longest(self, usable: Sequence[npt.NDArray[np.bool_]]) -> int:
+        """Return the tokens of the longest position at which all groups can go on."""
+        return int(np.flatnonzero(np.logical_and.reduce(usable))[-1]) * self.block_size
 
     def _usable(self, tokens: TokenIds, namespace: bytes) -> list[npt.NDArray[np.bool_]]:
-        return self._usable_of(self._whole(tokens), (len(tokens) - 1) // self._size, namespace)
+        return self._usable_of(self._whole(tokens), (len(tokens) - 1) // self.block_size, namespace)
 
     def _usable_of(self, tokens: TokenIds, most: int, namespace: bytes) -> list[npt.NDArray[np.bool_]]:
         """Return for each group whether a prompt can go on after so many blocks, [0, most]: bool [most + 1] each.
 
         tokens: whole blocks. most: so many blocks, or one less.
         """
-        places = np.arange(most + 1)
+        size, ends = self.block_size, np.arange(most + 1)
         reach = len(tokens)
         if self._full is not None:
             full = self._full.there(tokens, namespace)
             reach = (full.index(False) if False in full else len(full)) * self._full.chunk_size
-        usable = [places * self._size <= reach]
-        for layers, group in zip(self._windows, self._groups, strict=True):
-            lacks = np.cumsum([0, *(not one for one in layers.there(tokens[: most * self._size], namespace))])
-            firsts = np.array([min(group.first_block(place * self._size), place) for place in places.tolist()])
-            usable.append(np.asarray(lacks[places] == lacks[firsts]))
+        usable = [ends * size <= reach]
+        for layers, group in zip(self._windows, self._manager.windows, strict=True):
+            lacks = np.cumsum([0, *(not there for there in layers.there(tokens[: most * size], namespace))])
+            firsts = np.array([min(group.blocks.first_block(end * size), end) for end in ends.tolist()])
+            usable.append(np.asarray(lacks[ends] == lacks[firsts]))
         return usable

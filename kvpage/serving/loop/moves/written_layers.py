@@ -1,13 +1,27 @@
 """WrittenLayers: how far a step has come, for a thread that stores its first layers while it computes the next ones."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvpage.cache.side_stream import side_stream
+from kvpage.store.block_store import TokenIds
+
+
+class Growth(NamedTuple):
+    """A prompt of which a step computes a portion.
+
+    tokens: The prompt so far, that portion included. start: the number before it. is_whole: whether nothing follows.
+    """
+
+    seq_id: Hashable
+    tokens: TokenIds
+    start: int
+    is_whole: bool
+    namespace: bytes
 
 
 class WrittenLayers:

@@ -11,9 +11,8 @@ nobody waits for it until its store would have been given up.
 from concurrent.futures import Future, wait
 from typing import Any
 
-import numpy as np
-
 from kvpage.serving.loop.ranks.channel import Channel
+from kvpage.store.block_store import is_count
 
 OwnAnswer = Future[int]
 
@@ -46,8 +45,3 @@ def _count(own: OwnAnswer) -> int:
         return 0
     value: Any = own.result()
     return int(value) if is_count(value) else 0
-
-
-def is_count(value: object) -> bool:
-    """Whether a store's answer is a number of tokens."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 0

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.side_stream import side_stream
 from kvpage.checks.started_pool import started_pool
-from kvpage.serving.loop.moves.block_store import BlockStore, TokenIds, check_engine
-from kvpage.serving.loop.ranks.answers import Answers, is_count
+from kvpage.serving.loop.ranks.answers import Answers
 from kvpage.serving.loop.ranks.message import Kind, Message, Part
 from kvpage.serving.loop.ranks.ranks import Ranks
+from kvpage.store.block_store import BlockStore, TokenIds, is_count
 
 NO_BLOCKS = np.zeros(0, np.int32)
 STORE_CALLS = (Kind.LOOKUP, Kind.LOAD, Kind.SAVE)
@@ -34,20 +34,20 @@ class Tells(Protocol):
         """Send the others a message, from any thread."""
 
 
-class RankedStore:
+class RankedStore(BlockStore):
     """Rank 0's store, and those of the others; a BlockStore. Its methods are called in any threads.
 
     Loads and saves go two ways, each a call at a time.
     """
 
     def __init__(self, store: BlockStore, ranks: Ranks, lead: Tells) -> None:
-        self.config = getattr(store, "config", None)  # by which an engine decides whether to save generated tokens
+        self.config = store.config
         self._store, self._lead = store, lead
         self._finds, self._keeps = (ranks.finds, threading.Lock()), (ranks.keeps, threading.Lock())
 
     def check_engine(self, engine: CacheEngine) -> None:
         """Raise ValueError if rank 0's store takes other engines only."""
-        check_engine(self._store, engine)
+        self._store.check_engine(engine)
 
     def lookup(self, tokens: TokenIds, *, namespace: bytes = b"") -> int:
         """Return how many leading tokens all ranks hold."""

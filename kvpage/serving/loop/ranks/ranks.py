@@ -18,7 +18,7 @@ from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.ranks.answers import Answers
 from kvpage.serving.loop.ranks.channel import Channel
 from kvpage.serving.loop.ranks.rank_watch import RankWatch
-from kvpage.serving.loop.store_connector import BlockStore
+from kvpage.store.block_store import BlockStore, check_store
 
 MAX_SETTLE_SECONDS = 5.0
 ASSEMBLY_SECONDS = 86_400.0
@@ -65,7 +65,7 @@ class Ranks:
         if size == 1:
             raise ValueError("follow needs tensor_parallel_size of 2 or more, got 1")
         if store is not None:
-            check_store(store, size)
+            check_rank_store(store, size)
         ranks = cls(model, config)
         try:
             ranks._agree(config, role, store is not None)
@@ -123,9 +123,10 @@ class Ranks:
         return all(failed for failed, _ in told) and len({number for _, number in told}) == 1
 
 
-def check_store(store: BlockStore, size: int) -> None:
+def check_rank_store(store: BlockStore, size: int) -> None:
     """Raise ValueError for a store whose keys would be those of other heads."""
-    metadata, rank = getattr(store, "metadata", None), dist.get_rank()
+    check_store(store)
+    metadata, rank = store.metadata, dist.get_rank()
     if metadata is None:
         return
     found = metadata.world_size, metadata.worker_id

@@ -4,24 +4,14 @@ looked up, not its turn yet ─► store.prefetch: from the disk or another mach
 its turn comes              ─► the load, from the host's memory; it waits for no prefetch
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
 
 from kvpage.checks.started_pool import started_pool
-from kvpage.serving.loop.moves.block_store import TokenIds
+from kvpage.store.block_store import TokenIds
 
-
-class Prefetch(Protocol):
-    """`KVStore.prefetch` is such a call."""
-
-    def __call__(self, tokens: TokenIds, *, namespace: bytes) -> object:
-        """Bring what the store has of a prompt nearer. Called in a thread."""
-
-
-def prefetch_of(store: object) -> Prefetch:
-    """Return what brings a prompt nearer within a store; a call that does nothing for a store without it."""
-    call: Prefetch | None = getattr(store, "prefetch", None)
-    return call or (lambda tokens, *, namespace: None)
+Prefetch = Callable[[TokenIds, bytes], object]
+"""Brings what a store has of a prompt nearer: its tokens, and their namespace. Called in a thread."""
 
 
 class Prefetches:
@@ -39,7 +29,7 @@ class Prefetches:
     def begin(self, tokens: TokenIds, namespace: bytes) -> None:
         """Bring a prompt nearer, if not too many are on their way."""
         if len(self.futures) < self._max_prefetches:
-            self.futures.append(self._threads.submit(lambda: self._call(tokens, namespace=namespace)))
+            self.futures.append(self._threads.submit(lambda: self._call(tokens, namespace)))
 
     def take_failures(self) -> int:
         """Forget those that are done; return how many have raised. That is a miss for nobody: the load still comes."""

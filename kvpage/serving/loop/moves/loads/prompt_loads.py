@@ -10,53 +10,72 @@ load that comes late goes into the tree all the same.
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from itertools import islice
 from typing import Any
 
+from kvpage.blocks.explain import StoreReach, StoreVerdict
+from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation
+from kvpage.cache.side_stream import side_stream
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import interruptible, uninterrupted
 from kvpage.checks.started_pool import started_pool
 from kvpage.checks.wait_limit import WaitLimit, wait_for_one
-from kvpage.serving.loop.moves.block_store import TokenIds
-from kvpage.serving.loop.moves.loads.store_load import StoreLoad, count_of, num_shared
+from kvpage.serving.loop.moves.block_transfers import BlockTransfers
+from kvpage.serving.loop.moves.loads.prefetches import Prefetches
 from kvpage.serving.loop.moves.loads.store_stats import StoreConnectorStats
+from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_cached, num_shared
+from kvpage.serving.loop.moves.stored_group import StoredGroup
 from kvpage.serving.loop.request import Request
+from kvpage.store.block_store import TokenIds, is_count
 
 PromptLoad = StoreLoad[Request]
+NUM_LOADERS = 2
 
 
-class PromptLoads(ABC):
+class PromptLoads:
     """Lookups and loads of one engine. All methods are for the engine's thread.
 
-    deadline: seconds that a request waits for the store. max_loads: lookups and loads under way at once, in
-        num_threads threads.
+    group: what is loaded. transfers: the manager's moves. rule: whether loading is worth it, states and windows
+        included: its speed is that of loads of so many blocks so far; None for always.
+    deadline: seconds that a request waits for the store. max_loads: lookups and loads under way at once.
+    waits_for_others: whether loads wait for other workers. Each has a thread of its own then.
     """
 
-    def __init__(self, manager: BlockManager, deadline: float, max_loads: int, num_threads: int) -> None:
-        self.stats = StoreConnectorStats()
-        self._manager, self._deadline, self._max_loads = manager, deadline, max_loads
+    def __init__(
+        self,
+        group: StoredGroup,
+        manager: BlockManager,
+        transfers: BlockTransfers,
+        rule: LoadOrCompute | None,
+        *,
+        deadline: float = 5.0,
+        max_loads: int = 8,
+        waits_for_others: bool = False,
+    ) -> None:
+        self.stats, self.rule = StoreConnectorStats(), rule
+        self._group, self._manager, self._transfers = group, manager, transfers
+        self._deadline, self._max_loads = deadline, max_loads
         self._loads: dict[Request, PromptLoad] = {}  # of those that wait
         self._over: set[Request] = set()  # of those that wait: nothing more is to come
         self._late: list[PromptLoad] = []  # under way, and nobody waits for them
-        self._loaders = started_pool(num_threads, "kvpage-load")
+        self._loaders = started_pool(max_loads if waits_for_others else NUM_LOADERS, "kvpage-load")
+        self._prefetches = Prefetches(group.prefetch, max_loads // 2)
 
     # --- what the scheduler asks -------------------------------------------------------------------------------------
 
     def ask(self, waiting: Iterable[Request]) -> None:
-        """Go on with everything under way, and look up the first of the waiting, so that their turns begin at once.
+        """Look up the first of the waiting, so that their turns begin at once.
 
         The very first one waits for the answer: nobody makes way for it before.
         """
-        self._poll()
-        for place, request in enumerate(islice(waiting, self._max_loads // 2)):
+        for index, request in enumerate(islice(waiting, self._max_loads // 2)):
             if self._may_ask(request) and self._has_place:
                 load = self._load_of(request)
-                if load.num_found is None and load.future is None and self._look_up(load) and not place:
+                if load.num_found is None and load.future is None and self._look_up(load) and not index:
                     load.set_waiting(True, self._deadline)
 
     def holds(self, request: Request) -> bool:
@@ -91,7 +110,7 @@ class PromptLoads(ABC):
     def wait(self, limit: WaitLimit | None = None) -> None:
         """Wait until something is done that a request waits for, or is late; no longer than the limit."""
         waiting = [load for load in self._loads.values() if load.deadline is not None]
-        futures = self._futures + [load.verified for load in waiting if load.verified is not None]
+        futures = self._load_futures + [load.verified for load in waiting if load.verified is not None]
         if futures and waiting:
             wait_for_one(futures, min(load.deadline or 0.0 for load in waiting), limit)
             return
@@ -107,45 +126,83 @@ class PromptLoads(ABC):
             if load.future is not None:
                 with interruptible():
                     wait([load.future])
-                self._poll()
+                self.poll()
             if self._loads.get(load.request) is load:
                 self.hand_over(load.request)
             return True
         return False
 
-    # --- the way of a load -------------------------------------------------------------------------------------------
+    def explain(self, tokens: TokenIds, namespace: bytes) -> StoreReach:
+        """Return how far the store reaches into a prompt that is not queued, and whether a request would load that.
 
-    @abstractmethod
-    def _num_cached(self, load: PromptLoad) -> int:
-        """Return how many of its tokens a request would find cached."""
+        It waits for the store as long as a request does. Nothing is loaded, and nothing is counted.
+        """
+        answer = self._loaders.submit(lambda: self._group.explain(tokens, namespace))
+        wait([answer], timeout=self._deadline)
+        if not answer.done():
+            answer.cancel()  # if no thread has taken it up
+            return StoreReach(0, StoreVerdict.LATE)
+        if (error := answer.exception()) is not None:
+            return StoreReach(0, StoreVerdict.FAILED, error=repr(error))
+        num_there, groups = answer.result().num_cached_tokens, answer.result().groups
+        if not is_count(num_there):
+            return StoreReach(0, StoreVerdict.FAILED, error=f"{num_there!r} is no number of tokens")
+        num_tokens = self._group.num_wanted(tokens, num_there)
+        num_missing = num_tokens - self._group.num_seen(tokens, namespace)
+        verdict = StoreVerdict.LOADS
+        if num_missing < self._manager.block_size:
+            verdict = StoreVerdict.NO_MORE
+        elif not self._is_worth(num_missing):
+            verdict = StoreVerdict.NOT_WORTH_LOADING
+        return StoreReach(num_tokens, verdict, groups)
 
-    @abstractmethod
-    def _lookup(self, tokens: TokenIds, namespace: bytes) -> int:
-        """Return how many leading tokens the store has. Called in a thread."""
+    # --- what is under way --------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def _num_wanted(self, tokens: TokenIds, num_found: int) -> int:
-        """Return how many of the tokens that the store has are to be loaded."""
+    @property
+    def futures(self) -> "list[Future[Any]]":
+        """Return the lookups, loads and prefetches under way."""
+        return [*self._load_futures, *self._prefetches.futures]
 
-    @abstractmethod
-    def _prefetch(self, load: PromptLoad) -> None:
-        """Bring what a lookup has found nearer, where that can be done without blocks: its turn has not come."""
+    @uninterrupted
+    def poll(self) -> None:
+        """Go on with everything under way."""
+        now = time.monotonic()
+        for load in [*self._loads.values(), *self._late]:
+            if load.future is not None and load.future.done():
+                self._take(load)
+            elif self._loads.get(load.request) is not load:
+                continue
+            elif load.is_verified:
+                self._finish_early(load)
+            elif load.deadline is not None and now >= load.deadline:
+                self.stats.num_late += load.future is not None  # else it waits for a place, or for another's load
+                self._give_up(load)
+        self.stats.num_errors += self._prefetches.take_failures()
 
-    @abstractmethod
-    def _is_worth(self, num_tokens: int) -> bool:
-        """Return whether loading so many is expected to be faster than computing them."""
+    def note_saved(self, tokens: TokenIds, namespace: bytes) -> None:
+        """Note that tokens may be stored now, of which a lookup did not know."""
+        for load in self._loads.values():
+            load.note_saved(tokens, namespace, self._manager.block_size)
 
-    @abstractmethod
-    def _into_blocks(self, load: PromptLoad, num_tokens: int, given: Allocation) -> "Future[int]":
-        """Begin to load. Raise OutOfBlocks, with nothing begun, where there is no room beside these blocks."""
+    def result(self, future: "Future[int]") -> int:
+        """Return the count that the store has returned; 0 for an exception, and for an answer that is no count."""
+        count = count_of(future)
+        self.stats.num_errors += count is None
+        return count or 0
 
-    @abstractmethod
-    def _finish_early(self, load: PromptLoad) -> None:
-        """Commit tokens that are verified, and whose bytes are on their way, if that is news."""
+    @uninterrupted
+    def let_all_go(self) -> None:
+        """Forget all that was asked, once nothing is under way."""
+        for request in list(self._loads):
+            self.hand_over(request)
+        self._over.clear()
 
-    @abstractmethod
-    def _finish(self, load: PromptLoad, num_loaded: int) -> bool:
-        """Commit the tokens that have come; return whether any have."""
+    def close(self) -> None:
+        """End the threads; nothing is under way."""
+        self._loaders.shutdown()
+        self._prefetches.close()
+
+    # --- the way of a load --------------------------------------------------------------------------------------------
 
     def _may_ask(self, request: Request) -> bool:
         return request not in self._over and not self._manager.is_swapped(request.seq_id)
@@ -166,7 +223,7 @@ class PromptLoads(ABC):
             return self._look_up(load)
         if any(self._brings_for(other, load) for other in self._loads.values()):
             return True
-        num_tokens = self._num_wanted(load.tokens, load.num_found)
+        num_tokens = self._group.num_wanted(load.tokens, load.num_found)
         num_missing = num_tokens - self._num_cached(load)
         if num_missing < self._manager.block_size:
             return False
@@ -181,7 +238,7 @@ class PromptLoads(ABC):
             return False
         if not self._has_place:
             return len(self._late) < self._max_loads
-        load.begin(self._loaders.submit(lambda: self._lookup(load.tokens, load.namespace)))
+        load.begin(self._loaders.submit(lambda: self._group.lookup(load.tokens, load.namespace)))
         if load.request.group.note_asked():
             self.stats.num_lookups += 1
             self.stats.num_lookup_tokens += len(load.tokens)
@@ -205,12 +262,14 @@ class PromptLoads(ABC):
             return False
         num_promoted = self._manager.space.num_promoted_blocks
         try:
-            given = self._manager.allocate(load, load.tokens, load.namespace, num_spare=num_spare, is_counted=False)
+            allocation = self._manager.allocate(
+                load, load.tokens, load.namespace, num_spare=num_spare, is_counted=False
+            )
         except OutOfBlocks:
             return False  # nor can it be admitted
         try:
-            size, future = self._manager.block_size, self._into_blocks(load, num_tokens, given)
-            load.begin_in(given, num_tokens, size, future)
+            size, future = self._manager.block_size, self._into_blocks(load, num_tokens, allocation)
+            load.begin_in(allocation, num_tokens, size, future)
         except BaseException as error:
             self._manager.release(load)
             if isinstance(error, OutOfBlocks):
@@ -220,25 +279,11 @@ class PromptLoads(ABC):
         load.request.group.note_loaded(num_promoted * self._manager.block_size)
         return True
 
-    @uninterrupted
-    def _poll(self) -> None:
-        now = time.monotonic()
-        for load in [*self._loads.values(), *self._late]:
-            if load.future is not None and load.future.done():
-                self._take(load)
-            elif self._loads.get(load.request) is not load:
-                continue
-            elif load.is_verified:
-                self._finish_early(load)
-            elif load.deadline is not None and now >= load.deadline:
-                self.stats.num_late += load.future is not None  # else it waits for a place, or for another's load
-                self._give_up(load)
-
     def _take(self, load: PromptLoad) -> None:
         """Take the result of a lookup, or of a load."""
         waits = self._loads.get(load.request) is load
         try:
-            result = self._result(load.take())
+            result = self.result(load.take())
             if load.has_blocks:
                 self._arrive(load, result, waits)
             else:
@@ -290,25 +335,74 @@ class PromptLoads(ABC):
             load.leave_blocks()
             self._manager.release(load)
 
-    @uninterrupted
-    def _let_all_go(self) -> None:
-        """Forget all that was asked, once nothing is under way."""
-        for request in list(self._loads):
-            self.hand_over(request)
-        self._over.clear()
+    def _num_cached(self, load: PromptLoad) -> int:
+        """Return how many of its tokens a request would find cached."""
+        return self._group.num_cached(load.tokens, load.namespace)
+
+    def _is_worth(self, num_tokens: int) -> bool:
+        """Return whether loading so many is expected to be faster than computing them."""
+        return self.rule is None or self.rule.should_load(num_tokens // self._manager.block_size)
+
+    def _prefetch(self, load: PromptLoad) -> None:
+        """Bring what a lookup has told nearer, where that can be done without blocks: its turn has not come."""
+        num_tokens = self._group.num_wanted(load.tokens, load.num_found or 0)
+        if self._is_worth(num_tokens - self._num_cached(load)):
+            self._prefetches.begin(load.tokens[:num_tokens], load.namespace)
+
+    def _into_blocks(self, load: PromptLoad, num_tokens: int, allocation: Allocation) -> "Future[int]":
+        """Begin to load. Raise OutOfBlocks, with nothing begun, where there is no room beside these blocks."""
+        loading = self._group.begin_load(load, num_tokens, allocation)
+        stream = side_stream(self._group.device)
+
+        def run() -> int:
+            begin = time.perf_counter()
+            with stream():
+                end = loading.run()
+            end = min(end, num_tokens)
+            self._saw_load(max(end - loading.start, 0), time.perf_counter() - begin)
+            return end
+
+        return self._loaders.submit(run)
+
+    def _saw_load(self, num_tokens: int, seconds: float) -> None:
+        self.stats.note_load_time(seconds)
+        if self.rule and num_tokens > 0:
+            self.rule.saw_transfer(num_tokens // self.rule.block_size * self.rule.block_bytes, seconds)
+
+    def _finish_early(self, load: PromptLoad) -> None:
+        """Commit verified tokens whose bytes are on their way. The load keeps its blocks until it is done.
+
+        Not if others have committed some of them meanwhile: the tree would free the load's own.
+        """
+        size, (num_verified, arrival) = self._manager.block_size, load.take_verified()
+        end = min(num_verified, load.num_wanted) // size * size
+        if end <= load.num_cached:
+            return
+        known = num_cached(self._manager, load.tokens[:end], load.namespace, num_left_over=0)
+        if known <= load.num_cached:
+            self._transfers.expected.add(load.block_ids[load.num_cached // size : end // size], arrival)
+            load.note_early(end, arrival)
+            self._commit(load, end, is_early=True)
+        if known >= end or load.num_early:
+            load.set_ready()
+
+    def _finish(self, load: PromptLoad, num_loaded: int) -> bool:
+        """Commit the tokens that have come; return whether any have."""
+        end = self._group.num_usable(load, num_loaded)
+        try:
+            if not load.num_early and end > load.num_cached:
+                self._commit(load, end)
+                self._group.keep_end(load)
+        finally:
+            if load.arrival is not None:
+                self._transfers.expected.discard(load.arrival)
+        return end > load.num_cached
+
+    def _commit(self, load: PromptLoad, end: int, is_early: bool = False) -> None:
+        self._manager.commit(load, load.tokens[load.num_cached : end])
+        self.stats.note_load(end - load.num_cached, is_early)
+        load.request.group.note_loaded(end - load.num_cached)
 
     @property
-    def _futures(self) -> "list[Future[Any]]":
-        """What is under way."""
+    def _load_futures(self) -> "list[Future[Any]]":
         return [load.future for load in (*self._loads.values(), *self._late) if load.future is not None]
-
-    def _note_saved(self, tokens: TokenIds, namespace: bytes) -> None:
-        """Note that tokens may be stored now, of which a lookup did not know."""
-        for load in self._loads.values():
-            load.note_saved(tokens, namespace, self._manager.block_size)
-
-    def _result(self, future: "Future[int]") -> int:
-        """Return the count that the store has returned; 0 for an exception, and for an answer that is no count."""
-        count = count_of(future)
-        self.stats.num_errors += count is None
-        return count or 0

@@ -12,9 +12,9 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.states import Allocation, Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.layered_moves import Arrival
-from kvpage.serving.loop.moves.block_store import is_count
+from kvpage.store.block_store import BlockStore, is_count
 
-__all__ = ["StoreLoad", "count_of", "num_cached", "num_seen", "num_shared"]
+__all__ = ["StoreLoad", "count_of", "num_cached", "num_shared"]
 
 
 class Prompted(Protocol):
@@ -98,10 +98,10 @@ class StoreLoad(Generic[RequestT]):
         """Note that all is there that is to come."""
         self.is_ready, self.deadline = True, None
 
-    def begin_in(self, given: Allocation, num_wanted: int, block_size: int, future: "Future[int]") -> None:
-        """Wait for the load into the first of these blocks. The others are for the rest of the prompt."""
-        self.block_ids = given.block_ids[: -(-num_wanted // block_size)]
-        self.num_cached, self.num_wanted = given.num_cached_tokens, num_wanted
+    def begin_in(self, allocation: Allocation, num_wanted: int, block_size: int, future: "Future[int]") -> None:
+        """Wait for the load into the first blocks of an allocation. The others are for the rest of the prompt."""
+        self.block_ids = allocation.block_ids[: -(-num_wanted // block_size)]
+        self.num_cached, self.num_wanted = allocation.num_cached_tokens, num_wanted
         self.future, self.has_blocks = future, True
 
     def take(self) -> "Future[int]":
@@ -110,13 +110,10 @@ class StoreLoad(Generic[RequestT]):
         done, self.future = self.future, None
         return done
 
-    def call(self, store: Any, cache: CacheEngine, block_ids: Ids, is_beside: bool) -> Callable[..., int]:
-        """Return the call that loads into the blocks: where it runs beside the computation the one by layers, if any.
-
-        store: a BlockStore, perhaps a LayeredStore.
-        """
+    def call(self, store: BlockStore, cache: CacheEngine, block_ids: Ids, is_beside: bool) -> Callable[..., int]:
+        """Return the call that loads into the blocks: where it runs beside the computation, the one by layers."""
         to_blocks = self.tokens, cache, block_ids
-        if is_beside and hasattr(store, "load_by_layer"):
+        if is_beside:
             return partial(store.load_by_layer, *to_blocks, self._teller())
         return partial(store.load_blocks, *to_blocks)
 
@@ -128,8 +125,8 @@ class StoreLoad(Generic[RequestT]):
     def take_verified(self) -> tuple[int, Arrival]:
         """Return, once, what is verified."""
         assert self.verified is not None
-        found, self.verified = self.verified.result(), None
-        return found
+        done, self.verified = self.verified, None
+        return done.result()
 
     def note_early(self, num_tokens: int, arrival: Arrival) -> None:
         """Note that so many tokens are committed before they have come."""
@@ -155,27 +152,21 @@ def num_cached(manager: BlockManager, tokens: Ids, namespace: bytes, num_left_ov
     return match.num_tokens
 
 
-def num_shared(one: StoreLoad[Any], other: StoreLoad[Any], block_size: int) -> int:
-    """Return how many leading tokens of one prompt another one's load brings."""
-    if one.namespace != other.namespace:
+def num_shared(load: StoreLoad[Any], other: StoreLoad[Any], block_size: int) -> int:
+    """Return how many leading tokens of a load's prompt another one's load brings."""
+    if load.namespace != other.namespace:
         return 0
     coming = other.tokens[: other.num_wanted] if other.has_blocks else other.tokens
-    return _num_same(one.tokens[:-1], coming, block_size)
+    return _num_same(load.tokens[:-1], coming, block_size)
 
 
-def _num_same(one: Ids, other: Ids, block_size: int) -> int:
+def _num_same(tokens: Ids, other: Ids, block_size: int) -> int:
     """Return how many leading tokens are the same; 0 for less than a block."""
-    length = min(len(one), len(other))
-    if length < block_size or not np.array_equal(one[:block_size], other[:block_size]):
+    length = min(len(tokens), len(other))
+    if length < block_size or not np.array_equal(tokens[:block_size], other[:block_size]):
         return 0
-    differ = one[:length] != other[:length]
+    differ = tokens[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length
-
-
-def num_seen(manager: BlockManager, tokens: Ids, namespace: bytes) -> int:
-    """Return what `num_cached` does; nothing counts as used."""
-    num_blocks: int = manager.tree.look(tokens[:-1], namespace)[0].shape[1]
-    return num_blocks * manager.block_size
 
 
 def count_of(future: "Future[int]") -> int | None:

@@ -1,0 +1,285 @@
+"""LayerChunks: the chunks of a cache's layers in a store's tiers, as a view. A store has one of all layers, or several.
+
+    layers   0 1 3 4     | chunk 0 | chunk 1 | chunk 2 | chunk 3 |       full layers: all of them
+    layers   2 5         |    .    |    .    | chunk 2 | chunk 3 |       a window: the last ones
+
+Each chunk is found by its tokens and all before them, whether the chunks before it are there or not.
+
+    tokens ─► KnownDtype ─► keys of chunks ─► TierStack
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpage.blocks.explain import Ending, GroupReach
+from kvpage.checks.tokens import Tokens
+from kvpage.checks.values import as_integer, check_flag
+from kvpage.store.load.block_chunks import BlockChunks, KnownRows
+from kvpage.store.load.block_load import BlockLoad
+from kvpage.store.load.device.device_lanes import LanePool
+from kvpage.store.load.known_dtype import KnownDtype
+from kvpage.store.records.keys import checked_tokens
+from kvpage.store.records.kinds import RecordKind, RecordKinds
+from kvpage.store.records.payload import ShapedSource, Source
+from kvpage.store.stack.call_gate import CallGate, gated
+from kvpage.store.stack.chunk_threads import num_leading
+from kvpage.store.stack.pin import Pin
+from kvpage.store.stack.tier_stack import TierStack
+from kvpage.store.tiers.tier import Key
+
+if TYPE_CHECKING:
+    from kvpage.cache.layer_slice import LayerCaches
+
+Array = npt.NDArray[np.int32]
+Table = npt.ArrayLike | torch.Tensor
+
+
+class LayerChunks:
+    """The chunks of one cache's layers. Thread-safe; made by `KVStore.layers`, and open as long as the store.
+
+    Records name the layers, and the scales and the layout of the cache's rows. A cache of other layers finds none.
+    Counters of the store count the tokens of each cache.
+
+    Args:
+        tiers: Of the store.
+        gate: Of the store.
+        dtype: Of the K and V, with the metadata and the codec of the records.
+        engine: The cache; None for a store's own view, whose calls name one.
+
+    Attributes:
+        chunk_size: Tokens of a chunk.
+        layer_ids: The layers, as the whole model counts them.
+    """
+
+    def __init__(
+        self, tiers: TierStack, gate: CallGate, dtype: KnownDtype, engine: "LayerCaches | None" = None
+    ) -> None:
+        self.gate, self.chunk_size = gate, dtype.chunk_size
+        self.layer_ids = () if engine is None else tuple(engine.layer_ids)
+        self._tiers, self._dtype, self._engine = tiers, dtype, engine
+        self._rows, self._lanes = KnownRows(), LanePool()
+        self._layer_lanes = LanePool()  # of their own: their borrower may wait for the others meanwhile
+
+    @gated
+    def there(self, tokens: Tokens, namespace: bytes = b"") -> list[bool]:
+        """Return for each chunk of the tokens whether it is there, or was a moment ago.
+
+        Args:
+            tokens: int [num_tokens]. Those after the last whole chunk are a shorter one.
+            namespace: tokens of different namespaces never meet.
+
+        Raises:
+            ValueError, TypeError: arguments are wrong.
+        """
+        return self.flags(checked_tokens(tokens, namespace), namespace)
+
+    @gated
+    def put(
+        self,
+        tokens: Tokens,
+        block_table: Table,
+        first_chunk: int = 0,
+        namespace: bytes = b"",
+        skip_existing: bool = True,
+    ) -> None:
+        """Store the chunks of the tokens from one on.
+
+        Args:
+            tokens: int [num_tokens].
+            block_table: int [num_blocks], the tokens' blocks in their order. Those before the first chunk may be any.
+            first_chunk: the first chunk to store.
+            namespace: as in `there`.
+            skip_existing: leave chunks alone that are there. Otherwise they are replaced.
+
+        Raises:
+            ValueError, TypeError: arguments are wrong, or the blocks are too few or missing.
+        """
+        check_flag("skip_existing", skip_existing)
+        array, first = checked_tokens(tokens, namespace), as_integer("first_chunk", first_chunk)
+        if not 0 <= first * self.chunk_size <= len(array):
+            raise ValueError(f"first_chunk must be in [0, {len(array) // self.chunk_size}], got {first}")
+        self.put_blocks(array, self._cache, block_table, first * self.chunk_size, namespace, skip_existing)
+
+    @gated
+    def load(self, tokens: Tokens, block_table: Table, start: int = 0, namespace: bytes = b"") -> int:
+        """Load K and V of tokens[start:], as far as their chunks are there and the blocks reach.
+
+        Args:
+            tokens: int [num_tokens].
+            block_table: int [num_blocks], the tokens' blocks in their order. Those before `start` are not written.
+            start: the first token to load.
+            namespace: as in `there`.
+
+        Returns:
+            The token after the last one that is in the blocks; `start` if none was found. Blocks after it may have been
+            written, and mean nothing.
+
+        Raises:
+            ValueError, TypeError: arguments are wrong, or a block is missing or named twice.
+        """
+        load = self.begin_load(checked_tokens(tokens, namespace), self._cache, block_table, start, namespace)
+        return self.end_load(load, self._tiers.read(load.keys, load.read))
+
+    @gated
+    def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> int:
+        """Copy the chunks that are there into the faster tiers; see KVStore.prefetch.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: as in `there`.
+
+        Returns:
+            The number of leading tokens that are in the fastest tier that can have them.
+
+        Raises:
+            ValueError, TypeError: arguments are wrong.
+        """
+        array = checked_tokens(tokens, namespace)
+        return self._num_tokens(self._tiers.promote(self.keys(array, namespace)), array)
+
+    @gated
+    def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
+        """Remove the tokens' chunks of these layers from every tier.
+
+        Args:
+            tokens: int [num_tokens].
+            namespace: as in `there`.
+
+        Returns:
+            The number of chunks removed from the tier that had most of them.
+
+        Raises:
+            ValueError, TypeError: arguments are wrong.
+        """
+        return self._tiers.remove(self._dtype.keys(checked_tokens(tokens, namespace), namespace))
+
+    # --- for the store, which has passed its gate and checked the tokens ----------------------------------------------
+
+    def keys(self, tokens: Array, namespace: bytes) -> list[Key]:
+        """Return the keys of the chunks of tokens in a namespace; none if no dtype is known and nothing was found."""
+        kinds = self._dtype.find(self._tiers, tokens, namespace)
+        return [] if kinds is None else kinds.keys.of(tokens, namespace)
+
+    def flags(self, tokens: Array, namespace: bytes) -> list[bool]:
+        """Return for each chunk of tokens in a namespace whether it is in a tier."""
+        return [tier is not None for tier in self._tiers.locate(self.keys(tokens, namespace))]
+
+    def count(self, tokens: Array, namespace: bytes) -> int:
+        """Return the number of leading tokens of a namespace whose chunks are in a tier."""
+        return self._num_tokens(self.flags(tokens, namespace), tokens)
+
+    def reach(self, tokens: Array, namespace: bytes) -> GroupReach:
+        """Return how far chunks reach into tokens of a namespace, and why not further.
+
+        Hashes name chunks. So nothing tells which token differs from those of another prompt, nor of other namespaces.
+        """
+        there = self.flags(tokens, namespace)
+        num_whole = num_leading(there)
+        reach = GroupReach("attention", self._num_tokens(there, tokens), Ending.NOT_CACHED)
+        if num_whole == len(there):
+            return replace(reach, ending=Ending.PROMPT)
+        if True in there[num_whole:]:
+            return replace(reach, ending=Ending.GAP, above=there.index(True, num_whole) * self.chunk_size)
+        return reach
+
+    def pin(self, tokens: Array, namespace: bytes) -> Pin:
+        """Return a pin of the leading chunks of tokens in a namespace."""
+        readers = [reader for _, reader in self._tiers.open_leading(self.keys(tokens, namespace))]
+        return Pin(min(len(readers) * self.chunk_size, len(tokens)), readers)
+
+    def put_tokens(
+        self,
+        kinds: RecordKinds,
+        tokens: Array,
+        start: int,
+        chunk: Callable[[int, int], ShapedSource],
+        skip_existing: bool,
+        namespace: bytes,
+    ) -> int:
+        """Put the chunks of tokens[start:] in a namespace into the tiers; return the number that were new to one.
+
+        Args:
+            kinds: of the records.
+            tokens: the tokens.
+            start: where a chunk begins.
+            chunk: chunk(begin, end) returns the chunk of these tokens.
+            skip_existing: as in `put`.
+            namespace: as in `there`.
+
+        Returns:
+            The number.
+        """
+        size = self.chunk_size
+        keys = kinds.keys.of(tokens, namespace)[start // size :]
+
+        def record(index: int) -> tuple[RecordKind, Source]:
+            begin = start + index * size
+            made = chunk(begin, min(begin + size, len(tokens)))
+            return kinds.of(keys[index], made.shape, namespace), made
+
+        num_new = self._tiers.put(keys, record, skip_existing).num_new
+        self._tiers.count(stored_chunks=num_new)
+        return num_new
+
+    def put_blocks(
+        self, tokens: Array, engine: "LayerCaches", table: Table, start: int, namespace: bytes, skip_existing: bool
+    ) -> None:
+        """Put the chunks of tokens from `start` on, as `put_tokens` does, out of an engine's blocks in a table.
+
+        Args:
+            tokens: as of `put_tokens`. So are start, namespace and skip_existing.
+            engine: the cache of the blocks.
+            table: the tokens' blocks in their order.
+        """
+        blocks = self.blocks(engine, table)
+        blocks.check_room(len(tokens))
+        kinds = self._dtype.settle(engine.layout.dtype)
+        self.put_tokens(kinds, tokens, start, blocks.chunk, skip_existing, namespace)
+
+    def blocks(self, engine: "LayerCaches", table: Table) -> BlockChunks:
+        """Return an engine's blocks in a table as chunks.
+
+        Raises:
+            ValueError: the engine does not match the store's metadata or codec.
+        """
+        rows, lanes = self._rows.of(engine), (self._lanes, self._layer_lanes)
+        blocks = BlockChunks(engine, table, self._dtype.metadata, rows, *lanes)
+        if self._dtype.codec == "fp8" and len(blocks.units) > 1:
+            raise ValueError("codec must be 'raw' or 'zstd' for layers of unlike heads or sizes, got 'fp8'")
+        return blocks
+
+    def begin_load(self, tokens: Array, engine: "LayerCaches", table: Table, start: int, namespace: bytes) -> BlockLoad:
+        """Return a load of tokens[start:] in a namespace into an engine's blocks in a table; it has not begun."""
+        start = as_integer("start", start)
+        blocks = self.blocks(engine, table)
+        kinds = self._dtype.of(engine.layout.dtype)
+        load = BlockLoad(blocks, kinds, kinds.keys.of(tokens, namespace), len(tokens), start, namespace)
+        self._dtype.settle(engine.layout.dtype)
+        self._tiers.count(query_tokens=load.end - start)
+        return load
+
+    def end_load(self, load: BlockLoad, num_chunks: int) -> int:
+        """Count the `num_chunks` that a load has brought.
+
+        Returns:
+            The token after the last one.
+        """
+        end = load.end_of(num_chunks)
+        self._tiers.count(hit_tokens=end - load.start)
+        return end
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _cache(self) -> "LayerCaches":
+        assert self._engine is not None, "a store's own view has no cache: its calls name one"
+        return self._engine
+
+    def _num_tokens(self, flags: Sequence[bool], tokens: Array) -> int:
+        """Return the number of tokens of the leading chunks that have a flag."""
+        return min(num_leading(flags) * self.chunk_size, len(tokens))
