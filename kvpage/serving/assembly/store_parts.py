@@ -1,7 +1,6 @@
 """The connector between an engine and its store, with the engine's settings."""
 
 from collections.abc import Sequence
-from typing import cast
 
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
