@@ -47,7 +47,7 @@ class TensorLoad:
             return 0
         num_most = self._end(count) - self._num_skipped
         parts = result.room(with_tokens(shape, self._fmt, num_most), self._kinds.dtype)
-        num_chunks = tiers.read_located(self._keys, located, lambda *found: self._read(parts, *found))
+        num_chunks = tiers.read_located(self._keys, located, lambda *record: self._read(parts, *record))
         return self._end(num_chunks) - self._num_skipped if num_chunks else 0
 
     def _end(self, num_chunks: int) -> int:
