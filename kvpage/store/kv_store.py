@@ -302,7 +302,7 @@ class KVStore(TieredStore, BlockStore):
 
         Each key comes once. A tier that cannot list them, or is in trouble, adds none: see `stats().tier_errors`.
         """
-        return list(dict.fromkeys(info.key for found in self._tiers.infos() for info in found))
+        return list(dict.fromkeys(info.key for infos in self._tiers.infos() for info in infos))
 
     @gated
     def records(self) -> list[RecordSummary]:
@@ -310,8 +310,9 @@ class KVStore(TieredStore, BlockStore):
 
         That uses each record: a remote tier fetches it whole. A tier in trouble adds none and is counted.
         """
-        found = [self._tiers.ask(one, lambda one=one: list(summaries(one.tier))) for one in self._tiers.tiers]
-        return [one for each in found if each is not None for one in each]
+        tiers = self._tiers
+        listed = [tiers.ask(placed, lambda tier=placed.tier: list(summaries(tier))) for placed in tiers.tiers]
+        return [summary for of_tier in listed for summary in of_tier or ()]
 
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
         """Remove the tokens' chunks from every tier.
@@ -341,13 +342,13 @@ class KVStore(TieredStore, BlockStore):
         size = self.config.chunk_size if chunk_size is None else as_integer("chunk_size", chunk_size)
         check_at_least("chunk_size", size, 1)
         metadata = self.metadata
-        own = metadata_of(engine, metadata.model_name, metadata.world_size, metadata.worker_id, metadata.fmt)
-        if own.kv_dtype is None:
+        rows = metadata_of(engine, metadata.model_name, metadata.world_size, metadata.worker_id, metadata.fmt)
+        if rows.kv_dtype is None:
             raise ValueError("engine must have layers, got none")
-        if metadata.kv_dtype not in (None, own.kv_dtype):
-            raise ValueError(f"kv_dtype of the store must be the engine's, {own.kv_dtype}, got {metadata.kv_dtype}")
-        own = replace(own, extra=(*metadata.extra, ("layers", ",".join(map(str, engine.layer_ids)))))
-        return LayerChunks(self._tiers, self.gate, KnownDtype(own, size, self.config.codec), engine)
+        if metadata.kv_dtype not in (None, rows.kv_dtype):
+            raise ValueError(f"kv_dtype of the store must be the engine's, {rows.kv_dtype}, got {metadata.kv_dtype}")
+        rows = replace(rows, extra=(*metadata.extra, ("layers", ",".join(map(str, engine.layer_ids)))))
+        return LayerChunks(self._tiers, self.gate, KnownDtype(rows, size, self.config.codec), engine)
 
     @gated
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:

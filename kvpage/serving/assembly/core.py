@@ -134,8 +134,10 @@ class EngineCore(EnginePrompts):
             raise ValueError("store needs enable_prefix_caching, by which requests find what comes out of it")
         if self._connectors.store:
             raise ValueError("store must be given once, the engine has one")
-        about = store, self.cache, self.manager, self._transfers, rule, self.states, self.window_caches
-        self._connectors.connect_store(make_store_connector(self.config, *about))
+        cache, manager, transfers = self.cache, self.manager, self._transfers
+        self._connectors.connect_store(
+            make_store_connector(self.config, store, cache, manager, transfers, rule, self.states, self.window_caches)
+        )
 
     def use_segments(self, blender: Blender, segments: SegmentCache) -> None:
         """Reuse and keep segments from now on, for prompts that ask for it; `from_model` calls it.

@@ -91,9 +91,9 @@ class Connectors(Turns):
 
     def note_blended(self, requests: Sequence[Request], counts: Sequence[BlendCounts]) -> None:
         """Note that the prefills of some of these requests reused segments. counts: of each request."""
-        for request, each in zip(requests, counts, strict=True):
+        for request, count in zip(requests, counts, strict=True):
             if self.blend and request.blending is not None and request.reuse:
-                self.blend.note_blended(request.blending, each)
+                self.blend.note_blended(request.blending, count)
 
     def keep(self, requests: Iterable[Request]) -> None:
         """Keep the segments of prefills that are written, and not committed yet."""
@@ -110,9 +110,9 @@ class Connectors(Turns):
         if self.store is None or not self.store.save_portions or not portions:
             return None
         # What is computed again after tokens were generated was stored at first.
-        fresh = (one for one in portions if not (one.is_last and one.request.num_generated))
-        kept = (one for one in fresh if one.request.blending is None)
-        written = self.store.begin_step(map(_growth, kept))
+        fresh = (portion for portion in portions if not (portion.is_last and portion.request.num_generated))
+        unblended = (portion for portion in fresh if portion.request.blending is None)
+        written = self.store.begin_step(map(_growth, unblended))
         return None if written is None else written.note
 
     def end_step(self) -> None:

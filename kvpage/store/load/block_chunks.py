@@ -205,9 +205,9 @@ class BlockChunks:
 
     def chunk(self, begin: int, end: int, first: int | None = None, last: int | None = None) -> "BlockChunk":
         """Return the tokens [begin, end) as a payload, of which [first, last) are loaded; by default all."""
-        wanted = begin if first is None else first, end if last is None else last
+        loaded = begin if first is None else first, end if last is None else last
         kind = DeviceBlockChunk if self.is_on_device else HostBlockChunk
-        return kind(self, begin, end, *wanted)
+        return kind(self, begin, end, *loaded)
 
     def plans(self, num_tokens: int) -> list[_C.ChunkPlan]:
         """Return the plans of the units, for chunks of `num_tokens` in host memory."""
@@ -306,26 +306,26 @@ class HostBlockChunk(BlockChunk):
     """Blocks in host memory: every byte is read once."""
 
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
-        place, plans = self._place(num_threads, streaming), self._plans
+        target, plans = self._place(num_threads, streaming), self._plans
         return b"".join(
-            plans[index].store(place, first, address_of(buffer) + low, high - low)
+            plans[index].store(target, first, address_of(buffer) + low, high - low)
             for index, first, low, high in self._spans(begin, len(buffer))
         )
 
     def runs(self) -> Runs | None:
         if self._last - self._first < self._num_tokens:
             return None
-        place = self._place(1, streaming=False)
-        each = [plan.runs(place) for plan in self._plans]
-        if not all(map(len, each)):
+        target = self._place(1, streaming=False)
+        parts = [plan.runs(target) for plan in self._plans]
+        if not all(map(len, parts)):
             return None
-        runs = each[0] if len(each) == 1 else np.concatenate(each)
+        runs = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return runs if len(runs) * MIN_RUN_BYTES <= self.num_bytes else None
 
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
-        place, plans = self._place(num_threads, streaming=True), self._plans
+        target, plans = self._place(num_threads, streaming=True), self._plans
         return b"".join(
-            plans[index].load(place, first, address_of(piece) + low, high - low, self._first, self._last)
+            plans[index].load(target, first, address_of(piece) + low, high - low, self._first, self._last)
             for index, first, low, high in self._spans(begin, len(piece))
         )
 

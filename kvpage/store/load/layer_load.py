@@ -54,8 +54,8 @@ class OpenChunk:
         """Load a layer and return True. After CorruptRecord or TierError no layer of this chunk counts."""
         begin, end = self.chunk.layer_span(layer)
         if self._runs is not None:
-            each = len(self._runs) // self.chunk.num_layers
-            runs = self._runs[layer * each : (layer + 1) * each]
+            num_runs = len(self._runs) // self.chunk.num_layers
+            runs = self._runs[layer * num_runs : (layer + 1) * num_runs]
             read_into_runs(self.reader, self._head, self._digests, begin, end, runs)
             self.reader.release_piece()
             return True

@@ -112,7 +112,7 @@ def row_layout_of(engine: "LayerCaches") -> str:
         parts.append(f"int8[{layout.padded_head_size}] + fp32 scale")
     if len(set(engine.layouts)) > 1 or layout.value_size is not None:
         parts.append(
-            "layers " + ",".join(f"{_shape_word(one)}*{len(list(run))}" for one, run in groupby(engine.layouts))
+            "layers " + ",".join(f"{_shape_word(shape)}*{len(list(run))}" for shape, run in groupby(engine.layouts))
         )
     return " ".join(parts)
 

@@ -54,10 +54,10 @@ class TensorCalls:
         if num_given != len(tokens) - num_skipped:
             raise ValueError(f"kv_tensors must be of {len(tokens) - num_skipped} tokens, got {num_given}")
         kinds = self._dtype.settle(parts[0][0].dtype)
-        given = TokenParts(parts if blocking else owned(parts, fmt, 0), fmt)
+        source = TokenParts(parts if blocking else owned(parts, fmt, 0), fmt)
 
         def chunk(begin: int, end: int) -> TensorChunk:
-            return given.chunk(begin - num_skipped, end - num_skipped)
+            return source.chunk(begin - num_skipped, end - num_skipped)
 
         put = functools.partial(self._chunks.put_tokens, kinds, tokens, num_skipped, chunk, skip_existing, namespace)
         return done(put()) if blocking else self._tiers.later(put)
@@ -98,12 +98,12 @@ class TensorCalls:
         metadata = self._dtype.metadata
         if out is None:
             return NewResult(self.pool, metadata.fmt, "cpu" if device is None else device, return_tuple)
-        given = TensorOut(self.pool, metadata.fmt, out, metadata.kv_dtype, num_tokens, return_tuple)
-        if device is not None and not is_same_device(parse_device("device", device), given.device):
-            raise ValueError(f"device must be that of out, {given.device}, or None, got {device}")
-        return given
+        result = TensorOut(self.pool, metadata.fmt, out, metadata.kv_dtype, num_tokens, return_tuple)
+        if device is not None and not is_same_device(parse_device("device", device), result.device):
+            raise ValueError(f"device must be that of out, {result.device}, or None, got {device}")
+        return result
 
 
-def is_same_device(wanted: torch.device, found: torch.device) -> bool:
+def is_same_device(device: torch.device, actual: torch.device) -> bool:
     """Return whether a device, such as cuda or cuda:1, is the tensor's."""
-    return wanted.type == found.type and wanted.index in (None, found.index)
+    return device.type == actual.type and device.index in (None, actual.index)

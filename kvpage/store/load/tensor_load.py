@@ -5,10 +5,8 @@ wanted          [ skipped .............. end]       may begin within a chunk
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
-import torch
-
+from kvpage.store.load.tensor_results import NewResult, TensorOut
 from kvpage.store.records.kinds import RecordKinds
 from kvpage.store.records.kv_tensors import with_tokens
 from kvpage.store.records.record import Shape
@@ -17,13 +15,6 @@ from kvpage.store.records.tensor_chunk import TokenParts
 from kvpage.store.stack.chunk_threads import num_leading
 from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.tiers.tier import Key, Reader
-
-
-class Room(Protocol):
-    """Tensors to load into."""
-
-    def room(self, shape: Shape, dtype: torch.dtype) -> TokenParts:
-        """Return the memory for K and V of that shape, or for more tokens."""
 
 
 class TensorLoad:
@@ -44,7 +35,7 @@ class TensorLoad:
         self._kinds, self._fmt, self._namespace = kinds, fmt, namespace
         self._num_tokens, self._num_skipped = num_tokens, num_skipped
 
-    def run(self, tiers: TierStack, result: Room) -> int:
+    def run(self, tiers: TierStack, result: NewResult | TensorOut) -> int:
         """Load K and V from the first wanted token on, as far as tiers have them; return the number of tokens.
 
         Raises the errors of `result`, before anything is written.
@@ -56,7 +47,7 @@ class TensorLoad:
             return 0
         num_most = self._end(count) - self._num_skipped
         parts = result.room(with_tokens(shape, self._fmt, num_most), self._kinds.dtype)
-        num_chunks = tiers.read_located(self._keys, located, lambda *found: self._read(parts, *found))
+        num_chunks = tiers.read_located(self._keys, located, lambda *record: self._read(parts, *record))
         return self._end(num_chunks) - self._num_skipped if num_chunks else 0
 
     def _end(self, num_chunks: int) -> int:

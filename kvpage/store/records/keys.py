@@ -152,14 +152,14 @@ class ChunkKeys:
         return keys[1:]
 
     def _seed(self, namespace: bytes) -> tuple[bytes, bytes]:
-        found = self._seeds.get(namespace)
-        if found is None:
+        seed = self._seeds.get(namespace)
+        if seed is None:
             meta = self.metadata.encode(self.chunk_size, namespace, self.lossy_codec)
-            found = meta, hashlib.sha256(meta).digest()
+            seed = meta, hashlib.sha256(meta).digest()
             if len(self._seeds) >= 1024:  # namespaces come from outside
                 self._seeds.clear()
-            self._seeds[namespace] = found
-        return found
+            self._seeds[namespace] = seed
+        return seed
 
 
 def _messages(chunks: npt.NDArray[np.int32]) -> Iterator[memoryview]:

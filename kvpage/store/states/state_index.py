@@ -100,8 +100,8 @@ class StateIndex:
 
     def _pruned(self, entries: Entries) -> Entries:
         there = self._tiers.locate(list(entries))
-        kept = [one for one, at in zip(entries.items(), there, strict=True) if at is not None]
-        return dict(kept if len(kept) < MAX_ENTRIES else kept[NUM_DROPPED:])
+        entries_there = [entry for entry, at in zip(entries.items(), there, strict=True) if at is not None]
+        return dict(entries_there if len(entries_there) < MAX_ENTRIES else entries_there[NUM_DROPPED:])
 
     def _write(self, prefix: bytes, num_tokens: int, namespace: bytes, entries: Entries, limit: TimeLimit) -> None:
         rows = np.empty(len(entries), ENTRY)

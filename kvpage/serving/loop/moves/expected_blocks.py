@@ -27,7 +27,7 @@ class ExpectedBlocks:
 
     def discard(self, arrival: Arrival) -> None:
         """Expect the arrival's blocks no more: they are there. One that is not expected is left alone."""
-        self._arrivals = [(ids, one) for ids, one in self._arrivals if one is not arrival]
+        self._arrivals = [(ids, expected) for ids, expected in self._arrivals if expected is not arrival]
 
     def wait(self, block_tables: Ids | None = None) -> None:
         """Order the current stream's further work after the blocks of these tables; None for all blocks.

@@ -103,15 +103,15 @@ class LayerSaves(Saves):
     def has_begun(self, tokens: TokenIds, namespace: bytes) -> bool:
         """Return whether the step under way has begun to store these tokens: then they have a place."""
         return any(
-            one.namespace == namespace and np.array_equal(tokens[: len(one.tokens)], one.tokens)
-            for one in self._growing
+            prompt.namespace == namespace and np.array_equal(tokens[: len(prompt.tokens)], prompt.tokens)
+            for prompt in self._growing
         )
 
     def take_failures(self) -> int:
         """Return how many early saves have raised since the last call. The saves after them have made up for it."""
-        done = [one for one in self._all_early if one.done()]
-        self._all_early = [one for one in self._all_early if one not in done]
-        return sum(not one.cancelled() and one.exception() is not None for one in done)
+        done = [save for save in self._all_early if save.done()]
+        self._all_early = [save for save in self._all_early if save not in done]
+        return sum(not save.cancelled() and save.exception() is not None for save in done)
 
     def close(self) -> None:
         """End the thread. A step under way, which calls this, stores nothing more."""
@@ -125,18 +125,18 @@ class LayerSaves(Saves):
             return super()._call(hold, tokens, namespace)
         return lambda: self._store_rest(hold, tokens, namespace)
 
-    def _as_growing(self, one: Growth) -> _Growing | None:
+    def _as_growing(self, growth: Growth) -> _Growing | None:
         """Return a prompt as far as it will be stored, if the step completes a chunk of it.
 
         None, too, for blocks that the sequence has given back, and those that no other request may find.
         """
-        size, state = self._manager.block_size, self._manager.state(one.seq_id)
-        unit = size if one.is_whole else math.lcm(size, self.chunk_size)  # a save holds whole blocks
-        num_tokens, first_chunk = len(one.tokens) // unit * unit, one.start // self.chunk_size
+        size, state = self._manager.block_size, self._manager.state(growth.seq_id)
+        unit = size if growth.is_whole else math.lcm(size, self.chunk_size)  # a save holds whole blocks
+        num_tokens, first_chunk = len(growth.tokens) // unit * unit, growth.start // self.chunk_size
         if num_tokens <= first_chunk * self.chunk_size or state.num_left or state.is_private:
             return None
-        block_ids = self._manager.block_ids(one.seq_id)[: num_tokens // size]
-        return _Growing(one.tokens[:num_tokens].copy(), one.is_whole, first_chunk, block_ids, one.namespace)
+        block_ids = self._manager.block_ids(growth.seq_id)[: num_tokens // size]
+        return _Growing(growth.tokens[:num_tokens].copy(), growth.is_whole, first_chunk, block_ids, growth.namespace)
 
     # --- in the thread -----------------------------------------------------------------------------------------------
 

@@ -88,21 +88,21 @@ class StoredStates(StoredGroup):
         return Loading(start, partial(self._load, tokens, start, block_ids, slot, load.namespace))
 
     def hold(self, tokens: TokenIds, namespace: bytes) -> Hold | None:
-        held = self._group.hold(tokens, namespace)
-        if not held.each:
-            held.release()
+        checkpoints = self._group.hold(tokens, namespace)
+        if not checkpoints.each:
+            checkpoints.release()
             return None
         try:
             self._make_moves()
         except BaseException:
-            held.release()
+            checkpoints.release()
             raise
-        last = held.each[-1]
+        last = checkpoints.each[-1]
 
         def store(tokens: TokenIds, namespace: bytes) -> int:
-            return max(self._put(tokens[: point.num_tokens], point, namespace) for point in held.each)
+            return max(self._put(tokens[: point.num_tokens], point, namespace) for point in checkpoints.each)
 
-        return Hold(last.num_tokens, last.block_ids, store, held.release)
+        return Hold(last.num_tokens, last.block_ids, store, checkpoints.release)
 
     def _make_moves(self) -> None:
         self._transfers.run()

@@ -99,19 +99,19 @@ class StoredWindows(StoredGroup):
         return Loading(starts[0], partial(self._load, load.tokens, num_tokens, tables, starts, load.namespace))
 
     def hold(self, tokens: TokenIds, namespace: bytes) -> Hold | None:
-        held = self._manager.hold_cached(tokens, namespace)
-        if not held.num_tokens:
-            held.release()
+        blocks = self._manager.hold_cached(tokens, namespace)
+        if not blocks.num_tokens:
+            blocks.release()
             return None
-        return Hold(held.num_tokens, held.block_ids, partial(self._put, held), held.release)
+        return Hold(blocks.num_tokens, blocks.block_ids, partial(self._put, blocks), blocks.release)
 
     # --- in threads ---------------------------------------------------------------------------------------------------
 
-    def _put(self, held: HeldBlocks, tokens: TokenIds, namespace: bytes) -> int:
+    def _put(self, blocks: HeldBlocks, tokens: TokenIds, namespace: bytes) -> int:
         """Store K and V of the tokens, whole blocks; return how many of them a longer prompt can load now."""
         if self._full is not None:
-            self._full.put(tokens, held.block_ids, 0, namespace)
-        for layers, window in zip(self._windows, held.windows, strict=True):
+            self._full.put(tokens, blocks.block_ids, 0, namespace)
+        for layers, window in zip(self._windows, blocks.windows, strict=True):
             for first, end in runs_of(window.has):
                 layers.put(tokens[: end * self.block_size], window.block_ids, first, namespace)
         return self._longest(self._usable_of(tokens, len(tokens) // self.block_size, namespace))

@@ -24,14 +24,14 @@ class Answers:
         """Answer by a channel, whose timeout is that of a rank. beat: seconds between two rounds."""
         self._channel, self._beat = channel, beat
 
-    def least(self, own: OwnAnswer) -> int:
+    def least(self, answer: OwnAnswer) -> int:
         """Wait for this rank's answer and for all others'; return the least. All call it at once.
 
-        own: A count. An error counts as 0, and so does what is no count. Raises RankLost.
+        answer: A count. An error counts as 0, and so does what is no count. Raises RankLost.
         """
         while True:
-            wait([own], self._beat)
-            rows = self._channel.gather([own.done(), _count(own)])
+            wait([answer], self._beat)
+            rows = self._channel.gather([answer.done(), _count(answer)])
             if all(is_done for is_done, _ in rows):
                 return min(count for _, count in rows)
 
@@ -40,8 +40,8 @@ class Answers:
         self._channel.drop()
 
 
-def _count(own: OwnAnswer) -> int:
-    if not own.done() or own.exception() is not None:
+def _count(answer: OwnAnswer) -> int:
+    if not answer.done() or answer.exception() is not None:
         return 0
-    value: Any = own.result()
+    value: Any = answer.result()
     return int(value) if is_count(value) else 0

@@ -79,7 +79,7 @@ class RankedStore(BlockStore):
         )
 
     def _call(
-        self, way: tuple[Answers, threading.Lock], kind: Kind, parts: Sequence[Part], own: Callable[[], int]
+        self, way: tuple[Answers, threading.Lock], kind: Kind, parts: Sequence[Part], call: Callable[[], int]
     ) -> int:
         """Call the stores of the other ranks, and this one's. An answer of this one's that is no count is returned."""
         answers, lock = way
@@ -88,7 +88,7 @@ class RankedStore(BlockStore):
             answer: Future[int] = Future()
             agreed, count = pool.submit(answers.least, answer), 0
             try:
-                count = own()
+                count = call()
             finally:
                 answer.set_result(count)
                 least = agreed.result()

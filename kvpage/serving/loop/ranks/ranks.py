@@ -129,11 +129,11 @@ def check_rank_store(store: BlockStore, size: int) -> None:
     metadata, rank = store.metadata, dist.get_rank()
     if metadata is None:
         return
-    found = metadata.world_size, metadata.worker_id
-    if found != (size, rank):
+    named = metadata.world_size, metadata.worker_id
+    if named != (size, rank):
         raise ValueError(
             f"the metadata of rank {rank}'s store must have world_size={size} and worker_id={rank}, by which its keys "
-            f"are of its own heads, got {found[0]} and {found[1]}"
+            f"are of its own heads, got {named[0]} and {named[1]}"
         )
 
 
