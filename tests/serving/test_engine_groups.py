@@ -1,9 +1,11 @@
 """What engines over models with states promise, and those whose windows have blocks of their own: both are asked."""
 
+import random
 from dataclasses import dataclass
 from types import ModuleType
 
 import pytest
+import torch
 from support import state_engines, window_engines
 from support.models import make_model
 from support.state_engines import B, finished, greedy, own_beams, own_tokens, random_prompt
@@ -11,7 +13,7 @@ from support.state_loop import assert_near, own_logits
 from support.state_models import make_state_model
 from transformers import PreTrainedModel
 
-from kvpage.serving import BeamSearchParams, Branches, Engine
+from kvpage.serving import BeamSearchParams, Branches, Engine, PagedTokenTrie
 from kvpage.serving.model.states.model_states import are_states_served
 
 PROMPT = random_prompt(5 * B + 3)
@@ -52,9 +54,10 @@ def test_each_fork_goes_on_alone(kind: Kind, num_batched_tokens: int) -> None:
     with Branches(engine) as branches:
         trunk = branches.start(PROMPT)
         branches.compute([trunk])
-        assert branches.first_forkable(trunk) == len(PROMPT)
-        with pytest.raises(ValueError, match=rf"num_tokens must be in \[{len(PROMPT)}, {len(PROMPT)}\]"):
-            branches.fork(trunk, len(PROMPT) - 1)
+        first = len(PROMPT) if kind.step == 1 else len(PROMPT) // B * B  # windows: amid the last block; a state: never
+        assert branches.first_forkable(trunk) == first
+        with pytest.raises(ValueError, match=rf"num_tokens must be in \[{first}, {len(PROMPT)}\]"):
+            branches.fork(trunk, first - 1)
         forks = [trunk, branches.fork(trunk), branches.fork(trunk)]
         for token, branch in enumerate(forks):
             branch.append([token + 5, token + 1])
@@ -124,3 +127,25 @@ def test_aborted_requests_leave_what_is_exact(kind: Kind) -> None:
     kind.engines.poison(engine)
     kind.engines.check_nothing_held(engine)
     assert kind.ask(engine, 6) == kind.reach(12)  # what the two steps left
+
+
+def own_logprobs(model: PreTrainedModel, token_lists: list[list[int]]) -> torch.Tensor:
+    with torch.no_grad():
+        rows = [model(torch.tensor([tokens])).logits[0, -1] for tokens in token_lists]
+    return torch.stack(rows).log_softmax(dim=-1)
+
+
+@pytest.mark.parametrize("num_blocks", [16, 96])
+def test_a_trie_of_log_probabilities(kind: Kind, num_blocks: int) -> None:
+    """Lists part from each other amid blocks; branches end where blocks or slots are short."""
+    rng, engine = random.Random(num_blocks), kind.make_engine(num_blocks=num_blocks)
+    with PagedTokenTrie(engine, max_branches=5) as trie:
+        lists = [PROMPT[: 2 * B + 1]]
+        for _ in range(6):
+            bases = [rng.choice(lists) for _ in range(3)]
+            lists = [base[: rng.randint(1, len(base))] + random_prompt(rng.randint(1, B)) for base in bases]
+            lists = [tokens[: 8 * B] for tokens in lists]
+            found = trie.next_token_logprobs(lists)
+            assert_near(found, own_logprobs(kind.model, lists))
+            engine.manager.check()
+    assert engine.manager.stats().num_sequences == 0

@@ -286,9 +286,13 @@ class GroupLife(ScarceLife):
         if (seq_id := self.any()) is not None:
             self.next_id += 1
             seq = self.on_device[seq_id]
-            self.attempt(lambda: self.manager.fork(seq_id, self.next_id))
-            private_from = None if seq.private_from is None else len(seq.tokens)
-            self.on_device[self.next_id] = Sequence(seq.namespace, list(seq.tokens), list(seq.path), private_from)
+            first = self.manager.first_forkable(seq_id)
+            num_tokens = self.rng.choice([len(seq.tokens), first, self.rng.randint(first, len(seq.tokens))])
+            self.attempt(lambda: self.manager.fork(seq_id, self.next_id, num_tokens))
+            private_from = None if seq.private_from is None else num_tokens
+            tokens, path = seq.tokens[:num_tokens], seq.path[: num_tokens + 1]
+            self.on_device[self.next_id] = Sequence(seq.namespace, list(tokens), list(path), private_from)
+            self.figures["forked amid"] += num_tokens < len(seq.tokens)
 
     def swap_out(self) -> None:
         if self.manager.tree.has_host_tier and (seq_id := self.any(is_whole=False)) is not None:

@@ -133,7 +133,7 @@ class AllGroups:
             group.check_fork(seq_id)
         self._sequences.fork(seq_id, new_seq_id, num_tokens)
         for group in self._groups:
-            group.fork(seq_id, new_seq_id)
+            group.fork(seq_id, new_seq_id, num_tokens)
 
     @uninterrupted
     def give_back_room(self, seq_id: SeqId) -> None:

@@ -144,8 +144,11 @@ class GroupManager(ABC, Generic[C]):
         """Raise OutOfBlocks or ValueError where `fork` cannot be done."""
 
     @abstractmethod
-    def fork(self, seq_id: SeqId, new_seq_id: SeqId) -> None:
-        """Begin a sequence with the tokens of another, all of which are committed."""
+    def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int) -> None:
+        """Begin a sequence with the first tokens of another, all of which are committed.
+
+        num_tokens: At least `first_forkable` says.
+        """
 
     def check_settled(self, seq_id: SeqId) -> None:
         """Raise ValueError for a sequence amid a load, which can be neither shortened nor swapped out."""

@@ -154,13 +154,12 @@ class WindowGroup(GroupManager[Claim]):
         self.move_on(seq_id)
 
     def first_forkable(self, seq_id: SeqId, num_tokens: int) -> int:
-        """Return all tokens: blocks before the window are gone."""
-        return num_tokens
+        """Return the fewest tokens whose window is held: blocks before it are gone."""
+        return min(self._tables[seq_id].first_forkable, num_tokens)
 
-    def fork(self, seq_id: SeqId, new_seq_id: SeqId) -> None:
-        """Share the window's blocks with another sequence."""
-        self.move_on(seq_id)
-        self._tables[new_seq_id] = self._tables[seq_id].fork()
+    def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int) -> None:
+        """Share the blocks of the window before `num_tokens` tokens with another sequence. Both move on later."""
+        self._tables[new_seq_id] = self._tables[seq_id].fork(num_tokens)
 
     def check_settled(self, seq_id: SeqId) -> None:
         """Raise ValueError for a sequence without the blocks between its committed tokens and those of `skip_to`."""

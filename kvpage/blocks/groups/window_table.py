@@ -134,11 +134,17 @@ class WindowTable:
         self.release()
         return SwappedWindow(first, host_ids)
 
-    def fork(self) -> "WindowTable":
-        """Return a table of the same blocks."""
-        self._blocks.pool.share(self.ids)
-        other = WindowTable(self._blocks, self.first, list(self.ids))
-        other.num_cached = self.num_cached
+    @property
+    def first_forkable(self) -> int:
+        """The fewest tokens, at least 1, whose window begins in the table's blocks."""
+        return self.first * self._blocks.block_size + self._blocks.window.num_tokens - 1 if self.first else 1
+
+    def fork(self, num_tokens: int) -> "WindowTable":
+        """Return a table of the same blocks, as far as they hold the first `num_tokens` tokens."""
+        ids = self.ids[: max(-(-num_tokens // self._blocks.block_size) - self.first, 0)]
+        self._blocks.pool.share(ids)
+        other = WindowTable(self._blocks, self.first, ids)
+        other.num_cached = min(self.num_cached, max(num_tokens // self._blocks.block_size, self.first))
         return other
 
     def release(self) -> None:

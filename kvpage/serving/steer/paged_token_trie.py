@@ -84,7 +84,7 @@ class PagedTokenTrie:
 
     Raises:
         TypeError: The namespace is not bytes.
-        ValueError: A number is not positive, or the engine's model keeps states or has windows of their own.
+        ValueError: A number is not positive.
     """
 
     def __init__(
@@ -99,10 +99,6 @@ class PagedTokenTrie:
         self.max_branches = max_branches
         self.max_logprobs = max_logprobs
         self._root = _Node(None, -1)
-        if engine.manager.windows:
-            raise ValueError("engine must have num_window_blocks=None: a trie forks amid a sequence")
-        if engine.manager.states is not None:
-            raise ValueError("engine must have a model whose layers keep no states: a trie forks amid a sequence")
         self._branches = Branches(engine, self._end_oldest)
         self._by_use: OrderedDict[Branch, _Node] = OrderedDict()  # live branches and where they end
         self._in_use: set[Branch] = set()  # by the call that computes

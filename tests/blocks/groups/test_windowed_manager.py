@@ -190,7 +190,7 @@ def test_a_fork_writes_into_a_copy():
         life.write(seq_id, len(life.on_device[seq_id].tokens))
         life.check()
     assert life.memory.num_moved["copy"] == 3 * 2  # in three groups, for all but the last holder
-    with pytest.raises(ValueError, match="num_tokens must be in \\[18, 18\\], got 12"):
+    with pytest.raises(ValueError, match="num_tokens must be in \\[16, 18\\], got 12"):
         life.manager.fork(1, 4, 12)
 
 

@@ -11,7 +11,7 @@ from support.window_engines import B, ask, check_nothing_held, finished, greedy,
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig
 from kvpage.blocks.explain import Ending
-from kvpage.serving import Branches, Engine, EngineConfig, PagedTokenTrie
+from kvpage.serving import Branches, Engine, EngineConfig
 
 PROMPT = random_prompt(5 * B + 3)
 
@@ -118,7 +118,5 @@ def test_what_needs_one_table_is_refused() -> None:
     with pytest.raises(ValueError, match="num_window_blocks must be None for a model without windows"):
         make_engine(make_model("llama"))
     engine = make_engine(make_model("gemma3"))
-    with pytest.raises(ValueError, match="num_window_blocks=None: a trie forks amid a sequence"):
-        PagedTokenTrie(engine)
     with pytest.raises(ValueError, match="store must keep groups of layers apart .* got DictStore"):
         engine.use_store(DictStore())

@@ -237,7 +237,7 @@ class StateGroup(GroupManager[StateClaim]):
         if not self.space.can_take():
             raise OutOfSlots(1, 0)
 
-    def fork(self, seq_id: SeqId, new_seq_id: SeqId) -> None:
+    def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int) -> None:
         """Copy the state to a slot of the new sequence."""
         slot, running = self._states.slot("fork", seq_id), self._states.running[seq_id]
         copy = self.space.take()
