@@ -1,7 +1,8 @@
 """What engines over models with states promise, and those whose windows have blocks of their own: both are asked."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import pytest
@@ -27,9 +28,10 @@ class Kind:
     model: PreTrainedModel
     engines: ModuleType
     step: int
+    fields: Mapping[str, object] = field(default_factory=dict)
 
     def make_engine(self, **fields: object) -> Engine:
-        return self.engines.make_engine(self.model, **fields)
+        return self.engines.make_engine(self.model, **{**self.fields, **fields})
 
     def ask(self, engine: Engine, num_tokens: int, **arguments: object) -> int:
         """Require that the answer to PROMPT is right. Return how much of it was cached."""
@@ -41,10 +43,13 @@ class Kind:
         return num_tokens // self.step * self.step
 
 
-@pytest.fixture(params=["jamba", "lfm2", "mamba2", "qwen3_next", "gemma3", "mistral"])
+@pytest.fixture(params=["jamba", "lfm2", "mamba2", "qwen3_next", "gemma3", "mistral", "recurrent_gemma"])
 def kind(request: pytest.FixtureRequest) -> Kind:
     if request.param in ("gemma3", "mistral"):
         return Kind(request.param, make_model(request.param), window_engines, B)
+    if request.param == "recurrent_gemma":  # states beside windows of their own blocks
+        fields = {"num_window_blocks": 32}
+        return Kind(request.param, make_state_model(request.param), state_engines, 1, fields)
     return Kind(request.param, make_state_model(request.param), state_engines, 1)
 
 

@@ -12,8 +12,8 @@ Everything happens inside `step` and `compute`: between two of them the caller's
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -38,7 +38,6 @@ from kvpage.serving.model.step import BatchItem
 from kvpage.serving.text.token_logprobs import TokenLogprobs
 
 logger = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 class ServingLoop:
@@ -152,7 +151,20 @@ class ServingLoop:
 
     def try_step(self) -> Exception | None:
         """Compute one batch; return its exception if that is worth a second try. Its outputs stay where they are."""
-        return self._in_step(self._compute_batch)
+        with self._stepping():
+            if self.requests:
+                self._batch_runner.check()
+            batch = self._next_batch()
+            untaken = batch.requests
+            try:
+                try:
+                    if len(batch):
+                        self._take_batch(batch, untaken)
+                finally:
+                    self._connectors.end_step()
+            except BaseException as error:  # an interrupt too must leave no request without its blocks, or a token
+                return self._failed(untaken, error)
+        return None
 
     def step_until(self, sink: deque[StepOutput], requests: Sequence[Request]) -> None:
         """Step until something is in the sink. The first exception of a batch is logged, and the batch is tried again.
@@ -194,22 +206,22 @@ class ServingLoop:
 
     def compute(self, items: Sequence[BatchItem]) -> torch.Tensor:
         """Compute tokens of sequences that belong to no request; return the logits of the wanted tokens."""
-        return self._in_step(lambda: self._compute_items(items))
-
-    def _compute_items(self, items: Sequence[BatchItem]) -> torch.Tensor:
-        logits = self._batch_runner.run(items).logits
-        self._batch_runner.check_all_kernels()  # the caller commits next
-        return logits
+        with self._stepping():
+            logits = self._batch_runner.run(items).logits
+            self._batch_runner.check_all_kernels()  # the caller commits next
+            return logits
 
     def between_requests(self, work: Callable[[], None]) -> None:
         """Do work that uses the model and no request, as a step of its own."""
         self._batch_runner.check()
-        self._in_step(work)
+        with self._stepping():
+            work()
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def _in_step(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`. Other calls are held back: requests leave the scheduler only as it wants.
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Inside, other calls are held back: requests leave the scheduler only as it wants.
 
         Ctrl-C is raised after it, too, but for one that comes while the model computes.
         """
@@ -222,7 +234,7 @@ class ServingLoop:
                 self._abort_dropped()
             self._is_stepping = True
             try:
-                return work()
+                yield
             finally:
                 self._is_stepping = False
                 if self._dropped:
@@ -236,32 +248,23 @@ class ServingLoop:
                 if self.requests.get(request.request_id) is request:
                     self.abort(request)
 
-    def _compute_batch(self) -> Exception | None:
-        if self.requests:
-            self._batch_runner.check()
-        batch = self._next_batch()
-        if not len(batch):
-            return None
-        untaken = batch.requests
-        try:
-            try:
-                self._take_batch(batch, untaken)
-            finally:
-                self._connectors.end_step()
-        except BaseException as error:  # an interrupt too must leave no request without its blocks, or its next token
-            ahead = () if self.decoder is None else self.decoder.drop()
-            for request in untaken:
-                request.take_back(request in ahead, request in self._scheduler.waiting)
-            self._scheduler.requeue(untaken)
-            if isinstance(error, RankLost) or not isinstance(error, Exception):
-                raise
-            return self._blame([request for request in untaken if request in self._scheduler.waiting], error)
-        return None
+    def _failed(self, untaken: Sequence[Request], error: BaseException) -> Exception | None:
+        """Put the requests of a failed batch back into the queue; return the error if a second try is worth it."""
+        ahead = () if self.decoder is None else self.decoder.drop()
+        for request in untaken:
+            request.take_back(request in ahead, request in self._scheduler.waiting)
+        self._scheduler.requeue(untaken)
+        if isinstance(error, RankLost) or not isinstance(error, Exception):
+            raise error
+        return self._blame([request for request in untaken if request in self._scheduler.waiting], error)
 
     def _take_batch(self, batch: Batch, untaken: list[Request]) -> None:
         """Compute a batch, and hand out its tokens. untaken: the requests that still lack theirs, kept up to date."""
         begin = time.monotonic()
-        chosen = self._choose(batch)
+        if self.decoder is not None and self.decoder.takes(batch):
+            chosen = chosen_of_decodes(batch, self.decoder.choose(batch))
+        else:
+            chosen = choose_tokens(batch, self._logits(batch))
         self._batch_runner.check_kernels()
         now = time.monotonic()
         if batch.prefills:
@@ -271,11 +274,6 @@ class ServingLoop:
         self._hand_out(chosen, now, untaken)
         for request in chosen.failed:
             self._fail(request, request.why_no_token())
-
-    def _choose(self, batch: Batch) -> ChosenTokens:
-        if self.decoder is not None and self.decoder.takes(batch):
-            return chosen_of_decodes(batch, self.decoder.choose(batch))
-        return choose_tokens(batch, self._run(batch))
 
     def _blame(self, requests: Sequence[Request], error: Exception) -> Exception | None:
         """Note that a step of these requests has raised; return the error if that was the first time."""
@@ -312,7 +310,7 @@ class ServingLoop:
             if limit is not None and limit.is_reached:
                 return batch
 
-    def _run(self, batch: Batch) -> torch.Tensor:
+    def _logits(self, batch: Batch) -> torch.Tensor:
         """Return the logits after each decode, and after each portion: [len(batch), vocab_size]."""
         if not batch.prefills:
             return self._batch_runner.compute(batch)

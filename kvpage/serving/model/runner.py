@@ -1,7 +1,8 @@
 """ModelRunner: compute packed sequences with a Hugging Face decoder, whose K and V go into blocks."""
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -73,33 +74,59 @@ class ModelRunner:
         """A number that grows whenever modules of the model were replaced."""
         return self._view.version
 
-    def forward(self, packed: PackedTokens, step: Step) -> torch.Tensor:
+    def forward(self, tokens: PackedTokens | ModelInputs, step: Step) -> torch.Tensor:
         """Write the tokens' K and V into the step's slots, and return the wanted logits: [len(wanted), vocab_size].
+
+        tokens: of the host, or inputs on the model's device, beside which nothing is copied from the host.
 
         Raises ValueError if the model is in training mode, or a layer has not attended over blocks. Errors of the model
         are raised as they are. After an error, some K and V may be written.
         """
-        return self.compute(step, step.inputs or ModelInputs.of(packed, step.slot_mapping.device))
-
-    def compute(self, step: Step, given: ModelInputs) -> torch.Tensor:
-        """Do the same for inputs that are on the model's device. Nothing is copied from the host then."""
+        inputs = step.inputs if isinstance(tokens, PackedTokens) else tokens
+        if inputs is None:
+            assert isinstance(tokens, PackedTokens), "inputs on the device are there"
+            inputs = ModelInputs.of(tokens, step.slot_mapping.device)
         self.check()
         self._check_states(step)
         if step.layout.backend == "mla" and step.latents is None:
             step = replace(step, latents=LatentPass(step))
-        inputs: dict[str, Any] = {"input_ids": given.token_ids, "use_cache": False}
-        if self._gives_positions:
-            inputs["position_ids"] = given.positions
-        if self._selects_logits:
-            inputs["logits_to_keep"] = 0 if given.wanted is None else given.wanted  # 0: all, without a copy
-        # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.
         step.lift(self._threads)
-        with self._no_grad, self._hooks(step), self._view.one_thread_in_torch():
-            logits = self._call(inputs, step)[0]
+        module = self.view  # it follows modules that were replaced
+        # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.
+        try:
+            with self._no_grad, self._hooks(step), self._view.one_thread_in_torch(), self._around(step):
+                logits: torch.Tensor = (self._compiled or module)(**self._arguments(step, inputs)).logits[0]
+        except StepMissing:  # raised before anything is written, in the first forward: the check at load
+            if not self._passes_step:
+                raise
+            self._passes_step = False
+            return self.forward(inputs, step)
         self._check_calls(step)
         if step.states is not None:
             step.states.check_done()
-        return logits if given.wanted is None or self._selects_logits else logits[given.wanted]
+        return logits if inputs.wanted is None or self._selects_logits else logits[inputs.wanted]
+
+    def _arguments(self, step: Step, given: ModelInputs) -> dict[str, Any]:
+        """Return the model's arguments."""
+        arguments: dict[str, Any] = {"input_ids": given.token_ids, "use_cache": False}
+        if self._gives_positions:
+            arguments["position_ids"] = given.positions
+        if self._selects_logits:
+            arguments["logits_to_keep"] = 0 if given.wanted is None else given.wanted  # 0: all, without a copy
+        if self._passes_step:
+            arguments["kvpage"] = step
+        return arguments
+
+    @contextmanager
+    def _around(self, step: Step) -> Iterator[None]:
+        """Have attention know the step, where it is no argument, and let Ctrl-C come through, where no rank waits."""
+        token = None if self._passes_step else current_step.set(step)
+        try:
+            with NOTHING if self._holds_interrupts else interruptible():
+                yield
+        finally:
+            if token is not None:
+                current_step.reset(token)
 
     def check(self) -> None:
         """Raise ValueError if the model is in training mode."""
@@ -118,24 +145,6 @@ class ModelRunner:
         if step.latents is not None:
             return step.latents.listening(self.view)
         return step.blend.hooks() if step.blend else NOTHING
-
-    def _call(self, inputs: dict[str, Any], step: Step) -> torch.Tensor:
-        if self._passes_step:
-            try:
-                return self._logits({**inputs, "kvpage": step})
-            except StepMissing:  # raised before anything is written, in the first forward: the check at load
-                self._passes_step = False
-        token = current_step.set(step)
-        try:
-            return self._logits(inputs)
-        finally:
-            current_step.reset(token)
-
-    def _logits(self, inputs: dict[str, Any]) -> torch.Tensor:
-        with NOTHING if self._holds_interrupts else interruptible():
-            module = self.view  # it follows modules that were replaced
-            logits: torch.Tensor = (module if self._compiled is None else self._compiled)(**inputs).logits
-        return logits
 
     def _check_calls(self, step: Step) -> None:
         """Raise ValueError for a layer that has not attended over blocks: it was replaced since the check at load."""

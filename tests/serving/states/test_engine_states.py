@@ -22,7 +22,7 @@ from support.state_models import make_state_model
 
 from kvpage import CacheConfig
 from kvpage.blocks.explain import Ending
-from kvpage.serving import AsyncEngine, Engine, EngineConfig, PagedTokenTrie, SamplingParams, StateConfig
+from kvpage.serving import AsyncEngine, Engine, EngineConfig, SamplingParams, StateConfig
 
 KINDS = ["jamba", "lfm2", "mamba2", "qwen3_next"]
 PROMPT = random_prompt(4 * B + 3)
@@ -178,8 +178,6 @@ def test_what_models_with_states_do_not_have() -> None:
         engine.use_store(DictStore())
     with pytest.raises(TypeError, match="store must derive from kvpage.store.BlockStore, got object"):
         engine.use_store(object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="engine must have a model whose layers keep no states"):
-        PagedTokenTrie(engine)
     engine.warmup()
     with pytest.raises(TypeError, match="states must be"):
         EngineConfig(CacheConfig(B, 32), states=3)  # type: ignore[arg-type]

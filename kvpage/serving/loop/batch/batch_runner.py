@@ -147,7 +147,7 @@ class BatchRunner:
         if isinstance(token_ids, torch.Tensor):
             step = Step.of_newest(self._cache, inputs)
             known = token_ids.clamp(min=0).to(torch.int64).unsqueeze(0)
-            logits = self._runner.compute(step, ModelInputs(known, (step.device_seq_lens - 1).unsqueeze(0)))
+            logits = self._runner.forward(ModelInputs(known, (step.device_seq_lens - 1).unsqueeze(0)), step)
             self._count(num_seqs)
             return logits
         packed = PackedTokens(token_ids, starts, inputs.seq_lens, np.arange(num_seqs), is_decode=True)

@@ -14,7 +14,7 @@ from kvpage.serving.sampling.likeliest import likeliest
 class Computing(Protocol):
     """Computes a model; see ModelRunner."""
 
-    def compute(self, step: Step, given: ModelInputs) -> torch.Tensor:
+    def forward(self, tokens: ModelInputs, step: Step) -> torch.Tensor:
         """Write the tokens' K and V into the step's slots, and return the logits of all."""
 
 
@@ -42,7 +42,7 @@ class StaticStep:
         views, step = self._views, self._fixed or self._make()
         token_ids = torch.where(views.token_ids < 0, views.newest_tokens.clamp(min=0), views.token_ids)
         given = ModelInputs(token_ids.unsqueeze(0), views.positions.unsqueeze(0))
-        self.logits = self._runner.compute(step, given)
+        self.logits = self._runner.forward(given, step)
         views.newest_tokens.copy_(likeliest(self.logits))
 
     def renew_plan(self, seq_lens: Sequence[int]) -> None:
