@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,31 +53,21 @@ class RankedStore(BlockStore):
     def lookup(self, tokens: TokenIds, *, namespace: bytes = b"") -> int:
         """Return how many leading tokens all ranks hold."""
         parts = _parts(tokens, NO_BLOCKS, 0, namespace)
-        return self._call(self._finds, Kind.LOOKUP, parts, lambda: self._store.lookup(tokens, namespace=namespace))
+        return self._call(self._finds, Kind.LOOKUP, parts, partial(self._store.lookup, tokens, namespace=namespace))
 
     def load_blocks(
         self, tokens: TokenIds, engine: CacheEngine, block_table: npt.NDArray[np.int32], *, start: int, namespace: bytes
     ) -> int:
         """Load each rank's K and V; return how many leading tokens all have now."""
-        parts = _parts(tokens, block_table, start, namespace)
-        return self._call(
-            self._finds,
-            Kind.LOAD,
-            parts,
-            lambda: self._store.load_blocks(tokens, engine, block_table, start=start, namespace=namespace),
-        )
+        call = partial(self._store.load_blocks, tokens, engine, block_table, start=start, namespace=namespace)
+        return self._call(self._finds, Kind.LOAD, _parts(tokens, block_table, start, namespace), call)
 
     def store_blocks(
         self, tokens: TokenIds, engine: CacheEngine, block_table: npt.NDArray[np.int32], *, namespace: bytes
     ) -> int:
         """Keep each rank's K and V; return how many leading tokens all hold now."""
-        parts = _parts(tokens, block_table, 0, namespace)
-        return self._call(
-            self._keeps,
-            Kind.SAVE,
-            parts,
-            lambda: self._store.store_blocks(tokens, engine, block_table, namespace=namespace),
-        )
+        call = partial(self._store.store_blocks, tokens, engine, block_table, namespace=namespace)
+        return self._call(self._keeps, Kind.SAVE, _parts(tokens, block_table, 0, namespace), call)
 
     def _call(
         self, way: tuple[Answers, threading.Lock], kind: Kind, parts: Sequence[Part], call: Callable[[], int]
