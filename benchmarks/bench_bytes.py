@@ -12,23 +12,21 @@ Target: `pages` at least as fast as `blocks`.
 """
 
 import argparse
-import functools
 import itertools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from kvpage.benchmarks.bench_store import BLOCK_SIZE, check_loaded, halves, random_engine, speed_row
-from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns
 from kvpage.benchmarks.pictures import bars
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.script import PATH, finish, option, parse
 from kvpage.store import ByteStore, ByteStoreConfig, KVStore, KVStoreConfig, PageView, metadata_of
 
 LAYERS = 32
@@ -100,7 +98,7 @@ def disk_bound(
     return {"store pwrite": lambda: list(pool.map(write, parts)), "load preadv": lambda: list(pool.map(read, parts))}
 
 
-def measure(part: str, num_tokens: int, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(part: str, num_tokens: int, folder: Path, options: argparse.Namespace) -> list[Row]:
     blocks = Blocks(num_tokens, options.records)
     size = 2 * blocks.num_bytes + (64 << 20)
     urls = [f"disk://{folder / kind}?size={size}" if part == "disk" else f"memory://?size={size}" for kind in "ab"]
@@ -122,7 +120,7 @@ def measure(part: str, num_tokens: int, folder: Path, options: argparse.Namespac
     return [row(part, verb, num_tokens, blocks.num_bytes, spent) for verb in ("store", "load")]
 
 
-def row(part: str, verb: str, num_tokens: int, num_bytes: int, spent: dict[str, list[float]]) -> dict[str, Any]:
+def row(part: str, verb: str, num_tokens: int, num_bytes: int, spent: dict[str, list[float]]) -> Row:
     (bound,) = (name for name in spent if name.startswith(verb) and name.split()[1] not in ("blocks", "pages"))
     blocks, pages = spent[f"{verb} blocks"], spent[f"{verb} pages"]
     found = speed_row(f"{part} {verb}", num_bytes, pages, bound.split()[1], spent[bound])
@@ -130,22 +128,26 @@ def row(part: str, verb: str, num_tokens: int, num_bytes: int, spent: dict[str, 
     return found | speeds | {"tokens": num_tokens}
 
 
-def main() -> None:
-    parser = Options("bytes", __doc__, rounds=21, threads=torch.get_num_threads())
-    parser.add("--tokens", [16, 256], help="of a record")
-    parser.add("--records", 16)
-    parser.add("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
-    parser.add("--parts", PARTS, choices=PARTS)
-    options = parser.parse()
-    table, results = Table(COLUMNS), []
+def each_result(options: argparse.Namespace) -> Iterator[Row]:
     for part, num_tokens in itertools.product(options.parts, options.tokens):
         with tempfile.TemporaryDirectory(dir=options.path) as folder:
-            for found in measure(part, num_tokens, Path(folder), options):
-                results.append(found)
-                table.show(found)
+            yield from measure(part, num_tokens, Path(folder), options)
+
+
+def main() -> None:
+    options = parse(
+        "bytes",
+        __doc__,
+        rounds=21,
+        threads=torch.get_num_threads(),
+        tokens=option([16, 256], "of a record"),
+        records=16,
+        path=PATH,
+        parts=option(PARTS, choices=PARTS),
+    )
+    results = shown(COLUMNS, each_result(options))
     shares = {f"{row['operation']}, {row['tokens']}": row["of blocks"] for row in results}
-    draw = functools.partial(bars, values=shares, label="speed of pages, in that of blocks", lines=[1.0])
-    finish(options, draw, results=results)
+    finish(options, lambda path: bars(path, shares, "speed of pages, in that of blocks", [1.0]), results=results)
 
 
 if __name__ == "__main__":

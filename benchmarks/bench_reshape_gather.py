@@ -18,18 +18,17 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from kvpage import CacheLayout, KVScales, ops
-from kvpage.benchmarks.arguments import positive
-from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.device_clock import DeviceClock
 from kvpage.benchmarks.figure import Figure, in_turns, within
-from kvpage.benchmarks.pictures import curve, drawn, groups
-from kvpage.benchmarks.script import Options, finish, skip
+from kvpage.benchmarks.figure import seconds as host_seconds
+from kvpage.benchmarks.pictures import curves
+from kvpage.benchmarks.script import DEVICE, finish, option, parse, positive
 from kvpage.ops import reference
 
 BLOCK_SIZE = 16
@@ -92,9 +91,7 @@ def seconds(call: Callable[[], object], clock: DeviceClock | None) -> float:
         return clock.time(call, call, CALLS).seconds
     if torch.get_num_threads() > 1:
         rest()
-    before = time.perf_counter()
-    call()
-    return time.perf_counter() - before
+    return host_seconds(call)
 
 
 def taken_in_turns(calls: Sequence[Callable[[], object]], device: str, rounds: int) -> list[list[float]]:
@@ -112,10 +109,7 @@ def call_seconds(call: Callable[[], object], device: str) -> Figure | None:
     taken = []
     for _ in range(20):
         torch.cuda.synchronize()
-        before = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        taken.append((time.perf_counter() - before) / CALLS)
+        taken.append(host_seconds(call, CALLS))
     return Figure.of(taken, 1e6)
 
 
@@ -127,7 +121,7 @@ def copy_of(num_bytes: int, device: str) -> Callable[[], object]:
 
 def row(
     operation: str, case: Case, num_tokens: int, num_bytes: int, times: Sequence[list[float]], call: Figure | None
-) -> dict[str, Any]:
+) -> Row:
     """times: of the operation, the copy, and torch's indexing."""
     taken, copied, indexed = times
     return {
@@ -149,7 +143,7 @@ def in_rows(cache: torch.Tensor, layout: CacheLayout) -> list[torch.Tensor]:
     return [view._bits().flatten(2).flatten(0, 1) for view in views]
 
 
-def measure(case: Case, num_tokens: int, device: str, rounds: int) -> Iterator[dict[str, Any]]:
+def measure(case: Case, num_tokens: int, device: str, rounds: int) -> Iterator[Row]:
     layout = case.layout
     num_used = -(-num_tokens // BLOCK_SIZE)
     cache = layout.allocate(4 * num_used, 1, torch.device(device))[0]
@@ -195,7 +189,7 @@ def measure(case: Case, num_tokens: int, device: str, rounds: int) -> Iterator[d
 
 def measure_chunks(
     case: Case, num_tokens: int, device: str, on_host: bool, rounds: int, fmt: str = "vllm"
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """From the middle of a block on; on_host: a chunk in pinned memory, for caches on a CUDA device."""
     layout, start, parts = case.layout, 5, 1 if case.layout.backend == "mla" else 2
     num_used = -(-(num_tokens + start) // BLOCK_SIZE)
@@ -222,15 +216,16 @@ def measure_chunks(
     def load() -> None:
         ops.load_chunk(caches, ids, chunk, layout, start, fmt)
 
+    pairs = [(part.flatten(1), target) for layer, rows in zip(bits, targets, strict=True)
+             for part, target in zip(layer, rows, strict=True)]  # fmt: skip
+
     def index_select() -> None:
-        for layer, rows in zip(bits, targets, strict=True):
-            for part, target in zip(layer, rows, strict=True):
-                part.flatten(1).copy_(target.index_select(0, slots).view(torch.uint8))
+        for part, target in pairs:
+            part.copy_(target.index_select(0, slots).view(torch.uint8))
 
     def index_copy() -> None:
-        for layer, rows in zip(bits, targets, strict=True):
-            for part, target in zip(layer, rows, strict=True):
-                target.index_copy_(0, slots, part.flatten(1).view(target.dtype))
+        for part, target in pairs:
+            target.index_copy_(0, slots, part.view(target.dtype))
 
     store()
     if device == "cuda":
@@ -249,9 +244,7 @@ def measure_chunks(
         yield row(f"{name} {place}", case, num_tokens, num_bytes, times, call_seconds(call, device))
 
 
-def every_result(
-    device: str, tokens: Sequence[int], chunk_tokens: Sequence[int], rounds: int
-) -> Iterator[dict[str, Any]]:
+def every_result(device: str, tokens: Sequence[int], chunk_tokens: Sequence[int], rounds: int) -> Iterator[Row]:
     for case in cases(device):
         for num_tokens in tokens:
             yield from measure(case, num_tokens, device, rounds)
@@ -262,34 +255,25 @@ def every_result(
                 yield from measure_chunks(case, num_tokens, device, False, rounds, "huggingface")
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    with drawn(path, size=(8, 4.5)) as axes:
-        for color, ((case,), of_case) in enumerate(groups(results, "case").items()):
-            for name, style in (("reshape_and_cache", "-"), ("gather_cache", "--")):
-                rows = [row for row in of_case if row["operation"] == name]
-                curve(axes, rows, "tokens", "of copy", style, color=f"C{color}", label=f"{name}, {case}")
-        axes.axhline(1.0, color="gray", linewidth=0.8)
-        axes.set(xscale="log", xlabel="tokens", ylabel="speed, in contiguous copies of as many bytes", ylim=(0, None))
-        axes.legend(fontsize=7)
-
-
 def main() -> None:
-    parser = Options("reshape_gather", __doc__, rounds=15, threads=torch.get_num_threads(), device="cpu")
-    parser.add("--tokens", type=positive, nargs="+")
-    parser.add("--chunk-tokens", CHUNK_TOKENS)
-    parser.add("--seconds", math.inf, help="after which nothing further begins")
-    options = parser.parse()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        skip("needs a CUDA device; --device cpu tries the script without one")
-        return
+    options = parse(
+        "reshape_gather",
+        __doc__,
+        rounds=15,
+        threads=torch.get_num_threads(),
+        device=DEVICE,
+        tokens=option(None, "of a call", type=positive, nargs="+"),
+        chunk_tokens=CHUNK_TOKENS,
+        seconds=option(math.inf, "after which nothing further begins"),
+    )
     torch.manual_seed(0)
-    table, results = Table(COLUMNS), []
     tokens = options.tokens or (CUDA_TOKENS if options.device == "cuda" else CPU_TOKENS)
     measured = every_result(options.device, tokens, options.chunk_tokens, options.rounds)
-    for result in within(options.seconds, measured):
-        results.append(result)
-        table.show(result)
-    finish(options, functools.partial(plot, results), results=results)
+    results = shown(COLUMNS, within(options.seconds, measured))
+    whole = [row for row in results if row["operation"] in ("reshape_and_cache", "gather_cache")]
+    label = "speed, in contiguous copies of as many bytes"
+    draw = functools.partial(curves, rows=whole, x="tokens", values=["of copy"], by=("operation", "case"), lines=[1.0])
+    finish(options, lambda path: draw(path, xscale="log", ylabel=label), results=results)
 
 
 if __name__ == "__main__":

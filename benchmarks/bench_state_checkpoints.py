@@ -24,8 +24,7 @@ engine and the mixers count, without their calls.
 import argparse
 import functools
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -34,11 +33,11 @@ import torch
 import transformers as tf
 
 from kvpage import CacheConfig
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, seconds
 from kvpage.benchmarks.part_clock import PartClock
-from kvpage.benchmarks.pictures import drawn
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.pictures import grouped
+from kvpage.benchmarks.script import finish, option, parse
 from kvpage.benchmarks.state_families import FAMILIES, SHAPE, VOCAB, Shape, make_family
 from kvpage.blocks.moves import BlockMove
 from kvpage.cache.state_cache import StateCache
@@ -151,7 +150,7 @@ def restores(states: ModelStates) -> dict[str, Callable[[], object]]:
     return {"restore": lambda: cache.do_move(move), "bound": lambda: target.copy_(source)}
 
 
-def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(kind: str, options: argparse.Namespace) -> Row:
     model = make_family(kind, Shape(options.hidden, options.layers))
     states, given = ModelStates.of_model(model), prompts(options.prompt_tokens)
     num_tokens, slot_bytes = options.prompt_tokens + options.tokens, states.layout.slot_bytes
@@ -175,6 +174,8 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         "bound_added": Figure.of(one / Figure.of(engines["without"].prefills[1:]).median for one in copies["bound"]),
         "restore_us": Figure.of(copies["restore"], 1e6),
         "bound_us": Figure.of(copies["bound"], 1e6),
+        "prefill ms": 1e3 * Figure.of(engines["without"].prefills[1:]).median,
+        "MiB": slot_bytes / 2**20,
     }
 
 
@@ -189,33 +190,28 @@ def share(first: list[float], second: list[float], whole: list[float]) -> Figure
     return Figure.of((one - other) / all_of_it for one, other, all_of_it in turns)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    families = [row["family"] for row in rows]
-    with drawn(path, size=(6, 3)) as axes:
-        for name, label in (("prefill_added", "prefill"), ("decode_added", "decodes"), ("bound_added", "a copy alone")):
-            shares = [row[name] * 100 for row in rows]
-            spread = [[one.median - one.low for one in shares], [one.high - one.median for one in shares]]
-            axes.errorbar(families, [one.median for one in shares], spread, fmt="o", capsize=4, label=label)
-        axes.axhline(2, linestyle="--")
-        axes.set(ylabel="% added by a checkpoint")
-        axes.legend()
+def draw(rows: Sequence[Row], path: str) -> None:
+    labels = {"prefill": "prefill_added", "decodes": "decode_added", "a copy alone": "bound_added"}
+    series = {words: [row[name] * 100 for row in rows] for words, name in labels.items()}
+    grouped(path, [row["family"] for row in rows], series, "% added by a checkpoint", [2])
 
 
 def main() -> None:
-    parser = Options("state_checkpoints", __doc__, rounds=15, threads=1)
-    parser.add("--families", list(FAMILIES)[:3], choices=FAMILIES)
-    parser.add("--hidden", SHAPE.hidden)
-    parser.add("--layers", SHAPE.layers)
-    parser.add("--prompt-tokens", 2048)
-    parser.add("--tokens", 33, help="of each answer; the first one ends the prefill")
-    options = parser.parse()
+    options = parse(
+        "state_checkpoints",
+        __doc__,
+        rounds=15,
+        threads=1,
+        families=option(list(FAMILIES)[:3], choices=FAMILIES),
+        hidden=SHAPE.hidden,
+        layers=SHAPE.layers,
+        prompt_tokens=2048,
+        tokens=option(33, "of each answer; the first one ends the prefill"),
+    )
     tf.logging.set_verbosity_error()
     with mock.patch.object(MixerForward, "compute", Pieces.any):
-        rows = [measure(kind, options) for kind in options.families]
-    for row in rows:
-        row |= {"prefill ms": 1e3 * row["prefill"]["without"].median, "MiB": row["slot_bytes"] / 2**20}
-    show_all(COLUMNS, rows)
-    finish(options, functools.partial(plot, rows), families=rows)
+        rows = shown(COLUMNS, (measure(kind, options) for kind in options.families))
+    finish(options, functools.partial(draw, rows), families=rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ The first step of all must generate the token of the model's own forward. Median
 quartiles. The clocks themselves take less than a microsecond a part.
 """
 
-import functools
 import gc
 from typing import Any
 
@@ -25,12 +24,12 @@ import transformers as tf
 
 import kvpage._C as _C
 from kvpage import CacheConfig
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import shown
 from kvpage.benchmarks.engine_stub import random_prompt
 from kvpage.benchmarks.figure import Figure
 from kvpage.benchmarks.part_clock import PartClock
 from kvpage.benchmarks.pictures import stacked
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.script import finish, option, parse
 from kvpage.benchmarks.serving_workloads import BATCHED_TOKENS, BLOCK_SIZE, DTYPES, MODELS, VOCAB, make_model
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.model.runner import ModelRunner
@@ -116,7 +115,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"\n{row['step']}: {row['us']:.0f} us")
         shares = shares_of(row)
         parts = [{"part": part, "us": us, "%": shares[part]} for part, us in row["parts us"].items()]
-        show_all("  {part:<24} {us:>24.0f} {%:>5.1f}", parts)
+        shown("  {part:<24} {us:>24.0f} {%:>5.1f}", parts)
 
 
 def shares_of(row: dict[str, Any]) -> dict[str, float]:
@@ -125,14 +124,18 @@ def shares_of(row: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = Options("step_parts", __doc__, rounds=15, threads=torch.get_num_threads())
-    parser.add("--model", "small", choices=MODELS)
-    parser.add("--dtype", "fp32", choices=DTYPES)
-    options = parser.parse()
+    options = parse(
+        "step_parts",
+        __doc__,
+        rounds=15,
+        threads=torch.get_num_threads(),
+        model=option("small", choices=MODELS),
+        dtype=option("fp32", choices=DTYPES),
+    )
     rows = measure(make_model(MODELS[options.model], DTYPES[options.dtype], VOCAB), options.rounds)
     show(rows)
     steps = {f"{row['step']}, {row['us'].median / 1000:.1f} ms": shares_of(row) for row in rows}
-    finish(options, functools.partial(stacked, steps=steps, label="% of a step"), rows=rows)
+    finish(options, lambda path: stacked(path, steps, "% of a step"), rows=rows)
 
 
 if __name__ == "__main__":

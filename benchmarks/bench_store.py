@@ -35,16 +35,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
-from kvpage.benchmarks.cells import fill
+from kvpage.benchmarks.cells import Row, fill
 from kvpage.benchmarks.figure import Figure, in_turns, seconds
 from kvpage.benchmarks.pictures import bars
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.script import PATH, finish, option, parse
 from kvpage.layout import host_memory
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
 
@@ -117,7 +116,7 @@ def measure(
     bounds: dict[str, Callable[[], object]],
     options: argparse.Namespace,
     others: Sequence[tuple[str, str, Callable[[Moves], object]]] = (),
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """bounds: of store and of retrieve, by name. others: operation, name and call of further bounds of store and, where
     there are two, of retrieve; they are given the blocks that it stores.
     """
@@ -143,7 +142,7 @@ def measure(
     return [speed_row(f"{name} {operation}", num_bytes, *each) for operation, each in timed]
 
 
-def speed_row(operation: str, num_bytes: int, taken: list[float], bound: str, limit: list[float]) -> dict[str, Any]:
+def speed_row(operation: str, num_bytes: int, taken: list[float], bound: str, limit: list[float]) -> Row:
     """Return the row of an operation that moves so many bytes. limit: the seconds of its bound."""
     return {
         "operation": operation,
@@ -154,7 +153,7 @@ def speed_row(operation: str, num_bytes: int, taken: list[float], bound: str, li
     }
 
 
-def memory(engine: CacheEngine, options: argparse.Namespace) -> list[dict[str, Any]]:
+def memory(engine: CacheEngine, options: argparse.Namespace) -> list[Row]:
     source = torch.randint(0, 255, (options.chunks * CHUNK_BYTES,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     copy: dict[str, Callable[[], object]] = {
@@ -170,7 +169,7 @@ def memory(engine: CacheEngine, options: argparse.Namespace) -> list[dict[str, A
     return measure(f"memory://?size={(options.chunks + 1) * 2 * CHUNK_BYTES}", engine, copy, options, others)
 
 
-def tensors(options: argparse.Namespace) -> list[dict[str, Any]]:
+def tensors(options: argparse.Namespace) -> list[Row]:
     """Measure the calls that take and give tensors."""
     kv = torch.empty(LAYERS, 2, options.chunks * CHUNK_SIZE, 8, 128, dtype=torch.bfloat16)
     kv.view(torch.int16).random_()
@@ -203,7 +202,7 @@ def tensors(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [speed_row(f"tensors {name}", kv.nbytes, spent, "copy_", copy) for name, spent in taken.items()]
 
 
-def disk(engine: CacheEngine, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def disk(engine: CacheEngine, folder: Path, options: argparse.Namespace) -> list[Row]:
     random = np.random.default_rng(0).integers(0, 256, options.chunks * CHUNK_BYTES, dtype=np.uint8)
     data = host_memory.zeros([len(random)], torch.uint8).copy_(torch.from_numpy(random)).numpy().data
     rooms = [host_memory.zeros([CHUNK_BYTES], torch.uint8).fill_(1).numpy().data for _ in range(options.chunks)]
@@ -228,7 +227,7 @@ def disk(engine: CacheEngine, folder: Path, options: argparse.Namespace) -> list
     return rows
 
 
-def remote(engine: CacheEngine, options: argparse.Namespace) -> list[dict[str, Any]]:
+def remote(engine: CacheEngine, options: argparse.Namespace) -> list[Row]:
     """Values that redis-py is given are as long as the payloads; it makes no digests of them."""
     try:
         import redis
@@ -254,7 +253,7 @@ def remote(engine: CacheEngine, options: argparse.Namespace) -> list[dict[str, A
         return measure(f"redis://127.0.0.1:{port}/0?deadline=60", engine, {"SET": write, "GET": read}, options)
 
 
-def lookups(options: argparse.Namespace) -> list[dict[str, Any]]:
+def lookups(options: argparse.Namespace) -> list[Row]:
     """Measure keys alone: the stored chunks are those of an engine of one small layer."""
     small = CacheEngine(CacheConfig(BLOCK_SIZE, LOOKUP_TOKENS // BLOCK_SIZE), ModelConfig(8, 1, ("full_attention",)))
     for cache in small.gpu_cache:
@@ -283,12 +282,16 @@ def lookups(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = Options("store", __doc__, rounds=9, threads=torch.get_num_threads())
-    parser.add("--chunks", 8)
-    parser.add("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
-    parser.add("--parts", PARTS, choices=PARTS)
-    options = parser.parse()
-    engine, results = random_engine(2 * options.chunks * CHUNK_SIZE // BLOCK_SIZE, LAYERS), []
+    options = parse(
+        "store",
+        __doc__,
+        rounds=9,
+        threads=torch.get_num_threads(),
+        chunks=8,
+        path=PATH,
+        parts=option(PARTS, choices=PARTS),
+    )
+    engine, results = random_engine(2 * options.chunks * CHUNK_SIZE // BLOCK_SIZE, LAYERS), list[Row]()
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         calls = {
             "memory": lambda: memory(engine, options),
@@ -303,7 +306,7 @@ def main() -> None:
                 print(fill(TIME if "us" in row else SPEED, row), flush=True)
     shares = {row["operation"]: row["of bound"] for row in results if "of bound" in row}
     label = "speed, in copy_, pwrite, preadv, SET and GET of as many bytes"
-    finish(options, functools.partial(bars, values=shares, label=label, lines=[0.85]), results=results)
+    finish(options, lambda path: bars(path, shares, label, [0.85]), results=results)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,16 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns
-from kvpage.benchmarks.pictures import curve, drawn, groups
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.pictures import curves
+from kvpage.benchmarks.script import PATH, finish, parse
 from kvpage.store.disk.disk_tier import SEGMENT_BYTES, SLOT_BYTES, DiskTier
 from kvpage.store.disk.segment import HEADER_BYTES, Run, Segment
 
@@ -69,7 +68,7 @@ def retrieve(tier: DiskTier, name: bytes, into: memoryview, piece_bytes: int) ->
     return checksum.digest()
 
 
-def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[dict[str, Any]]:
+def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[Row]:
     rng = np.random.default_rng(num_bytes)
     source = rng.integers(0, 256, num_bytes, dtype=np.uint8).data
     into, plain = np.zeros(num_bytes, np.uint8).data, np.zeros(num_bytes, np.uint8).data
@@ -103,7 +102,7 @@ def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[d
     ]
 
 
-def row(name: str, num_bytes: int, piece_bytes: int, seconds: list[float], bound: list[float]) -> dict[str, Any]:
+def row(name: str, num_bytes: int, piece_bytes: int, seconds: list[float], bound: list[float]) -> Row:
     return {
         "operation": name,
         "MiB": num_bytes / MIB,
@@ -114,7 +113,7 @@ def row(name: str, num_bytes: int, piece_bytes: int, seconds: list[float], bound
     }
 
 
-def opening(path: Path, rounds: int) -> dict[str, Any]:
+def opening(path: Path, rounds: int) -> Row:
     """Measure the opening of segments that are full of large records, as their headers say; their bytes are holes."""
     num_slots, number = SEGMENT_BYTES // SLOT_BYTES, 0
     folder = path / "full"
@@ -146,7 +145,7 @@ def opening(path: Path, rounds: int) -> dict[str, Any]:
     return {"operation": "open 100 GiB", "records": number, "ms": Figure.of(seconds, 1e3)}
 
 
-def small_calls(path: Path, rounds: int) -> list[dict[str, Any]]:
+def small_calls(path: Path, rounds: int) -> list[Row]:
     """Microseconds of each call, in a tier that is full: every create evicts."""
     tier = DiskTier([path / "small"], 64 * MIB)
     data = bytes(8000)
@@ -173,32 +172,22 @@ def small_calls(path: Path, rounds: int) -> list[dict[str, Any]]:
     return [{"operation": f"{name}, 8 KB", "us": Figure.of(seconds, 1e6)} for name, seconds in times.items()]
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    moved = [row for row in results if "piece KiB" in row]
-    with drawn(path, size=(7, 4)) as axes:
-        for (name, piece), rows in groups(moved, "operation", "piece KiB").items():
-            style, color = "-o" if name == "store" else "--s", f"C{PIECES.index(piece * 1024)}"
-            curve(axes, rows, "MiB", "of bound", style, c=color, label=f"{name}, pieces of {piece} KiB")
-        axes.axhline(0.8, color="gray", linewidth=0.8)
-        axes.set(xscale="log", xlabel="record, MiB", ylabel="speed, in plain pwrites or preads", ylim=(0, None))
-        axes.legend(fontsize=7)
+def each_result(path: Path, rounds: int) -> Iterator[Row]:
+    for num_bytes, piece_bytes in itertools.product(RECORD_BYTES, PIECES):
+        most = rounds * max(1, min(20, 32 * MIB // num_bytes))
+        for row in measure(path, num_bytes, min(piece_bytes, num_bytes), most):
+            yield row | {"piece KiB": piece_bytes // 1024}
 
 
 def main() -> None:
-    parser = Options("store_disk", __doc__, rounds=15)
-    parser.add("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
-    options = parser.parse()
-    table, results = Table(COLUMNS), []
+    options = parse("store_disk", __doc__, rounds=15, path=PATH)
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        for num_bytes, piece_bytes in itertools.product(RECORD_BYTES, PIECES):
-            rounds = options.rounds * max(1, min(20, 32 * MIB // num_bytes))
-            for result in measure(Path(folder), num_bytes, min(piece_bytes, num_bytes), rounds):
-                results.append(result | {"piece KiB": piece_bytes // 1024})
-                table.show(results[-1])
-        for result in [*small_calls(Path(folder), options.rounds), opening(Path(folder), 5)]:
-            results.append(result)
-            print(", ".join(f"{name} {value}" for name, value in result.items()), flush=True)
-    finish(options, functools.partial(plot, results), results=results)
+        moved = shown(COLUMNS, each_result(Path(folder), options.rounds))
+        others = [*small_calls(Path(folder), options.rounds), opening(Path(folder), 5)]
+    shown("{operation:<28} {us:>20.1f} {ms:>18.1f} {records:>8}", others)
+    labels = {"xscale": "log", "xlabel": "record, MiB", "ylabel": "speed, in plain pwrites or preads", "lines": [0.8]}
+    by = ("operation", "piece KiB")
+    finish(options, lambda path: curves(path, moved, "MiB", ["of bound"], by, **labels), results=[*moved, *others])
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import shown
 from kvpage.benchmarks.figure import Figure, in_turns
 from kvpage.benchmarks.serving_tokens import TokenJudge, compare_answers
 from kvpage.benchmarks.serving_workloads import Served, Workload
@@ -50,7 +50,7 @@ def contest(
 def show_contest(result: Mapping[str, Any]) -> None:
     """Print a row a contender."""
     columns = {"tokens/s": "tokens_per_s", "kvpage is": "kvpage_over", "parted": "parted", "by at most": "max_gap"}
-    show_all(
+    shown(
         COLUMNS,
         [
             {"name": name, "wrong": "wrong" if name in result["wrong"] else ""}

@@ -28,9 +28,9 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.fake_device import MULTIPROCESSORS, fake_device
 from kvpage.benchmarks.gpu_launches import launches
+from kvpage.benchmarks.script import positive
 
 KEY_MODULES = "triton.runtime.cache", "triton.compiler.compiler"
 """Where triton_key is, from Triton 3.4 on and before."""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvpage import BlockPool, PrefixTree
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import shown
 from kvpage.benchmarks.figure import Figure
 
 B = 16
@@ -183,6 +183,6 @@ def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict[str, Any
 
 def show_threads(rows: list[dict[str, Any]]) -> None:
     print("sharing a tree or a pool: calls a second of all threads")
-    show_all("{case:<19}{threads:>8}{calls_s.median:>16,.0f}{alone_calls_s.median:>22,.0f}{ratio:>24.2f}", rows)
+    shown("{case:<19}{threads:>8}{calls_s.median:>16,.0f}{alone_calls_s.median:>22,.0f}{ratio:>24.2f}", rows)
     print("alone: one thread that does the work of all in turns")
     print("control: plain Python without a call of kvpage; its ratio is the bound that the GIL sets")

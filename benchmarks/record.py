@@ -3,8 +3,7 @@
     python benchmarks/record.py run [NAME ...] [-- ARGUMENT ...]     measures into benchmarks/results/NAME.txt
     python benchmarks/record.py numbers                              writes the tables from the results
 
-The tables: all numbers in docs/benchmarks.md, ten of them in README.md, right answers in docs/blend.md, models with
-states in docs/hybrid.md.
+tables.md has the templates of the tables, and names their pages.
 
 `run` refuses a tree that differs from its commit, and an installed kvpage that differs from the tree. `numbers` refuses
 a result whose sources have changed since. What follows -- goes to each benchmark, such as --vllm PYTHON.
@@ -24,29 +23,12 @@ from typing import Any
 
 import kvpage
 from kvpage.benchmarks.cells import with_figures
-from kvpage.benchmarks.number_table import Results, full_table, short_table
-from kvpage.benchmarks.page_tables import (
-    answers_table,
-    checkpoints_table,
-    parts_table,
-    serving_table,
-    step_parts_table,
-)
 from kvpage.benchmarks.runs import RUNS, Run
+from kvpage.benchmarks.tables import Results, read_templates
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKS = "<!-- {}: written by benchmarks/record.py -->", "<!-- end of {} -->"
-BEGIN, END = (mark.format("numbers") for mark in MARKS)
-RESULTS = "benchmarks/results"
-TABLES = {"README.md": short_table, "docs/benchmarks.md": full_table, "docs/blend.md": answers_table}
-PARTS = {
-    "parts of a model's step": ("docs/benchmarks.md", step_parts_table),
-    "parts of a step": ("docs/benchmarks.md", parts_table),
-    "serving of models with states": ("docs/hybrid.md", serving_table),
-    "cost of a checkpoint": ("docs/hybrid.md", checkpoints_table),
-}
-"""Further tables, by name: each with its page."""
-PAGES = tuple({*TABLES, *(page for page, _ in PARTS.values())})
+RESULTS, PAGES = "benchmarks/results", ("README.md", "docs/")
 
 
 class Refused(Exception):
@@ -58,7 +40,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def check_tree(root: Path) -> None:
-    """Raises: Refused: a file is not committed, and neither a result nor a page with a table."""
+    """Raises: Refused: a file is not committed, and neither a result nor a page."""
     changed = [line[3:] for line in git(root, "status", "--porcelain").splitlines()]
     changed = [name for name in changed if not name.startswith((RESULTS, *PAGES))]
     if changed:
@@ -180,7 +162,7 @@ def commits_of(root: Path) -> str:
     return " ".join([*said, f"Not measured yet: {', '.join(missing)}."] if missing else said)
 
 
-def with_numbers(page: str, numbers: str, name: str = "numbers") -> str:
+def with_numbers(page: str, numbers: str, name: str) -> str:
     """Return `page` with the table of this name replaced."""
     begin, end = (mark.format(name) for mark in MARKS)
     before, _, rest = page.partition(begin)
@@ -191,14 +173,12 @@ def with_numbers(page: str, numbers: str, name: str = "numbers") -> str:
 
 
 def pages_with_numbers(root: Path) -> dict[str, str]:
-    """Return each page's text with the table that the results make, by the page's path."""
-    results, commits = read_results(root), commits_of(root)
-    pages = {
-        name: with_numbers((root / name).read_text(), f"{table(results)}\n\n{commits}")
-        for name, table in TABLES.items()
-    }
-    for name, (page, table) in PARTS.items():
-        pages[page] = with_numbers(pages.get(page) or (root / page).read_text(), table(results), name)
+    """Return each page's text with the tables that the results make, by the page's path. Those of numbers say when."""
+    results, pages = read_results(root), dict[str, str]()
+    for (page, name), template in read_templates(root).items():
+        said = f"\n\n{commits_of(root)}" if name == "numbers" else ""
+        text = pages.get(page) or (root / page).read_text()
+        pages[page] = with_numbers(text, template.table(results) + said, name)
     return pages
 
 
