@@ -6,70 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.paths import value_at
 
 Row = dict[str, Any]
 FIELD = re.compile(r"(.*?)(?:([*/])(\d+))?")
-STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
-CONDITION = re.compile(r"(.+?)(!~|~|>|=)(.*)")
 SPEC = re.compile(r"([<>]?)(\d*)(.*)")
 WORDS = {None: "-", True: "met", False: "MISSED"}
 
 
-def value_at(row: Mapping[str, Any], path: str) -> Any:
-    """Return a value of a row, and None where the row lacks it.
-
-    Args:
-        row: As of a line of JSON.
-        path: Keys with a dot or in brackets: us.median, tokens_per_s[vllm]. Brackets choose among several rows by
-            conditions: rows[seqs=256;mode~greedy] is the row in which they hold, ~ that a text is in the value, !~ that
-            it is not, > that the value is more. rows[*;seqs>1] is of all such rows; each of its values is a list.
-    """
-    value: Any = row
-    for step in STEP.findall(path):
-        value = None if value is None else _or_interval(_step(value, step.strip("[]")))
-    return value
-
-
-def _or_interval(value: Any) -> Any:
-    """Return three numbers, a mean and the ends of its interval, as a figure, and anything else as it is."""
-    if isinstance(value, Sequence) and len(value) == 3 and all(isinstance(one, float) for one in value):
-        mean, low, high = value
-        return Figure(mean, low, high, 1)
-    return value
-
-
-def _step(value: Any, key: str) -> Any:
-    if isinstance(value, list):
-        return _chosen(value, key.split(";"))
-    return value.get(key) if isinstance(value, Mapping) else getattr(value, key)
-
-
-def _chosen(rows: Sequence[Row], conditions: Sequence[str]) -> Any:
-    fitting = [row for row in rows if all(_holds(row, condition) for condition in conditions if condition != "*")]
-    if "*" in conditions:
-        return {key: [row[key] for row in fitting] for key in fitting[0]} if fitting else None
-    if len(fitting) > 1:
-        raise ValueError(f"conditions must hold in a single row, {conditions} hold in {len(fitting)}")
-    return fitting[0] if fitting else None
-
-
-def _holds(row: Row, condition: str) -> bool:
-    match = CONDITION.fullmatch(condition)
-    if match is None:
-        raise ValueError(f"a condition must be like seqs=256, got {condition!r}")
-    key, sign, text = match.groups()
-    value = row.get(key)
-    if sign == ">":
-        return bool(value is not None and value > float(text))
-    if sign == "=":
-        return str(value[0] if isinstance(value, list) and len(value) == 1 else value) == text
-    return (text in str(value)) == (sign == "~")
-
-
 class Cells(string.Formatter):
-    """Formats of rows. A field is a path of `value_at`; * or / with a number may follow.
+    """Formats of rows. A field is a path (paths.py); * or / with a number may follow.
 
-    None is "-", True "met", False "MISSED". Of several figures the least and the largest median are shown.
+    Three numbers, a mean and the ends of its interval, are a figure. None is "-", True "met", False "MISSED". Of several
+    figures the least and the largest median are shown.
     """
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -78,6 +27,9 @@ class Cells(string.Formatter):
         assert match is not None
         path, sign, number = match.groups()
         value = value_at(kwargs, path)
+        if isinstance(value, Sequence) and len(value) == 3 and all(isinstance(one, float) for one in value):
+            mean, low, high = value
+            value = Figure(mean, low, high, 1)
         if sign and value is not None:
             value = value * (float(number) if sign == "*" else 1 / float(number))
         return value, path

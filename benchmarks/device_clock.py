@@ -52,11 +52,7 @@ class Timing(NamedTuple):
 
 
 class DeviceClock:
-    """Times calls, and remembers for each how long a delay hides its launches.
-
-    Args:
-        device: Whose time it is.
-    """
+    """Times calls, and remembers for each how long a delay hides its launches. device: whose time it is."""
 
     def __init__(self, device: Device | None = None) -> None:
         self._device = CudaDevice() if device is None else device

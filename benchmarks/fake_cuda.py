@@ -43,11 +43,7 @@ class FakeEvent:
         """Wait for nothing."""
 
     def elapsed_time(self, end: "FakeEvent") -> float:
-        """Return milliseconds.
-
-        Args:
-            end: A later event.
-        """
+        """Return milliseconds. end: a later event."""
         return 1e3 * max(end._at - self._at, UNTIMED)
 
 

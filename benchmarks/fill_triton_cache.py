@@ -105,11 +105,7 @@ def _first_cause(error: BaseException) -> str:
 
 
 def num_kernels(folder: Path) -> int:
-    """Return the compiled kernels in a cache.
-
-    Args:
-        folder: Of the cache; it need not be there.
-    """
+    """Return the compiled kernels in a cache. folder: of the cache; it need not be there."""
     return sum(1 for _ in folder.glob("*/*.cubin"))
 
 

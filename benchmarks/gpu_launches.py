@@ -33,11 +33,7 @@ ANY_PROGRAMS = 2**31 - 1
 
 
 def launches(device: FakeDevice) -> Iterator[tuple[str, Call]]:
-    """Yield the name and the call of each kind of launch; none has run yet.
-
-    Args:
-        device: That is active.
-    """
+    """Yield the name and the call of each kind of launch; none has run yet. device: that is active."""
     yield from bench_launch.make_calls(device).items()
     yield from smoke_launches(device)
     yield from attention_launches(device)

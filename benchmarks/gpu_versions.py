@@ -29,11 +29,7 @@ COPY_BYTES, PRODUCT_SIZE = 1 << 30, 8192
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a package, or None where it is not installed.
-
-    Args:
-        package: Its name.
-    """
+    """Return the version of a package, or None where it is not installed. package: its name."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
@@ -58,11 +54,7 @@ def build_faults(requirements: list[str]) -> list[str]:
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with.
-
-    Args:
-        version: Such as 77.0.3, or 2.11.0+cu130.
-    """
+    """Return the numbers that a version begins with. version: such as 77.0.3, or 2.11.0+cu130."""
     beginning = re.match(r"\d+(\.\d+)*", version)
     return () if beginning is None else tuple(map(int, beginning[0].split(".")))
 

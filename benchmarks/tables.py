@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpage.benchmarks.cells import Row, fill_known, value_at
+from kvpage.benchmarks.cells import Row, fill_known
+from kvpage.benchmarks.paths import value_at
 from kvpage.benchmarks.runs import RUNS
 
 Results = Mapping[str, Row]
