@@ -16,7 +16,7 @@ busy, the processor time of one thread (--threads 1) tells more than the clock.
 
 import argparse
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ import torch
 
 from kvpage.benchmarks import blend_model, blend_quality, blend_speed
 from kvpage.benchmarks.blend_quality import Answers, Method
-from kvpage.benchmarks.cells import Row, shown
+from kvpage.benchmarks.cells import Row, fill, shown
 from kvpage.benchmarks.pictures import curve, drawn, groups
 from kvpage.benchmarks.script import DEVICE, finish, option, parse
+from kvpage.benchmarks.serving_workloads import Shape
 
 AGREEMENT = 0.98  # rows that differ by rounding alone may be chosen in another order
 TARGET_RATIO, TARGET_LOSS, TARGET_SPEEDUP, TARGET_CEILING = 0.15, 0.02, 3.0, 0.8
@@ -36,6 +37,10 @@ QUALITY_COLUMNS = (
 SPEED_COLUMNS = (
     "{num_tokens:>10} {method:>8} {ratio:>6} {seconds:>22.3f} {speedup:>22.2f} {cpu:>22.3f} {cpu_speedup:>22.2f} "
     "{ceiling:>8.2f} {of ceiling:>10.2f} {num_recomputed:>14}"
+)
+WARMING = (
+    "\nto keep a segment of {num_tokens} tokens: {alone.median:.3f} s by itself, "
+    "{measured.median:.3f} s with its sensitivity, {times_as_long.median:.2f} of it"
 )
 SEGMENT_TOKENS = {"quality": 40, "speed": 512}
 
@@ -69,13 +74,8 @@ def quality(configs: Sequence[blend_model.TrainingConfig], num_documents: int, c
 def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, list[Answers]]) -> Row:
     """Accuracies are over questions about any fact ("all"), and about those that refer to another segment ("cross")."""
     exact = found[Method("v", ((1, 1.0),))]
-    right, full, cross, drawn = (
-        torch.cat(parts)
-        for parts in (
-            [one.right for one in each], [one.right for one in exact], [one.cross for one in each],
-            [one.drawn for one in each],
-        )
-    )  # fmt: skip
+    right, cross, drawn = (torch.cat([getattr(one, name) for one in each]) for name in ("right", "cross", "drawn"))
+    full = torch.cat([one.right for one in exact])
     if method.stages[-1][1] == 1.0:
         assert all(bool(one.agrees.all()) for one in each), "ratio 1 must answer as a full recompute does"
     return {
@@ -99,38 +99,24 @@ def show_quality(rows: Sequence[Row]) -> None:
     shown(QUALITY_COLUMNS, (row | named for row, named in zip(rows, names, strict=True)))
 
 
-def shape_on(device: str) -> blend_speed.Shape:
+def shape_on(device: str) -> Shape:
     return blend_speed.LLAMA_3_8B if device == "cuda" else blend_speed.SMALL
 
 
-def warming(rounds: int, device: str) -> blend_speed.Warming:
+def warming(rounds: int, device: str) -> Row:
     num_tokens = SEGMENT_TOKENS["speed"]
     found = blend_speed.warming(shape_on(device), num_tokens, rounds, device)
-    print(
-        f"\nto keep a segment of {num_tokens} tokens: {found.alone:.3f} s by itself, "
-        f"{found.measured:.3f} s with its sensitivity, {found.times_as_long:.2f} of it"
-    )
+    print(fill(WARMING, {"num_tokens": num_tokens, **found}))
     return found
 
 
-def each_speed(options: argparse.Namespace, tokens: Sequence[int]) -> Iterator[Row]:
-    shape = shape_on(options.device)
-    for num_tokens in tokens:
-        found = blend_speed.measure(
-            shape, num_tokens, options.ratios, options.check_layer, options.rounds, options.device,
-            SEGMENT_TOKENS["speed"],
-        )  # fmt: skip
-        full = next(one for one in found if one.method == "full")
-        for one in found:
-            ceiling = full.flops / one.flops
-            yield {**one._asdict(), "ceiling": ceiling, "of ceiling": one.speedup.median / ceiling}
-
-
 def speed(options: argparse.Namespace, tokens: Sequence[int]) -> list[Row]:
-    layer = options.check_layer
+    layer, shape = options.check_layer, shape_on(options.device)
     chooses = "rows chosen before the first layer" if layer is None else f"check layer {layer}"
-    print(f"\n{shape_on(options.device).name}, {chooses}")
-    return shown(SPEED_COLUMNS, each_speed(options, tokens))
+    print(f"\nLlama of {shape.layers} layers of {shape.hidden}, {chooses}")
+    how = options.ratios, layer, options.rounds, options.device, SEGMENT_TOKENS["speed"]
+    each = (blend_speed.measure(shape, num_tokens, *how) for num_tokens in tokens)
+    return shown(SPEED_COLUMNS, (row for rows in each for row in rows))
 
 
 def verdicts(quality_rows: Sequence[Row], speed_rows: Sequence[Row]) -> dict[str, bool]:
@@ -206,7 +192,7 @@ def main() -> None:
     if options.part != "quality":
         if options.device == "cpu":
             print("\nLlama-3-8B's shape: skipped, needs --device cuda")
-        warm = warming(options.rounds, options.device)._asdict()
+        warm = warming(options.rounds, options.device)
         speed_rows = speed(options, tokens)
     said = verdicts(quality_rows, speed_rows)
     shown("{met:<7} {target}", ({"met": is_met, "target": target} for target, is_met in said.items()))

@@ -23,7 +23,7 @@ import transformers as tf
 
 from kvpage.benchmarks.cells import Row
 from kvpage.benchmarks.contest import contest, show_contest
-from kvpage.benchmarks.hybrid_contenders import CONTENDERS, own_forward
+from kvpage.benchmarks.hybrid_contenders import contenders, own_forward
 from kvpage.benchmarks.pictures import grouped
 from kvpage.benchmarks.runs import SERVED
 from kvpage.benchmarks.script import WITHOUT, finish, option, parse
@@ -46,7 +46,7 @@ def measure(kind: str, options: argparse.Namespace) -> Row:
     model = make_family(kind, Shape(options.hidden, options.layers))
     prompts = make_prompts(options.requests, options.prompt_tokens)
     calls: dict[str, Callable[[], Any]] = {
-        name: make(model, prompts, options.tokens) for name, make in CONTENDERS.items() if name not in options.without
+        name: make() for name, make in contenders(model, prompts, options.tokens).items() if name not in options.without
     }
     answers = {name: Served([run()], 0.0) for name, run in calls.items()}
     calls[BOUND] = own_forward(model, len(prompts), sum(map(len, prompts)) // len(prompts), options.tokens)

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from kvpage.benchmarks.bench_store import speed_row
 from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns
 from kvpage.benchmarks.pictures import curves
@@ -69,48 +70,36 @@ def retrieve(tier: DiskTier, name: bytes, into: memoryview, piece_bytes: int) ->
 
 
 def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[Row]:
-    rng = np.random.default_rng(num_bytes)
-    source = rng.integers(0, 256, num_bytes, dtype=np.uint8).data
+    source = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, dtype=np.uint8).data
     into, plain = np.zeros(num_bytes, np.uint8).data, np.zeros(num_bytes, np.uint8).data
     num_records = max(4 * 32 * MIB // num_bytes, 4)
     size = 2 * num_records * num_bytes
     tier = DiskTier([path / "tier"], size, segment_bytes=size)
     fd = os.open(path / "plain", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(fd, 0, num_records * num_bytes)
-    calls: list[Callable[[int], object]] = [  # each takes the number of its turn
-        lambda n: os.pwrite(fd, source, n % num_records * num_bytes),
-        lambda n: store(tier, key(n % num_records), source, piece_bytes),
-        lambda n: os.preadv(fd, [plain], n % num_records * num_bytes),
-        lambda n: retrieve(tier, key(n % num_records), into, piece_bytes),
-    ]
+    calls: dict[str, Callable[[int], object]] = {  # each takes the number of a record
+        "pwrite": lambda n: os.pwrite(fd, source, n * num_bytes),
+        "store": lambda n: store(tier, key(n), source, piece_bytes),
+        "preadv": lambda n: os.preadv(fd, [plain], n * num_bytes),
+        "retrieve": lambda n: retrieve(tier, key(n), into, piece_bytes),
+    }
     for n in range(num_records):  # every page is in the cache
         os.pwrite(fd, source, n * num_bytes)
         digest = store(tier, key(n), source, piece_bytes)
         assert retrieve(tier, key(n), into, piece_bytes) == digest and into == source, "not what was stored"
     store(tier, key(0), source, piece_bytes)
-    turns = [map(call, itertools.count()) for call in calls]
-    numbered = {str(place): functools.partial(next, turn) for place, turn in enumerate(turns)}
-    pwrite, stored, pread, retrieved = in_turns(numbered, rounds).values()
+    turns = {name: map(call, itertools.cycle(range(num_records))) for name, call in calls.items()}
+    taken = in_turns({name: functools.partial(next, turn) for name, turn in turns.items()}, rounds)
     tier.check()
     tier.close()
     os.close(fd)
     for file in (path / "plain", *(path / "tier").iterdir()):
         file.unlink()
-    return [
-        row("store", num_bytes, piece_bytes, stored, pwrite),
-        row("retrieve", num_bytes, piece_bytes, retrieved, pread),
+    rows = [
+        speed_row(name, num_bytes, taken[name], bound, taken[bound])
+        for name, bound in (("store", "pwrite"), ("retrieve", "preadv"))
     ]
-
-
-def row(name: str, num_bytes: int, piece_bytes: int, seconds: list[float], bound: list[float]) -> Row:
-    return {
-        "operation": name,
-        "MiB": num_bytes / MIB,
-        "piece KiB": piece_bytes // 1024,
-        "GB/s": Figure.rate(num_bytes / 1e9, seconds),
-        "bound GB/s": Figure.rate(num_bytes / 1e9, bound),
-        "of bound": Figure.ratio(bound, seconds),
-    }
+    return [{**row, "MiB": num_bytes / MIB, "piece KiB": piece_bytes // 1024} for row in rows]
 
 
 def opening(path: Path, rounds: int) -> Row:
@@ -133,16 +122,16 @@ def opening(path: Path, rounds: int) -> Row:
             segment.close()
     finally:
         os.posix_fallocate = real
-    seconds = []
+    taken = []
     for _ in range(rounds):
         before = time.perf_counter()
         tier = DiskTier([folder], None)
-        seconds.append(time.perf_counter() - before)
+        taken.append(time.perf_counter() - before)
         assert tier.stats().num_records == number
         tier.close()
     for left in folder.iterdir():
         left.unlink()
-    return {"operation": "open 100 GiB", "records": number, "ms": Figure.of(seconds, 1e3)}
+    return {"operation": "open 100 GiB", "records": number, "ms": Figure.of(taken, 1e3)}
 
 
 def small_calls(path: Path, rounds: int) -> list[Row]:

@@ -60,9 +60,7 @@ STORE = "results[operation=store_chunk device;case=llama NHD bfloat16;tokens=204
 MOVES = "rows[*;direction!~copy;"
 STEP = "decode[seqs=64;context=1024]"
 TARGETS = (
-    Target(
-        "decode bf16, 64 x 8192", "0.80 to 0.88", PAGED, f"{DECODE}dtype~bfloat;seqs=64;keys=8192].of bound", 0.85
-    ),
+    Target("decode bf16, 64 x 8192", "0.80 to 0.88", PAGED, f"{DECODE}dtype~bfloat;seqs=64;keys=8192].of bound", 0.85),
     Target("decode bf16, 1 x 8192", "0.45 to 0.55", PAGED, f"{DECODE}dtype~bfloat;seqs=1;keys=8192].of bound"),
     Target("decode bf16, 64 x 512", "0.55 to 0.65", PAGED, f"{DECODE}dtype~bfloat;seqs=64;keys=512].of bound"),
     Target("decode e4m3, 64 x 8192", "0.60 to 0.75", PAGED, f"{DECODE}dtype~e4m3;seqs=64;keys=8192].of bound", 0.7),

@@ -96,7 +96,7 @@ NEEDS_REDIS = ("prefill_decode", "store_redis")
 def smallest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Sizes as the table says. Threads and random numbers are as they were afterwards."""
     num_threads, state = torch.get_num_threads(), torch.get_rng_state()
-    repeat, tiny = timeit.repeat, blend_speed.Shape("tiny", 3, 32, 64, 2, 2)
+    repeat, tiny = timeit.repeat, Shape(3, 32, 64, 2, 2)
     monkeypatch.setattr(timeit, "repeat", lambda *args, **kwargs: repeat(*args, **{**kwargs, "number": 1, "repeat": 2}))
     monkeypatch.setattr(gc, "collect", lambda: 0)
     monkeypatch.setattr(blend_speed, "SMALL", tiny)
