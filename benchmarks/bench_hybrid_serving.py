@@ -28,7 +28,7 @@ from kvpage.benchmarks.pictures import grouped
 from kvpage.benchmarks.runs import SERVED
 from kvpage.benchmarks.script import WITHOUT, finish, option, parse
 from kvpage.benchmarks.serving_tokens import TokenJudge
-from kvpage.benchmarks.serving_workloads import Prompts, Served, Workload
+from kvpage.benchmarks.serving_workloads import Prompts, Served, Workload, random_prompts
 from kvpage.benchmarks.state_families import FAMILIES, VOCAB, Shape, make_family
 
 DEFAULT = [family for families in SERVED.values() for family in families]
@@ -37,9 +37,9 @@ BOUND = "forward"
 
 def make_prompts(num: int, num_tokens: int) -> Prompts:
     """Return prompts of half to one and a half times so many tokens, in a mixed order; the mean is that many."""
-    rng = np.random.default_rng(0)
     lengths = np.linspace(0.5, 1.5, num) * num_tokens if num > 1 else np.array([num_tokens])
-    return [rng.integers(1, VOCAB, max(int(length), 1)).tolist() for length in rng.permutation(lengths)]
+    mixed = np.random.default_rng(0).permutation(lengths)
+    return random_prompts((max(int(length), 1) for length in mixed), VOCAB)
 
 
 def measure(kind: str, options: argparse.Namespace) -> Row:

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import transformers as tf
 
-from kvpage import CacheConfig
 from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, within
 from kvpage.benchmarks.hf_ways import has_batches
@@ -35,8 +34,8 @@ from kvpage.benchmarks.script import DEVICE, WITHOUT, finish, option, parse
 from kvpage.benchmarks.serving_latency import Moments, serve_generate_batch, serve_kvpage
 from kvpage.benchmarks.serving_step_bound import copy_bandwidth, step_bound
 from kvpage.benchmarks.serving_tokens import TokenJudge, compare_answers
-from kvpage.benchmarks.serving_workloads import Prompts, Served, Workload
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.benchmarks.serving_workloads import Prompts, Served, Workload, engine_for, random_prompts
+from kvpage.serving import Engine, SamplingParams
 from kvpage.serving.config import AttentionBackendName
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -49,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
     },
 }  # fmt: skip
-BLOCK_SIZE, BATCHED_TOKENS = 16, 4096
+BATCHED_TOKENS = 4096
 TARGET_SEQS, TARGET = 64, 1.5
 STEPS = 24  # of a batch, of which the first ones warm up
 STEP_COLUMNS = (
@@ -76,23 +75,21 @@ def make_model(shape: str, device: str) -> Any:
 
 def make_engine(model: Any, num_seqs: int, length: int, attention: AttentionBackendName) -> Engine:
     """An engine with room for so many sequences of so many tokens."""
-    cache, sizes = CacheConfig(BLOCK_SIZE, num_seqs * (length // BLOCK_SIZE + 2)), sorted({1, num_seqs // 2, num_seqs})
-    config = EngineConfig(
-        cache,
+    engine = engine_for(
+        model,
+        [length] * num_seqs,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=BATCHED_TOKENS,
         attention_backend=attention,
-        cudagraph_capture_sizes=[size for size in sizes if size],
+        cudagraph_capture_sizes=[size for size in sorted({1, num_seqs // 2, num_seqs}) if size],
     )
-    engine = Engine.from_model(model, config)
     engine.warmup()
     return engine
 
 
 def make_prompts(num: int, low: int, high: int, vocab: int) -> Prompts:
     """Random ones of `low` to `high` tokens, without a common prefix."""
-    rng = np.random.default_rng(0)
-    return [rng.integers(1, vocab, int(rng.integers(low, high + 1))).tolist() for _ in range(num)]
+    return random_prompts(np.random.default_rng(0).integers(low, high + 1, num).tolist(), vocab, seed=1)
 
 
 def decode_seconds(engine: Engine, prompts: Prompts, steps: int) -> list[float]:

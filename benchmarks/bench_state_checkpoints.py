@@ -32,22 +32,22 @@ import numpy as np
 import torch
 import transformers as tf
 
-from kvpage import CacheConfig
 from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, seconds
 from kvpage.benchmarks.part_clock import PartClock
 from kvpage.benchmarks.pictures import grouped
 from kvpage.benchmarks.script import finish, option, parse
+from kvpage.benchmarks.serving_workloads import engine_for
 from kvpage.benchmarks.state_families import FAMILIES, SHAPE, VOCAB, Shape, make_family
 from kvpage.blocks.moves import BlockMove
 from kvpage.cache.state_cache import StateCache
-from kvpage.serving import Engine, EngineConfig, SamplingParams, StateConfig
+from kvpage.serving import Engine, SamplingParams, StateConfig
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.states.mixer_forward import MixerForward
 from kvpage.serving.model.states.model_states import ModelStates
 from kvpage.serving.model.states.state_pass import StatePass
 
-BLOCK_SIZE, NUM_KEPT = 16, 8
+NUM_KEPT = 8  # checkpoints
 GATE_TOKENS = 8
 COPIES = 20
 """Of a state, in one measurement."""
@@ -55,14 +55,6 @@ COLUMNS = (
     "{family:<14}{prefill ms:>11.0f}{prefill_added:>24.2%}{whole_prefill_added:>22.1%}{bound_added.median:>13.2%}"
     "{decode_added:>23.2%}{whole_decode_added:>20.1%}{restore_us:>18.0f}{bound_us.median:>10.0f}{MiB:>7.2f}"
 )
-
-
-def make_engine(model: tf.PreTrainedModel, num_tokens: int, slot_bytes: int | None) -> Engine:
-    """slot_bytes: of the checkpoints, of which some are kept; None keeps none."""
-    num_blocks = 2 * (-(-num_tokens // BLOCK_SIZE) + 1)
-    budget = StateConfig(checkpoint_bytes=0 if slot_bytes is None else NUM_KEPT * slot_bytes)
-    config = EngineConfig(CacheConfig(BLOCK_SIZE, num_blocks), max_num_seqs=1, states=budget)
-    return Engine.from_model(model, config)
 
 
 def prompts(num_tokens: int) -> Iterator[list[int]]:
@@ -154,7 +146,10 @@ def measure(kind: str, options: argparse.Namespace) -> Row:
     model = make_family(kind, Shape(options.hidden, options.layers))
     states, given = ModelStates.of_model(model), prompts(options.prompt_tokens)
     num_tokens, slot_bytes = options.prompt_tokens + options.tokens, states.layout.slot_bytes
-    without, kept = (make_engine(model, num_tokens, size) for size in (None, 2 * slot_bytes))
+    without, kept = (
+        engine_for(model, [num_tokens] * 2, max_num_seqs=1, states=StateConfig(checkpoint_bytes=num_bytes))
+        for num_bytes in (0, 2 * NUM_KEPT * slot_bytes)
+    )
     check_answers(model, kept, next(given))
     engines = {name: Clocked(one, given, options.tokens) for name, one in (("without", without), ("with", kept))}
     in_turns({name: one.answer for name, one in engines.items()}, options.rounds, rotates=True)

@@ -107,10 +107,9 @@ def first_token(engine: Engine, tokens: list[int], lengths: list[int] | None, na
 def make_engine(
     model: LlamaForCausalLM, num_tokens: int, blend: BlendConfig | None, segments: MemorySegments | None = None
 ) -> Engine:
+    most = num_tokens + QUESTION_TOKENS + BLOCK_SIZE
     config = EngineConfig(
-        CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=4 * -(-num_tokens // BLOCK_SIZE) + 64),
-        max_num_batched_tokens=num_tokens + QUESTION_TOKENS + BLOCK_SIZE,
-        blend=blend,
+        CacheConfig(BLOCK_SIZE, 4 * most // BLOCK_SIZE + 64), max_num_batched_tokens=most, blend=blend
     )
     return Engine.from_model(model, config, segments=segments)
 

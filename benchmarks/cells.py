@@ -17,8 +17,8 @@ WORDS = {None: "-", True: "met", False: "MISSED"}
 class Cells(string.Formatter):
     """Formats of rows. A field is a path (paths.py); * or / with a number may follow.
 
-    Three numbers, a mean and the ends of its interval, are a figure. None is "-", True "met", False "MISSED". Of several
-    figures the least and the largest median are shown.
+    Three numbers are a figure: a mean, and the ends of its interval. None is "-", True "met", False "MISSED". Of
+    several figures the least and the largest median are shown.
     """
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

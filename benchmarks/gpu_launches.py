@@ -14,8 +14,8 @@ import torch
 
 from kvpage import CacheLayout, ops
 from kvpage.benchmarks import bench_launch, bench_paged_attention, bench_reshape_gather
-from kvpage.benchmarks.bench_paged_attention import Model
 from kvpage.benchmarks.fake_device import FakeDevice
+from kvpage.benchmarks.paged_case import Model
 from kvpage.kernels import chunk as chunk_kernels
 from kvpage.kernels import sampling_launch
 from kvpage.layout.attention import Attention

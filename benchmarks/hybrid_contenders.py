@@ -8,10 +8,9 @@ from unittest import mock
 import torch
 import transformers as tf
 
-from kvpage import CacheConfig
 from kvpage.benchmarks.hf_ways import generation, padded
-from kvpage.benchmarks.serving_workloads import BLOCK_SIZE, Prompts, Tokens
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.benchmarks.serving_workloads import Prompts, Tokens, engine_for
+from kvpage.serving import SamplingParams
 from kvpage.serving.model.hf_cache.argument import CACHE_ARGUMENTS, checked_cache_argument
 from kvpage.serving.model.states.row_cuts import Cut
 from kvpage.serving.model.states.state_pass import StatePass
@@ -21,9 +20,8 @@ Answer = Callable[[], Tokens]
 
 def kvpage_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int, num_at_once: int) -> Answer:
     """Return the answers of an engine that begins with an empty cache. num_at_once: requests in a step, at most."""
-    num_blocks = sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) + 1 for prompt in prompts)
-    config = EngineConfig(CacheConfig(BLOCK_SIZE, num_blocks), max_num_seqs=num_at_once)
-    engine, params = Engine.from_model(model, config), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    engine = engine_for(model, (len(prompt) + max_tokens for prompt in prompts), max_num_seqs=num_at_once)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
     def answer() -> Tokens:
         engine.reset_prefix_cache()

@@ -9,10 +9,18 @@ from typing import Any
 import torch
 import transformers as tf
 
-from kvpage import CacheConfig
 from kvpage.benchmarks.hf_ways import batched_tokens_of, generation, has_batches, padded
-from kvpage.benchmarks.serving_workloads import BATCHED_TOKENS, BLOCK_SIZE, Prompts, Served, Tokens, Workload, converse
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.benchmarks.serving_workloads import (
+    BATCHED_TOKENS,
+    BLOCK_SIZE,
+    Prompts,
+    Served,
+    Tokens,
+    Workload,
+    converse,
+    engine_for,
+)
+from kvpage.serving import SamplingParams
 
 Contender = Callable[[], Served]
 Answer = Callable[[Prompts], Tokens]
@@ -23,8 +31,7 @@ class KVPageServer:
 
     def __init__(self, model: tf.PreTrainedModel, num_tokens: int) -> None:
         """Args: num_tokens: of all requests together, at most."""
-        config = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_tokens // BLOCK_SIZE)
-        self._engine = Engine.from_model(model, EngineConfig(config, max_num_batched_tokens=BATCHED_TOKENS))
+        self._engine = engine_for(model, [num_tokens], max_num_batched_tokens=BATCHED_TOKENS)
 
     def answer(self, prompts: Prompts, max_tokens: int) -> Tokens:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
