@@ -118,7 +118,7 @@ def main() -> None:
     torch.manual_seed(0)
     with vllm_peer(options.vllm, "vllm_linear.py", options.threads) as peer:
         rows = shown(COLUMNS, measure(options.rows, options.rounds, peer))
-    scales = {"xscale": "log", "ylabel": "GF/s"}
+    scales = {"xscale": "log", "ylabel": "GF/s", "style": "o"}
     finish(options, lambda path: panels(path, rows, "dtype", x="rows", values=SPEEDS, **scales), rows=rows)
 
 

@@ -9,6 +9,7 @@ from kvpage.benchmarks.figure import Figure
 
 Row = Mapping[str, Any]
 Value = Figure | float
+MOST_INSIDE = 10  # curves whose names have room beside them
 GRAY = {"color": "gray", "linewidth": 0.8}
 
 
@@ -133,16 +134,20 @@ def add_curves(
     values: Sequence[str],
     by: Sequence[str] = (),
     lines: Iterable[float] = (),
+    style: str = "o-",
     **options: Any,
 ) -> None:
     """Draw as `curves` does, on axes."""
     for names, fitting in groups(rows, *by).items():
         for value in values:
-            curve(axes, fitting, x, value, label=", ".join(map(str, names)) if by else value)
+            curve(axes, fitting, x, value, style, label=", ".join(map(str, names)) if by else value)
     for line in lines:
         axes.axhline(line, **GRAY)
     axes.set(**{"xlabel": x, **options})
-    axes.legend(fontsize="small")
+    if len(axes.get_lines()) > MOST_INSIDE:
+        axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    else:
+        axes.legend(fontsize="small")
 
 
 def curves(
@@ -156,7 +161,7 @@ def curves(
         x: The name of what is on the horizontal axis.
         values: Names of those that are on the other one.
         by: Names of what tells the groups apart.
-        **options: As of Axes.set; and lines, values to mark.
+        **options: As of Axes.set; and lines, values to mark, and style, as of Axes.plot.
     """
     with drawn(path, size=(8, 4.5)) as axes:
         add_curves(axes, rows, x, values, by, **options)
