@@ -14,14 +14,8 @@ Heads = tuple[int, int, int]
 
 
 class CpuCase:
-    """Random queries, keys and values, and the tables of sequences.
-
-    Args:
-        heads: Of the layer.
-        dtype: Of queries and cache.
-        lengths: Tokens of each sequence.
-        queries: Of each, of its last tokens.
-        num_shared: Tokens at the beginning that are the same blocks of all.
+    """Random queries, keys and values, and the tables of sequences. queries: how many of each sequence's last tokens
+    ask. num_shared: tokens at the beginning that are the same blocks of all.
     """
 
     def __init__(

@@ -29,11 +29,8 @@ FEW_HEADS = 16
 
 
 def peers_of(case: Case, without: Collection[str] = ()) -> Iterator[tuple[str, Call]]:
-    """Yield the name and the call of each peer that takes the case, checked. One is dropped before the next is made.
-
-    Args:
-        case: What is computed.
-        without: Names of peers that are not even made: some compile for long.
+    """Yield the name and the call of each peer that takes the case, checked. One is dropped before the next is made;
+    those of `without` are not even made, as some compile for long.
     """
     makers: list[tuple[str, Callable[[], Call | None]]] = [
         (rules.name, functools.partial(library_call, case, rules)) for rules in RULES

@@ -43,6 +43,7 @@ RATIO = 0.15
 MOST_EAGER = 4  # rounds of the slowest
 COLUMNS = "{operation:<12} {ms:>24.2f} {GB/s:>18.1f} {copies:>18.2f} {hidden:>7}"
 Calls = dict[str, Callable[[range], object]]
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Prompt:
@@ -120,13 +121,7 @@ class Blending:
     original: the positions where they were computed, [tokens].
     """
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        retrieved: list[tuple[torch.Tensor, torch.Tensor]],
-        original: torch.Tensor,
-        in_place: bool = False,
-    ) -> None:
+    def __init__(self, prompt: Prompt, retrieved: Layers, original: torch.Tensor, in_place: bool = False) -> None:
         self.prompt, self.retrieved, self.original = prompt, retrieved, original
         self.executor = CacheBlendImpl(RATIO, rotary=prompt.tables, in_place=in_place)
         self.chosen: torch.Tensor | None = None
@@ -134,19 +129,17 @@ class Blending:
 
     def run(self, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of the last of the layers. The check layer chooses rows."""
-        output, prompt = None, self.prompt
+        prompt, check_layer = self.prompt, self.executor.check_layer
         for layer in layers:
-            positions, fresh = prompt.positions, prompt.fresh
-            if layer > self.executor.check_layer:
-                positions, fresh = self.chosen_positions, self.chosen_fresh
-            k, v = self.retrieved[layer]
+            is_chosen = layer > check_layer
+            positions = self.chosen_positions if is_chosen else prompt.positions
+            fresh = (self.chosen_fresh if is_chosen else prompt.fresh,) * 3
             output = self.executor.blend(
-                layer, k, v, prompt.valid, self.original, fresh, fresh, fresh, positions, prompt.bounds
+                layer, *self.retrieved[layer], prompt.valid, self.original, *fresh, positions, prompt.bounds
             )
-            if layer == self.executor.check_layer:
+            if layer == check_layer:
                 self.chosen, self.chosen_positions = output.local_indices, output.positions
                 self.chosen_fresh = prompt.fresh[self.chosen]
-        assert output is not None
         return output.k, output.v
 
 

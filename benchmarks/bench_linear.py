@@ -15,6 +15,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from kvpage.benchmarks.figure import Figure, in_turns, seconds
 from kvpage.benchmarks.peer_process import PeerProcess, vllm_peer
 from kvpage.benchmarks.pictures import panels
 from kvpage.benchmarks.script import VLLM, finish, parse
+from kvpage.benchmarks.serving_bound import packed_product
 
 SHAPES = ((512, 512), (1536, 512), (512, 1536), (8192, 512), (1024, 1024), (4096, 1024), (1024, 4096))  # out, in
 ROWS = (1, 8, 32, 64, 256, 2048)
@@ -59,17 +61,6 @@ def read_rate(num_bytes: int, rounds: int) -> Figure:
     return Figure.rate(num_bytes, measured({"sum": memory.sum}, number, rounds)["sum"])
 
 
-def packed_linear(x: torch.Tensor, w: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """Return torch's product on packed weights, where this torch has one."""
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(w, len(x))
-        call = functools.partial(torch.ops.mkldnn._linear_pointwise, x, packed, None, "none", [], "")
-        call()
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return None
-    return call
-
-
 def check(name: str, found: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
     expected = x.double() @ w.double().T
     wrong = ((found.double() - expected).abs() > TOLERANCE[x.dtype] * (1 + expected.abs())).sum()
@@ -86,8 +77,9 @@ def measure_shape(
         "kvpage": lambda: ops.linear(x, w, out=out),
         "torch": lambda: F.linear(x, w),
     }
-    if packed := packed_linear(x, w):
-        calls["packed"] = packed
+    with suppress(AttributeError, RuntimeError, NotImplementedError):  # this torch has none
+        calls["packed"] = functools.partial(packed_product(w, rows), x)
+        calls["packed"]()
     for name, call in calls.items():
         check(name, call(), x, w)
     work, num_bytes = 2 * rows * columns * size, w.numel() * w.element_size()

@@ -114,12 +114,8 @@ def measure(
 ) -> list[Row]:
     """Return the rows of a tier.
 
-    Args:
-        url: Of the tier.
-        engine: Its blocks are moved.
-        bounds: By name, of store, of retrieve, and others.
-        options: Of the command line.
-        others: By operation, "store" or "retrieve", and another bound of it.
+    bounds: by name, of store, of retrieve, and others. others: by operation, "store" or "retrieve", and another bound
+    of it.
     """
     num_bytes, (tier, _, _) = options.chunks * CHUNK_BYTES, url.partition(":")
     with KVStore(store_config(url, options), metadata_of(engine, "bench")) as store:

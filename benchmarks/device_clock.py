@@ -59,12 +59,9 @@ class DeviceClock:
         self._plans: dict[Hashable, tuple[int, int]] = {}  # calls, and cycles of the delay
 
     def time(self, name: Hashable, call: Callable[[], object], number: int) -> Timing:
-        """Return the device's time of one call.
+        """Return the device's time of one call, which launches work on the current stream.
 
-        Args:
-            name: The same for calls that are alike.
-            call: Launches work on the current stream.
-            number: Calls behind one delay, at most.
+        name: the same for calls that are alike. number: calls behind one delay, at most.
         """
         number, cycles = self._plans.get(name, (number, FIRST_DELAY))
         while True:

@@ -38,8 +38,7 @@ def version_of(package: str) -> str | None:
 def build_faults(requirements: list[str]) -> list[str]:
     """Return a line for each requirement of the build that the environment does not meet.
 
-    Args:
-        requirements: As in pyproject.toml: a name, and at most one ">=". A program of the name does for a package.
+    A requirement is as in pyproject.toml: a name, and at most one ">=". A program of the name does for a package.
     """
     faults = []
     for requirement in requirements:
@@ -80,12 +79,7 @@ def bounds() -> dict[str, Any]:
 
 
 def seconds(call: Callable[[], object], number: int = 10) -> float:
-    """Return the mean time of a call, by the device's clock.
-
-    Args:
-        call: Launches work.
-        number: Calls.
-    """
+    """Return the mean time of a call, by the device's clock."""
     call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

@@ -67,14 +67,10 @@ def _make_moves(manager: HybridManager) -> None:
 
 
 def run_borders(requests: list[Request], num_slots: int | None, block_size: int, only_ends: bool) -> Run:
-    """Serve the trace with states at block borders, the least recently used evicted first.
+    """Serve the trace with states at block borders, the least recently used evicted first. num_slots: None keeps all.
 
-    Args:
-        requests: The trace.
-        num_slots: States that are kept; None keeps all.
-        block_size: Tokens between two borders.
-        only_ends: Whether a request leaves the states of its last border, and of those at which a portion of its
-            prefill ends; otherwise that of each border.
+    only_ends: whether a request leaves the states of its last border, and of those at which a portion of its prefill
+    ends; otherwise that of each border.
     """
     kept: OrderedDict[bytes, None] = OrderedDict()
     all_found = []

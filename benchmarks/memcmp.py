@@ -11,12 +11,9 @@ libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def memcmp_seconds(a: np.ndarray, b: np.ndarray, measure: Callable[[Callable[[], object]], list[float]]) -> list[float]:
-    """Return the times of memcmp, less that of a call that compares nothing.
+    """Return the times of memcmp over equal arrays, less that of a call that compares nothing.
 
-    Args:
-        a: An array.
-        b: One that is equal.
-        measure: Returns the seconds of a call, several times.
+    measure: returns the seconds of a call, several times.
     """
     places, call = (a.ctypes.data, b.ctypes.data), libc.memcmp
     if call(*places, a.nbytes):

@@ -17,13 +17,7 @@ def own_output() -> TextIO:
 
 
 def answer_lines(answers: TextIO, hello: dict[str, Any], answer: Answer) -> None:
-    """Say that the peer is ready, and answer until the input ends.
-
-    Args:
-        answers: Takes the lines.
-        hello: The first line.
-        answer: Called with what a line asks for, by name.
-    """
+    """Say hello, and answer what each line of the input asks for, by name, until it ends."""
     print(json.dumps(hello), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), file=answers, flush=True)
@@ -32,9 +26,7 @@ def answer_lines(answers: TextIO, hello: dict[str, Any], answer: Answer) -> None
 def answer_by_vllm(make: Callable[..., Answer], **environment: str) -> None:
     """Answer by what `make` returns, with vLLM's version as the first line.
 
-    Args:
-        make: Called with the script's arguments but the first, which is the number of threads.
-        **environment: For vLLM.
+    `make` is called with the script's arguments but the first, which is the number of threads.
     """
     answers = own_output()
     num_threads, *arguments = sys.argv[1:]

@@ -70,11 +70,8 @@ def vllm_peer(
 ) -> Iterator[PeerProcess | None]:
     """Give a peer that vLLM's interpreter runs, and None where there is none.
 
-    Args:
-        python: Of --vllm.
-        script: From this folder.
-        *arguments: Its own; the first is the number of threads.
-        preloads: Whether it has the libraries that vLLM's guide has its users preload.
+    script: from this folder. arguments: its own; the first is the number of threads. preloads: whether it has the
+    libraries that vLLM's guide has its users preload.
     """
     if python is None:
         yield None

@@ -1,4 +1,8 @@
-"""Pictures of benchmarks: bars, curves and stacked parts, of medians with their quartiles."""
+"""Pictures of benchmarks: bars, curves and stacked parts, of medians with their quartiles.
+
+All draw into a file, `path`. `label` is of the axis of the values, `lines` are values to mark there, other options are
+as of Axes.set.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +19,10 @@ GRAY = {"color": "gray", "linewidth": 0.8}
 
 @contextmanager
 def drawn(path: str | Path, *grid: int, size: tuple[float, float], **options: Any) -> Iterator[Any]:
-    """Give axes to draw on, and write them into a file afterwards.
+    """Give axes to draw on, and write them into the file afterwards.
 
     Args:
-        path: The file.
-        *grid: Rows and columns of axes; none for one.
+        *grid: Rows and columns of axes; none for a single one.
         size: In inches.
         **options: As of pyplot.subplots.
     """
@@ -49,15 +52,7 @@ def spread_of(values: Iterable[Value]) -> list[list[float]]:
 def bars(
     path: str | Path, values: Mapping[str, Value], label: str, lines: Iterable[float] = (), **options: Any
 ) -> None:
-    """Draw a bar a value, the first at the top.
-
-    Args:
-        path: The file.
-        values: By name.
-        label: Of their axis.
-        lines: Values to mark.
-        **options: As of Axes.set.
-    """
+    """Draw a bar a value, the first at the top. values: by name."""
     grouped(path, list(values), {"": list(values.values())}, label, lines, **options)
 
 
@@ -72,12 +67,8 @@ def grouped(
     """Draw bars beside each other for each name, the first at the top.
 
     Args:
-        path: The file.
         names: Of the groups.
         series: By the words of the legend, a value for each name.
-        label: Of their axis.
-        lines: Values to mark.
-        **options: As of Axes.set.
     """
     with drawn(path, size=(7, 0.3 * len(names) * max(len(series) / 2, 1) + 1)) as axes:
         height = 0.8 / len(series)
@@ -94,14 +85,7 @@ def grouped(
 
 
 def stacked(path: str | Path, steps: Mapping[str, Mapping[str, float]], label: str, **options: Any) -> None:
-    """Draw the parts of each step one after the other.
-
-    Args:
-        path: The file.
-        steps: By name, the sizes of their parts by name.
-        label: Of their axis.
-        **options: As of Axes.set.
-    """
+    """Draw the parts of each step one after the other. steps: by name, the sizes of their parts by name."""
     with drawn(path, size=(9, 0.5 * len(steps) + 1.5)) as axes:
         left = [0.0] * len(steps)
         for part in next(iter(steps.values())):
@@ -156,12 +140,11 @@ def curves(
     """Draw curves, for each group of rows that have the same values of some names.
 
     Args:
-        path: The file.
         rows: With all values.
-        x: The name of what is on the horizontal axis.
-        values: Names of those that are on the other one.
-        by: Names of what tells the groups apart.
-        **options: As of Axes.set; and lines, values to mark, and style, as of Axes.plot.
+        x: The name of the values on the horizontal axis.
+        values: The names of the values on the other one.
+        by: The names that tell the groups apart.
+        **options: Also style, as of Axes.plot.
     """
     with drawn(path, size=(8, 4.5)) as axes:
         add_curves(axes, rows, x, values, by, **options)

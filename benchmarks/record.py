@@ -24,7 +24,7 @@ from typing import Any
 import kvpage
 from kvpage.benchmarks.cells import with_figures
 from kvpage.benchmarks.runs import RUNS, Run
-from kvpage.benchmarks.tables import Results, read_templates
+from kvpage.benchmarks.tables import read_templates
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKS = "<!-- {}: written by benchmarks/record.py -->", "<!-- end of {} -->"
@@ -48,11 +48,9 @@ def check_tree(root: Path) -> None:
 
 
 def check_installed(root: Path, package: Path, built_from: str | None) -> None:
-    """Raises: Refused: the installed kvpage was built from other sources than the tree's.
+    """Raises: Refused: the kvpage installed in `package` was built from other sources than the tree's.
 
-    Args:
-        package: the folder of the installed kvpage.
-        built_from: build_info()["sources"], the digest of what its extension was compiled from.
+    built_from: build_info()["sources"], the digest of what its extension was compiled from.
     """
     folders = {"": "kvpage", "kernels": "kernels", "benchmarks": "benchmarks"}
     for installed_in, folder in folders.items():
@@ -138,24 +136,23 @@ def read_result(root: Path, name: str) -> tuple[str, dict[str, Any]]:
     return commit, json.loads(lines[-1], object_hook=with_figures)
 
 
-def read_results(root: Path) -> Results:
-    """Return the line of JSON of each result that the tables are made of, by name; without those not measured yet."""
-    return {name: read_result(root, name)[1] for name in RUNS if name not in missing_results(root)}
-
-
 def missing_results(root: Path) -> list[str]:
     """Return the names of runs that have no result."""
     return [name for name in RUNS if not (root / RESULTS / f"{name}.txt").is_file()]
 
 
+def read_all(root: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return what `read_result` gives of each run, by its name; without those not measured yet."""
+    missing = missing_results(root)
+    return {name: read_result(root, name) for name in RUNS if name not in missing}
+
+
 def commits_of(root: Path) -> str:
     """Return a sentence that names the commit of each result, one for all where all are of one; and what has none."""
     names: dict[str, list[str]] = {}
+    for name, (commit, _) in read_all(root).items():
+        names.setdefault(commit, []).append(name)
     missing = missing_results(root)
-    for name in RUNS:
-        if name in missing:
-            continue
-        names.setdefault(read_result(root, name)[0], []).append(name)
     if len(names) == 1 and not missing:
         return f"All were measured at commit `{next(iter(names))}`."
     said = [f"Measured at commit `{commit}`: {', '.join(of)}." for commit, of in names.items()]
@@ -174,7 +171,7 @@ def with_numbers(page: str, numbers: str, name: str) -> str:
 
 def pages_with_numbers(root: Path) -> dict[str, str]:
     """Return each page's text with the tables that the results make, by the page's path. Those of numbers say when."""
-    results, pages = read_results(root), dict[str, str]()
+    results, pages = {name: result for name, (_, result) in read_all(root).items()}, dict[str, str]()
     for (page, name), template in read_templates(root).items():
         said = f"\n\n{commits_of(root)}" if name == "numbers" else ""
         text = pages.get(page) or (root / page).read_text()
@@ -186,14 +183,15 @@ def write_numbers(root: Path) -> None:
     """Raises: Refused: a result is of other sources than this commit's, or missing."""
     if missing := missing_results(root):
         raise Refused(f"{missing[0]} has no result: run `python benchmarks/record.py run {missing[0]}`")
-    for name, run in RUNS.items():
-        check_result(root, run, read_result(root, name)[0])
-    for name, text in pages_with_numbers(root).items():
-        (root / name).write_text(text)
+    for name, (commit, _) in read_all(root).items():
+        check_result(root, RUNS[name], commit)
+    for page, text in pages_with_numbers(root).items():
+        (root / page).write_text(text)
 
 
 def main() -> None:
-    arguments, _, extra = (list(part) for part in _split(sys.argv[1:]))
+    words = [*sys.argv[1:], "--"]
+    arguments, extra = words[: words.index("--")], words[words.index("--") + 1 : -1]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["run", "numbers"])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)}; by default all")
@@ -211,11 +209,6 @@ def main() -> None:
             measure(ROOT, RUNS[name], extra)
     except Refused as error:
         raise SystemExit(f"record: {error}") from error
-
-
-def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at : at + 1], words[at + 1 :]
 
 
 if __name__ == "__main__":

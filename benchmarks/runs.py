@@ -13,13 +13,10 @@ WITHOUT_PLOT = ("pool", "token_trie")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One benchmark.
+    """One benchmark. arguments: of `python`; the first is the script.
 
-    Args:
-        name: Of its result.
-        arguments: Of `python`; the first is the script.
-        sources: What a result depends on, as git paths. It counts as today's until one of them has changed. Without any
-            it is of its own commit for good, also when its script changes.
+    sources: what a result depends on, as git paths. It counts as today's until one of them has changed. Without any it
+    is of its own commit for good, also when its script changes.
     """
 
     name: str

@@ -158,15 +158,9 @@ class ServeClient:
         return (await self.send(self.request(method, path, body))).body()
 
     async def send(self, request: bytes, begin: float | None = None, leaves_after: int | None = None) -> Reply:
-        """Send the bytes of a request; return the whole answer.
+        """Send the bytes of a request; return the whole answer. ServeError: nobody answers, or not in time.
 
-        Args:
-            request: Made by `request`.
-            begin: When it should have been sent; None for now.
-            leaves_after: Reads after which the client goes away; None for none.
-
-        Raises:
-            ServeError: Nobody answers, or not in time.
+        begin: when it should have been sent; None for now. leaves_after: reads after which the client goes away.
         """
         reply = Reply(time.perf_counter() if begin is None else begin)
         try:

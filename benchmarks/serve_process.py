@@ -23,14 +23,7 @@ VLLM_ENVIRONMENT = {
 
 
 def start_servers(options: argparse.Namespace, num_blocks: int, num_seqs: int, stack: ExitStack) -> dict[str, str]:
-    """Start kvpage's server over a random model, and vLLM's with --vllm; return their URLs.
-
-    Args:
-        options: Of bench_serve.
-        num_blocks: Of kvpage's cache.
-        num_seqs: That run at once, at most.
-        stack: Ends them.
-    """
+    """Start kvpage's server over a random model, and vLLM's with --vllm, until the stack ends; return their URLs."""
     from kvpage.benchmarks.serve_model import save_model
     from kvpage.benchmarks.serving_workloads import MODELS, Shape
 

@@ -27,11 +27,9 @@ TIMES = "{contender:<24} {milliseconds:<22}" + "".join(f" {{p{percent}:>10.1f}}"
 
 
 def summarize(outcomes: Sequence[Outcome], limits: Mapping[str, float]) -> Row:
-    """Sum a load up. "ms" has the percentiles by measure; "errors" has the first five that differ.
+    """Sum a load on one server up. "ms" has the percentiles by measure; "errors" has the first five that differ.
 
-    Args:
-        outcomes: Of one load on one server.
-        limits: Milliseconds of measures that a good request keeps at most; empty for no goodput.
+    limits: milliseconds of measures that a good request keeps at most; empty for no goodput.
     """
     ok = [one for one in outcomes if one.status == "ok"]
     each = [one.measures() for one in ok]
@@ -63,9 +61,7 @@ def percentiles(values: Sequence[float]) -> dict[int, float]:
 def show(rates: Mapping[str, Figure], summaries: Mapping[str, Sequence[Row]]) -> None:
     """Print the counts and the times of each contender, and the errors of requests.
 
-    Args:
-        rates: Tokens a second, by contender.
-        summaries: Of each server, one a round.
+    rates: tokens a second, by contender. summaries: of each server, one a round.
     """
     shown(COUNTS, (counts_of(name, rate, summaries.get(name, ())) for name, rate in rates.items()))
     print()

@@ -43,15 +43,11 @@ class ServingPeer:
 def serving_peers(
     model: tf.PreTrainedModel, num_threads: int, vllm: Path | None, preload: Sequence[Path]
 ) -> Iterator[dict[str, ServingPeer]]:
-    """Start the peers, and end them with the block.
+    """Start the peers over a model's weights, and end them with the block. RuntimeError: one ended; its own words are
+    above.
 
-    Args:
-        model: Saved to a folder that they read.
-        vllm: An interpreter that has vLLM; None to leave it out.
-        preload: Libraries for a kvpage of its own process; none to leave it out.
-
-    Raises:
-        RuntimeError: A peer ended; its own words are above.
+    vllm: an interpreter; None to leave it out. preload: libraries for a kvpage of its own process; none to leave it
+    out.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         arguments = [str(num_threads), folder, str(model.dtype).removeprefix("torch.")]

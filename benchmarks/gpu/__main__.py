@@ -17,16 +17,8 @@ from .summary import summary_of
 
 
 def run(parts: Sequence[Part], results: Results, seconds: float, environment: Mapping[str, str]) -> bool:
-    """Run the parts one after the other. One that fails is said; the run ends where it must pass.
-
-    Args:
-        parts: In their order.
-        results: Takes their outcomes.
-        seconds: For all of them.
-        environment: Of their commands.
-
-    Returns:
-        Whether all have passed.
+    """Run the parts one after the other; return whether all have passed. One that fails is said; the run ends where it
+    must pass. seconds: for all of them.
     """
     end = time.monotonic() + seconds
     for part in parts:

@@ -59,11 +59,7 @@ class Outcome:
 def run_part(part: Part, limit: float, log: Path, environment: Mapping[str, str]) -> Outcome:
     """Run a part, and end what it leaves running. It never raises for a command that fails.
 
-    Args:
-        part: The command.
-        limit: Seconds that are left for it, at most its own.
-        log: Takes what it prints.
-        environment: Of the command.
+    limit: seconds that are left for it, at most its own. log: takes what it prints.
     """
     if limit <= 0:
         log.write_text("no time left\n")

@@ -16,11 +16,8 @@ ARCHIVE = "results.tar.gz"
 
 
 class Results:
-    """Collects outcomes. The archive is the only file outside of the working folder, and is whole at any time.
-
-    Args:
-        out: Takes the archive. It is made.
-        work: Where parts leave their files.
+    """Collects outcomes. The archive, in `out`, is the only file outside of the working folder, and is whole at any
+    time.
     """
 
     def __init__(self, out: Path, work: Path) -> None:

@@ -125,7 +125,8 @@ def rows_of(table: str) -> list[list[str]]:
 @needs_sources
 def test_short_numbers_are_in_the_full_table() -> None:
     """Each is the same number, beside the same peers or more of them."""
-    results, templates = record.read_results(ROOT), tables.read_templates(ROOT)
+    results = {name: result for name, (_, result) in record.read_all(ROOT).items()}
+    templates = tables.read_templates(ROOT)
     pages = ("README.md", "docs/benchmarks.md")
     short, full = (rows_of(templates[page, "numbers"].table(results)) for page in pages)
     for _, measured, beside in short:
