@@ -99,14 +99,16 @@ def measure(part: str, num_tokens: int, folder: Path, options: argparse.Namespac
         is_disk = part == "disk"
         bounds = disk_bound(num_bytes, folder, pool, options.threads) if is_disk else memory_bound(num_bytes)
         taken = in_turns({**bounds, **calls}, options.rounds)
-    return [row(part, *bound.split(), num_tokens, num_bytes, taken) for bound in bounds]
+    return [row(part, bound, num_tokens, num_bytes, taken) for bound in bounds]
 
 
-def row(part: str, verb: str, bound: str, num_tokens: int, num_bytes: int, taken: dict[str, list[float]]) -> Row:
+def row(part: str, name: str, num_tokens: int, num_bytes: int, taken: dict[str, list[float]]) -> Row:
+    """name: of the bound, behind the verb that it bounds."""
+    verb, bound = name.split()
     blocks, pages = taken[f"{verb} blocks"], taken[f"{verb} pages"]
     speeds = {"blocks GB/s": Figure.rate(num_bytes / 1e9, blocks), "of blocks": Figure.ratio(blocks, pages)}
     return {
-        **speed_row(f"{part} {verb}", num_bytes, pages, bound, taken[f"{verb} {bound}"]),
+        **speed_row(f"{part} {verb}", num_bytes, pages, bound, taken[name]),
         **speeds,
         "tokens": num_tokens,
     }

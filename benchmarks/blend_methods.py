@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpage.benchmarks.blend_model import Rows
 from kvpage.blend.selection import SEAM, seam_weights
 
 KV_SHARE = 0.2
 """The share of K and V in the weights of a layer of blend_model's Llama: 2 of 4 + 3 * 2 squares of the hidden size."""
-
-Rows = tuple[torch.Tensor, torch.Tensor]
-"""K and V of a layer: [batch, heads, rows, size]."""
 
 
 @dataclass(frozen=True, slots=True)

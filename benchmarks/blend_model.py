@@ -46,7 +46,9 @@ class TrainingConfig:
     learning_rate: float = 0.01
 
 
-Swap = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""K and V of a layer: [batch, heads, rows, size]."""
+Swap = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], Rows]
 """Called with the layer, Q, K and V [batch, heads, rows, size]; returns K and V to use."""
 
 
@@ -148,10 +150,10 @@ def losses_of(model: LlamaForCausalLM, attention: RowSwap, documents: task.Docum
     ids, positions, attention.mask = pack(documents.tokens, questions)
     scores: list[torch.Tensor] = []
 
-    def look(layer: int, query: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def look(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
         if layer == looking:
-            scores.append(query[:, 0, num_tokens + 1 :: 2] @ rows[0][:, 0, :num_tokens].transpose(1, 2))
-        return rows
+            scores.append(query[:, 0, num_tokens + 1 :: 2] @ key[:, 0, :num_tokens].transpose(1, 2))
+        return key, value
 
     attention.swap = look
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits

@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM
 
 from kvpage import CacheConfig
 from kvpage.benchmarks import blend_task as task
-from kvpage.benchmarks.blend_methods import KNOWN_BEFORE, KV_SHARE, METHODS, Blending, Rows, Truth
-from kvpage.benchmarks.blend_model import RowSwap, Swap, pack, some_facts
+from kvpage.benchmarks.blend_methods import KNOWN_BEFORE, KV_SHARE, METHODS, Blending, Truth
+from kvpage.benchmarks.blend_model import Rows, RowSwap, Swap, pack, some_facts
 from kvpage.benchmarks.blend_probes import probes
 from kvpage.benchmarks.blend_speed import first_token
 from kvpage.blend import BlendConfig, RotaryTables
@@ -68,7 +68,12 @@ class Batch:
         self.within: list[torch.Tensor] = []
         self.retrieved = self._retrieve(documents.tokens, segment)
         fresh: list[Rows] = []
-        self.full = self.run(lambda layer, query, *rows: fresh.append(rows) or rows)
+
+        def keep(layer: int, query: torch.Tensor, *rows: torch.Tensor) -> Rows:
+            fresh.append((rows[0], rows[1]))
+            return fresh[-1]
+
+        self.full = self.run(keep)
         here = torch.arange(self.num_tokens)
         refers = (documents.named_at >= 0) & (documents.named_at // segment < here // segment)
         segments = documents.tokens.unflatten(1, (-1, segment))

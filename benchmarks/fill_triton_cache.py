@@ -96,7 +96,7 @@ def num_kernels(folder: Path) -> int:
 
 
 def fill(capabilities: list[int], processes: int, library: Path | None, only: list[str]) -> dict[str, Any]:
-    """Compile in several processes, each of which takes every so-manieth launch; return what to say in a line of JSON."""
+    """Compile in several processes, each of which takes every n-th launch; return what to say in a line of JSON."""
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     before, begin = num_kernels(folder), time.monotonic()
     names = names_of(capabilities[0], only)

@@ -134,7 +134,8 @@ def inserting(num_tokens: int) -> Work:
 def pooling(num_blocks: int) -> Work:
     """Allocate and release."""
     pool = BlockPool(1 << 16)
-    return lambda _: repeated(lambda: pool.release(pool.allocate(num_blocks)))
+    allocate, release = pool.allocate, pool.release
+    return lambda _: repeated(lambda: release(allocate(num_blocks)))
 
 
 CASES: dict[str, Callable[[], Work]] = {
