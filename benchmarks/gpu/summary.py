@@ -14,7 +14,7 @@ from .part import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A row of the summary: a case, and the path of its figure in the JSON of a part; of several the least counts.
+    """A row of the summary: a case, and the path of its figures in the JSON of a part, of which the least counts.
 
     predicted: a range, and its unit if it is no share of the bound. at_least: the target. at_most: likewise, of a time.
     """
@@ -27,13 +27,9 @@ class Target:
     at_most: float | None = None
 
     def find(self, result: dict[str, Any]) -> float | None:
-        """Return the figure, the median where it has quartiles; None where the case was not reached."""
-        value = value_at(result, self.path)
-        if isinstance(value, list):
-            return float(min(value))
-        if isinstance(value, dict):
-            value = value["median"]
-        return None if value is None else float(value)
+        """Return the least figure, of medians where it has quartiles; None where the case was not reached."""
+        values = value_at(result, self.path) or []
+        return min((float(one["median"] if isinstance(one, dict) else one) for one in values), default=None)
 
     @property
     def bound(self) -> str:
@@ -51,14 +47,14 @@ class Target:
 
 
 PAGED, ROWS, SWAP, SERVING = "bench_paged_attention", "bench_reshape_gather", "bench_swap", "bench_serving_gpu"
-LLAMA = "results[model=llama 3 8B;"
+LLAMA = "results[*;model=llama 3 8B;"
 DECODE, PREFILL = f"{LLAMA}kind=decode;queries=1;", f"{LLAMA}kind=prefill;dtype=bfloat16;seqs=1;keys=8192;"
-MLA = "results[dtype=bfloat16;kind=decode;queries=1;seqs=64;keys=8192;model=deepseek mla"
-WRITE = "results[operation=reshape_and_cache;case=llama NHD bfloat16;"
-GATHER = "results[operation=gather_cache;tokens=65536;case=llama NHD "
-STORE = "results[operation=store_chunk device;case=llama NHD bfloat16;tokens=2048]"
+MLA = "results[*;dtype=bfloat16;kind=decode;queries=1;seqs=64;keys=8192;model=deepseek mla"
+WRITE = "results[*;operation=reshape_and_cache;case=llama NHD bfloat16;"
+GATHER = "results[*;operation=gather_cache;tokens=65536;case=llama NHD "
+STORE = "results[*;operation=store_chunk device;case=llama NHD bfloat16;tokens=2048]"
 MOVES = "rows[*;direction!~copy;"
-STEP = "decode[seqs=64;context=1024]"
+STEP = "decode[*;seqs=64;context=1024]"
 TARGETS = (
     Target("decode bf16, 64 x 8192", "0.80 to 0.88", PAGED, f"{DECODE}dtype~bfloat;seqs=64;keys=8192].of bound", 0.85),
     Target("decode bf16, 1 x 8192", "0.45 to 0.55", PAGED, f"{DECODE}dtype~bfloat;seqs=1;keys=8192].of bound"),
