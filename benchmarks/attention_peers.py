@@ -10,47 +10,27 @@ out; one that fails says why.
 
 import functools
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvpage import CacheLayout, ops
+from kvpage import ops
+from kvpage.benchmarks.paged_case import Case
 from kvpage.layout.attention import Attention
-from kvpage.ops import reference
 from kvpage.ops.args.sequences import Sequences
 from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, candidates
 from kvpage.ops.cuda.libraries.rules import RULES, LibraryRules
 
 Call = Callable[[], torch.Tensor]
-CHECKED_ROWS = 8  # of the first sequence, the last ones: they see the most
 SETTLED_BYTES = 1 << 28
 TARGETS = {"decode, bf16": 0.85, "decode, fp8": 0.7, "decode, few heads of latents": 0.5, "decode, latents": 0.7}
 FEW_HEADS = 16
 
 
-class PagedCase(Protocol):
-    """Sequences of equal length over blocks: bench_paged_attention.Case."""
-
-    layout: CacheLayout
-    cache: torch.Tensor
-    tables: torch.Tensor
-    query: torch.Tensor
-    num_seqs: int
-    length: int
-    num_queries: int
-    model: Any
-
-    def in_blocks_of(self, block_size: int) -> "PagedCase": ...
-
-
-def peers_of(case: PagedCase, without: Collection[str] = ()) -> Iterator[tuple[str, Call]]:
-    """Yield the name and the call of each peer that takes the case, checked. One is dropped before the next is made.
-
-    Args:
-        case: What is computed.
-        without: Names of peers that are not even made: some compile for long.
+def peers_of(case: Case, without: Collection[str] = ()) -> Iterator[tuple[str, Call]]:
+    """Yield the name and the call of each peer that takes the case, checked. One is dropped before the next is made;
+    those of `without` are not even made, as some compile for long.
     """
     makers: list[tuple[str, Callable[[], Call | None]]] = [
         (rules.name, functools.partial(library_call, case, rules)) for rules in RULES
@@ -68,7 +48,7 @@ def peers_of(case: PagedCase, without: Collection[str] = ()) -> Iterator[tuple[s
             yield name, call
 
 
-def library_call(case: PagedCase, rules: LibraryRules) -> Call | None:
+def library_call(case: Case, rules: LibraryRules) -> Call | None:
     """Return the library's call in blocks that it takes, or None where it is not installed or takes none."""
     multiple = rules.block_multiple
     size = case.layout.block_size if case.layout.block_size % multiple == 0 else multiple
@@ -92,11 +72,11 @@ def library_call(case: PagedCase, rules: LibraryRules) -> Call | None:
             raise RuntimeError("it computes other steps only")
         return found
 
-    check(own, call())
+    own.check(call())
     return call
 
 
-def vllm_call(case: PagedCase) -> Call | None:
+def vllm_call(case: Case) -> Call | None:
     """Return vLLM's own paged attention, or None where it is not installed or the case is not of its kind."""
     if case.layout.dtype != torch.bfloat16 or case.layout.backend != "flash":
         return None
@@ -116,11 +96,11 @@ def vllm_call(case: PagedCase) -> Call | None:
         )  # fmt: skip
         return found
 
-    check(case, call())
+    case.check(call())
     return call
 
 
-def cudnn_call(case: PagedCase) -> Call | None:
+def cudnn_call(case: Case) -> Call | None:
     """Return cuDNN's attention over K and V gathered before, or None where the case is not of its kind."""
     if case.layout.dtype != torch.bfloat16 or case.layout.backend != "flash" or case.cache.device.type != "cuda":
         return None
@@ -133,26 +113,11 @@ def cudnn_call(case: PagedCase) -> Call | None:
             found = F.scaled_dot_product_attention(query, key, value, is_causal=case.num_queries > 1, enable_gqa=True)
         return found.transpose(1, 2)
 
-    check(case, call().reshape(case.query.shape))
+    case.check(call().reshape(case.query.shape))
     return call
 
 
-def check(case: PagedCase, found: torch.Tensor, heads: slice = slice(None)) -> None:
-    """AssertionError unless the first sequence's last rows are those of the reference. heads: that are compared."""
-    few = slice(max(case.num_queries - CHECKED_ROWS, 0), case.num_queries)
-    want = reference.paged_attention(
-        case.query[few, heads],
-        case.cache,
-        case.tables[:1],
-        torch.tensor([case.length]),
-        case.layout,
-        query_lens=torch.tensor([few.stop - few.start]),
-        value_size=case.model.value_size,
-    )
-    torch.testing.assert_close(found[few, heads], want, rtol=3e-2, atol=3e-2)
-
-
-def target_of(case: PagedCase, num_bytes: int) -> float | None:
+def target_of(case: Case, num_bytes: int) -> float | None:
     """Return the part of the bound that decoding should reach on an H200; None for others and for few bytes."""
     if case.num_queries > 1 or num_bytes < SETTLED_BYTES or case.layout.dtype == torch.int8:
         return None

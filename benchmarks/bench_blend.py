@@ -24,10 +24,10 @@ import torch
 
 from kvpage.benchmarks import blend_model, blend_quality, blend_speed
 from kvpage.benchmarks.blend_quality import Answers, Method
-from kvpage.benchmarks.cells import Table, show_all
-from kvpage.benchmarks.number_table import interval
+from kvpage.benchmarks.cells import Row, fill, shown
 from kvpage.benchmarks.pictures import curve, drawn, groups
-from kvpage.benchmarks.script import Options, finish, skip
+from kvpage.benchmarks.script import DEVICE, finish, option, parse
+from kvpage.benchmarks.serving_workloads import Shape
 
 AGREEMENT = 0.98  # rows that differ by rounding alone may be chosen in another order
 TARGET_RATIO, TARGET_LOSS, TARGET_SPEEDUP, TARGET_CEILING = 0.15, 0.02, 3.0, 0.8
@@ -38,10 +38,14 @@ SPEED_COLUMNS = (
     "{num_tokens:>10} {method:>8} {ratio:>6} {seconds:>22.3f} {speedup:>22.2f} {cpu:>22.3f} {cpu_speedup:>22.2f} "
     "{ceiling:>8.2f} {of ceiling:>10.2f} {num_recomputed:>14}"
 )
+WARMING = (
+    "\nto keep a segment of {num_tokens} tokens: {alone.median:.3f} s by itself, "
+    "{measured.median:.3f} s with its sensitivity, {times_as_long.median:.2f} of it"
+)
 SEGMENT_TOKENS = {"quality": 40, "speed": 512}
 
 
-def quality(configs: Sequence[blend_model.TrainingConfig], num_documents: int, cache: Path) -> list[dict[str, Any]]:
+def quality(configs: Sequence[blend_model.TrainingConfig], num_documents: int, cache: Path) -> list[Row]:
     """Return a row for each method, over the documents of all models."""
     found: dict[Method, list[Answers]] = {}
     for config in configs:
@@ -67,16 +71,11 @@ def quality(configs: Sequence[blend_model.TrainingConfig], num_documents: int, c
     return [quality_row(method, each, found) for method, each in found.items()]
 
 
-def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, list[Answers]]) -> dict[str, Any]:
+def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, list[Answers]]) -> Row:
     """Accuracies are over questions about any fact ("all"), and about those that refer to another segment ("cross")."""
     exact = found[Method("v", ((1, 1.0),))]
-    right, full, cross, drawn = (
-        torch.cat(parts)
-        for parts in (
-            [one.right for one in each], [one.right for one in exact], [one.cross for one in each],
-            [one.drawn for one in each],
-        )
-    )  # fmt: skip
+    right, cross, drawn = (torch.cat([getattr(one, name) for one in each]) for name in ("right", "cross", "drawn"))
+    full = torch.cat([one.right for one in exact])
     if method.stages[-1][1] == 1.0:
         assert all(bool(one.agrees.all()) for one in each), "ratio 1 must answer as a full recompute does"
     return {
@@ -93,50 +92,34 @@ def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, lis
     }
 
 
-def show_quality(rows: Sequence[dict[str, Any]]) -> None:
+def show_quality(rows: Sequence[Row]) -> None:
     """Print all rows, estimates with their intervals."""
     print()
-    table = Table(QUALITY_COLUMNS)
-    for row in rows:
-        names = {name: "+".join(f"{one:.3g}" for one in row[name]) for name in ("check", "ratios")}
-        intervals = {name: interval(row[name]) for name in ("all", "cross", "lost")}
-        table.show(row | names | intervals)
+    names = [{name: "+".join(f"{one:.3g}" for one in row[name]) for name in ("check", "ratios")} for row in rows]
+    shown(QUALITY_COLUMNS, (row | named for row, named in zip(rows, names, strict=True)))
 
 
-def shape_on(device: str) -> blend_speed.Shape:
+def shape_on(device: str) -> Shape:
     return blend_speed.LLAMA_3_8B if device == "cuda" else blend_speed.SMALL
 
 
-def warming(rounds: int, device: str) -> blend_speed.Warming:
+def warming(rounds: int, device: str) -> Row:
     num_tokens = SEGMENT_TOKENS["speed"]
     found = blend_speed.warming(shape_on(device), num_tokens, rounds, device)
-    print(
-        f"\nto keep a segment of {num_tokens} tokens: {found.alone:.3f} s by itself, "
-        f"{found.measured:.3f} s with its sensitivity, {found.times_as_long:.2f} of it"
-    )
+    print(fill(WARMING, {"num_tokens": num_tokens, **found}))
     return found
 
 
-def speed(
-    tokens: Sequence[int], ratios: Sequence[float], check_layer: int | None, rounds: int, device: str
-) -> list[dict[str, Any]]:
-    shape = shape_on(device)
-    chooses = "rows chosen before the first layer" if check_layer is None else f"check layer {check_layer}"
-    print(f"\n{shape.name}, {chooses}")
-    table = Table(SPEED_COLUMNS)
-    rows = []
-    for num_tokens in tokens:
-        found = blend_speed.measure(shape, num_tokens, ratios, check_layer, rounds, device, SEGMENT_TOKENS["speed"])
-        full = next(one for one in found if one.method == "full")
-        for one in found:
-            ceiling = full.flops / one.flops
-            share = one.speedup.median / ceiling
-            rows.append({**one._asdict(), "ceiling": ceiling, "of ceiling": share})
-            table.show(rows[-1])
-    return rows
+def speed(options: argparse.Namespace, tokens: Sequence[int]) -> list[Row]:
+    layer, shape = options.check_layer, shape_on(options.device)
+    chooses = "rows chosen before the first layer" if layer is None else f"check layer {layer}"
+    print(f"\nLlama of {shape.layers} layers of {shape.hidden}, {chooses}")
+    how = options.ratios, layer, options.rounds, options.device, SEGMENT_TOKENS["speed"]
+    each = (blend_speed.measure(shape, num_tokens, *how) for num_tokens in tokens)
+    return shown(SPEED_COLUMNS, (row for rows in each for row in rows))
 
 
-def verdicts(quality_rows: Sequence[dict[str, Any]], speed_rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+def verdicts(quality_rows: Sequence[Row], speed_rows: Sequence[Row]) -> dict[str, bool]:
     """Return whether each target is met: quality by every method that is no oracle, speed by the longest prompt."""
     said = {}
     for row in quality_rows:
@@ -150,7 +133,7 @@ def verdicts(quality_rows: Sequence[dict[str, Any]], speed_rows: Sequence[dict[s
     return said
 
 
-def plot(quality_rows: Sequence[dict[str, Any]], speed_rows: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(quality_rows: Sequence[Row], speed_rows: Sequence[Row], path: Path) -> None:
     with drawn(path, 1, 2, size=(12, 4.5)) as (left, right):
         draw_quality(left, [{**row, "layer": row["check"][0]} for row in quality_rows if len(row["check"]) == 1])
         for color, ((num_tokens,), rows) in enumerate(groups(speed_rows, "num_tokens").items()):
@@ -164,7 +147,7 @@ def plot(quality_rows: Sequence[dict[str, Any]], speed_rows: Sequence[dict[str, 
             axes.legend(fontsize=7)
 
 
-def draw_quality(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+def draw_quality(axes: Any, rows: Sequence[Row]) -> None:
     for (name, layer), of_method in groups(rows, "method", "layer").items():
         if len(of_method) > 3:
             ordered = sorted(of_method, key=lambda row: row["ratios"][0])
@@ -177,29 +160,31 @@ def draw_quality(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     axes.set(ylabel="accuracy where the name is in another segment")
 
 
-def parse() -> argparse.Namespace:
-    parser = Options("blend", __doc__, rounds=3, threads=torch.get_num_threads(), device="cpu")
-    parser.add("--part", "all", choices=["all", "quality", "speed"])
-    parser.add_argument("--full", action="store_true", help="three seeds, and longer prompts")
-    parser.add("--seeds", type=int, nargs="+", help="of the trainings")
-    parser.add("--layers", 6, help="of the small Llama")
-    parser.add("--hidden", 128, help="its hidden size")
-    parser.add("--documents", 80, help="of each seed")
-    parser.add("--tokens", type=int, nargs="+", help="of the prompts that are timed")
-    parser.add("--ratios", [0.05, 0.15, 0.3, 0.5, 1.0], type=float)
-    parser.add("--check-layer", type=int, help="of the prompts that are timed; by default none")
-    parser.add("--cache", type=Path, default=blend_model.CACHE, help="where trained models are kept")
-    return parser.parse()
+def blend_options() -> argparse.Namespace:
+    return parse(
+        "blend",
+        __doc__,
+        rounds=3,
+        threads=torch.get_num_threads(),
+        device=DEVICE,
+        part=option("all", choices=["all", "quality", "speed"]),
+        full=option(False, "three seeds, and longer prompts"),
+        seeds=option(None, "of the trainings", type=int, nargs="+"),
+        layers=option(6, "of the small Llama"),
+        hidden=option(128, "its hidden size"),
+        documents=option(80, "of each seed"),
+        tokens=option(None, "of the prompts that are timed", type=int, nargs="+"),
+        ratios=option([0.05, 0.15, 0.3, 0.5, 1.0]),
+        check_layer=option(None, "of the prompts that are timed; by default none", type=int),
+        cache=option(blend_model.CACHE, "where trained models are kept", type=Path),
+    )
 
 
 def main() -> None:
-    options = parse()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        skip("Llama-3-8B's shape needs a CUDA device; --device cpu times a smaller one")
-        return
+    options = blend_options()
     options.seeds = options.seeds or ([0, 1, 2] if options.full else [0])
     tokens = options.tokens or ([2048, 4096, 8192] if options.full else [2048, 4096])
-    quality_rows, speed_rows, warm = [], [], None
+    quality_rows, speed_rows, warm = list[Row](), list[Row](), None
     if options.part != "speed":
         configs = [blend_model.TrainingConfig(seed, options.layers, options.hidden) for seed in options.seeds]
         quality_rows = quality(configs, options.documents, options.cache)
@@ -208,12 +193,11 @@ def main() -> None:
         if options.device == "cpu":
             print("\nLlama-3-8B's shape: skipped, needs --device cuda")
         warm = warming(options.rounds, options.device)
-        speed_rows = speed(tokens, options.ratios, options.check_layer, options.rounds, options.device)
+        speed_rows = speed(options, tokens)
     said = verdicts(quality_rows, speed_rows)
-    show_all("{met:<7} {target}", [{"met": is_met, "target": target} for target, is_met in said.items()])
+    shown("{met:<7} {target}", ({"met": is_met, "target": target} for target, is_met in said.items()))
     draw = functools.partial(plot, quality_rows, speed_rows)
-    found = {"quality": quality_rows, "speed": speed_rows, "warming": warm and warm._asdict(), "targets": said}
-    finish(options, draw, **found)
+    finish(options, draw, quality=quality_rows, speed=speed_rows, warming=warm, targets=said)
 
 
 if __name__ == "__main__":

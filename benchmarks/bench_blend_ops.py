@@ -19,27 +19,31 @@ There it is the device's time, behind a delay until all is launched (benchmarks/
 that failed.
 """
 
+import argparse
 import functools
 import math
 import operator
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from kvpage import ops
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.device_clock import DeviceClock, Timing
-from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.figure import Figure, seconds
 from kvpage.benchmarks.pictures import bars
-from kvpage.benchmarks.script import Options, finish, skip
+from kvpage.benchmarks.script import DEVICE, finish, option, parse
 from kvpage.blend import RotaryTables
 from kvpage.integrations.lmcache import CacheBlendImpl
 
 HEADS, SIZE = 8, 128  # Llama 3 8B
 SEGMENT = 512  # tokens that were computed together
 RATIO = 0.15
+MOST_EAGER = 4  # rounds of the slowest
+COLUMNS = "{operation:<12} {ms:>24.2f} {GB/s:>18.1f} {copies:>18.2f} {hidden:>7}"
+Calls = dict[str, Callable[[range], object]]
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Prompt:
@@ -64,7 +68,18 @@ class Prompt:
         self.mixed_in_place = Blending(self, self.room, self.original, in_place=True)
         self.unturned = Blending(self, self.room, self.positions, in_place=True)
 
-    # Each does some layers, in order; what all layers share is made at layer 0.
+    def calls(self) -> Calls:
+        """Return what takes turns. Each does some layers, in order; what all layers share is made at layer 0."""
+        return {
+            "copy": self.copy,
+            "turn": self.turn,
+            "turn+copy": self.turn_and_copy,
+            "blend": self.mixed.run,
+            "in place": self.mixed_in_place.run,
+            "unturned": self.unturned.run,
+            "deviation": self.deviation,
+            "eager": self.eager,
+        }
 
     def copy(self, layers: range) -> None:
         for layer in layers:
@@ -106,13 +121,7 @@ class Blending:
     original: the positions where they were computed, [tokens].
     """
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        retrieved: list[tuple[torch.Tensor, torch.Tensor]],
-        original: torch.Tensor,
-        in_place: bool = False,
-    ) -> None:
+    def __init__(self, prompt: Prompt, retrieved: Layers, original: torch.Tensor, in_place: bool = False) -> None:
         self.prompt, self.retrieved, self.original = prompt, retrieved, original
         self.executor = CacheBlendImpl(RATIO, rotary=prompt.tables, in_place=in_place)
         self.chosen: torch.Tensor | None = None
@@ -120,19 +129,17 @@ class Blending:
 
     def run(self, layers: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of the last of the layers. The check layer chooses rows."""
-        output, prompt = None, self.prompt
+        prompt, check_layer = self.prompt, self.executor.check_layer
         for layer in layers:
-            positions, fresh = prompt.positions, prompt.fresh
-            if layer > self.executor.check_layer:
-                positions, fresh = self.chosen_positions, self.chosen_fresh
-            k, v = self.retrieved[layer]
+            is_chosen = layer > check_layer
+            positions = self.chosen_positions if is_chosen else prompt.positions
+            fresh = (self.chosen_fresh if is_chosen else prompt.fresh,) * 3
             output = self.executor.blend(
-                layer, k, v, prompt.valid, self.original, fresh, fresh, fresh, positions, prompt.bounds
+                layer, *self.retrieved[layer], prompt.valid, self.original, *fresh, positions, prompt.bounds
             )
-            if layer == self.executor.check_layer:
+            if layer == check_layer:
                 self.chosen, self.chosen_positions = output.local_indices, output.positions
                 self.chosen_fresh = prompt.fresh[self.chosen]
-        assert output is not None
         return output.k, output.v
 
 
@@ -164,83 +171,77 @@ def check_mixed(prompt: Prompt, mixed: Blending, k: torch.Tensor, v: torch.Tenso
     assert torch.equal(v, want_v), "V is not what was retrieved and computed"
 
 
-def timed(name: str, call: Callable[[], object], clock: DeviceClock | None) -> Timing:
-    """Time one call: by the device's clock, or where there is none by the host's."""
-    if clock is not None:
-        return clock.time(name, call, 1)
-    before = time.perf_counter()
-    call()
-    return Timing(time.perf_counter() - before, True)
+def round_of(calls: Calls, parts: Sequence[range], clock: DeviceClock | None) -> dict[str, Timing]:
+    """Time each call, part by part in turns: by the device's clock, or where there is none by the host's."""
+    found = dict.fromkeys(calls, Timing(0.0, True))
+    for part in parts:
+        for name, call in calls.items():
+            run = functools.partial(call, part)
+            timing = clock.time(name, run, 1) if clock else Timing(seconds(run), True)
+            before = found[name]
+            found[name] = Timing(before.seconds + timing.seconds, before.is_hidden and timing.is_hidden)
+    return found
 
 
-def measure(prompt: Prompt, device: str, rounds: int, most_seconds: float = math.inf) -> list[dict[str, Any]]:
+def measure(prompt: Prompt, device: str, rounds: int, most_seconds: float = math.inf) -> list[Row]:
     """They take turns, on a CPU layer by layer, so that a noisy moment meets them all; the layers of a round add up."""
-    calls = {
-        "copy": prompt.copy,
-        "turn": prompt.turn,
-        "turn+copy": prompt.turn_and_copy,
-        "blend": prompt.mixed.run,
-        "in place": prompt.mixed_in_place.run,
-        "unturned": prompt.unturned.run,
-        "deviation": prompt.deviation,
-        "eager": prompt.eager,
-    }
     num_layers = len(prompt.retrieved)
     step = 1 if device == "cpu" else num_layers
     parts = [range(first, first + step) for first in range(0, num_layers, step)]
     clock = None if device == "cpu" else DeviceClock()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    exposed = set()
-    deadline = time.monotonic() + most_seconds
-    for round_id in range(rounds + 1):
-        if round_id > 1 and time.monotonic() > deadline:
+    calls, turns, deadline = prompt.calls(), list[dict[str, Timing]](), time.monotonic() + most_seconds
+    for number in range(rounds + 1):
+        if number > 1 and time.monotonic() > deadline:
             break
-        spent = dict.fromkeys(calls, 0.0)
-        for part in parts:
-            for name, call in calls.items():
-                if name != "eager" or round_id < 4:
-                    taken, is_hidden = timed(name, functools.partial(call, part), clock)
-                    spent[name] += taken
-                    if not is_hidden:
-                        exposed.add(name)
-        for name, taken in spent.items():
-            if round_id and taken:  # the first round warms up
-                times[name].append(taken)
+        chosen = {name: call for name, call in calls.items() if name != "eager" or number < MOST_EAGER}
+        turns.append(round_of(chosen, parts, clock))
     num_bytes = 2 * sum(k.nbytes + v.nbytes for k, v in prompt.retrieved)  # read and written
-    share = {"turn": 0.5, "deviation": 0.5}
-    return [
-        {
-            "operation": name,
-            "ms": Figure.of(taken, 1e3),
-            "GB/s": Figure.rate(num_bytes * share.get(name, 1.0) / 1e9, taken),
-            "copies": Figure.of(map(operator.truediv, taken, times["copy"]), 1 / share.get(name, 1.0)),
-            "hidden": name not in exposed,
-        }
-        for name, taken in times.items()
-    ]
+    copied = [turn["copy"].seconds for turn in turns[1:]]  # the first round warms up
+    return [row(name, [turn[name] for turn in turns[1:] if name in turn], copied, num_bytes) for name in calls]
+
+
+def row(name: str, timings: Sequence[Timing], copied: Sequence[float], num_bytes: int) -> Row:
+    taken, share = [timing.seconds for timing in timings], 0.5 if name in ("turn", "deviation") else 1.0
+    return {
+        "operation": name,
+        "ms": Figure.of(taken, 1e3),
+        "GB/s": Figure.rate(num_bytes * share / 1e9, taken),
+        "copies": Figure.of(map(operator.truediv, taken, copied), 1 / share),
+        "hidden": all(timing.is_hidden for timing in timings),
+    }
+
+
+def too_few_layers(options: argparse.Namespace) -> str | None:
+    if options.layers >= 3:
+        return None
+    return f"--layers must be at least 3: layer 1 chooses rows, those behind it blend, got {options.layers}"
 
 
 def main() -> None:
-    parser = Options("blend_ops", __doc__, rounds=10, threads=torch.get_num_threads(), device="cpu")
-    parser.add("--layers", 32, type=int)
-    parser.add("--tokens", 4096)
-    parser.add("--seconds", math.inf, help="after which no further round begins")
-    options = parser.parse()
-    if options.layers < 3:
-        parser.error(f"--layers must be at least 3: layer 1 chooses rows, those behind it blend, got {options.layers}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        skip("needs a CUDA device; --device cpu tries the script without one")
-        return
+    options = parse(
+        "blend_ops",
+        __doc__,
+        check=too_few_layers,
+        rounds=10,
+        threads=torch.get_num_threads(),
+        device=DEVICE,
+        layers=option(32, type=int),
+        tokens=4096,
+        seconds=option(math.inf, "after which no further round begins"),
+    )
     torch.manual_seed(0)
     prompt = Prompt(options.layers, options.tokens, options.device)
     check(prompt)
-    results = measure(prompt, options.device, options.rounds, options.seconds)
-    show_all("{operation:<12} {ms:>24.2f} {GB/s:>18.1f} {copies:>18.2f} {hidden:>7}", results)
+    results = shown(COLUMNS, measure(prompt, options.device, options.rounds, options.seconds))
     copies = {row["operation"]: row["copies"] for row in results}
-    draw = functools.partial(
-        bars, values=copies, label="time, in copies of as many bytes", lines=[1.0, 2.0], xscale="log"
+    label = "time, in copies of as many bytes"
+    finish(
+        options,
+        lambda path: bars(path, copies, label, [1.0, 2.0], xscale="log"),
+        heads=HEADS,
+        **{"head size": SIZE},
+        results=results,
     )
-    finish(options, draw, heads=HEADS, **{"head size": SIZE}, results=results)
 
 
 if __name__ == "__main__":

@@ -12,28 +12,25 @@ time. Slots and tables are compared with those made of `block_ids` before anythi
 Targets: 0.3 us a sequence by rows; 4 us for an array, 10 us for a list.
 """
 
-import ctypes
 import functools
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from kvpage import BlockManager
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, own_seconds, thread_seconds
-from kvpage.benchmarks.pictures import add_bars, drawn
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.memcmp import memcmp_seconds
+from kvpage.benchmarks.pictures import grouped
+from kvpage.benchmarks.script import finish, parse
 
 B = 16
 PROMPT_TOKENS, CACHED_TOKENS = 8192, 6144
 FEWEST_TOKENS, NUM_STEPS = 512, 16  # of a sequence at first; of a measurement: each sequence fills a block once
 NUM_PROMPTS = 16  # allocated in one measurement
-
-libc = ctypes.CDLL(None)
-libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+COLUMNS = "{what:<16} {each:<18} {us:>24.3f} {target us:>9} {bound us:>24.3f} {bound}"
 
 
 class Steps:
@@ -46,8 +43,9 @@ class Steps:
         self.lengths = [FEWEST_TOKENS + 67 * i % (2 * FEWEST_TOKENS) for i in self.seq_ids]
         for manager in (self.by_rows, self.by_names):
             for seq_id, length in enumerate(self.lengths):
-                manager.allocate(seq_id, self.prompt(seq_id, length))
-                manager.commit(seq_id, self.prompt(seq_id, length))
+                prompt = np.arange(length, dtype=np.int32) + 100_000 * seq_id
+                manager.allocate(seq_id, prompt)
+                manager.commit(seq_id, prompt)
         self.rows = self.by_rows.rows.of(self.seq_ids)
         self.tokens = np.arange(num_seqs, dtype=np.int32)
         self.each_token = np.split(self.tokens, num_seqs)
@@ -55,10 +53,6 @@ class Steps:
         self.step_by_names()
         self.verify()
         self.made = [np.array(array) for array in self.by_rows.rows.inputs(self.rows)]
-
-    @staticmethod
-    def prompt(seq_id: int, length: int) -> np.ndarray:
-        return np.arange(length, dtype=np.int32) + 100_000 * seq_id
 
     def step_by_rows(self) -> None:
         rows = self.by_rows.rows
@@ -82,20 +76,18 @@ class Steps:
     def verify(self) -> None:
         """Compare both managers' arguments with those made of each sequence's ids."""
         slots, tables, lengths = self.by_rows.rows.inputs(self.rows)
-        assert lengths.tolist() == self.lengths
-        assert slots.tolist() == self.last_slots(self.by_rows)
         starts = [length - 1 for length in self.lengths]
-        assert self.by_names.slot_mappings(self.seq_ids, starts, self.lengths).tolist() == self.last_slots(
-            self.by_names
-        )
-        for manager, found in ((self.by_rows, tables), (self.by_names, self.by_names.block_tables(self.seq_ids))):
-            for seq_id, row in zip(self.seq_ids, found, strict=True):
-                ids = manager.block_ids(seq_id)
-                assert row[: len(ids)].tolist() == ids.tolist() and not row[len(ids) :].any()
+        named_slots = self.by_names.slot_mappings(self.seq_ids, starts, self.lengths)
+        assert lengths.tolist() == self.lengths
+        self._check(self.by_rows, slots, tables)
+        self._check(self.by_names, named_slots, self.by_names.block_tables(self.seq_ids))
 
-    def last_slots(self, manager: BlockManager) -> list[int]:
-        last = [length - 1 for length in self.lengths]
-        return [int(manager.block_ids(i)[at // B]) * B + at % B for i, at in zip(self.seq_ids, last, strict=True)]
+    def _check(self, manager: BlockManager, slots: np.ndarray, tables: np.ndarray) -> None:
+        manager.check()
+        for seq_id, length, slot, row in zip(self.seq_ids, self.lengths, slots, tables, strict=True):
+            ids = manager.block_ids(seq_id)
+            assert slot == int(ids[(length - 1) // B]) * B + (length - 1) % B
+            assert row[: len(ids)].tolist() == ids.tolist() and not row[len(ids) :].any()
 
 
 class Admissions:
@@ -103,12 +95,12 @@ class Admissions:
 
     def __init__(self) -> None:
         self.manager = BlockManager((NUM_PROMPTS + 2) * PROMPT_TOKENS // B, B)
-        prefix = np.arange(CACHED_TOKENS, dtype=np.int32)
-        self.manager.allocate("first", prefix)
-        self.manager.commit("first", prefix)
+        self.prefix = np.arange(CACHED_TOKENS, dtype=np.int32)
+        self.manager.allocate("first", self.prefix)
+        self.manager.commit("first", self.prefix)
         self.manager.release("first")
-        self.prompt = np.append(prefix, -prefix[: PROMPT_TOKENS - CACHED_TOKENS] - 1)
-        self.tokens, self.copy = self.prompt.tolist(), prefix.copy()
+        self.prompt = np.append(self.prefix, -self.prefix[: PROMPT_TOKENS - CACHED_TOKENS] - 1)
+        self.tokens = self.prompt.tolist()
         for given in (self.prompt, self.tokens):
             found = self.manager.allocate("one", given)
             assert (found.num_cached_tokens, len(found.block_ids)) == (CACHED_TOKENS, PROMPT_TOKENS // B)
@@ -125,70 +117,47 @@ class Admissions:
             self.manager.release(seq_id)
         return spent / NUM_PROMPTS
 
-    def compare(self) -> float:
-        """Return the seconds of memcmp, without those of calling it."""
-        a, b, size, call = self.prompt.ctypes.data, self.copy.ctypes.data, self.copy.nbytes, libc.memcmp
-        assert call(a, b, size) == 0
-        empty = thread_seconds(lambda: call(a, b, 0), NUM_PROMPTS)
-        return thread_seconds(lambda: call(a, b, size), NUM_PROMPTS) - empty
+    def calls(self) -> dict[str, Callable[[], float]]:
+        """Return what takes turns: the calls, and their bounds. Each gives its seconds."""
+        copy = self.prefix.copy()
+        return {
+            "array": functools.partial(self.allocate, self.prompt),
+            "list": functools.partial(self.allocate, self.tokens),
+            "memcmp": lambda: memcmp_seconds(self.prefix, copy, lambda call: [thread_seconds(call, NUM_PROMPTS)])[0],
+            "numpy's conversion": lambda: thread_seconds(lambda: np.array(self.tokens, np.int32), NUM_PROMPTS),
+        }
 
-    def convert(self) -> float:
-        return thread_seconds(lambda: np.array(self.tokens, np.int32), NUM_PROMPTS)
 
-
-def measure_steps(num_seqs: int, rounds: int) -> list[dict[str, Any]]:
+def measure_steps(num_seqs: int, rounds: int) -> Iterator[Row]:
     steps = Steps(num_seqs, rounds)
-    calls = {"rows": steps.step_by_rows, "names": steps.step_by_names, "copy": steps.copy}
+    calls = {"rows": steps.step_by_rows, "names": steps.step_by_names, "numpy copy": steps.copy}
     taken = in_turns(calls, rounds, NUM_STEPS, thread_seconds)
     steps.verify()
-    for manager in (steps.by_rows, steps.by_names):
-        manager.check()
-    scale = 1e6 / num_seqs
-    bound = Figure.of(taken["copy"], scale)
-    return [
-        row(f"step by {name}", f"a sequence of {num_seqs}", Figure.of(taken[name], scale), "numpy copy", bound, target)
-        for name, target in (("rows", 0.3), ("names", None))
-    ]
+    us = {name: Figure.of(each, 1e6 / num_seqs) for name, each in taken.items()}
+    for name, target in (("rows", 0.3), ("names", None)):
+        yield row(f"step by {name}", f"a sequence of {num_seqs}", us, name, "numpy copy", target)
 
 
-def measure_admissions(rounds: int) -> list[dict[str, Any]]:
+def measure_admissions(rounds: int) -> Iterator[Row]:
     admissions = Admissions()
-    calls: dict[str, Callable[[], float]] = {
-        "array": functools.partial(admissions.allocate, admissions.prompt),
-        "list": functools.partial(admissions.allocate, admissions.tokens),
-        "memcmp": admissions.compare,
-        "numpy's conversion": admissions.convert,
-    }
-    taken = in_turns(calls, rounds, measure=own_seconds)
+    taken = in_turns(admissions.calls(), rounds, measure=own_seconds)
     admissions.manager.check()
     us = {name: Figure.of(each, 1e6) for name, each in taken.items()}
-    bounds = {"array": "memcmp", "list": "numpy's conversion"}
-    return [
-        row(f"allocate, {given}", "a prompt", us[given], bound, us[bound], target)
-        for (given, bound), target in zip(bounds.items(), (4.0, 10.0), strict=True)
-    ]
+    for given, bound, target in (("array", "memcmp", 4.0), ("list", "numpy's conversion", 10.0)):
+        yield row(f"allocate, {given}", "a prompt", us, given, bound, target)
 
 
-def row(what: str, each: str, us: Figure, bound: str, bound_us: Figure, target: float | None) -> dict[str, Any]:
-    return {"what": what, "each": each, "us": us, "bound": bound, "bound us": bound_us, "target us": target}
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    names = {f"{one['what']}, {one['each']}": one for one in rows}
-    with drawn(path, size=(7, 3)) as axes:
-        add_bars(axes, {name: one["us"] for name, one in names.items()}, "us", xscale="log")
-        axes.plot([one["bound us"].median for one in rows], list(names), "k|", markersize=14, label="bound")
-        axes.legend()
+def row(what: str, each: str, us: dict[str, Figure], name: str, bound: str, target: float | None) -> Row:
+    return {"what": what, "each": each, "us": us[name], "bound": bound, "bound us": us[bound], "target us": target}
 
 
 def main() -> None:
-    parser = Options("block_manager", __doc__, rounds=21)
-    parser.add("--seqs", 256)
-    options = parser.parse()
-    rows = [*measure_steps(options.seqs, options.rounds), *measure_admissions(options.rounds)]
-    show_all("{what:<16} {each:<18} {us:>24.3f} {target us:>9} {bound us:>24.3f} {bound}", rows)
+    options = parse("block_manager", __doc__, rounds=21, seqs=256)
+    rows = shown(COLUMNS, [*measure_steps(options.seqs, options.rounds), *measure_admissions(options.rounds)])
     met = all(one["us"].median <= one["target us"] for one in rows if one["target us"])
-    finish(options, functools.partial(plot, rows), rows=rows, targets_met=met)
+    names = [f"{one['what']}, {one['each']}" for one in rows]
+    series = {"kvpage": [one["us"] for one in rows], "bound": [one["bound us"] for one in rows]}
+    finish(options, lambda path: grouped(path, names, series, "us", xscale="log"), rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

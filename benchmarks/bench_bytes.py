@@ -12,23 +12,21 @@ Target: `pages` at least as fast as `blocks`.
 """
 
 import argparse
-import functools
 import itertools
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from kvpage.benchmarks.bench_store import BLOCK_SIZE, check_loaded, halves, random_engine, speed_row
-from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.bench_store import BLOCK_SIZE, Calls, Moves, random_engine, speed_row
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns
 from kvpage.benchmarks.pictures import bars
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.script import PATH, finish, option, parse
 from kvpage.store import ByteStore, ByteStoreConfig, KVStore, KVStoreConfig, PageView, metadata_of
 
 LAYERS = 32
@@ -39,51 +37,29 @@ COLUMNS = (
 )
 
 
-class Blocks:
-    """One half of an engine's blocks, to be stored, and the other half, to be loaded into."""
+class Pages:
+    """The blocks of a store's engine, as pages of records."""
 
-    def __init__(self, num_tokens: int, num_records: int) -> None:
-        self.num_tokens, self.each = num_tokens, num_tokens // BLOCK_SIZE
-        num_blocks = self.each * num_records
-        self.engine = random_engine(2 * num_blocks, LAYERS)
-        self.source, self.target = halves(2 * num_blocks)
-        self.tokens = np.arange(num_blocks * BLOCK_SIZE, dtype=np.int32)
-        self.view = PageView(self.engine.gpu_cache, page_dim=1)
-        self.num_bytes = num_blocks * self.view.page_bytes
-        self.keys = [b"record %d" % number for number in range(num_records)]
+    def __init__(self, records: ByteStore, view: PageView, moves: Moves, each: int) -> None:
+        self._records, self._view = records, view
+        self._source, self._target = (ids.reshape(-1, each) for ids in (moves.source, moves.target))
+        self._keys = [b"record %d" % number for number in range(len(self._source))]
 
-    def check(self, load: Callable[[], None]) -> None:
-        check_loaded(self.engine, self.source, self.target, load)
+    def put(self) -> None:
+        """Store. Pages are looked for anew, as an engine does."""
+        assert all(self._records.put(self._keys, self._view.pieces(self._source), skip_existing=False))
 
-
-def ways(blocks: Blocks, chunks: KVStore, records: ByteStore) -> dict[str, Callable[[], None]]:
-    """Return the four calls that are compared. Pages are found anew in each, as an engine does."""
-
-    def store() -> None:
-        chunks.store_blocks(blocks.tokens, blocks.engine, blocks.source, skip_existing=False)
-
-    def load() -> None:
-        assert chunks.load_blocks(blocks.tokens, blocks.engine, blocks.target) == len(blocks.tokens)
-
-    def put() -> None:
-        pages = blocks.view.pieces(blocks.source.reshape(-1, blocks.each))
-        assert all(records.put(blocks.keys, pages, skip_existing=False))
-
-    def get() -> None:
-        assert all(records.get_into(blocks.keys, blocks.view.pieces(blocks.target.reshape(-1, blocks.each))))
-
-    return {"store blocks": store, "store pages": put, "load blocks": load, "load pages": get}
+    def get(self) -> None:
+        assert all(self._records.get_into(self._keys, self._view.pieces(self._target)))
 
 
-def memory_bound(num_bytes: int) -> dict[str, Callable[[], object]]:
+def memory_bound(num_bytes: int) -> Calls:
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8)
     target = torch.zeros_like(source)
     return {"store copy_": lambda: target.copy_(source), "load copy_": lambda: source.copy_(target)}
 
 
-def disk_bound(
-    num_bytes: int, folder: Path, pool: ThreadPoolExecutor, num_threads: int
-) -> dict[str, Callable[[], object]]:
+def disk_bound(num_bytes: int, folder: Path, pool: ThreadPoolExecutor, num_threads: int) -> Calls:
     """Each thread of the pool has a part of the file, as the store's threads have records."""
     data, fd = np.random.default_rng(0).bytes(num_bytes), os.open(folder / "bound", os.O_CREAT | os.O_RDWR)
     view, room = memoryview(data), memoryview(bytearray(num_bytes))
@@ -100,52 +76,64 @@ def disk_bound(
     return {"store pwrite": lambda: list(pool.map(write, parts)), "load preadv": lambda: list(pool.map(read, parts))}
 
 
-def measure(part: str, num_tokens: int, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    blocks = Blocks(num_tokens, options.records)
-    size = 2 * blocks.num_bytes + (64 << 20)
+def measure(part: str, num_tokens: int, folder: Path, options: argparse.Namespace) -> list[Row]:
+    each = num_tokens // BLOCK_SIZE
+    engine = random_engine(2 * each * options.records, LAYERS)
+    view = PageView(engine.gpu_cache, page_dim=1)
+    num_bytes = each * options.records * view.page_bytes
+    size = 2 * num_bytes + (64 << 20)
     urls = [f"disk://{folder / kind}?size={size}" if part == "disk" else f"memory://?size={size}" for kind in "ab"]
     config = KVStoreConfig(num_tokens, (urls[0],), num_threads=options.threads)
-    header = {"model": "bench", "pages": blocks.view.name}
+    header = {"model": "bench", "pages": view.name}
     with (
         ThreadPoolExecutor(options.threads) as pool,
-        KVStore(config, metadata_of(blocks.engine, "bench")) as chunks,
+        KVStore(config, metadata_of(engine, "bench")) as chunks,
         ByteStore(ByteStoreConfig((urls[1],), options.threads), header) as records,
     ):
-        bounds = memory_bound(blocks.num_bytes)
-        if part == "disk":
-            bounds = disk_bound(blocks.num_bytes, folder, pool, options.threads)
-        calls = ways(blocks, chunks, records)
-        for kind in ("blocks", "pages"):
-            calls[f"store {kind}"]()
-            blocks.check(calls[f"load {kind}"])
-        spent = in_turns({**bounds, **calls}, options.rounds)
-    return [row(part, verb, num_tokens, blocks.num_bytes, spent) for verb in ("store", "load")]
+        moves = Moves(chunks, engine)
+        pages = Pages(records, view, moves, each)
+        pages.put()
+        moves.check(moves.load_blocks, pages.get)
+        calls: Calls = {"store blocks": moves.store_blocks, "store pages": pages.put}
+        calls |= {"load blocks": moves.load_blocks, "load pages": pages.get}
+        is_disk = part == "disk"
+        bounds = disk_bound(num_bytes, folder, pool, options.threads) if is_disk else memory_bound(num_bytes)
+        taken = in_turns({**bounds, **calls}, options.rounds)
+    return [row(part, bound, num_tokens, num_bytes, taken) for bound in bounds]
 
 
-def row(part: str, verb: str, num_tokens: int, num_bytes: int, spent: dict[str, list[float]]) -> dict[str, Any]:
-    (bound,) = (name for name in spent if name.startswith(verb) and name.split()[1] not in ("blocks", "pages"))
-    blocks, pages = spent[f"{verb} blocks"], spent[f"{verb} pages"]
-    found = speed_row(f"{part} {verb}", num_bytes, pages, bound.split()[1], spent[bound])
+def row(part: str, name: str, num_tokens: int, num_bytes: int, taken: dict[str, list[float]]) -> Row:
+    """name: of the bound, behind the verb that it bounds."""
+    verb, bound = name.split()
+    blocks, pages = taken[f"{verb} blocks"], taken[f"{verb} pages"]
     speeds = {"blocks GB/s": Figure.rate(num_bytes / 1e9, blocks), "of blocks": Figure.ratio(blocks, pages)}
-    return found | speeds | {"tokens": num_tokens}
+    return {
+        **speed_row(f"{part} {verb}", num_bytes, pages, bound, taken[name]),
+        **speeds,
+        "tokens": num_tokens,
+    }
+
+
+def each_result(options: argparse.Namespace) -> Iterator[Row]:
+    for part, num_tokens in itertools.product(options.parts, options.tokens):
+        with tempfile.TemporaryDirectory(dir=options.path) as folder:
+            yield from measure(part, num_tokens, Path(folder), options)
 
 
 def main() -> None:
-    parser = Options("bytes", __doc__, rounds=21, threads=torch.get_num_threads())
-    parser.add("--tokens", [16, 256], help="of a record")
-    parser.add("--records", 16)
-    parser.add("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
-    parser.add("--parts", PARTS, choices=PARTS)
-    options = parser.parse()
-    table, results = Table(COLUMNS), []
-    for part, num_tokens in itertools.product(options.parts, options.tokens):
-        with tempfile.TemporaryDirectory(dir=options.path) as folder:
-            for found in measure(part, num_tokens, Path(folder), options):
-                results.append(found)
-                table.show(found)
+    options = parse(
+        "bytes",
+        __doc__,
+        rounds=21,
+        threads=torch.get_num_threads(),
+        tokens=option([16, 256], "of a record"),
+        records=16,
+        path=PATH,
+        parts=option(PARTS, choices=PARTS),
+    )
+    results = shown(COLUMNS, each_result(options))
     shares = {f"{row['operation']}, {row['tokens']}": row["of blocks"] for row in results}
-    draw = functools.partial(bars, values=shares, label="speed of pages, in that of blocks", lines=[1.0])
-    finish(options, draw, results=results)
+    finish(options, lambda path: bars(path, shares, "speed of pages, in that of blocks", [1.0]), results=results)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,16 @@ the hash before it. For comparison: a step that computes 16 tokens of an 8-billi
 
 import functools
 import hashlib
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from kvpage import BlockPool, PrefixTree
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, result, seconds
-from kvpage.benchmarks.pictures import curve, drawn
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.pictures import curves
+from kvpage.benchmarks.script import finish, parse
 from kvpage.observe.events.block_events import BlockEvents
 from kvpage.observe.events.schema import BlockRemoved, BlockStored, EventBatch, pack, unpack
 from kvpage.observe.tree_watch import TreeChanges
@@ -26,10 +25,13 @@ BLOCK_SIZE = 16
 BATCHES = [1, 16, 512]  # blocks of a prompt
 NUM_BLOCKS = 4096  # a measurement
 REPEATS = 15
+NAMES = ("no log", "log", "log, taken", "events", "packed", "sha256")
+COLUMNS = "{batch:>6}" + "".join(f"{{{name}:>22.3f}}" for name in NAMES)
+Follow = Callable[[PrefixTree], Any]
 
 
-def life(batch: int, follow: Callable[[PrefixTree], object] | None, log: bool) -> float:
-    """Microseconds for each block of prompts that are cached and evicted."""
+def life(batch: int, follow: Follow | None, log: bool) -> float:
+    """Return microseconds for each block of prompts that are cached and evicted."""
     pool = BlockPool(NUM_BLOCKS)
     tree = PrefixTree(pool, BLOCK_SIZE)
     if log:
@@ -50,7 +52,7 @@ def life(batch: int, follow: Callable[[PrefixTree], object] | None, log: bool) -
 
 
 def sha256() -> float:
-    """Microseconds for a block's hash alone."""
+    """Return microseconds for a block's hash alone."""
     digest, tokens = b"0" * 32, b"1" * (8 * BLOCK_SIZE)
 
     def chain() -> None:
@@ -60,67 +62,46 @@ def sha256() -> float:
     return seconds(chain, NUM_BLOCKS) * 1e6
 
 
-def followers() -> dict[str, tuple[Callable[[PrefixTree], object] | None, bool]]:
-    hashed, packed = BlockEvents(BLOCK_SIZE), BlockEvents(BLOCK_SIZE)
+def follower() -> Follow:
+    events = BlockEvents(BLOCK_SIZE)
+    return lambda tree: events.events(TreeChanges(*tree.take_changes()))
 
-    def events(tree: PrefixTree) -> None:
-        hashed.events(TreeChanges(*tree.take_changes()))
 
-    def payload(tree: PrefixTree) -> None:
-        pack(EventBatch(0.0, packed.events(TreeChanges(*tree.take_changes())), 0))
-
-    return {
-        "no log": (None, False),
-        "log": (None, True),
-        "log, taken": (lambda tree: tree.take_changes(), True),
-        "events": (events, True),
-        "packed": (payload, True),
-    }
+def packer() -> Follow:
+    follow = follower()
+    return lambda tree: pack(EventBatch(0.0, follow(tree), 0))
 
 
 def verify() -> None:
-    """Every block is told once as stored and once as removed."""
-    pool = BlockPool(8)
+    """AssertionError unless every block is told once as stored and once as removed."""
+    pool, follow = BlockPool(8), packer()
     tree = PrefixTree(pool, BLOCK_SIZE)
     tree.log_changes(1 << 20)
-    events = BlockEvents(BLOCK_SIZE)
-    events.events(TreeChanges(*tree.take_changes()))
+    follow(tree)
     tree.release(tree.insert(list(range(8 * BLOCK_SIZE)), pool.allocate(8)))
     tree.evict(8)
-    made = events.events(TreeChanges(*tree.take_changes()))
-    stored, removed = unpack(pack(EventBatch(0.0, made, 0))).events
+    stored, removed = unpack(follow(tree)).events
     assert isinstance(stored, BlockStored) and isinstance(removed, BlockRemoved)
     assert stored.token_ids == list(range(8 * BLOCK_SIZE))
     assert sorted(stored.block_hashes) == sorted(removed.block_hashes) and len(set(stored.block_hashes)) == 8
 
 
-def measure() -> list[dict[str, Any]]:
+def measure() -> Iterator[Row]:
     verify()
-    rows = []
     for batch in BATCHES:
-        calls: dict[str, Callable[[], float]] = {
-            name: functools.partial(life, batch, follow, log) for name, (follow, log) in followers().items()
-        }
-        taken = in_turns({**calls, "sha256": sha256}, REPEATS, measure=result, warmups=0)
-        rows.append({"batch": batch, **{name: Figure.of(each) for name, each in taken.items()}})
-    return rows
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    with drawn(path, size=(7, 4)) as axes:
-        for name in list(rows[0])[1:]:
-            curve(axes, rows, "batch", name, "o--" if name == "sha256" else "o-", label=name)
-        axes.set(xscale="log", yscale="log", xlabel="blocks a prompt", ylabel="us a block", title="Following the cache")
-        axes.legend()
-        axes.grid(alpha=0.3)
+        ways = (None, False), (None, True), (PrefixTree.take_changes, True), (follower(), True), (packer(), True)
+        calls = [functools.partial(life, batch, follow, log) for follow, log in ways]
+        taken = in_turns(dict(zip(NAMES, [*calls, sha256], strict=True)), REPEATS, measure=result, warmups=0)
+        yield {"batch": batch, **{name: Figure.of(each) for name, each in taken.items()}}
 
 
 def main() -> None:
-    options = Options("events", __doc__).parse()
-    rows = measure()
+    options = parse("events", __doc__)
     print("microseconds for each block that is cached and evicted; batch: blocks of a prompt")
-    show_all("{batch:>6}" + "".join(f"{{{name}:>22.3f}}" for name in list(rows[0])[1:]), rows)
-    finish(options, functools.partial(plot, rows), unit="us", rows=rows)
+    rows = shown(COLUMNS, measure())
+    labels = {"xlabel": "blocks a prompt", "ylabel": "us a block", "title": "Following the cache"}
+    scales = {"xscale": "log", "yscale": "log"}
+    finish(options, lambda path: curves(path, rows, "batch", NAMES, **labels, **scales), unit="us", rows=rows)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ import copy
 import functools
 import itertools
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +19,10 @@ import transformers
 from transformers import DynamicCache
 
 from kvpage import CacheConfig
-from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure
-from kvpage.benchmarks.pictures import curve, drawn, groups
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.pictures import panels
+from kvpage.benchmarks.script import finish, option, parse
 from kvpage.benchmarks.serving_workloads import Shape, make_model
 from kvpage.serving import KVPageCache, KVPageCachePool
 
@@ -52,13 +50,7 @@ def over_blocks(pool: KVPageCachePool, ids: torch.Tensor, namespace: bytes) -> t
         return generate(pool.model, ids, cache)
 
 
-def seconds(call: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
-    begin = time.process_time()
-    tokens = call()
-    return time.process_time() - begin, tokens
-
-
-def measure(model: Any, num_prefix: int, batch: int, rounds: int, working_bytes: int | None = None) -> dict[str, Any]:
+def measure(model: Any, batch: int, num_prefix: int, rounds: int, working_bytes: int | None = None) -> Row:
     """Rows that share a prefix, and differ after it."""
     prefix = torch.randint(1, VOCAB, (1, num_prefix)).repeat(batch, 1)
     ids = torch.cat([prefix, torch.randint(1, VOCAB, (batch, TAIL))], dim=1)
@@ -81,13 +73,14 @@ def measure(model: Any, num_prefix: int, batch: int, rounds: int, working_bytes:
             functools.partial(generate, model, ids, copy.deepcopy(held)),
         )
         for name, call in zip(NAMES, calls, strict=True):
-            taken, tokens = seconds(call)
+            begin = time.process_time()
+            tokens = call()
+            times[name].append(time.process_time() - begin)
             assert torch.equal(tokens, expected), f"{name}: the tokens are not those of generate"
-            times[name].append(taken)
     return summary(num_prefix, batch, times)
 
 
-def summary(num_prefix: int, batch: int, times: dict[str, list[float]]) -> dict[str, Any]:
+def summary(num_prefix: int, batch: int, times: dict[str, list[float]]) -> Row:
     """Milliseconds, and the ratios of one round's calls, which the machine treats alike."""
 
     def ratio(above: str, below: str) -> Figure:
@@ -104,30 +97,23 @@ def summary(num_prefix: int, batch: int, times: dict[str, list[float]]) -> dict[
     }
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    batches = groups(results, "batch")
-    with drawn(path, 1, len(batches), size=(4.5 * len(batches), 4), squeeze=False) as panels:
-        for axes, ((batch,), rows) in zip(panels[0], batches.items(), strict=True):
-            for name in NAMES:
-                curve(axes, rows, "prefix", f"{name} ms", label=name)
-            axes.set(title=f"batch {batch}", xlabel="tokens of the shared prefix", ylabel="ms", ylim=(0, None))
-            axes.legend(fontsize=7)
-
-
 def main() -> None:
-    parser = Options("generate_cache", __doc__, rounds=7, threads=1)
-    parser.add("--prefix", [128, 1024])
-    parser.add("--batch", [1, 2])
-    parser.add("--working-bytes", type=int, help="of the pool; None: no limit")
-    options = parser.parse()
+    options = parse(
+        "generate_cache",
+        __doc__,
+        rounds=7,
+        threads=1,
+        prefix=[128, 1024],
+        batch=[1, 2],
+        working_bytes=option(None, "of the pool; None: no limit", type=int),
+    )
     torch.manual_seed(0)
     model = make_model(SHAPE, torch.float32, VOCAB, max_position_embeddings=16384, initializer_range=0.1)
     print(f"Llama of 6 layers, fp32; {TAIL} tokens behind the prefix, {NEW} generated; ms (quartiles)")
-    table, results = Table(COLUMNS), []
-    for batch, num_prefix in itertools.product(options.batch, options.prefix):
-        results.append(measure(model, num_prefix, batch, options.rounds, options.working_bytes))
-        table.show(results[-1])
-    finish(options, functools.partial(plot, results), results=results)
+    cases = itertools.product(options.batch, options.prefix)
+    results = shown(COLUMNS, (measure(model, *case, options.rounds, options.working_bytes) for case in cases))
+    values, labels = [f"{name} ms" for name in NAMES], {"xlabel": "tokens of the shared prefix", "ylabel": "ms"}
+    finish(options, lambda path: panels(path, results, "batch", x="prefix", values=values, **labels), results=results)
 
 
 if __name__ == "__main__":

@@ -26,19 +26,18 @@ Without marks, the bound is at most what the ample budget finds.
 
 import functools
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-from support.managers import manager_of_states
 
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, result
 from kvpage.benchmarks.hybrid_bounds import Offers, bound, offers_of
 from kvpage.benchmarks.hybrid_runs import run_borders, run_manager
 from kvpage.benchmarks.hybrid_traces import TRACES, Request
-from kvpage.benchmarks.pictures import drawn
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.pictures import grouped
+from kvpage.benchmarks.script import finish, option, parse
+from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.manager import BlockManager
 
 BORDERS = {"aligned": 528, "shifted": 528, "short": 2096, "chats": 528, "agents": 528}
@@ -51,7 +50,7 @@ COLUMNS = "{trace:>8} {marks:>6} {slots:>6} {requests:>9} {hits:>5} {borders_hit
 )
 
 
-def row_of(name: str, requests: list[Request], offers: Offers, is_marked: bool) -> dict[str, Any]:
+def row_of(name: str, requests: list[Request], offers: Offers, is_marked: bool) -> Row:
     """Return what is found of one trace, in parts of the ideal."""
     ample = run_manager(requests, None, is_marked)
     num_slots = max(1, -(-ample.num_kept // TENTH))
@@ -70,7 +69,7 @@ def row_of(name: str, requests: list[Request], offers: Offers, is_marked: bool) 
     return {"trace": name, "marked": is_marked, **counts, "of_bound": tight.num_found / most, **parts}
 
 
-def rows_of(seed: int) -> list[dict[str, Any]]:
+def rows_of(seed: int) -> list[Row]:
     rows = []
     for name, make in TRACES.items():
         requests = make(np.random.default_rng(seed))
@@ -82,15 +81,16 @@ def rows_of(seed: int) -> list[dict[str, Any]]:
 def allocation_us() -> dict[str, Figure]:
     """Microseconds of allocate and release of a prompt of 8,192 tokens that is cached, in turns."""
     tokens = np.random.default_rng(0).integers(0, 128_000, 8192).astype(np.int32)
-    managers: dict[str, BlockManager] = {"BlockManager": BlockManager(2048, 16)}
-    managers["BlockManager"] = manager_of_states(2048, 16, num_slots=256, checkpoint_every=64)
-    for manager in managers.values():
+    plain = BlockManager(2048, 16)
+    hybrid = BlockManager(2048, 16, groups=[States(256, checkpoint_every=64)])
+    assert hybrid.states is not None
+    for manager in (plain, hybrid):
         manager.allocate(0, tokens)
-        if isinstance(manager, BlockManager):
-            manager.states.reserve(0, 0, len(tokens))
+    hybrid.states.reserve(0, 0, len(tokens))
+    for manager in (plain, hybrid):
         manager.commit(0, tokens)
-        if isinstance(manager, BlockManager):
-            manager.keep(0)
+    hybrid.keep(0)
+    for manager in (plain, hybrid):
         manager.release(0)
 
     def allocate(manager: BlockManager) -> float:
@@ -101,46 +101,42 @@ def allocation_us() -> dict[str, Figure]:
         taken = time.perf_counter() - before
         assert num_cached == len(tokens) - 1
         manager.do_moves(lambda move: None)
-        if isinstance(manager, BlockManager):
+        if manager.states is not None:
             manager.states.do_moves(lambda move: None)
         return taken
 
+    managers = {"BlockManager": plain, "HybridManager": hybrid}  # the names of the recorded rows
     calls = {name: functools.partial(allocate, manager) for name, manager in managers.items()}
     times = in_turns(calls, ROUNDS, measure=result, warmups=0)
     return {name: Figure.of(taken, 1e6) for name, taken in times.items()}
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    shown = [row for row in rows if row["marked"]]
-    bars = ("ample", "tenth", "bound", "borders_all_tenth", "borders_ends_tenth")
-    names = ("ample budget", "a tenth of it", "its bound", "all borders, a tenth", "vLLM's borders, a tenth")
-    with drawn(path, size=(9, 4)) as axes:
-        for i, (bar, name) in enumerate(zip(bars, names, strict=True)):
-            axes.bar([place + i * 0.16 for place in range(len(shown))], [row[bar] for row in shown], 0.15, label=name)
-        axes.set_xticks([place + 0.32 for place in range(len(shown))], [row["trace"] for row in shown])
-        axes.set_ylabel("tokens found, of the ideal")
-        axes.legend(loc="upper center", ncols=len(bars), bbox_to_anchor=(0.5, 1.15), fontsize="small")
-
-
-def show(rows: list[dict[str, Any]], costs: dict[str, Figure], seed: int) -> None:
-    print(f"tokens found, of the ideal (seed {seed}); of bound: the least of {NUM_SEEDS} seeds")
-    show_all(COLUMNS, [row | {"marks": "yes" if row["marked"] else "no"} for row in rows])
-    print("hits: requests that find any token, by kvpage and by the states at the borders where portions end")
-    for name, figure in costs.items():
-        print(f"{name}: allocate and release 8,192 cached tokens: {figure:.1f} us")
+def draw(rows: Sequence[Row], path: str) -> None:
+    marked = [row for row in rows if row["marked"]]
+    names = {
+        "ample budget": "ample",
+        "a tenth of it": "tenth",
+        "its bound": "bound",
+        "all borders, a tenth": "borders_all_tenth",
+        "vLLM's borders, a tenth": "borders_ends_tenth",
+    }
+    series = {words: [row[name] for row in marked] for words, name in names.items()}
+    grouped(path, [row["trace"] for row in marked], series, "tokens found, of the ideal")
 
 
 def main() -> None:
-    parser = Options("hybrid_prefix", __doc__)
-    parser.add("--seed", 0, type=int, help=f"the first of {NUM_SEEDS}")
-    options = parser.parse()
+    options = parse("hybrid_prefix", __doc__, seed=option(0, f"the first of {NUM_SEEDS}", type=int))
     seeds = [rows_of(seed) for seed in range(options.seed, options.seed + NUM_SEEDS)]
     rows = [{**row, "of_bound": min(one[i]["of_bound"] for one in seeds)} for i, row in enumerate(seeds[0])]
     costs = allocation_us()
-    show(rows, costs, options.seed)
+    print(f"tokens found, of the ideal (seed {options.seed}); of bound: the least of {NUM_SEEDS} seeds")
+    shown(COLUMNS, (row | {"marks": "yes" if row["marked"] else "no"} for row in rows))
+    print("hits: requests that find any token, by kvpage and by the states at the borders where portions end")
+    for name, figure in costs.items():
+        print(f"{name}: allocate and release 8,192 cached tokens: {figure:.1f} us")
     ideal = all(row["ample"] == 1 for one in seeds for row in one if row["marked"])
     met = ideal and all(row["of_bound"] >= 0.9 for row in rows)
-    finish(options, functools.partial(plot, rows), rows=rows, allocation_us=costs, targets_met=met)
+    finish(options, functools.partial(draw, rows), rows=rows, allocation_us=costs, targets_met=met)
 
 
 if __name__ == "__main__":

@@ -16,21 +16,19 @@ medians of rounds with quartiles, of the thread's own time. Target: rows are wri
     python benchmarks/bench_launch.py [--rounds 15] [--number 100] [--plot PATH]
 """
 
-import argparse
-import functools
 import itertools
-import sys
-import time
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from kvpage import CacheLayout, ops
-from kvpage.benchmarks.arguments import positive
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.fake_device import FakeDevice, fake_device
-from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
+from kvpage.benchmarks.figure import Figure, in_turns, thread_seconds
+from kvpage.benchmarks.pictures import grouped
+from kvpage.benchmarks.python_calls import num_calls
+from kvpage.benchmarks.script import finish, option, parse
 from kvpage.layout.attention import Attention
 from kvpage.layout.rotation import Rotation
 from kvpage.ops.cuda import blend, chunks
@@ -38,6 +36,7 @@ from kvpage.ops.cuda import blend, chunks
 LAYOUT = CacheLayout(16, 8, 128, torch.bfloat16)
 NUM_SEQS, NUM_LAYERS, CHUNK_TOKENS, NUM_BLOCKS = 64, 32, 256, 64
 TARGETS_US = {"write rows": 8}
+COLUMNS = "{operation:<14} {launches:>8} {calls:>6}{repeated us:>24.1f}{anew us:>24.1f}{bound us:>24.1f}"
 Call = Callable[[], object]
 
 LEAST_ADDRESS = 2**22
@@ -88,25 +87,6 @@ def _small(arguments: list[Any]) -> list[Any]:
     return [value for value in arguments if not (isinstance(value, int) and value >= LEAST_ADDRESS)]
 
 
-def num_calls(call: Call) -> int:
-    """Return the Python functions of kvpage's own that a repeated call enters."""
-    count = 0
-
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        name = frame.f_globals.get("__name__", "")
-        count += event == "call" and name.startswith("kvpage.") and not name.startswith("kvpage.benchmarks.")
-
-    call()
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return count
-
-
 def bound_of(device: FakeDevice, call: Call) -> Call:
     """Return the launcher's part of a call: no more than to be called with the arguments."""
     device.launches.clear()
@@ -120,9 +100,8 @@ def bound_of(device: FakeDevice, call: Call) -> Call:
     return launch
 
 
-def measure(rounds: int, number: int) -> list[dict[str, Any]]:
-    table = []
-    with fake_device() as device:
+def measure(rounds: int, number: int) -> Iterator[Row]:
+    with torch.no_grad(), fake_device() as device:
         for name, call in make_calls(device).items():
             device.keeps = True
             num_launches, bound, count = check(device, call), bound_of(device, call), num_calls(call)
@@ -132,55 +111,24 @@ def measure(rounds: int, number: int) -> list[dict[str, Any]]:
                 device.forget()
                 call()
 
-            calls: dict[str, Call] = {"repeated": call, "anew": anew, "bound": bound}
-            taken = in_turns(calls, rounds, number, functools.partial(seconds, clock=time.thread_time))
-            row: dict[str, Any] = {"operation": name, "launches": num_launches, "calls": count}
-            table.append(row | {f"{kind} us": Figure.of(each, 1e6) for kind, each in taken.items()})
-    return table
-
-
-def report(table: list[dict[str, Any]]) -> bool:
-    """Print the table; whether the targets are met."""
-    columns = ("repeated us", "anew us", "bound us")
-    print("us of a call: median (25th to 75th percentile)")
-    print(f"{'operation':14} {'launches':>8} {'calls':>6}" + "".join(f"{name:>24}" for name in columns))
-    for row in table:
-        cells = "".join(format(row[name], ".1f").rjust(24) for name in columns)
-        print(f"{row['operation']:14} {row['launches']:8} {row['calls']:6}{cells}")
-    by_name = {row["operation"]: row["repeated us"].median for row in table}
-    return all(by_name[name] <= target for name, target in TARGETS_US.items())
-
-
-def plot(table: list[dict[str, Any]], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for offset, column in enumerate(("repeated us", "anew us")):
-        places = [place + 0.4 * offset for place in range(len(table))]
-        axes.barh(places, [row[column].median for row in table], height=0.4, label=column.removesuffix(" us"))
-    axes.set_yticks([place + 0.2 for place in range(len(table))], [row["operation"] for row in table])
-    axes.set_xlabel("us of the host a call")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+            taken = in_turns({"repeated": call, "anew": anew, "bound": bound}, rounds, number, thread_seconds)
+            row = {"operation": name, "launches": num_launches, "calls": count}
+            yield row | {f"{kind} us": Figure.of(each, 1e6) for kind, each in taken.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=positive, default=15)
-    parser.add_argument("--number", type=positive, default=100, help="calls in a row that make one measurement")
-    parser.add_argument("--plot", metavar="PATH")
-    options = parser.parse_args()
-    with torch.no_grad():
-        table = measure(options.rounds, options.number)
-    met = report(table)
-    if options.plot:
-        plot(table, options.plot)
-    print(dumps({"benchmark": "launch", "rounds": options.rounds, "rows": table, "targets_met": met}))
+    options = parse("launch", __doc__, rounds=15, number=option(100, "calls in a row that make one measurement"))
+    print("us of a call: median (25th to 75th percentile)")
+    rows = shown(COLUMNS, measure(options.rounds, options.number))
+    by_name = {row["operation"]: row for row in rows}
+    met = all(by_name[name]["repeated us"].median <= target for name, target in TARGETS_US.items())
+    series = {kind: [row[f"{kind} us"] for row in rows] for kind in ("repeated", "anew")}
+    finish(
+        options,
+        lambda path: grouped(path, list(by_name), series, "us of the host a call"),
+        rows=rows,
+        targets_met=met,
+    )
 
 
 if __name__ == "__main__":

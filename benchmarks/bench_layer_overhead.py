@@ -11,11 +11,9 @@ Targets: 25 us besides the native calls, and 25 Python calls of kvpage's own.
 
 import functools
 import itertools
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,10 +21,11 @@ import torch
 
 import kvpage._C as _C
 from kvpage import CacheConfig, CacheEngine, ModelConfig, ops
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, thread_seconds
-from kvpage.benchmarks.pictures import drawn
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.pictures import grouped
+from kvpage.benchmarks.python_calls import num_calls
+from kvpage.benchmarks.script import finish, option, parse
 from kvpage.ops import reference
 from kvpage.serving.model.attention import paged_attention
 from kvpage.serving.model.step import Step
@@ -60,11 +59,6 @@ def without_native(call: Callable[[], object], number: int) -> float:
     """Seconds of a call whose native calls return at once."""
     with replaced(lambda own: lambda *args: None):
         return thread_seconds(call, number)
-
-
-def call_all(calls: Sequence[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
 
 
 class Layer:
@@ -124,63 +118,49 @@ class Layer:
         for output in found:
             torch.testing.assert_close(output, want, rtol=tolerance, atol=tolerance)
 
-    def num_calls(self) -> int:
-        """Python functions of kvpage that one call enters."""
-        count = 0
 
-        def profile(frame: FrameType, event: str, argument: object) -> None:
-            nonlocal count
-            count += event == "call" and frame.f_globals.get("__name__", "").startswith("kvpage.")
-
-        before = sys.getprofile()
-        layer = self.attend
-        sys.setprofile(profile)
-        try:
-            layer()
-        finally:
-            sys.setprofile(before)
-        return count - 1  # without the benchmark's own
+def calling(calls: list[Call]) -> Call:
+    return lambda: [call() for call in calls]
 
 
-def measure(shape: str, dtype: torch.dtype, num_seqs: int, rounds: int, number: int) -> dict[str, Any]:
+def measure(shape: str, dtype: torch.dtype, num_seqs: int, rounds: int, number: int) -> Row:
     layer = Layer(shape, num_seqs, dtype)
     layer.check()
     native, held = layer.native_calls()
-    whole: dict[str, Call] = {"layer": layer.attend, "native": functools.partial(call_all, native)}
+    whole: dict[str, Call] = {"layer": layer.attend, "native": calling(native)}
     rest: dict[str, Call] = {"besides": layer.attend, "unbound": layer.attend_unbound}
     taken = in_turns(whole, rounds, number, thread_seconds) | in_turns(rest, rounds, number, without_native)
     del held
-    names = {"model": shape, "dtype": str(dtype).removeprefix("torch."), "seqs": num_seqs, "calls": layer.num_calls()}
+    names = {
+        "model": shape,
+        "dtype": str(dtype).removeprefix("torch."),
+        "seqs": num_seqs,
+        "calls": num_calls(layer.attend),
+    }
     return names | {f"{name} us": Figure.of(each, 1e6) for name, each in taken.items()}
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    names = [f"{row['model']}, {row['dtype']}, {row['seqs']}" for row in rows]
-    with drawn(path, size=(7, 4)) as axes:
-        for offset, (column, label) in enumerate(
-            (("besides us", "a layer of a step"), ("unbound us", "plain tensors"))
-        ):
-            places = [place + 0.4 * offset for place in range(len(rows))]
-            axes.barh(places, [row[column].median for row in rows], height=0.4, label=label)
-        axes.axvline(MAX_MICROSECONDS, color="gray", linestyle=":", label="target")
-        axes.set_yticks([place + 0.2 for place in range(len(rows))], names, fontsize="small")
-        axes.set_xlabel("us besides the native calls")
-        axes.legend(fontsize="small")
-
-
 def main() -> None:
-    parser = Options("layer_overhead", __doc__, rounds=21)
-    parser.add("--number", 200, help="calls in a row that make one measurement")
-    options = parser.parse()
+    options = parse(
+        "layer_overhead", __doc__, rounds=21, number=option(200, "calls in a row that make one measurement")
+    )
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the clock is that of one thread
     cases = itertools.product(SHAPES, (torch.float32, torch.bfloat16), BATCHES)
-    with torch.no_grad():
-        rows = [measure(*case, options.rounds, options.number) for case in cases]
     print("us of a layer: median (25th to 75th percentile)")
-    show_all(COLUMNS, rows)
+    with torch.no_grad():
+        rows = shown(COLUMNS, (measure(*case, options.rounds, options.number) for case in cases))
     met = all(row["calls"] <= MAX_CALLS and row["besides us"].median <= MAX_MICROSECONDS for row in rows)
-    finish(options, functools.partial(plot, rows), rows=rows, targets_met=met)
+    names = [f"{row['model']}, {row['dtype']}, {row['seqs']}" for row in rows]
+    labels = {"a layer of a step": "besides us", "plain tensors": "unbound us"}
+    series = {label: [row[column] for row in rows] for label, column in labels.items()}
+    title = "us besides the native calls"
+    finish(
+        options,
+        lambda path: grouped(path, names, series, title, [MAX_MICROSECONDS]),
+        rows=rows,
+        targets_met=met,
+    )
 
 
 if __name__ == "__main__":

@@ -12,22 +12,22 @@ anything is timed. Calls take turns, medians with their quartiles; one thread is
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
 
 import kvpage._C as _C
 from kvpage import ops
-from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, seconds
-from kvpage.benchmarks.peer_process import PeerProcess
-from kvpage.benchmarks.pictures import curve, drawn
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.peer_process import PeerProcess, vllm_peer
+from kvpage.benchmarks.pictures import panels
+from kvpage.benchmarks.script import VLLM, finish, parse
+from kvpage.benchmarks.serving_bound import packed_product
 
 SHAPES = ((512, 512), (1536, 512), (512, 1536), (8192, 512), (1024, 1024), (4096, 1024), (1024, 4096))  # out, in
 ROWS = (1, 8, 32, 64, 256, 2048)
@@ -61,17 +61,6 @@ def read_rate(num_bytes: int, rounds: int) -> Figure:
     return Figure.rate(num_bytes, measured({"sum": memory.sum}, number, rounds)["sum"])
 
 
-def packed_linear(x: torch.Tensor, w: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """Return torch's product on packed weights, where this torch has one."""
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(w, len(x))
-        call = functools.partial(torch.ops.mkldnn._linear_pointwise, x, packed, None, "none", [], "")
-        call()
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return None
-    return call
-
-
 def check(name: str, found: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
     expected = x.double() @ w.double().T
     wrong = ((found.double() - expected).abs() > TOLERANCE[x.dtype] * (1 + expected.abs())).sum()
@@ -81,15 +70,16 @@ def check(name: str, found: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> N
 
 def measure_shape(
     rows: int, columns: int, size: int, dtype: torch.dtype, flops: Figure, rounds: int, peer: PeerProcess | None
-) -> dict[str, Any]:
+) -> Row:
     x, w = torch.randn(rows, size).to(dtype), (torch.randn(columns, size) / size**0.5).to(dtype)
     out = torch.empty(rows, columns, dtype=dtype)
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "kvpage": lambda: ops.linear(x, w, out=out),
         "torch": lambda: F.linear(x, w),
     }
-    if packed := packed_linear(x, w):
-        calls["packed"] = packed
+    with suppress(AttributeError, RuntimeError, NotImplementedError):  # this torch has none
+        calls["packed"] = functools.partial(packed_product(w, rows), x)
+        calls["packed"]()
     for name, call in calls.items():
         check(name, call(), x, w)
     work, num_bytes = 2 * rows * columns * size, w.numel() * w.element_size()
@@ -108,39 +98,20 @@ def measure_shape(
     }
 
 
-def measure(rows: list[int], rounds: int, peer: PeerProcess | None) -> Iterator[dict[str, Any]]:
+def measure(rows: list[int], rounds: int, peer: PeerProcess | None) -> Iterator[Row]:
     flops = peak_flops(rounds)
     print(f"bound: {flops.median / 1e9:.0f} GF/s of fused multiply-adds, {torch.get_num_threads()} threads")
-    for dtype in DTYPES:
-        for columns, size in SHAPES:
-            for num_rows in rows:
-                yield measure_shape(num_rows, columns, size, dtype, flops, rounds, peer)
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    with drawn(path, 1, len(DTYPES), size=(12, 5), sharey=True) as panels:
-        for axes, dtype in zip(panels, DTYPES, strict=True):
-            for name in SPEEDS:
-                of_type = [row for row in rows if row["dtype"] == str(dtype).removeprefix("torch.") and name in row]
-                curve(axes, of_type, "rows", name, "o", label=name, alpha=0.6)
-            axes.set(title=str(dtype), xlabel="rows", ylabel="GF/s", xscale="log")
-            axes.legend()
+    for dtype, (columns, size), num_rows in itertools.product(DTYPES, SHAPES, rows):
+        yield measure_shape(num_rows, columns, size, dtype, flops, rounds, peer)
 
 
 def main() -> None:
-    parser = Options("linear", __doc__, rounds=7, threads=1)
-    parser.add("--rows", ROWS)
-    parser.add_vllm()
-    options = parser.parse()
+    options = parse("linear", __doc__, rounds=7, threads=1, rows=ROWS, vllm=VLLM)
     torch.manual_seed(0)
-    table, rows = Table(COLUMNS), []
-    with ExitStack() as stack:
-        start = functools.partial(PeerProcess.start, options.vllm, "vllm_linear.py", [str(options.threads)])
-        peer = stack.enter_context(start()) if options.vllm else None
-        for row in measure(options.rows, options.rounds, peer):
-            rows.append(row)
-            table.show(row)
-    finish(options, functools.partial(plot, rows), rows=rows)
+    with vllm_peer(options.vllm, "vllm_linear.py", options.threads) as peer:
+        rows = shown(COLUMNS, measure(options.rows, options.rounds, peer))
+    scales = {"xscale": "log", "ylabel": "GF/s", "style": "o"}
+    finish(options, lambda path: panels(path, rows, "dtype", x="rows", values=SPEEDS, **scales), rows=rows)
 
 
 if __name__ == "__main__":

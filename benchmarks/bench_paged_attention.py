@@ -13,29 +13,24 @@ without waiting).
 """
 
 import argparse
-import functools
 import statistics
-import time
-from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from kvpage import CacheLayout, ops
-from kvpage.benchmarks.attention_peers import check, peers_of, target_of
-from kvpage.benchmarks.cells import Table
-from kvpage.benchmarks.figure import seconds
-from kvpage.benchmarks.pictures import curve, drawn, groups
-from kvpage.benchmarks.script import Options, finish, machine, skip
+from kvpage.benchmarks.attention_peers import peers_of, target_of
+from kvpage.benchmarks.cells import Row, shown
+from kvpage.benchmarks.figure import seconds, within
+from kvpage.benchmarks.paged_case import BF16, E4M3, INT8, MOST_CACHE_BYTES, Case, Model
+from kvpage.benchmarks.pictures import curves
+from kvpage.benchmarks.script import finish, machine, need_device, option, parse
 
-BF16, E4M3, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 COLUMNS = (
     "{kind:<8} {model:<23} {dtype:<13} {seqs:>4} {keys:>6} {us:>9.1f} {GB/s:>6.0f} {TFLOP/s:>7.1f} {of bound:>8.2f} "
     "{x sdpa:>6.2f} {launch us:>9.1f} {is_met:>6}"
 )
-MOST_CACHE_BYTES = 12 * 2**30
+PEER_COLUMNS = "{kind:<8} {model:<23} {dtype:<13} {seqs:>4} {queries:>7} {peer:<13} {us:>9.1f} {times:>6.2f}"
 
 
 class Sizes(NamedTuple):
@@ -67,97 +62,11 @@ SIZES = {
 }
 
 
-class Model(NamedTuple):
-    """One layer's attention. Latents have no value part: V is the first value_size elements of K."""
-
-    backend: str
-    num_kv_heads: int
-    num_heads: int
-    key_size: int
-    value_size: int
-    block_size: int
-
-    def token_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of K and V in one layer."""
-        parts = 1 if self.backend == "mla" else 2
-        scale = 4 if dtype == INT8 else 0
-        return parts * self.num_kv_heads * (self.key_size * dtype.itemsize + scale)
-
-
 MODELS = {
     "llama 3 8B": Model("flash", 8, 32, 128, 128, 16),
     "deepseek mla": Model("mla", 1, 128, 576, 512, 64),
     "deepseek mla, 16 heads": Model("mla", 1, 16, 576, 512, 64),  # a part in eight of a tensor-parallel server
 }
-
-
-class Case:
-    """Sequences of equal length over blocks in random order, with the last `num_queries` tokens of each as queries."""
-
-    def __init__(
-        self, model: Model, dtype: torch.dtype, num_seqs: int, length: int, num_queries: int, device: str = "cuda"
-    ) -> None:
-        self.model, self.num_seqs, self.length, self.num_queries = model, num_seqs, length, num_queries
-        self.layout = CacheLayout(model.block_size, model.num_kv_heads, model.key_size, dtype, model.backend)
-        blocks = -(-length // model.block_size)
-        self.cache = self.layout.allocate(num_seqs * blocks, 1, torch.device(device))[0]
-        if dtype.itemsize == 1:  # all of them numbers: none is 0x7f or 0xff; so are the scales of int8
-            self.cache.view(torch.uint8).random_(0, 0x40)
-        else:
-            self.cache.normal_()
-        self.tables = torch.randperm(num_seqs * blocks, device=device).to(torch.int32).view(num_seqs, blocks)
-        self.lengths = torch.full((num_seqs,), length, dtype=torch.int32, device=device)
-        self.queries = None if num_queries == 1 else torch.full_like(self.lengths, num_queries)
-        self.query = torch.randn(num_seqs * num_queries, model.num_heads, model.key_size, device=device).to(BF16)
-        self.out = self.query.new_empty(*self.query.shape[:2], model.value_size)
-
-    def in_blocks_of(self, block_size: int) -> "Case":
-        """Return such a case with other blocks."""
-        model = self.model._replace(block_size=block_size)
-        device = self.cache.device.type
-        return Case(model, self.layout.dtype, self.num_seqs, self.length, self.num_queries, device)
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of K and V that the call must read."""
-        return self.num_seqs * self.length * self.model.token_bytes(self.layout.dtype)
-
-    @property
-    def num_operations(self) -> int:
-        visible = self.num_seqs * (self.num_queries * self.length - self.num_queries * (self.num_queries - 1) // 2)
-        return 2 * (self.model.key_size + self.model.value_size) * self.model.num_heads * visible
-
-    def paged(self) -> torch.Tensor:
-        return ops.paged_attention(
-            self.query,
-            self.cache,
-            self.tables,
-            self.lengths,
-            self.layout,
-            query_lens=self.queries,
-            value_size=self.model.value_size,
-            out=self.out,
-            max_query_len=self.num_queries,
-            max_seq_len=self.length,
-        )
-
-    def contiguous(self) -> Callable[[], torch.Tensor] | None:
-        """SDPA over K and V in bf16 [num_seqs, heads, length, size]; None where it has no room, or no such kernel."""
-        if self.layout.dtype != BF16 or self.layout.backend == "mla" or self.num_bytes > MOST_CACHE_BYTES // 2:
-            return None
-        if self.num_queries not in (1, self.length):  # it takes the first of several queries for the first token
-            return None
-        shape = self.num_seqs, self.model.num_kv_heads, self.length, self.model.key_size
-        key, value = (torch.empty(shape, dtype=BF16, device="cuda").normal_() for _ in range(2))  # zeros run faster
-        query = self.query.view(self.num_seqs, self.num_queries, *self.query.shape[1:]).transpose(1, 2)
-        causal = self.num_queries > 1
-        return lambda: F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
-
-    def check(self) -> None:
-        """One sequence against the reference, and no block reported."""
-        heads = slice(None, None, self.model.num_heads // self.model.num_kv_heads)  # one of each group
-        check(self, self.paged(), heads)
-        ops.check_device()
 
 
 def milliseconds(call: Callable[[], object], flush: torch.Tensor, rounds: int) -> float:
@@ -218,23 +127,12 @@ def has_peers(sizes: Sizes, num_seqs: int, length: int, num_queries: int) -> boo
     return length == keys and num_seqs in (1, most) and num_queries in (1, keys)
 
 
-def measure(
-    kind: str,
-    name: str,
-    case: Case,
-    limits: dict[str, float],
-    flush: torch.Tensor,
-    rounds: int,
-    without: Collection[str] | None,
-) -> dict[str, Any]:
-    """without: the peers to leave out; None for all of them."""
-    case.check()
+def measure(kind: str, name: str, case: Case, limits: dict[str, float], flush: torch.Tensor, rounds: int) -> Row:
+    case.check_paged()
     contiguous = case.contiguous()
     paged = milliseconds(case.paged, flush, rounds)
     bound = 1e3 * max(case.num_bytes / limits["bytes/s"], case.num_operations / limits["operations/s"])
     sdpa = milliseconds(contiguous, flush, rounds) if contiguous else None
-    peers = () if without is None else peers_of(case, without)
-    times = {peer: milliseconds(call, flush, rounds) for peer, call in peers}
     target = target_of(case, case.num_bytes)
     return {
         "kind": kind,
@@ -251,62 +149,57 @@ def measure(
         "launch us": launch_seconds(case.paged) * 1e6,
         "target": target,
         "is_met": None if target is None else bound / paged >= target,
-        "peers us": {peer: 1e3 * time for peer, time in times.items()},
     }
 
 
-def show_peers(row: dict[str, Any]) -> None:
+def peer_rows(row: Row) -> Iterator[Row]:
+    """Yield what each peer of a case took, and how many times as fast kvpage is."""
     for peer, taken in row["peers us"].items():
-        print(f"{'':8} {peer:23} {taken:.1f} us, kvpage is {taken / row['us']:.2f} times as fast")
+        yield {**row, "peer": peer, "us": taken, "times": taken / row["us"]}
 
 
-def run(options: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def each_result(options: argparse.Namespace, limits: dict[str, float], flush: torch.Tensor) -> Iterator[Row]:
+    """Measure what fits, with the peers that take it."""
     sizes = SIZES[options.sizes]
-    flush = torch.empty(sizes.flushed, dtype=torch.uint8, device="cuda")
-    limits = bounds(sizes, flush)
-    print(f"copy {limits['bytes/s'] / 1e9:.0f} GB/s, bf16 product {limits['operations/s'] / 1e12:.0f} TFLOP/s\n")
-    table = Table(COLUMNS)
-    results: list[dict[str, Any]] = []
-    deadline = time.monotonic() + options.seconds
     for kind, name, dtype, num_seqs, length, num_queries in cases(sizes):
         takes_peers = has_peers(sizes, num_seqs, length, num_queries)
         is_large = num_seqs * length * MODELS[name].token_bytes(dtype) > MOST_CACHE_BYTES
         if is_large or (options.cases == "peers" and not takes_peers):
             continue
-        if results and time.monotonic() > deadline:
-            print(f"stopped after {options.seconds:.0f} s: --seconds gives more")
-            break
         case = Case(MODELS[name], dtype, num_seqs, length, num_queries)
-        without = options.without if takes_peers else None
-        results.append(measure(kind, name, case, limits, flush, options.rounds, without))
-        table.show(results[-1])
-        show_peers(results[-1])
-    return limits, results
-
-
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    decoding = sorted((row for row in results if row["kind"] == "decode"), key=lambda row: row["keys"])
-    with drawn(path, size=(8, 4.5)) as axes:
-        for names, rows in groups(decoding, "model", "dtype", "seqs").items():
-            curve(axes, rows, "keys", "of bound", ".-", label=", ".join(map(str, names)))
-        axes.axhline(1.0, color="gray", linewidth=0.8)
-        axes.set(xscale="log", xlabel="keys of a sequence", ylabel="decoding, part of the bound", ylim=(0, None))
-        axes.legend(fontsize="xx-small", ncols=2)
+        row = measure(kind, name, case, limits, flush, options.rounds)
+        peers = peers_of(case, options.without) if takes_peers else ()
+        row["peers us"] = {peer: 1e3 * milliseconds(call, flush, options.rounds) for peer, call in peers}
+        yield row
 
 
 def main() -> None:
-    parser = Options("paged_attention", __doc__, rounds=15)
-    parser.add("--seconds", 75.0, help="after which no further case begins")
-    parser.add("--sizes", "whole", choices=SIZES, help="tiny shows that it runs")
-    parser.add("--cases", "all", choices=["all", "peers"], help="peers: those that libraries compute")
-    parser.add("--without", default=[], nargs="+", metavar="NAME", help="peers to leave out")
-    options = parser.parse()
-    if not torch.cuda.is_available():
-        skip("needs a CUDA device: nothing was measured")
-        return
+    options = parse(
+        "paged_attention",
+        __doc__,
+        rounds=15,
+        seconds=option(75.0, "after which no further case begins"),
+        sizes=option("whole", "tiny shows that it runs", choices=SIZES),
+        cases=option("all", "peers: those that libraries compute", choices=["all", "peers"]),
+        without=option([], "peers to leave out", metavar="NAME"),
+    )
+    need_device()
     torch.manual_seed(0)
-    limits, results = run(options)
-    finish(options, functools.partial(plot, results), machine=machine("cuda"), **limits, results=results)
+    sizes = SIZES[options.sizes]
+    flush = torch.empty(sizes.flushed, dtype=torch.uint8, device="cuda")
+    limits = bounds(sizes, flush)
+    print(f"copy {limits['bytes/s'] / 1e9:.0f} GB/s, bf16 product {limits['operations/s'] / 1e12:.0f} TFLOP/s\n")
+    results = shown(COLUMNS, within(options.seconds, each_result(options, limits, flush)))
+    shown(PEER_COLUMNS, (found for row in results for found in peer_rows(row)))
+    decoding = sorted((row for row in results if row["kind"] == "decode"), key=lambda row: row["keys"])
+    labels = {"xscale": "log", "xlabel": "keys of a sequence", "ylabel": "decoding, part of the bound"}
+    finish(
+        options,
+        lambda path: curves(path, decoding, "keys", ["of bound"], ("model", "dtype", "seqs"), lines=[1.0], **labels),
+        machine=machine("cuda"),
+        **limits,
+        results=results,
+    )
 
 
 if __name__ == "__main__":

@@ -12,24 +12,21 @@ on the machine disturb less. The candidates take turns within a round.
 Targets: 10 ns a block in batches of 100 and more; 400 ns for one block.
 """
 
-import functools
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from kvpage import BlockPool
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, thread_seconds
-from kvpage.benchmarks.pictures import drawn
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.pictures import curves
+from kvpage.benchmarks.script import finish, parse
 
 NUM_BLOCKS = 1_000_000
 BATCHES = [1, 10, 100, 1000, 10_000]
 KINDS = ("pool", "numpy_copy", "array", "list")
-
-Cycle = Callable[[], object]
+COLUMNS = "{batch:>8}" + "".join(f"{{{kind}_ns:>28.0f}}" for kind in KINDS) + "{a block:>12.1f}"
 
 
 class ArrayPool:
@@ -78,19 +75,16 @@ class ListPool:
                 self.free.append(i)
 
 
-def shuffled(seed: int) -> np.ndarray:
-    """Ids in no order, as after some hours of service."""
-    ids = np.arange(NUM_BLOCKS, dtype=np.int32)
-    np.random.default_rng(seed).shuffle(ids)
-    return ids
-
-
-def used_pool(ids: np.ndarray) -> BlockPool:
-    pool = BlockPool(NUM_BLOCKS)
+def make_pools() -> tuple[BlockPool, ArrayPool, ListPool]:
+    """Return pools whose ids are in no order, as after some hours of service."""
+    ids, pool = np.random.default_rng(0).permutation(NUM_BLOCKS).astype(np.int32), BlockPool(NUM_BLOCKS)
     pool.allocate(NUM_BLOCKS)
     for part in np.array_split(ids, 1000):
         pool.release(part)
-    return pool
+    pools = pool, ArrayPool(ids), ListPool(ids)
+    for each in pools:
+        verify(each)
+    return pools
 
 
 def verify(pool: Any) -> None:
@@ -100,8 +94,8 @@ def verify(pool: Any) -> None:
     pool.release(second)
 
 
-def cycles(pools: tuple[BlockPool, ArrayPool, ListPool], batch: int | None) -> dict[str, Cycle]:
-    """One allocation with its release, of each kind. None: BlockPool's single calls."""
+def cycles(pools: tuple[BlockPool, ArrayPool, ListPool], batch: int | None) -> dict[str, Callable[[], object]]:
+    """Return an allocation with its release, of each kind. None: BlockPool's single calls."""
     pool, array, plain = pools
     n = batch or 1
     ids = np.arange(n, dtype=np.int32)
@@ -119,42 +113,29 @@ def cycles(pools: tuple[BlockPool, ArrayPool, ListPool], batch: int | None) -> d
     }
 
 
-def measure(rounds: int) -> list[dict[str, Any]]:
-    ids = shuffled(0)
-    pools = used_pool(ids), ArrayPool(ids), ListPool(ids)
-    for pool in pools:
-        verify(pool)
-    rows = []
+def measure(rounds: int) -> Iterator[Row]:
+    pools = make_pools()
     for batch in (None, *BATCHES):
         number = max(10, 20_000 // (batch or 1))
         taken = in_turns(cycles(pools, batch), rounds, number, thread_seconds, warmups=0)
         figures = {f"{kind}_ns": Figure.of(each, 1e9) for kind, each in taken.items()}
-        rows.append({"batch": batch or "one", "a block": figures["pool_ns"].median / (batch or 1), **figures})
+        yield {"batch": batch or "one", "a block": figures["pool_ns"].median / (batch or 1), **figures}
     pools[0].check()
-    return rows
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    batches = [row["batch"] for row in rows]
-    labels = ("BlockPool", "a copy of the ids", "numpy array", "Python list")
-    with drawn(path, size=(6.4, 4.8)) as axes:
-        for kind, label in zip(KINDS, labels, strict=True):
-            each = [row[f"{kind}_ns"] * (1 / row["batch"]) for row in rows]
-            (line,) = axes.plot(batches, [one.median for one in each], "o-", label=label)
-            axes.fill_between(batches, [one.low for one in each], [one.high for one in each], color=line.get_color(),
-                              alpha=0.2)  # fmt: skip
-        axes.axhline(10, color="gray", linestyle=":", label="target")
-        axes.set(xscale="log", yscale="log", xlabel="blocks a call", ylabel="ns a block, allocate and release")
-        axes.legend()
 
 
 def main() -> None:
-    options = Options("pool", __doc__, rounds=21).parse()
-    rows = measure(options.rounds)
+    options = parse("pool", __doc__, rounds=21)
     print("ns a cycle: median (25th to 75th percentile)")
-    show_all("{batch:>8}" + "".join(f"{{{kind}_ns:>28.0f}}" for kind in KINDS) + "{a block:>12.1f}", rows)
+    rows = shown(COLUMNS, measure(options.rounds))
     met = rows[0]["pool_ns"].median <= 400 and all(row["a block"] <= 10 for row in rows[3:])
-    finish(options, functools.partial(plot, rows[1:]), rows=rows, targets_met=met)
+    each = [{**row, **{kind: row[f"{kind}_ns"] * (1 / row["batch"]) for kind in KINDS}} for row in rows[1:]]
+    label = "ns a block, allocate and release"
+    finish(
+        options,
+        lambda path: curves(path, each, "batch", KINDS, lines=[10], xscale="log", yscale="log", ylabel=label),
+        rows=rows,
+        targets_met=met,
+    )
 
 
 if __name__ == "__main__":

@@ -15,24 +15,22 @@ between the contenders.
 It needs redis-server.
 """
 
-import functools
 import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from kvpage import CacheConfig
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure
-from kvpage.benchmarks.pictures import drawn
-from kvpage.benchmarks.script import Options, finish, skip
+from kvpage.benchmarks.pictures import grouped
+from kvpage.benchmarks.script import finish, option, parse, skip
 from kvpage.benchmarks.serving_workloads import BLOCK_SIZE, MODELS, VOCAB, make_model
 from kvpage.benchmarks.worker_process import WorkerPlan, WorkerProcess
 from kvpage.integrations.remote import RemoteEngine, RemoteLoop, RemoteSettings, Workers
@@ -42,6 +40,7 @@ NUM_BUSY, BUSY_TOKENS, BEFORE = 4, 400, 12  # requests under way; their tokens; 
 MIN_PREFILL_TOKENS = 128
 NUM_TOKENS = 4  # of the prompt's answer
 LAYERS_PER_RECORD = 2  # of 8
+COLUMNS = "{contender:<24} {workers:<8}{first ms:>18.0f}{second ms:>18.0f}{pace ms:>18.0f}{gap ms:>18.0f}"
 SHAPE, START = MODELS["small"], WorkerProcess
 Turn = dict[str, float]
 
@@ -117,7 +116,7 @@ def gaps(moments: list[float], begin: float, end: float) -> list[float]:
     return found or [end - max((moment for moment in moments if moment < end), default=begin)]
 
 
-def measure(clients: dict[str, AsyncEngine], num_tokens: int, rounds: int) -> list[dict[str, Any]]:
+def measure(clients: dict[str, AsyncEngine], num_tokens: int, rounds: int) -> list[Row]:
     """Return a row for each contender and each of "idle" and "busy"; all take turns, with the same prompts."""
     draw, taken = np.random.default_rng(0), dict[tuple[str, str], list[Turn]]()
     for turn in range(rounds + 1):
@@ -133,7 +132,7 @@ def measure(clients: dict[str, AsyncEngine], num_tokens: int, rounds: int) -> li
     return [row(name, kind, turns) for (name, kind), turns in taken.items()]
 
 
-def row(name: str, kind: str, turns: list[Turn]) -> dict[str, Any]:
+def row(name: str, kind: str, turns: list[Turn]) -> Row:
     figures = {f"{key} ms": Figure.of(turn[key] for turn in turns) for key in turns[0]}
     return {"contender": name, "workers": kind, **figures}
 
@@ -159,30 +158,27 @@ def contenders(url: str, portion: int) -> Iterator[dict[str, AsyncEngine]]:
         yield made
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    wanted = (("idle", "first ms"), ("busy", "first ms"), ("busy", "gap ms"))
-    titles = ("first token, idle", "first token, others decode", "longest gap of the others")
-    with drawn(path, 1, 3, size=(11, 3.5)) as panels:
-        for axes, (kind, column), title in zip(panels, wanted, titles, strict=True):
-            found = {one["contender"]: one[column] for one in rows if one["workers"] == kind}
-            axes.bar([name.replace(", ", "\n") for name in found], [value.median for value in found.values()])
-            axes.set(title=title, ylabel="ms", ylim=(0, None))
-
-
 def main() -> None:
-    parser = Options("prefill_decode", __doc__, rounds=5)
-    parser.add("--tokens", 1024, help="of the prompt")
-    parser.add("--portion", 256, help="of it that a step computes")
-    options = parser.parse()
+    options = parse(
+        "prefill_decode",
+        __doc__,
+        rounds=5,
+        tokens=option(1024, "of the prompt"),
+        portion=option(256, "of it that a step computes"),
+    )
     if shutil.which("redis-server") is None:
         skip("needs redis-server")
-        return
     from kvpage.benchmarks.bench_store_redis import redis_server
 
     with redis_server() as (_, port), contenders(f"redis://127.0.0.1:{port}/0", options.portion) as clients:
-        rows = measure(clients, options.tokens, options.rounds)
-    show_all("{contender:<24} {workers:<8}{first ms:>18.0f}{second ms:>18.0f}{pace ms:>18.0f}{gap ms:>18.0f}", rows)
-    finish(options, functools.partial(plot, rows), results=rows)
+        rows = shown(COLUMNS, measure(clients, options.tokens, options.rounds))
+    wanted = {"first token, idle": ("idle", "first ms"), "first token, others decode": ("busy", "first ms")}
+    wanted["longest gap of the others"] = ("busy", "gap ms")
+    series = {
+        words: [row[column] for row in rows if row["workers"] == kind] for words, (kind, column) in wanted.items()
+    }
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    finish(options, lambda path: grouped(path, names, series, "ms"), results=rows)
 
 
 if __name__ == "__main__":

@@ -18,24 +18,24 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from kvpage import CacheLayout, KVScales, ops
-from kvpage.benchmarks.arguments import positive
-from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.device_clock import DeviceClock
-from kvpage.benchmarks.figure import Figure, in_turns, within
-from kvpage.benchmarks.pictures import curve, drawn, groups
-from kvpage.benchmarks.script import Options, finish, skip
+from kvpage.benchmarks.figure import Figure, in_turns, seconds, within
+from kvpage.benchmarks.pictures import curves
+from kvpage.benchmarks.script import DEVICE, finish, option, parse, positive
 from kvpage.ops import reference
 
 BLOCK_SIZE = 16
 CPU_TOKENS, CUDA_TOKENS, CHUNK_TOKENS = (1, 64, 512, 2048, 8192, 32768), (128, 1024, 8192, 65536), (256, 2048)
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CALLS = 10  # at most, behind one delay of the device
+FIRST = 5  # of a chunk, within a block
+Call = Callable[[], object]
 REST = 0.01  # seconds; OpenMP's idle threads spin for some milliseconds
 COLUMNS = (
     "{operation:<18} {case:<30} {tokens:>7} {MiB:>8.2f} {us:>27.1f} {GB/s:>17.1f} {of copy:>17.2f} {of index:>17.2f} "
@@ -79,6 +79,52 @@ def llama(dtype: torch.dtype, backend: str, kv_layout: str, head_scales: bool = 
     return Case("llama", CacheLayout(BLOCK_SIZE, 8, 128, dtype, backend, kv_layout), 32, head_scales)
 
 
+class Clock:
+    """Times calls on a device, in turns. rounds: of each call."""
+
+    def __init__(self, device: str, rounds: int) -> None:
+        self.device, self.rounds = device, rounds
+        self._clock = DeviceClock() if device == "cuda" else None
+
+    def row(self, operation: str, case: Case, num_tokens: int, num_bytes: int, calls: Sequence[Call]) -> Row:
+        """Return the figures of an operation. calls: its own, the copy of as many bytes, and torch's indexing."""
+        numbered = {str(number): call for number, call in enumerate(calls)}
+        taken, copied, indexed = in_turns(numbered, self.rounds, 1, self._seconds, warmups=2).values()
+        return {
+            "operation": operation,
+            "case": case.name,
+            "tokens": num_tokens,
+            "MiB": num_bytes / 2**20,
+            "us": Figure.of(taken, 1e6),
+            "GB/s": Figure.rate(num_bytes / 1e9, taken),  # read and written
+            "of copy": Figure.ratio(copied, taken),
+            "of index": Figure.ratio(indexed, taken),
+            "call us": self._call_us(calls[0]),
+        }
+
+    def copy(self, num_bytes: int) -> Call:
+        """Return a copy_ that reads and writes together num_bytes."""
+        source = torch.ones(num_bytes // 2, dtype=torch.uint8, device=self.device)
+        return functools.partial(torch.empty_like(source).copy_, source)
+
+    def _seconds(self, call: Call, number: int) -> float:
+        if self._clock is not None:
+            return self._clock.time(call, call, CALLS).seconds
+        if torch.get_num_threads() > 1:
+            rest()
+        return seconds(call)
+
+    def _call_us(self, call: Call) -> Figure | None:
+        """Return the host's time of one call: how long the device works is not in it. None on a CPU."""
+        if self._clock is None:
+            return None
+        taken = []
+        for _ in range(20):
+            torch.cuda.synchronize()
+            taken.append(seconds(call, CALLS))
+        return Figure.of(taken, 1e6)
+
+
 def rest() -> None:
     """Waits without sleep, from which a processor would awake slowly and with cold caches."""
     end = time.perf_counter() + REST
@@ -86,210 +132,145 @@ def rest() -> None:
         pass
 
 
-def seconds(call: Callable[[], object], clock: DeviceClock | None) -> float:
-    """Return the time of one call. clock: a CUDA device's; None on a CPU."""
-    if clock is not None:
-        return clock.time(call, call, CALLS).seconds
-    if torch.get_num_threads() > 1:
-        rest()
-    before = time.perf_counter()
-    call()
-    return time.perf_counter() - before
-
-
-def taken_in_turns(calls: Sequence[Callable[[], object]], device: str, rounds: int) -> list[list[float]]:
-    """The seconds of each call in each round."""
-    numbered = {str(n): call for n, call in enumerate(calls)}
-    clock = DeviceClock() if device == "cuda" else None
-    turns = in_turns(numbered, rounds, 1, lambda call, _: seconds(call, clock), warmups=2)
-    return list(turns.values())
-
-
-def call_seconds(call: Callable[[], object], device: str) -> Figure | None:
-    """The host's time of one call: how long the device works is not in it."""
-    if device == "cpu":
-        return None
-    taken = []
-    for _ in range(20):
-        torch.cuda.synchronize()
-        before = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        taken.append((time.perf_counter() - before) / CALLS)
-    return Figure.of(taken, 1e6)
-
-
-def copy_of(num_bytes: int, device: str) -> Callable[[], object]:
-    """A copy_ that reads and writes together num_bytes."""
-    source = torch.ones(num_bytes // 2, dtype=torch.uint8, device=device)
-    return functools.partial(torch.empty_like(source).copy_, source)
-
-
-def row(
-    operation: str, case: Case, num_tokens: int, num_bytes: int, times: Sequence[list[float]], call: Figure | None
-) -> dict[str, Any]:
-    """times: of the operation, the copy, and torch's indexing."""
-    taken, copied, indexed = times
-    return {
-        "operation": operation,
-        "case": case.name,
-        "tokens": num_tokens,
-        "MiB": num_bytes / 2**20,
-        "us": Figure.of(taken, 1e6),
-        "GB/s": Figure.rate(num_bytes / 1e9, taken),  # read and written
-        "of copy": Figure.ratio(copied, taken),
-        "of index": Figure.ratio(indexed, taken),
-        "call us": call,
-    }
-
-
 def in_rows(cache: torch.Tensor, layout: CacheLayout) -> list[torch.Tensor]:
     """K and V as bits [num_slots, ...] for torch's indexing: views of NHD, of the others copies, for timing alone."""
-    views = [view for view in layout.views(cache) if view is not None]
-    return [view._bits().flatten(2).flatten(0, 1) for view in views]
+    return [view._bits().flatten(2).flatten(0, 1) for view in layout.views(cache) if view is not None]
 
 
-def measure(case: Case, num_tokens: int, device: str, rounds: int) -> Iterator[dict[str, Any]]:
-    layout = case.layout
+def measure(case: Case, num_tokens: int, clock: Clock) -> Iterator[Row]:
+    layout, device = case.layout, clock.device
     num_used = -(-num_tokens // BLOCK_SIZE)
     cache = layout.allocate(4 * num_used, 1, torch.device(device))[0]
     used = torch.randperm(4 * num_used)[:num_used]
     slots = (used[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:num_tokens].to(device)
     tables = used.to(torch.int32)[None].to(device)
-    key = torch.randn(num_tokens, layout.num_kv_heads, layout.head_size, device=device).to(BF16)
-    value = None if layout.backend == "mla" else torch.randn_like(key)
-    out = torch.empty_like(key), None if value is None else torch.empty_like(key)
+    parts = 1 if layout.backend == "mla" else 2
+    rows = torch.randn(parts, num_tokens, layout.num_kv_heads, layout.head_size, device=device).to(BF16)
+    out = torch.empty_like(rows)
+    (key, value), (key_out, value_out) = ((*part, None)[:2] for part in (rows, out))
 
     def reshape() -> None:
         ops.reshape_and_cache(key, value, cache, slots, layout, scales=case.scales)
 
     def gather() -> None:
-        ops.gather_cache(cache, tables, [num_tokens], layout, out=out, scales=case.scales)
+        ops.gather_cache(cache, tables, [num_tokens], layout, out=(key_out, value_out), scales=case.scales)
 
     reshape()
     gather()
     want = reference.gather_cache(cache, tables, torch.tensor([num_tokens]), layout, scales=case.scales, dtype=BF16)
-    for rows, written, gathered in zip((key, value), want, out, strict=True):
-        if rows is None or written is None or gathered is None:
-            continue
-        assert torch.equal(gathered, written), "gathered is not what the reference gathers"
-        assert layout.is_quantized or torch.equal(gathered, rows), "gathered is not what was written"
-
-    targets, width = in_rows(cache, layout), layout.num_kv_heads * layout.head_size
-    given = [rows.view(num_tokens, width) for rows in (key, value) if rows is not None]
-    taken = [rows.view(num_tokens, width) for rows in out if rows is not None]
+    for mine, other in zip((key_out, value_out), want, strict=True):
+        assert mine is None or other is None or torch.equal(mine, other), "gathered is not what the reference gathers"
+    assert layout.is_quantized or torch.equal(out, rows), "gathered is not what was written"
+    targets, flat, flat_out = in_rows(cache, layout), rows.flatten(2), out.flatten(2)
 
     def index_copy() -> None:
-        for target, rows in zip(targets, given, strict=True):
-            target.index_copy_(0, slots, rows.to(layout.dtype).view(target.dtype))
+        for target, part in zip(targets, flat, strict=True):
+            target.index_copy_(0, slots, part.to(layout.dtype).view(target.dtype))
 
     def index_select() -> None:
-        for target, rows in zip(targets, taken, strict=True):
-            rows.copy_(target.index_select(0, slots).view(layout.dtype))
+        for target, part in zip(targets, flat_out, strict=True):
+            part.copy_(target.index_select(0, slots).view(layout.dtype))
 
-    num_bytes = sum(rows.nbytes for rows in given) * (2 + layout.dtype.itemsize) // 2
+    num_bytes = rows.nbytes * (2 + layout.dtype.itemsize) // 2
     for name, call, indexed in (("reshape_and_cache", reshape, index_copy), ("gather_cache", gather, index_select)):
-        times = taken_in_turns([call, copy_of(num_bytes, device), indexed], device, rounds)
-        yield row(name, case, num_tokens, num_bytes, times, call_seconds(call, device))
+        yield clock.row(name, case, num_tokens, num_bytes, [call, clock.copy(num_bytes), indexed])
 
 
-def measure_chunks(
-    case: Case, num_tokens: int, device: str, on_host: bool, rounds: int, fmt: str = "vllm"
-) -> Iterator[dict[str, Any]]:
-    """From the middle of a block on; on_host: a chunk in pinned memory, for caches on a CUDA device."""
-    layout, start, parts = case.layout, 5, 1 if case.layout.backend == "mla" else 2
-    num_used = -(-(num_tokens + start) // BLOCK_SIZE)
-    num_layers = case.num_layers if device == "cuda" else 8
-    caches = layout.allocate(2 * num_used, num_layers, torch.device(device))
-    for cache in caches:
-        cache.view(torch.uint8).random_(0, 96)  # finite in all dtypes
-    ids = torch.randperm(2 * num_used)[:num_used].to(torch.int32).to(device)
-    shape = (num_layers, parts, num_tokens, layout.num_kv_heads, layout.head_size)
-    if fmt == "huggingface":
-        shape = (*shape[:2], shape[3], shape[2], shape[4])
-    chunk = torch.empty(shape, dtype=layout.dtype, device="cpu" if on_host else device, pin_memory=on_host)
-    positions = torch.arange(start, start + num_tokens, device=device)
-    slots = ids.long()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    targets = [in_rows(cache, layout) for cache in caches]
-    by_token = chunk.transpose(2, 3) if fmt == "huggingface" else chunk
-    bits = by_token.contiguous().view(torch.uint8).to(device)
-    one = chunk.view(torch.uint8).flatten()
-    there = torch.empty_like(one, device=device)
+class ChunkMoves:
+    """Chunks of all layers, from the middle of a block on. on_host: in pinned memory, for caches on a device."""
 
-    def store() -> None:
-        ops.store_chunk(caches, ids, chunk, layout, start, fmt)
+    def __init__(self, case: Case, num_tokens: int, device: str, on_host: bool, fmt: str) -> None:
+        layout, parts = case.layout, 1 if case.layout.backend == "mla" else 2
+        num_used = -(-(num_tokens + FIRST) // BLOCK_SIZE)
+        num_layers = case.num_layers if device == "cuda" else 8
+        self.layout, self.fmt, self.device = layout, fmt, device
+        self.caches = layout.allocate(2 * num_used, num_layers, torch.device(device))
+        for cache in self.caches:
+            cache.view(torch.uint8).random_(0, 96)  # finite in all dtypes
+        self.ids = torch.randperm(2 * num_used)[:num_used].to(torch.int32).to(device)
+        shape = [num_layers, parts, num_tokens, layout.num_kv_heads, layout.head_size]
+        if fmt == "huggingface":
+            shape[2:4] = shape[3], shape[2]
+        self.chunk = torch.empty(shape, dtype=layout.dtype, device="cpu" if on_host else device, pin_memory=on_host)
+        self.by_token = self.chunk.transpose(2, 3) if fmt == "huggingface" else self.chunk
+        positions = torch.arange(FIRST, FIRST + num_tokens, device=device)
+        self.slots = self.ids.long()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        bits = self.by_token.contiguous().view(torch.uint8).to(device).flatten(0, 1).flatten(2)
+        targets = [rows for cache in self.caches for rows in in_rows(cache, layout)]
+        self.pairs = list(zip(bits, targets, strict=True))
+        self.flat = self.chunk.view(torch.uint8).flatten()
+        self.there = torch.empty_like(self.flat, device=device)
 
-    def load() -> None:
-        ops.load_chunk(caches, ids, chunk, layout, start, fmt)
+    def store(self) -> None:
+        ops.store_chunk(self.caches, self.ids, self.chunk, self.layout, FIRST, self.fmt)
 
-    def index_select() -> None:
-        for layer, rows in zip(bits, targets, strict=True):
-            for part, target in zip(layer, rows, strict=True):
-                part.flatten(1).copy_(target.index_select(0, slots).view(torch.uint8))
+    def load(self) -> None:
+        ops.load_chunk(self.caches, self.ids, self.chunk, self.layout, FIRST, self.fmt)
 
-    def index_copy() -> None:
-        for layer, rows in zip(bits, targets, strict=True):
-            for part, target in zip(layer, rows, strict=True):
-                target.index_copy_(0, slots, part.flatten(1).view(target.dtype))
+    def index_select(self) -> None:
+        for part, target in self.pairs:
+            part.copy_(target.index_select(0, self.slots).view(torch.uint8))
 
-    store()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    want = torch.empty(by_token.shape, dtype=layout.dtype, device=device)
-    reference.store_chunk(caches, ids, start, want, layout)
-    got = by_token.contiguous().view(torch.uint8).cpu()
-    assert torch.equal(want.view(torch.uint8).cpu(), got), "the chunk is not the reference's"
-    num_bytes, place = 2 * chunk.nbytes, "host" if on_host else "device"
-    place = "hf" if fmt == "huggingface" else place
-    for name, call, indexed in (("store_chunk", store, index_select), ("load_chunk", load, index_copy)):
-        out = name == "store_chunk"
-        copy = (one.copy_, there) if out else (there.copy_, one)
-        bound = functools.partial(copy[0], copy[1], non_blocking=True) if on_host else copy_of(num_bytes, device)
-        times = taken_in_turns([call, bound, indexed], device, max(rounds // 5, 2) if on_host else rounds)
-        yield row(f"{name} {place}", case, num_tokens, num_bytes, times, call_seconds(call, device))
+    def index_copy(self) -> None:
+        for part, target in self.pairs:
+            target.index_copy_(0, self.slots, part.view(target.dtype))
+
+    def check(self) -> None:
+        self.store()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        want = torch.empty(self.by_token.shape, dtype=self.layout.dtype, device=self.device)
+        reference.store_chunk(self.caches, self.ids, FIRST, want, self.layout)
+        got = self.by_token.contiguous().view(torch.uint8).cpu()
+        assert torch.equal(want.view(torch.uint8).cpu(), got), "the chunk is not the reference's"
 
 
-def every_result(
-    device: str, tokens: Sequence[int], chunk_tokens: Sequence[int], rounds: int
-) -> Iterator[dict[str, Any]]:
-    for case in cases(device):
+def measure_chunks(case: Case, num_tokens: int, on_host: bool, clock: Clock, fmt: str = "vllm") -> Iterator[Row]:
+    """Measure chunks; those on the host in fewer rounds, beside a copy over the bus."""
+    moves = ChunkMoves(case, num_tokens, clock.device, on_host, fmt)
+    moves.check()
+    num_bytes = 2 * moves.chunk.nbytes
+    place = "hf" if fmt == "huggingface" else "host" if on_host else "device"
+    few = Clock(clock.device, max(clock.rounds // 5, 2)) if on_host else clock
+    one, there = moves.flat, moves.there
+    for name, call, indexed, copy in (
+        ("store_chunk", moves.store, moves.index_select, functools.partial(one.copy_, there, non_blocking=True)),
+        ("load_chunk", moves.load, moves.index_copy, functools.partial(there.copy_, one, non_blocking=True)),
+    ):
+        bound = copy if on_host else clock.copy(num_bytes)
+        yield few.row(f"{name} {place}", case, num_tokens, num_bytes, [call, bound, indexed])
+
+
+def every_result(tokens: Sequence[int], chunk_tokens: Sequence[int], clock: Clock) -> Iterator[Row]:
+    for case in cases(clock.device):
         for num_tokens in tokens:
-            yield from measure(case, num_tokens, device, rounds)
+            yield from measure(case, num_tokens, clock)
         for num_tokens in chunk_tokens if case.layout.dtype != torch.int8 and not case.head_scales else ():
-            for on_host in (False, True) if device == "cuda" else (False,):
-                yield from measure_chunks(case, num_tokens, device, on_host, rounds)
+            for on_host in (False, True) if clock.device == "cuda" else (False,):
+                yield from measure_chunks(case, num_tokens, on_host, clock)
             if case.layout.backend != "mla":
-                yield from measure_chunks(case, num_tokens, device, False, rounds, "huggingface")
-
-
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    with drawn(path, size=(8, 4.5)) as axes:
-        for color, ((case,), of_case) in enumerate(groups(results, "case").items()):
-            for name, style in (("reshape_and_cache", "-"), ("gather_cache", "--")):
-                rows = [row for row in of_case if row["operation"] == name]
-                curve(axes, rows, "tokens", "of copy", style, color=f"C{color}", label=f"{name}, {case}")
-        axes.axhline(1.0, color="gray", linewidth=0.8)
-        axes.set(xscale="log", xlabel="tokens", ylabel="speed, in contiguous copies of as many bytes", ylim=(0, None))
-        axes.legend(fontsize=7)
+                yield from measure_chunks(case, num_tokens, False, clock, "huggingface")
 
 
 def main() -> None:
-    parser = Options("reshape_gather", __doc__, rounds=15, threads=torch.get_num_threads(), device="cpu")
-    parser.add("--tokens", type=positive, nargs="+")
-    parser.add("--chunk-tokens", CHUNK_TOKENS)
-    parser.add("--seconds", math.inf, help="after which nothing further begins")
-    options = parser.parse()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        skip("needs a CUDA device; --device cpu tries the script without one")
-        return
+    options = parse(
+        "reshape_gather",
+        __doc__,
+        rounds=15,
+        threads=torch.get_num_threads(),
+        device=DEVICE,
+        tokens=option(None, "of a call", type=positive, nargs="+"),
+        chunk_tokens=CHUNK_TOKENS,
+        seconds=option(math.inf, "after which nothing further begins"),
+    )
     torch.manual_seed(0)
-    table, results = Table(COLUMNS), []
     tokens = options.tokens or (CUDA_TOKENS if options.device == "cuda" else CPU_TOKENS)
-    measured = every_result(options.device, tokens, options.chunk_tokens, options.rounds)
-    for result in within(options.seconds, measured):
-        results.append(result)
-        table.show(result)
-    finish(options, functools.partial(plot, results), results=results)
+    measured = every_result(tokens, options.chunk_tokens, Clock(options.device, options.rounds))
+    results = shown(COLUMNS, within(options.seconds, measured))
+    whole = [row for row in results if row["operation"] in ("reshape_and_cache", "gather_cache")]
+    label = "speed, in contiguous copies of as many bytes"
+    draw = functools.partial(curves, rows=whole, x="tokens", values=["of copy"], by=("operation", "case"), lines=[1.0])
+    finish(options, lambda path: draw(path, xscale="log", ylabel=label), results=results)
 
 
 if __name__ == "__main__":

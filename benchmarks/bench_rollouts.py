@@ -27,7 +27,7 @@ from kvpage import CacheConfig
 from kvpage.benchmarks.contest import contest, show_contest
 from kvpage.benchmarks.hf_ways import batched_tokens_of, generation, has_batches, padded
 from kvpage.benchmarks.pictures import bars
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.script import WITHOUT, finish, option, parse
 from kvpage.benchmarks.serving_bound import ProductsBound
 from kvpage.benchmarks.serving_tokens import TokenJudge
 from kvpage.benchmarks.serving_workloads import (
@@ -95,24 +95,23 @@ def measure(model: tf.PreTrainedModel, options: argparse.Namespace) -> dict[str,
     return found | {"products": bound.chosen}
 
 
-def parse() -> argparse.Namespace:
-    parser = Options("rollouts", __doc__, rounds=5, threads=torch.get_num_threads())
-    parser.add("--model", "small", choices=MODELS, help="33 million parameters, or 197 million")
-    parser.add("--prompts", 4, help="distinct ones")
-    parser.add("--group", 8, help="completions of each prompt")
-    parser.add("--prompt-tokens", 512)
-    parser.add("--tokens", 64, help="of each completion")
-    parser.add_without()
-    return parser.parse()
-
-
 def main() -> None:
-    options = parse()
+    options = parse(
+        "rollouts",
+        __doc__,
+        rounds=5,
+        threads=torch.get_num_threads(),
+        model=option("small", "33 million parameters, or 197 million", choices=MODELS),
+        prompts=option(4, "distinct ones"),
+        group=option(8, "completions of each prompt"),
+        prompt_tokens=512,
+        tokens=option(64, "of each completion"),
+        without=WITHOUT,
+    )
     tf.logging.set_verbosity_error()
     result = measure(make_model(MODELS[options.model], torch.float32, VOCAB), options)
     show_contest(result)
-    draw = functools.partial(bars, values=result["tokens_per_s"], label="generated tokens/s")
-    finish(options, draw, **result)
+    finish(options, lambda path: bars(path, result["tokens_per_s"], "generated tokens/s"), **result)
 
 
 if __name__ == "__main__":

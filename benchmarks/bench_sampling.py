@@ -9,21 +9,18 @@ Logits are normal, which is the hardest for top_p: many tokens are about as like
 the exact reference's: torch sums up floats, which round.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, own_seconds, seconds
-from kvpage.benchmarks.peer_process import PeerProcess
-from kvpage.benchmarks.pictures import curve, drawn
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.peer_process import PeerProcess, vllm_peer
+from kvpage.benchmarks.pictures import curves
+from kvpage.benchmarks.script import VLLM, finish, option, parse
 from kvpage.ops import reference
 from kvpage.serving import SamplingParams
 from kvpage.serving.loop.request import Request
@@ -83,9 +80,8 @@ def exact_tokens(logits: torch.Tensor, requests: list[Request]) -> list[int]:
     return reference.sample_rows(logits, rows.records, torch.tensor(positions)).tolist()
 
 
-def measure(
-    num_rows: int, vocab_size: int, rules: dict[str, Any], rounds: int, peer: PeerProcess | None
-) -> dict[str, Figure]:
+def measure(vocab_size: int, num_rows: int, name: str, rounds: int, peer: PeerProcess | None) -> Row:
+    rules = cases()[name]
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1)) * 2
     requests = make_requests(num_rows, vocab_size, rules)
     verify(logits, requests)
@@ -99,7 +95,8 @@ def measure(
     }
     if peer is not None:
         clocks["vllm"] = lambda: peer.ask(**asked, prompt=NUM_PROMPT_TOKENS)["seconds"]
-    return {name: Figure.of(each, 1e3) for name, each in in_turns(clocks, rounds, measure=own_seconds).items()}
+    figures = {key: Figure.of(each, 1e3) for key, each in in_turns(clocks, rounds, measure=own_seconds).items()}
+    return {"num_rows": num_rows, "vocab_size": vocab_size, "rules": name, **figures}
 
 
 def cases() -> dict[str, dict[str, Any]]:
@@ -107,37 +104,28 @@ def cases() -> dict[str, dict[str, Any]]:
     return RULES | {f"{name}, penalties": rules | PENALTIES for name, rules in RULES.items()}
 
 
-def plot(rows: list[dict[str, Any]], names: list[str], path: Path) -> None:
-    most = max(row["num_rows"] for row in rows)
-    shown = [{**row, "case": f"{row['vocab_size']}\n{row['rules']}"} for row in rows if row["num_rows"] == most]
-    with drawn(path, size=(9, 4)) as axes:
-        for name in names:
-            curve(axes, shown, "case", name, "o--" if name == "bound" else "o-", label=name)
-        axes.tick_params(axis="x", labelsize=5, rotation=90)
-        axes.set(yscale="log", ylabel="ms", title=f"One token for each of {most} rows")
-        axes.legend()
-
-
 def main() -> None:
-    parser = Options("sampling", __doc__, rounds=9, threads=2)
-    parser.add("--rows", [1, 64, 256])
-    parser.add("--vocabs", [1024, 32_000, 151_936])
-    parser.add("--rules", list(cases()), choices=list(cases()))
-    parser.add_vllm()
-    options = parser.parse()
+    options = parse(
+        "sampling",
+        __doc__,
+        rounds=9,
+        threads=2,
+        rows=[1, 64, 256],
+        vocabs=[1024, 32_000, 151_936],
+        rules=option(list(cases()), choices=list(cases())),
+        vllm=VLLM,
+    )
     names = ["bound", "rows", "sample", "torch", *(["vllm"] if options.vllm else [])]
     print(f"milliseconds for one token a row, {options.threads} threads\n")
-    table = Table("{num_rows:>8} {vocab_size:>10} {rules:<24}" + "".join(f"{{{name}:>26.3f}}" for name in names))
-    rows: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        start = functools.partial(PeerProcess.start, options.vllm, "vllm_sampler.py", [str(options.threads)])
-        peer = stack.enter_context(start()) if options.vllm else None
-        for vocab_size, num_rows, rules in itertools.product(options.vocabs, options.rows, options.rules):
-            found = measure(num_rows, vocab_size, cases()[rules], options.rounds, peer)
-            rows.append({"num_rows": num_rows, "vocab_size": vocab_size, "rules": rules, **found})
-            table.show(rows[-1])
-    version = {} if peer is None else peer.hello
-    finish(options, functools.partial(plot, rows, names), unit="ms", **version, rows=rows)
+    columns = "{num_rows:>8} {vocab_size:>10} {rules:<24}" + "".join(f"{{{name}:>26.3f}}" for name in names)
+    chosen = itertools.product(options.vocabs, options.rows, options.rules)
+    with vllm_peer(options.vllm, "vllm_sampler.py", options.threads) as peer:
+        rows = shown(columns, (measure(*case, options.rounds, peer) for case in chosen))
+        version = {} if peer is None else peer.hello
+    most = max(options.rows)
+    large = [{**row, "case": f"{row['vocab_size']}, {row['rules']}"} for row in rows if row["num_rows"] == most]
+    labels = {"yscale": "log", "ylabel": "ms", "title": f"One token for each of {most} rows", "xticks": []}
+    finish(options, lambda path: curves(path, large, "case", names, **labels), unit="ms", **version, rows=rows)
 
 
 if __name__ == "__main__":

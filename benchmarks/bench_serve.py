@@ -23,21 +23,20 @@ import argparse
 import asyncio
 import functools
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import chain
-from pathlib import Path
 from random import Random
 
+from kvpage.benchmarks.cells import Row
 from kvpage.benchmarks.figure import Figure
 from kvpage.benchmarks.script import finish
 from kvpage.benchmarks.serve_checks import WrongAnswer, check, find_model
 from kvpage.benchmarks.serve_client import ServeClient, ServeError
 from kvpage.benchmarks.serve_load import Outcome, Target, run_load
-from kvpage.benchmarks.serve_options import STARTED, parse
-from kvpage.benchmarks.serve_report import plot, show
+from kvpage.benchmarks.serve_options import STARTED, serve_options
+from kvpage.benchmarks.serve_process import start_servers
+from kvpage.benchmarks.serve_report import plot, show, summarize
 from kvpage.benchmarks.serve_requests import (
     ServeRequest,
     Shape,
@@ -46,25 +45,26 @@ from kvpage.benchmarks.serve_requests import (
     with_arrivals,
     with_leavers,
 )
-from kvpage.benchmarks.serve_summary import Summary, summarize
 from kvpage.tools.replay import TraceError, read_trace
 
 LOCAL, OWN = ("engine", "live"), "kvpage"
 SETTLE_SECONDS = 0.3  # threads of the one before may spin until then
 CHECKED_TOKENS = 16  # of the answer that the gate asks for
+DEFAULT_OPEN = 64  # requests
+Targets = Mapping[str, Target]
+Loads = Sequence[Sequence[ServeRequest]]
 
 
-def num_warmups(options: argparse.Namespace) -> int:
-    """Return the rounds that do not count."""
-    return 1 if options.serve else 0
+def loads_of(options: argparse.Namespace) -> Loads:
+    """Return the requests of each round: with other tokens in each, so that no cache knows them from before.
+
+    With --serve the first round does not count.
+    """
+    num_rounds = options.rounds + bool(options.serve)
+    return [requests_of(options, options.seed + number) for number in range(num_rounds)]
 
 
-def loads_of(options: argparse.Namespace) -> list[list[ServeRequest]]:
-    """Return the requests of each round: with other tokens in each, so that no cache knows them from before."""
-    return [requests_of(options, options.seed + number) for number in range(num_warmups(options) + options.rounds)]
-
-
-def requests_of(options: argparse.Namespace, seed: int) -> list[ServeRequest]:
+def requests_of(options: argparse.Namespace, seed: int) -> Sequence[ServeRequest]:
     shape = Shape(options.vocab, options.input_len, options.output_len, options.prefix_len, options.num_prefixes, seed)
     if options.trace is None:
         requests = make_requests(options.dataset, options.num_requests, shape)
@@ -81,53 +81,32 @@ def requests_of(options: argparse.Namespace, seed: int) -> list[ServeRequest]:
 def concurrency_of(options: argparse.Namespace) -> int | None:
     """Return how many requests are open at most; None for any number."""
     most: int | None = options.concurrency
-    return most if most or options.rate or options.trace else 64
+    return most if most or options.rate or options.trace else DEFAULT_OPEN
 
 
-@contextmanager
-def servers_of(options: argparse.Namespace, requests: Sequence[ServeRequest]) -> Iterator[dict[str, str]]:
-    """Give the URLs by name; start the servers that are to be started."""
+def urls_of(options: argparse.Namespace, loads: Loads, stack: ExitStack) -> dict[str, str]:
+    """Return the URLs by name; start the servers that are to be started, until the stack ends."""
     named = [url.partition("=") if "=" in url.partition("//")[0] else (url, "=", url) for url in options.url]
     found = {name: url for name, _, url in named}
-    with ExitStack() as stack:
-        if options.serve:
-            found = start_servers(options, requests, stack) | found
-        yield found
+    if not options.serve:
+        return found
+    num_seqs = concurrency_of(options) or DEFAULT_OPEN
+    longest = sorted((len(one.prompt) + one.max_tokens for requests in loads for one in requests), reverse=True)
+    num_blocks = sum(length // 16 + 2 for length in longest[:num_seqs]) + 64
+    return start_servers(options, num_blocks, num_seqs, stack) | found
 
 
-def start_servers(options: argparse.Namespace, requests: Sequence[ServeRequest], stack: ExitStack) -> dict[str, str]:
-    """Start kvpage's server, and vLLM's with --vllm, until the stack ends; return their URLs."""
-    from kvpage.benchmarks.serve_model import save_model
-    from kvpage.benchmarks.serve_process import kvpage_server, vllm_server
-    from kvpage.benchmarks.serving_workloads import MODELS
-    from kvpage.benchmarks.serving_workloads import Shape as ModelShape
-
-    num_seqs = concurrency_of(options) or 64
-    longest = sorted((len(one.prompt) + one.max_tokens for one in requests), reverse=True)[:num_seqs]
-    num_blocks = sum(length // 16 + 2 for length in longest) + 64
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    save_model(folder, {**MODELS, "tiny": ModelShape(2, 64, 128, 4, 2)}[options.serve], options.dtype)
-    own = kvpage_server(folder, options.threads, options.dtype, num_blocks, num_seqs)
-    found = {OWN: stack.enter_context(own)}
-    if options.vllm:
-        found["vllm"] = stack.enter_context(vllm_server(options.vllm, folder, options.threads, options.dtype, num_seqs))
-    return found
-
-
-async def targets_of(options: argparse.Namespace, urls: Mapping[str, str]) -> list[Target]:
-    found = []
-    for name, url in urls.items():
-        client = ServeClient(url, options.api_key, options.timeout)
-        is_started = options.serve and name in STARTED
-        model = await find_model(name, client, None if is_started else options.model)
-        found.append(Target(name, client, model, options.endpoint, () if options.plain else (("ignore_eos", True),)))
-    return found
+async def target_of(options: argparse.Namespace, name: str, url: str) -> Target:
+    client = ServeClient(url, options.api_key, options.timeout)
+    is_started = options.serve and name in STARTED
+    model = await find_model(name, client, None if is_started else options.model)
+    return Target(name, client, model, options.endpoint, () if options.plain else (("ignore_eos", True),))
 
 
 async def run_local(client: ServeClient, name: str, requests: Sequence[ServeRequest]) -> tuple[float, list[str]]:
     """Let the Engine, or the AsyncEngine, of the server's process run the requests: its seconds, and the texts."""
     asked = {"prompts": [one.prompt for one in requests], "max_tokens": [one.max_tokens for one in requests]}
-    said = (await client.call("POST", f"/bench/{name}", asked)).body()
+    said = await client.call("POST", f"/bench/{name}", asked)
     return said["seconds"], said["texts"]
 
 
@@ -136,51 +115,21 @@ class Measurement:
 
     Args:
         options: Of the command line.
-        loads: The requests of each round.
+        note: Called at each end of a request.
 
     Attributes:
-        summaries, outcomes, rates: By contender, of all rounds that count. Those without HTTP have rates alone.
+        summaries, outcomes, rates: By contender, of all rounds. Those without HTTP have rates alone.
         num_parted: Answers over HTTP whose text is not the Engine's.
     """
 
-    def __init__(self, options: argparse.Namespace, loads: Sequence[Sequence[ServeRequest]]) -> None:
-        self.options, self.loads = options, loads
-        self._begin()
-
-    def _begin(self) -> None:
-        self.summaries: dict[str, list[Summary]] = {}
+    def __init__(self, options: argparse.Namespace, note: Callable[[], object]) -> None:
+        self.options, self.note = options, note
+        self.summaries: dict[str, list[Row]] = {}
         self.outcomes: dict[str, list[Outcome]] = {}
         self.rates: dict[str, list[float]] = {}
         self.num_parted = 0
 
-    async def run(self, urls: Mapping[str, str]) -> None:
-        targets = {target.name: target for target in await targets_of(self.options, urls)}
-        for target in targets.values():
-            await self._check(target)
-        names = [*(LOCAL if self.options.compare else ()), *targets]
-        with progress(sum(map(len, self.loads)) * len(targets)) as note:
-            for number, requests in enumerate(self.loads, -num_warmups(self.options)):
-                if number == 0:
-                    self._begin()
-                Random(number).shuffle(names)
-                await self._round(names, targets, requests, note)
-
-    async def _check(self, target: Target) -> None:
-        request = replace(self.loads[0][0], arrival=None, leaves_after=None)
-        checked = await check(target, replace(request, max_tokens=min(request.max_tokens, CHECKED_TOKENS)))
-        if not checked.repeats:
-            message = f"{target.name}: the same prompt gives other texts when it is asked again, or as a stream"
-            if self.options.serve and target.name == OWN:
-                raise WrongAnswer(message)
-            print(message, file=sys.stderr)
-
-    async def _round(
-        self,
-        names: Sequence[str],
-        targets: Mapping[str, Target],
-        requests: Sequence[ServeRequest],
-        note: Callable[[], object],
-    ) -> None:
+    async def round(self, names: Sequence[str], targets: Targets, requests: Sequence[ServeRequest]) -> None:
         """Let each run the requests."""
         texts: dict[str, list[str]] = {}
         for name in names:
@@ -191,7 +140,7 @@ class Measurement:
                 seconds, texts[name] = await run_local(targets[OWN].client, name, requests)
                 self._count(name, sum(one.max_tokens for one in requests) / seconds)
             else:
-                outcomes = await run_load(targets[name], requests, concurrency_of(self.options), note)
+                outcomes = await run_load(targets[name], requests, concurrency_of(self.options), self.note)
                 self._keep(name, outcomes)
                 texts[name] = [one.text for one in outcomes]
         if self.options.compare:
@@ -208,15 +157,34 @@ class Measurement:
 
     def losses(self) -> dict[str, Figure]:
         """Return the share of the Engine's tokens a second that each other way through the same process lacks."""
-        engine = self.rates.get("engine")
-        if engine is None:
-            return {}
-        ways = {name: self.rates[name] for name in ("live", OWN)}
+        engine = self.rates.get("engine", [])
+        ways = {name: self.rates[name] for name in ("live", OWN) if engine}
         return {name: Figure.of(1 - a / b for a, b in zip(taken, engine, strict=True)) for name, taken in ways.items()}
 
-    def figures(self) -> dict[str, Figure]:
-        """Return the tokens a second of each contender, round by round."""
-        return {name: Figure.of(rates) for name, rates in sorted(self.rates.items())}
+
+async def measure(options: argparse.Namespace, loads: Loads, urls: Mapping[str, str]) -> Measurement:
+    """Check the servers, and measure all rounds; a first one that does not count is left out."""
+    targets = {name: await target_of(options, name, url) for name, url in urls.items()}
+    for target in targets.values():
+        await check_answers(options, target, loads[0][0])
+    names = [*(LOCAL if options.compare else ()), *targets]
+    with progress(sum(map(len, loads)) * len(targets)) as note:
+        for number, requests in enumerate(loads, options.rounds - len(loads)):
+            if number <= 0:
+                measured = Measurement(options, note)
+            Random(number).shuffle(names)
+            await measured.round(names, targets, requests)
+    return measured
+
+
+async def check_answers(options: argparse.Namespace, target: Target, request: ServeRequest) -> None:
+    """Raise WrongAnswer where a server answers wrongly; name one whose texts differ."""
+    short = replace(request, arrival=None, leaves_after=None, max_tokens=min(request.max_tokens, CHECKED_TOKENS))
+    if not await check(target, short):
+        message = f"{target.name}: the same prompt gives other texts when it is asked again, or as a stream"
+        if options.serve and target.name == OWN:
+            raise WrongAnswer(message)
+        print(message, file=sys.stderr)
 
 
 @contextmanager
@@ -232,25 +200,21 @@ def progress(total: int) -> Iterator[Callable[[], object]]:
 
 
 def main() -> None:
-    options = parse(__doc__)
+    options = serve_options(__doc__)
     try:
         loads = loads_of(options)
-        measured = Measurement(options, loads)
-        with servers_of(options, list(chain.from_iterable(loads))) as urls:
-            asyncio.run(measured.run(urls))
+        with ExitStack() as stack:
+            measured = asyncio.run(measure(options, loads, urls_of(options, loads, stack)))
     except (OSError, TraceError, WrongAnswer, ServeError, RuntimeError, TimeoutError, ValueError) as error:
         raise SystemExit(f"kvpage bench serve: {error}") from error
-    figures, losses = measured.figures(), measured.losses()
+    figures, losses = {name: Figure.of(rates) for name, rates in sorted(measured.rates.items())}, measured.losses()
     show(figures, measured.summaries)
     for name, loss in losses.items():
         print(f"{name}: {loss:.1%} below the Engine's tokens a second")
     if measured.num_parted:
         print(f"kvpage: the texts of {measured.num_parted} requests are not the Engine's")
     found = {"tokens_per_second": figures, "loss": losses, "parted": measured.num_parted}
-    found |= {
-        "rate": options.rate and str(options.rate),
-        "concurrency": concurrency_of(options),
-    }  # JSON has no infinity
+    found |= {"rate": options.rate and str(options.rate), "concurrency": concurrency_of(options)}  # JSON has no inf
     draw = functools.partial(plot, measured.outcomes)
     finish(options, draw, requests=len(loads[0]), **found, rounds=measured.summaries)
 

@@ -36,8 +36,8 @@ import torch
 import transformers as tf
 
 from kvpage.benchmarks.contest import contest, show_contest
-from kvpage.benchmarks.pictures import add_bars, drawn
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.pictures import bars
+from kvpage.benchmarks.script import VLLM, WITHOUT, finish, option, parse
 from kvpage.benchmarks.serving_bound import ProductsBound
 from kvpage.benchmarks.serving_contenders import Contender, local_contenders
 from kvpage.benchmarks.serving_peers import ServingPeer, serving_peers
@@ -95,40 +95,37 @@ def show(result: dict[str, Any]) -> None:
     print("  products of the bound: " + "; ".join(f"{shape}: {name}" for shape, name in result["products"].items()))
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    with drawn(path, 1, len(results), size=(5 * len(results), 3.5), squeeze=False) as panels:
-        for axes, result in zip(panels[0], results, strict=True):
-            add_bars(axes, result["tokens_per_s"], "generated tokens/s", title=f"{result['workload']} prompts")
-
-
-def parse() -> argparse.Namespace:
-    parser, workloads = Options("serving", __doc__, rounds=5, threads=torch.get_num_threads()), list(WORKLOADS)
-    parser.add("--model", "small", choices=MODELS, help="33 million parameters, or 197 million")
-    parser.add("--dtype", "fp32", choices=DTYPES)
-    parser.add("--workload", workloads[:2], choices=workloads)
-    parser.add("--requests", 64, help="of a workload of one turn")
-    parser.add("--prefix", 1024, type=int, help="tokens of the shared prefix")
-    parser.add("--conversations", 16)
-    parser.add("--turns", 4)
-    parser.add("--turn-tokens", 384, help="new ones of each turn")
-    parser.add("--tokens", 32, help="to generate for each request")
-    parser.add_argument("--quick", action="store_true", help="one round of few requests, beside the fastest peers")
-    parser.add_vllm()
-    parser.add("--preload", default=[], nargs="+", metavar="LIBRARY", type=Path, help="for kvpage_preloaded")
-    parser.add_without()
-    options = parser.parse()
+def serving_options() -> argparse.Namespace:
+    options = parse(
+        "serving",
+        __doc__,
+        rounds=5,
+        threads=torch.get_num_threads(),
+        model=option("small", "33 million parameters, or 197 million", choices=MODELS),
+        dtype=option("fp32", choices=DTYPES),
+        workload=option(list(WORKLOADS[:2]), choices=WORKLOADS),
+        requests=option(64, "of a workload of one turn"),
+        prefix=option(1024, "tokens of the shared prefix", type=int),
+        conversations=16,
+        turns=4,
+        turn_tokens=option(384, "new ones of each turn"),
+        tokens=option(32, "to generate for each request"),
+        quick=option(False, "one round of few requests, beside the fastest peers"),
+        vllm=VLLM,
+        preload=option([], "for kvpage_preloaded", metavar="LIBRARY", type=Path),
+        without=WITHOUT,
+    )
     if options.quick:
         vars(options).update(QUICK, without=[*options.without, *SLOW])
     return options
 
 
 def main() -> None:
-    options = parse()
+    options = serving_options()
     tf.logging.set_verbosity_error()
     model = make_model(MODELS[options.model], DTYPES[options.dtype], VOCAB)
-    judge = TokenJudge(model)
+    judge, results = TokenJudge(model), []
     with serving_peers(model, options.threads, options.vllm, options.preload) as peers:
-        results = []
         for name in options.workload:
             num = options.conversations if name == "multi-turn" else options.requests
             workload = make_workload(name, num, options.prefix, options.turn_tokens, options.turns, VOCAB)
@@ -136,7 +133,8 @@ def main() -> None:
             show(results[-1])
         version = peers["vllm"].hello["vllm"] if "vllm" in peers else None
     options.preload = [path.name for path in options.preload]
-    finish(options, functools.partial(plot, results), vllm=version, results=results)
+    speeds = {f"{one['workload']}: {name}": speed for one in results for name, speed in one["tokens_per_s"].items()}
+    finish(options, lambda path: bars(path, speeds, "generated tokens/s"), vllm=version, results=results)
 
 
 if __name__ == "__main__":

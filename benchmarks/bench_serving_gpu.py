@@ -19,25 +19,23 @@ On a CPU it shows that it runs, with --device cpu --shape tiny and small numbers
 import argparse
 import functools
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import numpy as np
 import torch
 import transformers as tf
 
-from kvpage import CacheConfig
-from kvpage.benchmarks.cells import Table, show_all
-from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.cells import Row, shown
+from kvpage.benchmarks.figure import Figure, within
 from kvpage.benchmarks.hf_ways import has_batches
-from kvpage.benchmarks.pictures import add_bars, curve, drawn
-from kvpage.benchmarks.script import Options, finish, skip
+from kvpage.benchmarks.pictures import add_curves, drawn
+from kvpage.benchmarks.script import DEVICE, WITHOUT, finish, option, parse
 from kvpage.benchmarks.serving_latency import Moments, serve_generate_batch, serve_kvpage
 from kvpage.benchmarks.serving_step_bound import copy_bandwidth, step_bound
 from kvpage.benchmarks.serving_tokens import TokenJudge, compare_answers
-from kvpage.benchmarks.serving_workloads import Prompts, Served, Workload
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.benchmarks.serving_workloads import Prompts, Served, Workload, engine_for, random_prompts
+from kvpage.serving import Engine, SamplingParams
 from kvpage.serving.config import AttentionBackendName
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -50,7 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
     },
 }  # fmt: skip
-BLOCK_SIZE, BATCHED_TOKENS = 16, 4096
+BATCHED_TOKENS = 4096
 TARGET_SEQS, TARGET = 64, 1.5
 STEPS = 24  # of a batch, of which the first ones warm up
 STEP_COLUMNS = (
@@ -77,23 +75,21 @@ def make_model(shape: str, device: str) -> Any:
 
 def make_engine(model: Any, num_seqs: int, length: int, attention: AttentionBackendName) -> Engine:
     """An engine with room for so many sequences of so many tokens."""
-    cache, sizes = CacheConfig(BLOCK_SIZE, num_seqs * (length // BLOCK_SIZE + 2)), sorted({1, num_seqs // 2, num_seqs})
-    config = EngineConfig(
-        cache,
+    engine = engine_for(
+        model,
+        [length] * num_seqs,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=BATCHED_TOKENS,
         attention_backend=attention,
-        cudagraph_capture_sizes=[size for size in sizes if size],
+        cudagraph_capture_sizes=[size for size in sorted({1, num_seqs // 2, num_seqs}) if size],
     )
-    engine = Engine.from_model(model, config)
     engine.warmup()
     return engine
 
 
 def make_prompts(num: int, low: int, high: int, vocab: int) -> Prompts:
     """Random ones of `low` to `high` tokens, without a common prefix."""
-    rng = np.random.default_rng(0)
-    return [rng.integers(1, vocab, int(rng.integers(low, high + 1))).tolist() for _ in range(num)]
+    return random_prompts(np.random.default_rng(0).integers(low, high + 1, num).tolist(), vocab, seed=1)
 
 
 def decode_seconds(engine: Engine, prompts: Prompts, steps: int) -> list[float]:
@@ -113,9 +109,7 @@ def decode_seconds(engine: Engine, prompts: Prompts, steps: int) -> list[float]:
     return taken[steps // 4 :]
 
 
-def decode_row(
-    model: Any, num_seqs: int, context: int, bandwidth: float, attention: AttentionBackendName
-) -> dict[str, Any]:
+def decode_row(model: Any, num_seqs: int, context: int, bandwidth: float, attention: AttentionBackendName) -> Row:
     engine = make_engine(model, num_seqs, context + STEPS + num_seqs + 1, attention)
     seconds = decode_seconds(engine, make_prompts(num_seqs, context, context, model.config.vocab_size), STEPS)
     bound = step_bound(model, num_seqs, context, bandwidth)
@@ -149,22 +143,20 @@ def contenders(model: Any, prompts: Prompts, options: argparse.Namespace) -> dic
     return {name: run for name, run in found.items() if name not in options.without}
 
 
-def served(model: Any, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Serve the requests by all in turns, after their answers were compared."""
+def served(model: Any, options: argparse.Namespace, seconds: float) -> dict[str, Row]:
+    """Serve the requests by all in turns, after their answers were compared. seconds: after which no round begins."""
     low, high = options.prompt_tokens // 2, options.prompt_tokens
     prompts = make_prompts(options.requests, low, high, model.config.vocab_size)
     runs = contenders(model, prompts, options)
     first = {name: run() for name, run in runs.items()}
     answers = {name: Served([one.tokens], one.seconds) for name, one in first.items()}
     compared = compare_answers(TokenJudge(model), Workload("separate", [prompts]), answers)
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
-    for _ in until(deadline, options.rounds):
-        for name, run in runs.items():
-            rounds[name].append(run().summary())
+    turns = ({name: run().summary() for name, run in runs.items()} for _ in range(options.rounds))
+    rounds = list(within(seconds, turns))
     return {
-        name: {key: Figure.of(each[key] for each in taken) for key in taken[0]}
+        name: {key: Figure.of(turn[name][key] for turn in rounds) for key in rounds[0][name]}
         | {"parted": compared[name].num_parted, "max_gap": compared[name].max_gap}
-        for name, taken in rounds.items()
+        for name in runs
     }
 
 
@@ -174,60 +166,42 @@ def served_bound(model: Any, options: argparse.Namespace, bandwidth: float) -> f
     return options.requests / step_bound(model, options.requests, context, bandwidth).seconds
 
 
-def until(deadline: float, rounds: int) -> Iterator[int]:
-    """Yield round numbers, at least one, until the time is up."""
-    for number in range(rounds):
-        if number and time.monotonic() > deadline:
-            print(f"stopped after {number} rounds: --seconds gives more")
-            return
-        yield number
-
-
-def plot(decodes: list[dict[str, Any]], results: dict[str, Any], path: Path) -> None:
+def draw(decodes: Sequence[Row], results: dict[str, Row], path: str) -> None:
     with drawn(path, 1, 2, size=(10, 3.6)) as (left, right):
-        for name, style, label in (
-            ("step ms", "o-", "kvpage"), ("bound ms", ":", "its modules, captured"), ("bytes ms", "--", "its bytes"),
-        ):  # fmt: skip
-            curve(left, decodes, "seqs", name, style, label=label)
-        left.set(xlabel="sequences", ylabel="ms a decode step", ylim=(0, None))
-        left.legend()
-        add_bars(right, {name: row["tokens/s"] for name, row in results.items()}, "generated tokens/s")
-
-
-def parse() -> argparse.Namespace:
-    parser = Options("serving_gpu", __doc__, rounds=3, device="cuda")
-    parser.add("--shape", "qwen3-0.6b", choices=SHAPES)
-    parser.add("--attention", "auto", choices=get_args(AttentionBackendName), help="attention_backend of EngineConfig")
-    parser.add("--batches", [1, 8, 64, 256])
-    parser.add("--context", 1024, help="tokens of each sequence that decodes")
-    parser.add("--requests", 64)
-    parser.add("--prompt-tokens", 1024, help="at most; at least half of it")
-    parser.add("--tokens", 128, help="to generate for each request")
-    parser.add("--seconds", 60.0, help="after which nothing further begins")
-    parser.add_without()
-    return parser.parse()
+        add_curves(left, decodes, "seqs", ("step ms", "bound ms", "bytes ms"), ylabel="a decode step", ylim=(0, None))
+        right.barh(list(results), [row["tokens/s"].median for row in results.values()])
+        right.set(xlabel="generated tokens/s")
 
 
 def main() -> None:
-    options = parse()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        skip("needs a CUDA device: nothing was measured")
-        return
+    options = parse(
+        "serving_gpu",
+        __doc__,
+        rounds=3,
+        device=DEVICE._replace(default="cuda"),
+        shape=option("qwen3-0.6b", choices=SHAPES),
+        attention=option("auto", "attention_backend of EngineConfig", choices=get_args(AttentionBackendName)),
+        batches=[1, 8, 64, 256],
+        context=option(1024, "tokens of each sequence that decodes"),
+        requests=64,
+        prompt_tokens=option(1024, "at most; at least half of it"),
+        tokens=option(128, "to generate for each request"),
+        seconds=option(60.0, "after which nothing further begins"),
+        without=WITHOUT,
+    )
     tf.logging.set_verbosity_error()
-    deadline = time.monotonic() + options.seconds
+    begin = time.monotonic()
     model = make_model(options.shape, options.device)
     bandwidth = copy_bandwidth(model.device, COPY_BYTES[options.device])
     print(f"copy {bandwidth / 1e9:.0f} GB/s")
-    table, decodes = Table(STEP_COLUMNS), []
-    for number in until(deadline, len(options.batches)):
-        decodes.append(decode_row(model, options.batches[number], options.context, bandwidth, options.attention))
-        table.show(decodes[-1])
-    results = served(model, options, deadline)
+    steps = (decode_row(model, num, options.context, bandwidth, options.attention) for num in options.batches)
+    decodes = shown(STEP_COLUMNS, within(options.seconds, steps))
+    results = served(model, options, options.seconds - (time.monotonic() - begin))
     bound = served_bound(model, options, bandwidth)
     print(f"\nbound: {bound:.1f} tokens/s")
-    show_all(SERVED_COLUMNS, [{"name": name, **row} for name, row in results.items()])
+    shown(SERVED_COLUMNS, ({"name": name, **row} for name, row in results.items()))
     found = {"copy_gb_per_s": bandwidth / 1e9, "decode": decodes, "served": results, "served_bound": bound}
-    finish(options, functools.partial(plot, decodes, results), **found)
+    finish(options, functools.partial(draw, decodes, results), **found)
 
 
 if __name__ == "__main__":

@@ -7,21 +7,21 @@ prompt of 8,192 tokens 30 us each, given as an array; copy_kv at half the speed 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, seconds
-from kvpage.benchmarks.pictures import curve, drawn
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.pictures import grouped
+from kvpage.benchmarks.script import finish, parse
 from kvpage.extras.slots import PrefixCacheManager, SlotAllocator
 
 NUM_TOKENS, NUM_SHARED, NUM_PROMPTS = 8192, 6144, 100
 KINDS = {"int32": lambda a: a.astype(np.int32), "int64": lambda a: a.astype(np.int64), "list": lambda a: a.tolist()}
+COLUMNS = "{what:<16} {us:>26.2f} {target_us:>10.2f} {bound_us:>26.2f} {python_us:>24.0f}"
 
 
 class PythonTrie:
@@ -45,12 +45,6 @@ class PythonTrie:
         return n, *node["slot"]
 
 
-def loops(calls: dict[str, Callable[[int], object]], number: int, rounds: int = 15) -> dict[str, Figure]:
-    """Microseconds: each call runs its own loop of `number` cycles."""
-    runs = {name: (lambda call=call: call(number)) for name, call in calls.items()}
-    return {name: Figure.of(taken, 1e6 / number) for name, taken in in_turns(runs, rounds).items()}
-
-
 def prompts() -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 128_000, NUM_SHARED)
@@ -58,47 +52,45 @@ def prompts() -> list[np.ndarray]:
 
 
 def timed(call: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> Figure:
-    """Microseconds a call, each argument once."""
+    """Return microseconds a call, each argument once."""
     return Figure.of((seconds(functools.partial(call, *argument)) for argument in arguments), 1e6)
 
 
-def allocator_row() -> dict[str, Any]:
-    slots = SlotAllocator(1 << 20)
+def allocator_row() -> Row:
+    """Return the time of a cycle, each call in a loop of its own."""
+    slots, free, number = SlotAllocator(1 << 20), list(range(1 << 20)), 200_000
     assert [slots.alloc() for _ in range(5000)] == list(range(5000))
-    free = list(range(1 << 20))
 
-    def ours(number: int) -> None:
+    def ours() -> None:
         for _ in range(number):
             slots.free(slots.alloc())
 
-    def bound(number: int) -> None:
+    def bound() -> None:
         for _ in range(number):
             free.append(free.pop())
 
-    found = loops({"ours": ours, "bound": bound}, 200_000)
-    return {"what": "alloc and free", "us": found["ours"], "target_us": 0.2, "bound_us": found["bound"]}
+    us = {name: Figure.of(each, 1e6 / number) for name, each in in_turns({"ours": ours, "bound": bound}, 15).items()}
+    return {"what": "alloc and free", "us": us["ours"], "target_us": 0.2, "bound_us": us["bound"]}
 
 
-def tree_rows(kind: str) -> list[dict[str, Any]]:
+def tree_rows(kind: str) -> Iterator[Row]:
     given = [KINDS[kind](prompt) for prompt in prompts()]
     cache, trie = PrefixCacheManager(1 << 40), PythonTrie()
-    numbered = [(tokens, i, 1) for i, tokens in enumerate(given)]
-    insert = timed(cache.insert, numbered)
-    find = timed(cache.find, [(tokens,) for tokens in given])
+    us = {"insert": timed(cache.insert, [(tokens, i, 1) for i, tokens in enumerate(given)])}
+    us["find"] = timed(cache.find, [(tokens,) for tokens in given])
     assert [cache.find(tokens) for tokens in given] == [(NUM_TOKENS, i, 1) for i in range(NUM_PROMPTS)]
     cache.check()
-    lists = [(prompt.tolist(), i, 1) for i, prompt in enumerate(prompts()[:9])]
-    python = {"insert": timed(trie.insert, lists), "find": timed(trie.find, [(tokens,) for tokens, *_ in lists])}
+    lists = [prompt.tolist() for prompt in prompts()[:9]]
+    python = {"insert": timed(trie.insert, [(tokens, i, 1) for i, tokens in enumerate(lists)])}
+    python["find"] = timed(trie.find, [(tokens,) for tokens in lists])
     a, b = (np.asarray(given[0]).tobytes() for _ in "ab")
     bound = Figure.of((seconds(lambda: a == b, 500) for _ in range(50)), 1e6)
-    target = None if kind == "list" else 30
-    return [
-        {"what": f"{name}, {kind}", "us": us, "target_us": target, "bound_us": bound, "python_us": python[name]}
-        for name, us in (("insert", insert), ("find", find))
-    ]
+    for name in us:
+        row = {"what": f"{name}, {kind}", "us": us[name], "target_us": None if kind == "list" else 30}
+        yield row | {"bound_us": bound, "python_us": python[name]}
 
 
-def copy_row() -> dict[str, Any]:
+def copy_row() -> Row:
     """2,048 tokens of 16 layers, 8 heads of 64 in 2 bytes, in a cache of 8 slots: 64 MiB a copy."""
     kv = torch.randn(16, 2, 8, 2048, 8, 64).to(torch.bfloat16)
     cache, tokens = PrefixCacheManager(1 << 40), np.arange(2048)
@@ -106,28 +98,22 @@ def copy_row() -> dict[str, Any]:
     assert cache.copy_kv(tokens, 1, kv, 16) == 2048 and torch.equal(kv[:, :, 1], kv[:, :, 0])
     flat = kv.view(-1)[: kv[:, :, 0].numel()]
     copy_kv = timed(cache.copy_kv, [(tokens, target, kv, 16) for target in (1, 2, 3) * 5])
-    other = torch.zeros_like(flat)
-    copy = timed(other.copy_, [(flat,)] * 15)
+    copy = timed(torch.zeros_like(flat).copy_, [(flat,)] * 15)
     return {"what": "copy_kv, 64 MiB", "us": copy_kv, "target_us": 2 * copy.median, "bound_us": copy}
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    shown = [row for row in rows if "python_us" in row]
-    with drawn(path, size=(6.4, 4.8)) as axes:
-        for key, label in (("python_us", "one dict a token"), ("us", "PrefixCacheManager"), ("bound_us", "memcmp")):
-            curve(axes, shown, "what", key, "o", label=label)
-        axes.axhline(30, color="gray", linestyle=":", label="target")
-        axes.set(yscale="log", ylabel=f"us a prompt of {NUM_TOKENS} tokens")
-        axes.tick_params(axis="x", rotation=20)
-        axes.legend()
+def draw(rows: Sequence[Row], path: str) -> None:
+    found = [row for row in rows if "python_us" in row]
+    labels = {"one dict a token": "python_us", "PrefixCacheManager": "us", "memcmp": "bound_us"}
+    series = {label: [row[key] for row in found] for label, key in labels.items()}
+    grouped(path, [row["what"] for row in found], series, f"us a prompt of {NUM_TOKENS} tokens", [30], xscale="log")
 
 
 def main() -> None:
-    options = Options("slots", __doc__).parse()
-    rows = [allocator_row(), *(row for kind in KINDS for row in tree_rows(kind)), copy_row()]
-    show_all("{what:<16} {us:>26.2f} {target_us:>10.2f} {bound_us:>26.2f} {python_us:>24.0f}", rows)
+    options = parse("slots", __doc__)
+    rows = shown(COLUMNS, [allocator_row(), *(row for kind in KINDS for row in tree_rows(kind)), copy_row()])
     met = all(row["target_us"] is None or row["us"].median <= row["target_us"] for row in rows)
-    finish(options, functools.partial(plot, rows), rows=rows, targets_met=met)
+    finish(options, functools.partial(draw, rows), rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

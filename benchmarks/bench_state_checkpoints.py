@@ -24,8 +24,7 @@ engine and the mixers count, without their calls.
 import argparse
 import functools
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -33,22 +32,22 @@ import numpy as np
 import torch
 import transformers as tf
 
-from kvpage import CacheConfig
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, seconds
 from kvpage.benchmarks.part_clock import PartClock
-from kvpage.benchmarks.pictures import drawn
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.pictures import grouped
+from kvpage.benchmarks.script import finish, option, parse
+from kvpage.benchmarks.serving_workloads import engine_for
 from kvpage.benchmarks.state_families import FAMILIES, SHAPE, VOCAB, Shape, make_family
 from kvpage.blocks.moves import BlockMove
 from kvpage.cache.state_cache import StateCache
-from kvpage.serving import Engine, EngineConfig, SamplingParams, StateConfig
+from kvpage.serving import Engine, SamplingParams, StateConfig
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.states.mixer_forward import MixerForward
 from kvpage.serving.model.states.model_states import ModelStates
 from kvpage.serving.model.states.state_pass import StatePass
 
-BLOCK_SIZE, NUM_KEPT = 16, 8
+NUM_KEPT = 8  # checkpoints
 GATE_TOKENS = 8
 COPIES = 20
 """Of a state, in one measurement."""
@@ -56,14 +55,6 @@ COLUMNS = (
     "{family:<14}{prefill ms:>11.0f}{prefill_added:>24.2%}{whole_prefill_added:>22.1%}{bound_added.median:>13.2%}"
     "{decode_added:>23.2%}{whole_decode_added:>20.1%}{restore_us:>18.0f}{bound_us.median:>10.0f}{MiB:>7.2f}"
 )
-
-
-def make_engine(model: tf.PreTrainedModel, num_tokens: int, slot_bytes: int | None) -> Engine:
-    """slot_bytes: of the checkpoints, of which some are kept; None keeps none."""
-    num_blocks = 2 * (-(-num_tokens // BLOCK_SIZE) + 1)
-    budget = StateConfig(checkpoint_bytes=0 if slot_bytes is None else NUM_KEPT * slot_bytes)
-    config = EngineConfig(CacheConfig(BLOCK_SIZE, num_blocks), max_num_seqs=1, states=budget)
-    return Engine.from_model(model, config)
 
 
 def prompts(num_tokens: int) -> Iterator[list[int]]:
@@ -151,11 +142,14 @@ def restores(states: ModelStates) -> dict[str, Callable[[], object]]:
     return {"restore": lambda: cache.do_move(move), "bound": lambda: target.copy_(source)}
 
 
-def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(kind: str, options: argparse.Namespace) -> Row:
     model = make_family(kind, Shape(options.hidden, options.layers))
     states, given = ModelStates.of_model(model), prompts(options.prompt_tokens)
     num_tokens, slot_bytes = options.prompt_tokens + options.tokens, states.layout.slot_bytes
-    without, kept = (make_engine(model, num_tokens, size) for size in (None, 2 * slot_bytes))
+    without, kept = (
+        engine_for(model, [num_tokens] * 2, max_num_seqs=1, states=StateConfig(checkpoint_bytes=num_bytes))
+        for num_bytes in (0, 2 * NUM_KEPT * slot_bytes)
+    )
     check_answers(model, kept, next(given))
     engines = {name: Clocked(one, given, options.tokens) for name, one in (("without", without), ("with", kept))}
     in_turns({name: one.answer for name, one in engines.items()}, options.rounds, rotates=True)
@@ -175,6 +169,8 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         "bound_added": Figure.of(one / Figure.of(engines["without"].prefills[1:]).median for one in copies["bound"]),
         "restore_us": Figure.of(copies["restore"], 1e6),
         "bound_us": Figure.of(copies["bound"], 1e6),
+        "prefill ms": 1e3 * Figure.of(engines["without"].prefills[1:]).median,
+        "MiB": slot_bytes / 2**20,
     }
 
 
@@ -189,33 +185,28 @@ def share(first: list[float], second: list[float], whole: list[float]) -> Figure
     return Figure.of((one - other) / all_of_it for one, other, all_of_it in turns)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    families = [row["family"] for row in rows]
-    with drawn(path, size=(6, 3)) as axes:
-        for name, label in (("prefill_added", "prefill"), ("decode_added", "decodes"), ("bound_added", "a copy alone")):
-            shares = [row[name] * 100 for row in rows]
-            spread = [[one.median - one.low for one in shares], [one.high - one.median for one in shares]]
-            axes.errorbar(families, [one.median for one in shares], spread, fmt="o", capsize=4, label=label)
-        axes.axhline(2, linestyle="--")
-        axes.set(ylabel="% added by a checkpoint")
-        axes.legend()
+def draw(rows: Sequence[Row], path: str) -> None:
+    labels = {"prefill": "prefill_added", "decodes": "decode_added", "a copy alone": "bound_added"}
+    series = {words: [row[name] * 100 for row in rows] for words, name in labels.items()}
+    grouped(path, [row["family"] for row in rows], series, "% added by a checkpoint", [2])
 
 
 def main() -> None:
-    parser = Options("state_checkpoints", __doc__, rounds=15, threads=1)
-    parser.add("--families", list(FAMILIES)[:3], choices=FAMILIES)
-    parser.add("--hidden", SHAPE.hidden)
-    parser.add("--layers", SHAPE.layers)
-    parser.add("--prompt-tokens", 2048)
-    parser.add("--tokens", 33, help="of each answer; the first one ends the prefill")
-    options = parser.parse()
+    options = parse(
+        "state_checkpoints",
+        __doc__,
+        rounds=15,
+        threads=1,
+        families=option(list(FAMILIES)[:3], choices=FAMILIES),
+        hidden=SHAPE.hidden,
+        layers=SHAPE.layers,
+        prompt_tokens=2048,
+        tokens=option(33, "of each answer; the first one ends the prefill"),
+    )
     tf.logging.set_verbosity_error()
     with mock.patch.object(MixerForward, "compute", Pieces.any):
-        rows = [measure(kind, options) for kind in options.families]
-    for row in rows:
-        row |= {"prefill ms": 1e3 * row["prefill"]["without"].median, "MiB": row["slot_bytes"] / 2**20}
-    show_all(COLUMNS, rows)
-    finish(options, functools.partial(plot, rows), families=rows)
+        rows = shown(COLUMNS, (measure(kind, options) for kind in options.families))
+    finish(options, functools.partial(draw, rows), families=rows)
 
 
 if __name__ == "__main__":

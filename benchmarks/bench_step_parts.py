@@ -14,7 +14,6 @@ The first step of all must generate the token of the model's own forward. Median
 quartiles. The clocks themselves take less than a microsecond a part.
 """
 
-import functools
 import gc
 from typing import Any
 
@@ -24,15 +23,22 @@ import torch.nn.functional as F
 import transformers as tf
 
 import kvpage._C as _C
-from kvpage import CacheConfig
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import shown
 from kvpage.benchmarks.engine_stub import random_prompt
 from kvpage.benchmarks.figure import Figure
 from kvpage.benchmarks.part_clock import PartClock
 from kvpage.benchmarks.pictures import stacked
-from kvpage.benchmarks.script import Options, finish
-from kvpage.benchmarks.serving_workloads import BATCHED_TOKENS, BLOCK_SIZE, DTYPES, MODELS, VOCAB, make_model
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.benchmarks.script import finish, option, parse
+from kvpage.benchmarks.serving_workloads import (
+    BATCHED_TOKENS,
+    BLOCK_SIZE,
+    DTYPES,
+    MODELS,
+    VOCAB,
+    engine_for,
+    make_model,
+)
+from kvpage.serving import Engine, SamplingParams
 from kvpage.serving.model.runner import ModelRunner
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
@@ -51,18 +57,17 @@ class Steps:
     """An engine, and its steps of both kinds."""
 
     def __init__(self, model: tf.PreTrainedModel, num_decodes: int) -> None:
-        num_tokens = PREFILL_LEN + NUM_SEQS * (PREFIX_LEN + TAIL_LEN + num_decodes + BLOCK_SIZE)
-        cache = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_tokens // BLOCK_SIZE)
-        self._engine = Engine.from_model(model, EngineConfig(cache, max_num_batched_tokens=BATCHED_TOKENS))
+        lengths = [PREFILL_LEN, *[PREFIX_LEN + TAIL_LEN + num_decodes + BLOCK_SIZE] * NUM_SEQS]
+        self._engine = engine_for(model, lengths, max_num_batched_tokens=BATCHED_TOKENS)
         self._vocab, self._rng, self._model = model.config.vocab_size, np.random.default_rng(0), model
 
     def prefill(self) -> Parts:
         """Return the seconds of each part of a new prompt's step."""
         self._engine.add_request(self._prompt(PREFILL_LEN), SamplingParams(max_tokens=1, ignore_eos=True))
-        return self._parts()
+        return self.step()
 
     def begin_decodes(self, num_decodes: int) -> None:
-        """Compute the prompts of the sequences that `decode` goes on with."""
+        """Compute the prompts of the sequences that the steps go on with."""
         prefix = self._prompt(PREFIX_LEN)
         for _ in range(NUM_SEQS):
             params = SamplingParams(max_tokens=num_decodes + BLOCK_SIZE, ignore_eos=True)
@@ -70,9 +75,11 @@ class Steps:
         while len(self._engine.step()) < NUM_SEQS:
             pass
 
-    def decode(self) -> Parts:
-        """Return the seconds of each part of a step of all sequences."""
-        return self._parts()
+    def step(self) -> Parts:
+        """Return the seconds of each part of a step."""
+        with PartClock(PARTS) as clock:
+            assert self._engine.step(), "tokens"
+        return clock.seconds
 
     def check(self) -> None:
         """AssertionError unless a prompt's first token is the model's."""
@@ -81,11 +88,6 @@ class Steps:
             logits = self._model(torch.tensor([prompt])).logits[0, -1].float()
         (output,) = self._engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
         assert logits.max() - logits[output.token_ids[0]] < 0.2, "the likeliest token, or one as likely"
-
-    def _parts(self) -> Parts:
-        with PartClock(PARTS) as clock:
-            assert self._engine.step(), "tokens"
-        return clock.seconds
 
     def _prompt(self, num_tokens: int) -> list[int]:
         return random_prompt(self._rng, self._vocab, num_tokens)
@@ -100,7 +102,7 @@ def measure(model: tf.PreTrainedModel, rounds: int) -> list[dict[str, Any]]:
     try:
         prefills = [steps.prefill() for _ in range(rounds + 1)][1:]
         steps.begin_decodes(rounds + 1)
-        decodes = [steps.decode() for _ in range(rounds + 1)][1:]
+        decodes = [steps.step() for _ in range(rounds + 1)][1:]
     finally:
         gc.enable()
     return [figures("decode", decodes), figures("prefill", prefills)]
@@ -116,7 +118,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"\n{row['step']}: {row['us']:.0f} us")
         shares = shares_of(row)
         parts = [{"part": part, "us": us, "%": shares[part]} for part, us in row["parts us"].items()]
-        show_all("  {part:<24} {us:>24.0f} {%:>5.1f}", parts)
+        shown("  {part:<24} {us:>24.0f} {%:>5.1f}", parts)
 
 
 def shares_of(row: dict[str, Any]) -> dict[str, float]:
@@ -125,14 +127,18 @@ def shares_of(row: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = Options("step_parts", __doc__, rounds=15, threads=torch.get_num_threads())
-    parser.add("--model", "small", choices=MODELS)
-    parser.add("--dtype", "fp32", choices=DTYPES)
-    options = parser.parse()
+    options = parse(
+        "step_parts",
+        __doc__,
+        rounds=15,
+        threads=torch.get_num_threads(),
+        model=option("small", choices=MODELS),
+        dtype=option("fp32", choices=DTYPES),
+    )
     rows = measure(make_model(MODELS[options.model], DTYPES[options.dtype], VOCAB), options.rounds)
     show(rows)
     steps = {f"{row['step']}, {row['us'].median / 1000:.1f} ms": shares_of(row) for row in rows}
-    finish(options, functools.partial(stacked, steps=steps, label="% of a step"), rows=rows)
+    finish(options, lambda path: stacked(path, steps, "% of a step"), rows=rows)
 
 
 if __name__ == "__main__":

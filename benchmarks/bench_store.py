@@ -26,25 +26,23 @@ redis 0.8 of redis-py, a lookup of 16k tokens within 100 us of SHA-256, a miss u
 """
 
 import argparse
-import functools
 import hashlib
 import operator
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
-from kvpage.benchmarks.cells import fill
+from kvpage.benchmarks.cells import Row, fill
 from kvpage.benchmarks.figure import Figure, in_turns, seconds
 from kvpage.benchmarks.pictures import bars
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.script import PATH, finish, option, parse
 from kvpage.layout import host_memory
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
 
@@ -53,6 +51,7 @@ CHUNK_BYTES = LAYERS * 2 * CHUNK_SIZE * 8 * 128 * 2
 LOOKUP_TOKENS = 16384
 TIME = "{operation:<28} {us:.0f} us, {over us:.0f} us over {bound}, {bound us:.0f} us"
 SPEED = "{operation:<28} {GB/s:.2f} GB/s, {of bound:.2f} of {bound}, {bound GB/s:.2f} GB/s"
+Calls = dict[str, Callable[[], object]]
 PARTS = ("memory", "tensors", "disk", "redis", "lookups")
 
 
@@ -84,66 +83,59 @@ def check_loaded(engine: CacheEngine, source: torch.Tensor, target: torch.Tensor
 class Moves:
     """A prompt between one half of an engine's blocks, the store, and the other half."""
 
-    def __init__(self, store: KVStore, engine: CacheEngine, num_chunks: int) -> None:
+    def __init__(self, store: KVStore, engine: CacheEngine) -> None:
         self.store, self.engine = store, engine
-        self.tokens = np.arange(num_chunks * CHUNK_SIZE, dtype=np.int32)
         self.source, self.target = halves(engine.gpu_cache[0].shape[1])
+        self.tokens = np.arange(len(self.source) * BLOCK_SIZE, dtype=np.int32)
 
-    @functools.lru_cache(maxsize=1)  # noqa: B019, there is one, and it lives as long as the measurement
-    def views(self) -> list[list[memoryview]]:
-        """Return the places of a chunk's blocks, in the order of its payload."""
-        layers = [cache.view(torch.uint8).flatten(2).numpy() for cache in self.engine.gpu_cache]
-        tables = self.source.reshape(-1, CHUNK_SIZE // BLOCK_SIZE).tolist()
-        return [[part[block].data for layer in layers for part in layer for block in table] for table in tables]
-
-    def put(self) -> None:
+    def store_blocks(self) -> None:
         self.store.store_blocks(self.tokens, self.engine, self.source, skip_existing=False)
 
-    def get(self) -> None:
+    def load_blocks(self) -> None:
         assert self.store.load_blocks(self.tokens, self.engine, self.target) == len(self.tokens)
 
-    def get_layers(self) -> None:
+    def load_layers(self) -> None:
         with self.store.load_layers(self.tokens, self.engine, self.target) as load:
             assert load.result() == len(self.tokens)
 
-    def check(self) -> None:
-        for move in (self.get, self.get_layers):
-            check_loaded(self.engine, self.source, self.target, move)
+    def check(self, *loads: Callable[[], object]) -> None:
+        """Store, and compare what each of these loads."""
+        self.store_blocks()
+        for load in loads:
+            check_loaded(self.engine, self.source, self.target, load)
 
 
 def measure(
     url: str,
     engine: CacheEngine,
-    bounds: dict[str, Callable[[], object]],
+    bounds: Calls,
     options: argparse.Namespace,
-    others: Sequence[tuple[str, str, Callable[[Moves], object]]] = (),
-) -> list[dict[str, Any]]:
-    """bounds: of store and of retrieve, by name. others: operation, name and call of further bounds of store and, where
-    there are two, of retrieve; they are given the blocks that it stores.
+    others: Mapping[str, tuple[str, str]] = {},
+) -> list[Row]:
+    """Return the rows of a tier.
+
+    bounds: by name, of store, of retrieve, and others. others: by operation, "store" or "retrieve", and another bound
+    of it.
     """
-    config = KVStoreConfig(CHUNK_SIZE, (url,), num_threads=options.threads)
-    with KVStore(config, metadata_of(engine, "bench")) as store:
-        moves = Moves(store, engine, options.chunks)
-        moves.put()
-        moves.check()
-        writes, reads = bounds.values()
-        writes()
-        extra = [functools.partial(call, moves) for _, _, call in others]
-        calls: list[Callable[[], object]] = [writes, moves.put, reads, moves.get, moves.get_layers, *extra]
-        spent = list(in_turns({str(n): call for n, call in enumerate(calls)}, options.rounds).values())
-    name, (write_name, read_name) = url.partition(":")[0], bounds
-    timed = [
-        ("store", (spent[1], write_name, spent[0])),
-        ("retrieve", (spent[3], read_name, spent[2])),
-        ("layers", (spent[4], read_name, spent[2])),
+    num_bytes, (tier, _, _) = options.chunks * CHUNK_BYTES, url.partition(":")
+    with KVStore(store_config(url, options), metadata_of(engine, "bench")) as store:
+        moves = Moves(store, engine)
+        moves.check(moves.load_blocks, moves.load_layers)
+        calls: Calls = {"store": moves.store_blocks, "retrieve": moves.load_blocks, "layers": moves.load_layers}
+        taken = in_turns({**bounds, **calls}, options.rounds)
+    write, read, *_ = bounds
+    rows = {"store": ("store", write), "retrieve": ("retrieve", read), "layers": ("layers", read), **others}
+    return [
+        speed_row(f"{tier} {name}", num_bytes, taken[of], bound.partition(",")[0], taken[bound])
+        for name, (of, bound) in rows.items()
     ]
-    for (operation, bound, _), taken, limit in zip(others, (spent[1], spent[3]), spent[5:], strict=False):
-        timed.append((operation, (taken, bound, limit)))
-    num_bytes = options.chunks * CHUNK_BYTES
-    return [speed_row(f"{name} {operation}", num_bytes, *each) for operation, each in timed]
 
 
-def speed_row(operation: str, num_bytes: int, taken: list[float], bound: str, limit: list[float]) -> dict[str, Any]:
+def store_config(url: str, options: argparse.Namespace) -> KVStoreConfig:
+    return KVStoreConfig(CHUNK_SIZE, (url,), num_threads=options.threads)
+
+
+def speed_row(operation: str, num_bytes: int, taken: list[float], bound: str, limit: list[float]) -> Row:
     """Return the row of an operation that moves so many bytes. limit: the seconds of its bound."""
     return {
         "operation": operation,
@@ -154,23 +146,23 @@ def speed_row(operation: str, num_bytes: int, taken: list[float], bound: str, li
     }
 
 
-def memory(engine: CacheEngine, options: argparse.Namespace) -> list[dict[str, Any]]:
+def memory(engine: CacheEngine, options: argparse.Namespace) -> list[Row]:
     source = torch.randint(0, 255, (options.chunks * CHUNK_BYTES,), dtype=torch.uint8)
     target = torch.zeros_like(source)
-    copy: dict[str, Callable[[], object]] = {
-        "copy_": lambda: target.copy_(source),
-        "copy_ back": lambda: source.copy_(target),
-    }
     huge = [host_memory.zeros([options.chunks * CHUNK_BYTES], torch.uint8) for _ in range(2)]
     huge[0].copy_(source)
-    others = [
-        ("store, equal pages", "copy_", lambda moves: huge[1].copy_(huge[0])),
-        ("retrieve, equal pages", "copy_ back", lambda moves: huge[0].copy_(huge[1])),
-    ]
-    return measure(f"memory://?size={(options.chunks + 1) * 2 * CHUNK_BYTES}", engine, copy, options, others)
+    bounds: Calls = {
+        "copy_": lambda: target.copy_(source),
+        "copy_ back": lambda: source.copy_(target),
+        "copy_, equal pages": lambda: huge[1].copy_(huge[0]),
+        "copy_ back, equal pages": lambda: huge[0].copy_(huge[1]),
+    }
+    others = {"store, equal pages": ("store", "copy_, equal pages")}
+    others["retrieve, equal pages"] = ("retrieve", "copy_ back, equal pages")
+    return measure(f"memory://?size={(options.chunks + 1) * 2 * CHUNK_BYTES}", engine, bounds, options, others)
 
 
-def tensors(options: argparse.Namespace) -> list[dict[str, Any]]:
+def tensors(options: argparse.Namespace) -> list[Row]:
     """Measure the calls that take and give tensors."""
     kv = torch.empty(LAYERS, 2, options.chunks * CHUNK_SIZE, 8, 128, dtype=torch.bfloat16)
     kv.view(torch.int16).random_()
@@ -178,19 +170,16 @@ def tensors(options: argparse.Namespace) -> list[dict[str, Any]]:
     url = f"memory://?size={2 * (options.chunks + 1) * CHUNK_BYTES}"
     metadata = KVStoreMetadata("bench", kv_dtype=kv.dtype)
 
-    def opened(url: str) -> KVStore:
-        return KVStore(KVStoreConfig(CHUNK_SIZE, (url,), num_threads=options.threads), metadata)
-
     def first_store(url: str) -> float:
-        with opened(url) as store:
+        with KVStore(store_config(url, options), metadata) as store:
             return seconds(lambda: store.store(tokens, kv))
 
-    with opened(url) as store:
+    with KVStore(store_config(url, options), metadata) as store:
         store.store(tokens, kv)
         assert torch.equal(store.retrieve(tokens, return_tuple=False)[0].view(torch.int16), kv.view(torch.int16))
         store.retrieve(tokens, out=out)
         assert torch.equal(out.view(torch.int16), kv.view(torch.int16)), "not what was stored"
-        calls: dict[str, Callable[[], object]] = {
+        calls: Calls = {
             "copy_": lambda: target.copy_(kv),
             "store": lambda: store.store(tokens, kv, skip_existing=False),
             "retrieve": lambda: store.retrieve(tokens),
@@ -203,32 +192,36 @@ def tensors(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [speed_row(f"tensors {name}", kv.nbytes, spent, "copy_", copy) for name, spent in taken.items()]
 
 
-def disk(engine: CacheEngine, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def block_views(engine: CacheEngine) -> list[list[memoryview]]:
+    """Return the places of each chunk's blocks, in the order of its payload."""
+    source, _ = halves(engine.gpu_cache[0].shape[1])
+    layers = [cache.view(torch.uint8).flatten(2).numpy() for cache in engine.gpu_cache]
+    tables = source.reshape(-1, CHUNK_SIZE // BLOCK_SIZE).tolist()
+    return [[part[block].data for layer in layers for part in layer for block in table] for table in tables]
+
+
+def disk(engine: CacheEngine, folder: Path, options: argparse.Namespace) -> list[Row]:
     random = np.random.default_rng(0).integers(0, 256, options.chunks * CHUNK_BYTES, dtype=np.uint8)
     data = host_memory.zeros([len(random)], torch.uint8).copy_(torch.from_numpy(random)).numpy().data
     rooms = [host_memory.zeros([CHUNK_BYTES], torch.uint8).fill_(1).numpy().data for _ in range(options.chunks)]
+    views, places = block_views(engine), range(0, len(data), CHUNK_BYTES)
     fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(fd, 0, options.chunks * CHUNK_BYTES)
     size = 3 * (options.chunks + 2) * CHUNK_BYTES
     with ThreadPoolExecutor(options.threads) as pool:
-
-        def write() -> None:
-            list(pool.map(lambda at: os.pwrite(fd, data[at : at + CHUNK_BYTES], at), range(0, len(data), CHUNK_BYTES)))
-
-        def read() -> None:
-            list(pool.map(lambda n: os.preadv(fd, [rooms[n]], n * CHUNK_BYTES), range(options.chunks)))
-
-        def gathered(moves: Moves) -> None:
-            views = moves.views()
-            list(pool.map(lambda n: os.pwritev(fd, views[n], n * CHUNK_BYTES), range(options.chunks)))
-
+        bounds: Calls = {
+            "pwrite": lambda: list(pool.map(lambda at: os.pwrite(fd, data[at : at + CHUNK_BYTES], at), places)),
+            "preadv": lambda: list(pool.map(lambda room, at: os.preadv(fd, [room], at), rooms, places)),
+            "pwritev": lambda: list(pool.map(lambda parts, at: os.pwritev(fd, parts, at), views, places)),
+        }
+        bounds["pwrite"]()
         url = f"disk://{folder}/tier?size={size}&segment={size}"
-        rows = measure(url, engine, {"pwrite": write, "preadv": read}, options, [("gathered", "pwritev", gathered)])
+        rows = measure(url, engine, bounds, options, {"gathered": ("store", "pwritev")})
     os.close(fd)
     return rows
 
 
-def remote(engine: CacheEngine, options: argparse.Namespace) -> list[dict[str, Any]]:
+def remote(engine: CacheEngine, options: argparse.Namespace) -> list[Row]:
     """Values that redis-py is given are as long as the payloads; it makes no digests of them."""
     try:
         import redis
@@ -240,55 +233,57 @@ def remote(engine: CacheEngine, options: argparse.Namespace) -> list[dict[str, A
     if shutil.which("redis-server") is None:
         print("redis: skipped, there is no redis-server")
         return []
-    data = np.random.default_rng(0).integers(0, 256, options.chunks * CHUNK_BYTES, dtype=np.uint8).tobytes()
-    values = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
+    values = {f"peer:{n}": np.random.default_rng(n).bytes(CHUNK_BYTES) for n in range(options.chunks)}
     with redis_server() as (_, port), ThreadPoolExecutor(options.threads) as pool:
         peer = redis.Redis(port=port)
 
-        def write() -> None:
-            list(pool.map(lambda n: peer.set(f"peer:{n}", values[n]), range(len(values))))
-
         def read() -> None:
-            assert all(pool.map(lambda n: len(peer.get(f"peer:{n}") or b"") == CHUNK_BYTES, range(len(values))))
+            assert all(pool.map(lambda name: len(peer.get(name) or b"") == CHUNK_BYTES, values))
 
-        return measure(f"redis://127.0.0.1:{port}/0?deadline=60", engine, {"SET": write, "GET": read}, options)
+        bounds: Calls = {"SET": lambda: list(pool.map(peer.set, values, values.values())), "GET": read}
+        bounds["SET"]()
+        return measure(f"redis://127.0.0.1:{port}/0?deadline=60", engine, bounds, options)
 
 
-def lookups(options: argparse.Namespace) -> list[dict[str, Any]]:
+def lookups(options: argparse.Namespace) -> list[Row]:
     """Measure keys alone: the stored chunks are those of an engine of one small layer."""
     small = CacheEngine(CacheConfig(BLOCK_SIZE, LOOKUP_TOKENS // BLOCK_SIZE), ModelConfig(8, 1, ("full_attention",)))
     for cache in small.gpu_cache:
         cache.zero_()
     tokens, absent = np.arange(LOOKUP_TOKENS, dtype=np.int32), np.arange(1, LOOKUP_TOKENS + 1, dtype=np.int32)
     data = tokens.astype("<i8").tobytes()
-    config = KVStoreConfig(CHUNK_SIZE, ("memory://?size=64MiB",), num_threads=options.threads)
     ids = np.arange(LOOKUP_TOKENS // BLOCK_SIZE)
-    with KVStore(config, metadata_of(small, "bench")) as store:
+    with KVStore(store_config("memory://?size=64MiB", options), metadata_of(small, "bench")) as store:
         store.store_blocks(tokens, small, ids)
         assert (store.lookup(tokens), store.lookup(absent)) == (LOOKUP_TOKENS, 0)
         assert store.load_blocks(absent, small, ids) == 0
-        calls: list[Callable[[], object]] = [
-            lambda: hashlib.sha256(data).digest(),
-            lambda: store.lookup(tokens),
-            lambda: store.lookup(absent),
-            lambda: store.load_blocks(absent, small, ids),
-        ]
-        floor, *found = in_turns({str(n): call for n, call in enumerate(calls)}, 40 * options.rounds).values()
-    names = ("lookup 16k", "miss: lookup 16k", "miss: load_blocks 16k")
+        calls: Calls = {
+            "SHA-256": lambda: hashlib.sha256(data).digest(),
+            "lookup 16k": lambda: store.lookup(tokens),
+            "miss: lookup 16k": lambda: store.lookup(absent),
+            "miss: load_blocks 16k": lambda: store.load_blocks(absent, small, ids),
+        }
+        taken = in_turns(calls, 40 * options.rounds)
+    floor = taken.pop("SHA-256")
+    bound = {"bound": "SHA-256", "bound us": Figure.of(floor, 1e6)}
     return [
-        {"operation": name, "us": Figure.of(spent, 1e6), "bound": "SHA-256", "bound us": Figure.of(floor, 1e6),
+        {"operation": name, "us": Figure.of(spent, 1e6), **bound,
          "over us": Figure.of(map(operator.sub, spent, floor), 1e6)}
-        for name, spent in zip(names, found, strict=True)
+        for name, spent in taken.items()
     ]  # fmt: skip
 
 
 def main() -> None:
-    parser = Options("store", __doc__, rounds=9, threads=torch.get_num_threads())
-    parser.add("--chunks", 8)
-    parser.add("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
-    parser.add("--parts", PARTS, choices=PARTS)
-    options = parser.parse()
-    engine, results = random_engine(2 * options.chunks * CHUNK_SIZE // BLOCK_SIZE, LAYERS), []
+    options = parse(
+        "store",
+        __doc__,
+        rounds=9,
+        threads=torch.get_num_threads(),
+        chunks=8,
+        path=PATH,
+        parts=option(PARTS, choices=PARTS),
+    )
+    engine, results = random_engine(2 * options.chunks * CHUNK_SIZE // BLOCK_SIZE, LAYERS), list[Row]()
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         calls = {
             "memory": lambda: memory(engine, options),
@@ -303,7 +298,7 @@ def main() -> None:
                 print(fill(TIME if "us" in row else SPEED, row), flush=True)
     shares = {row["operation"]: row["of bound"] for row in results if "of bound" in row}
     label = "speed, in copy_, pwrite, preadv, SET and GET of as many bytes"
-    finish(options, functools.partial(bars, values=shares, label=label, lines=[0.85]), results=results)
+    finish(options, lambda path: bars(path, shares, label, [0.85]), results=results)
 
 
 if __name__ == "__main__":

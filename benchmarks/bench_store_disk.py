@@ -16,17 +16,17 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from kvpage.benchmarks.cells import Table
+from kvpage.benchmarks.bench_store import speed_row
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns
-from kvpage.benchmarks.pictures import curve, drawn, groups
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.pictures import curves
+from kvpage.benchmarks.script import PATH, finish, parse
 from kvpage.store.disk.disk_tier import SEGMENT_BYTES, SLOT_BYTES, DiskTier
 from kvpage.store.disk.segment import HEADER_BYTES, Run, Segment
 
@@ -69,52 +69,40 @@ def retrieve(tier: DiskTier, name: bytes, into: memoryview, piece_bytes: int) ->
     return checksum.digest()
 
 
-def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[dict[str, Any]]:
-    rng = np.random.default_rng(num_bytes)
-    source = rng.integers(0, 256, num_bytes, dtype=np.uint8).data
+def measure(path: Path, num_bytes: int, piece_bytes: int, rounds: int) -> list[Row]:
+    source = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, dtype=np.uint8).data
     into, plain = np.zeros(num_bytes, np.uint8).data, np.zeros(num_bytes, np.uint8).data
     num_records = max(4 * 32 * MIB // num_bytes, 4)
     size = 2 * num_records * num_bytes
     tier = DiskTier([path / "tier"], size, segment_bytes=size)
     fd = os.open(path / "plain", os.O_RDWR | os.O_CREAT)
     os.posix_fallocate(fd, 0, num_records * num_bytes)
-    calls: list[Callable[[int], object]] = [  # each takes the number of its turn
-        lambda n: os.pwrite(fd, source, n % num_records * num_bytes),
-        lambda n: store(tier, key(n % num_records), source, piece_bytes),
-        lambda n: os.preadv(fd, [plain], n % num_records * num_bytes),
-        lambda n: retrieve(tier, key(n % num_records), into, piece_bytes),
-    ]
+    calls: dict[str, Callable[[int], object]] = {  # each takes the number of a record
+        "pwrite": lambda n: os.pwrite(fd, source, n * num_bytes),
+        "store": lambda n: store(tier, key(n), source, piece_bytes),
+        "preadv": lambda n: os.preadv(fd, [plain], n * num_bytes),
+        "retrieve": lambda n: retrieve(tier, key(n), into, piece_bytes),
+    }
     for n in range(num_records):  # every page is in the cache
         os.pwrite(fd, source, n * num_bytes)
         digest = store(tier, key(n), source, piece_bytes)
         assert retrieve(tier, key(n), into, piece_bytes) == digest and into == source, "not what was stored"
     store(tier, key(0), source, piece_bytes)
-    turns = [map(call, itertools.count()) for call in calls]
-    numbered = {str(place): functools.partial(next, turn) for place, turn in enumerate(turns)}
-    pwrite, stored, pread, retrieved = in_turns(numbered, rounds).values()
+    turns = {name: map(call, itertools.cycle(range(num_records))) for name, call in calls.items()}
+    taken = in_turns({name: functools.partial(next, turn) for name, turn in turns.items()}, rounds)
     tier.check()
     tier.close()
     os.close(fd)
     for file in (path / "plain", *(path / "tier").iterdir()):
         file.unlink()
-    return [
-        row("store", num_bytes, piece_bytes, stored, pwrite),
-        row("retrieve", num_bytes, piece_bytes, retrieved, pread),
+    rows = [
+        speed_row(name, num_bytes, taken[name], bound, taken[bound])
+        for name, bound in (("store", "pwrite"), ("retrieve", "preadv"))
     ]
+    return [{**row, "MiB": num_bytes / MIB, "piece KiB": piece_bytes // 1024} for row in rows]
 
 
-def row(name: str, num_bytes: int, piece_bytes: int, seconds: list[float], bound: list[float]) -> dict[str, Any]:
-    return {
-        "operation": name,
-        "MiB": num_bytes / MIB,
-        "piece KiB": piece_bytes // 1024,
-        "GB/s": Figure.rate(num_bytes / 1e9, seconds),
-        "bound GB/s": Figure.rate(num_bytes / 1e9, bound),
-        "of bound": Figure.ratio(bound, seconds),
-    }
-
-
-def opening(path: Path, rounds: int) -> dict[str, Any]:
+def opening(path: Path, rounds: int) -> Row:
     """Measure the opening of segments that are full of large records, as their headers say; their bytes are holes."""
     num_slots, number = SEGMENT_BYTES // SLOT_BYTES, 0
     folder = path / "full"
@@ -134,19 +122,19 @@ def opening(path: Path, rounds: int) -> dict[str, Any]:
             segment.close()
     finally:
         os.posix_fallocate = real
-    seconds = []
+    taken = []
     for _ in range(rounds):
         before = time.perf_counter()
         tier = DiskTier([folder], None)
-        seconds.append(time.perf_counter() - before)
+        taken.append(time.perf_counter() - before)
         assert tier.stats().num_records == number
         tier.close()
     for left in folder.iterdir():
         left.unlink()
-    return {"operation": "open 100 GiB", "records": number, "ms": Figure.of(seconds, 1e3)}
+    return {"operation": "open 100 GiB", "records": number, "ms": Figure.of(taken, 1e3)}
 
 
-def small_calls(path: Path, rounds: int) -> list[dict[str, Any]]:
+def small_calls(path: Path, rounds: int) -> list[Row]:
     """Microseconds of each call, in a tier that is full: every create evicts."""
     tier = DiskTier([path / "small"], 64 * MIB)
     data = bytes(8000)
@@ -173,32 +161,22 @@ def small_calls(path: Path, rounds: int) -> list[dict[str, Any]]:
     return [{"operation": f"{name}, 8 KB", "us": Figure.of(seconds, 1e6)} for name, seconds in times.items()]
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    moved = [row for row in results if "piece KiB" in row]
-    with drawn(path, size=(7, 4)) as axes:
-        for (name, piece), rows in groups(moved, "operation", "piece KiB").items():
-            style, color = "-o" if name == "store" else "--s", f"C{PIECES.index(piece * 1024)}"
-            curve(axes, rows, "MiB", "of bound", style, c=color, label=f"{name}, pieces of {piece} KiB")
-        axes.axhline(0.8, color="gray", linewidth=0.8)
-        axes.set(xscale="log", xlabel="record, MiB", ylabel="speed, in plain pwrites or preads", ylim=(0, None))
-        axes.legend(fontsize=7)
+def each_result(path: Path, rounds: int) -> Iterator[Row]:
+    for num_bytes, piece_bytes in itertools.product(RECORD_BYTES, PIECES):
+        most = rounds * max(1, min(20, 32 * MIB // num_bytes))
+        for row in measure(path, num_bytes, min(piece_bytes, num_bytes), most):
+            yield row | {"piece KiB": piece_bytes // 1024}
 
 
 def main() -> None:
-    parser = Options("store_disk", __doc__, rounds=15)
-    parser.add("--path", type=Path, help="a directory on the disk to be measured; by default a temporary one")
-    options = parser.parse()
-    table, results = Table(COLUMNS), []
+    options = parse("store_disk", __doc__, rounds=15, path=PATH)
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
-        for num_bytes, piece_bytes in itertools.product(RECORD_BYTES, PIECES):
-            rounds = options.rounds * max(1, min(20, 32 * MIB // num_bytes))
-            for result in measure(Path(folder), num_bytes, min(piece_bytes, num_bytes), rounds):
-                results.append(result | {"piece KiB": piece_bytes // 1024})
-                table.show(results[-1])
-        for result in [*small_calls(Path(folder), options.rounds), opening(Path(folder), 5)]:
-            results.append(result)
-            print(", ".join(f"{name} {value}" for name, value in result.items()), flush=True)
-    finish(options, functools.partial(plot, results), results=results)
+        moved = shown(COLUMNS, each_result(Path(folder), options.rounds))
+        others = [*small_calls(Path(folder), options.rounds), opening(Path(folder), 5)]
+    shown("{operation:<28} {us:>20.1f} {ms:>18.1f} {records:>8}", others)
+    labels = {"xscale": "log", "xlabel": "record, MiB", "ylabel": "speed, in plain pwrites or preads", "lines": [0.8]}
+    by = ("operation", "piece KiB")
+    finish(options, lambda path: curves(path, moved, "MiB", ["of bound"], by, **labels), results=[*moved, *others])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Targets: at least 0.8 of redis-py; at most 50 ms late.
 It needs redis-server.
 """
 
-import functools
 import hashlib
 import os
 import shutil
@@ -27,10 +26,10 @@ from typing import Any
 import redis
 import xxhash
 
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns
 from kvpage.benchmarks.pictures import bars
-from kvpage.benchmarks.script import Options, finish, skip
+from kvpage.benchmarks.script import finish, parse, skip
 from kvpage.store.records.record import RecordHead
 from kvpage.store.remote.redis import from_url
 from kvpage.store.tiers.tier import Tier, TierError
@@ -102,7 +101,7 @@ def pipelined(peer: redis.Redis, command: str, each: Iterable[tuple[Any, ...]]) 
     return call
 
 
-def measure(tier: Tier, peer: redis.Redis, size: int, rounds: int) -> Iterator[dict[str, Any]]:
+def measure(tier: Tier, peer: redis.Redis, size: int, rounds: int) -> Iterator[Row]:
     made = records(size, BATCH[size])
     keys = list(made)
     put(tier, made)
@@ -116,7 +115,7 @@ def measure(tier: Tier, peer: redis.Redis, size: int, rounds: int) -> Iterator[d
         yield row(operation, size, len(keys), times)
 
 
-def measure_contains(tier: Tier, peer: redis.Redis, rounds: int) -> dict[str, Any]:
+def measure_contains(tier: Tier, peer: redis.Redis, rounds: int) -> Row:
     keys = [hashlib.sha256(b"%d" % i).digest() for i in range(NUM_KEYS)]
     names = ["kvpage:" + key.hex() for key in keys]
     peer_exists = pipelined(peer, "exists", ((name,) for name in names))
@@ -124,7 +123,7 @@ def measure_contains(tier: Tier, peer: redis.Redis, rounds: int) -> dict[str, An
     return row("contains", 0, NUM_KEYS, times)
 
 
-def row(operation: str, size: int, count: int, times: dict[str, list[float]]) -> dict[str, Any]:
+def row(operation: str, size: int, count: int, times: dict[str, list[float]]) -> Row:
     return {
         "operation": operation,
         "MiB": size / 2**20,
@@ -134,6 +133,12 @@ def row(operation: str, size: int, count: int, times: dict[str, list[float]]) ->
         "GB/s": Figure.rate(size * count / 1e9, times["tier"]),
         "of redis-py": Figure.ratio(times["redis-py"], times["tier"]),
     }
+
+
+def each_result(tier: Tier, peer: redis.Redis, rounds: int) -> Iterator[Row]:
+    for size in SIZES:
+        yield from measure(tier, peer, size, rounds)
+    yield measure_contains(tier, peer, rounds)
 
 
 def lateness(url: str, server: subprocess.Popen[bytes], rounds: int) -> dict[str, float]:
@@ -156,24 +161,19 @@ def lateness(url: str, server: subprocess.Popen[bytes], rounds: int) -> dict[str
 
 
 def main() -> None:
-    options = Options("store_redis", __doc__, rounds=15).parse()
+    options = parse("store_redis", __doc__, rounds=15)
     if shutil.which("redis-server") is None:
         skip("needs redis-server")
-        return
-    results: list[dict[str, Any]] = []
     with redis_server() as (server, port):
         url = f"redis://127.0.0.1:{port}/0"
         tier, peer = from_url(url), redis.Redis(port=port)
-        for size in SIZES:
-            results += measure(tier, peer, size, options.rounds)
-        results.append(measure_contains(tier, peer, options.rounds))
+        results = shown(COLUMNS, each_result(tier, peer, options.rounds))
         tier.close()
         late = lateness(url, server, 5)
-    show_all(COLUMNS, results)
     print("late by, ms, at a timeout of: " + ", ".join(f"{t} ms: {ms:.1f}" for t, ms in late.items()))
     shares = {f"{r['operation']}, {r['records']} x {r['MiB']:g} MiB": r["of redis-py"] for r in results}
-    draw = functools.partial(bars, values=shares, label="speed, in redis-py's own", lines=[1.0])
-    finish(options, draw, **{"redis-py": redis.__version__}, results=results, **{"late ms": late})
+    found = {"redis-py": redis.__version__, "results": results, "late ms": late}
+    finish(options, lambda path: bars(path, shares, "speed, in redis-py's own", [1.0]), **found)
 
 
 if __name__ == "__main__":

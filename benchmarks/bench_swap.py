@@ -17,7 +17,6 @@ Medians of rounds in which every case is measured once. Before anything is timed
 Without a GPU it measures the plan, says so, and ends.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -25,17 +24,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from kvpage import CacheConfig, CacheEngine, Calibration, DeviceConfig, ModelConfig, build_info, calibrate
-from kvpage.benchmarks.cells import Table
-from kvpage.benchmarks.figure import in_turns, within
-from kvpage.benchmarks.pictures import curve, drawn
+from kvpage.benchmarks.cells import Row, shown
+from kvpage.benchmarks.figure import in_turns, seconds, within
+from kvpage.benchmarks.pictures import panels
 from kvpage.benchmarks.raw_batch_copy import RawBatchCopy, find_call
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.script import finish, option, parse
 from kvpage.layout.cache_layout import CacheLayout
 from kvpage.ops.copies import BlockCopier
 
@@ -155,7 +153,7 @@ def chosen(direction: str, piece_bytes: int, calibration: Calibration) -> str:
 
 def measure(
     memory: Memory, direction: str, size: int, count: int, calibration: Calibration, rounds: int, large_bytes: int
-) -> dict[str, Any]:
+) -> Row:
     case = Case(memory, direction, size, count, calibration.max_groups)
     case.check()
     bodies: dict[str, Callable[[], object]] = {
@@ -183,52 +181,36 @@ def plan_us(rounds: int = 2000) -> float:
     srcs, dsts = (layout.allocate(1024, 32, torch.device("cpu")) for _ in range(2))
     copier = BlockCopier(srcs, dsts, layout)
     mapping = torch.stack([torch.randperm(1024)[:256], torch.randperm(1024)[:256]], 1)
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        copier.check(mapping)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+    return statistics.median(seconds(lambda: copier.check(mapping)) for _ in range(rounds)) * 1e6
 
 
-def call_us(
-    calibration: Calibration, layer_layout: str, kernel: bool, rounds: int, num_blocks: int
-) -> dict[str, float]:
+def call_us(calibration: Calibration, layer_layout: str, most: int, rounds: int, num_blocks: int) -> dict[str, float]:
     """The host's time in CacheEngine's calls for blocks of 16 tokens, 8 heads of 128 in bf16, 32 layers."""
-    most = ALWAYS if kernel else NEVER
     fixed = dataclasses.replace(calibration, max_bytes_in=most, max_bytes_out=most)
     config = CacheConfig(16, 2 * num_blocks, 2 * num_blocks, cache_dtype="bf16", layer_layout=layer_layout)
     model = ModelConfig(128, 8, ("full_attention",) * 32)
     engine = CacheEngine(config, model, None, DeviceConfig("cuda"), calibration=fixed)
     mapping = torch.stack([torch.randperm(num_blocks), torch.randperm(num_blocks) + num_blocks], 1)
-    found = medians(
-        {
-            "out": lambda: engine.swap_out(mapping),
-            "in": lambda: engine.swap_in(mapping),
-            "copy": lambda: engine.copy(mapping),
-            "out, asynchronous": lambda: engine.swap_out(mapping, non_blocking=True),
-            "in, asynchronous": lambda: engine.swap_in(mapping, non_blocking=True),
-        },
-        rounds,
-    )
-    return {name: enqueued * 1e6 for name, (enqueued, _) in found.items()}
+    calls: dict[str, Callable[[], object]] = {
+        "out": lambda: engine.swap_out(mapping),
+        "in": lambda: engine.swap_in(mapping),
+        "copy": lambda: engine.copy(mapping),
+        "out, asynchronous": lambda: engine.swap_out(mapping, non_blocking=True),
+        "in, asynchronous": lambda: engine.swap_in(mapping, non_blocking=True),
+    }
+    return {name: enqueued * 1e6 for name, (enqueued, _) in medians(calls, rounds).items()}
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    by_size = sorted(rows, key=lambda row: (row["piece_bytes"], row["num_pieces"]))
-    with drawn(path, 1, 3, size=(13, 3.8), sharex=True) as panels:
-        for axes, direction in zip(panels, ("out", "in", "copy"), strict=True):
-            # Of each size the last row: the most pieces.
-            most = {row["piece_bytes"] / 1024: row for row in by_size if row["direction"] == direction}
-            of_sizes = [{**row, "KiB": size} for size, row in most.items()]
-            for name in ("engine", "kernel", "raw", "bound"):
-                if all(row[name] is not None for row in of_sizes):
-                    curve(axes, of_sizes, "KiB", name, ":" if name == "bound" else "o-", label=name)
-            axes.set(title=direction, xlabel="KiB a piece", xscale="log", ylabel="GB/s", ylim=(0, None))
-            axes.legend()
+def every_call_us(calibration: Calibration, rounds: int, num_blocks: int) -> dict[str, dict[str, float]]:
+    found = {}
+    for layout, (name, most) in itertools.product(("separate", "packed"), (("kernel", ALWAYS), ("engine", NEVER))):
+        took = found[f"{layout}, {name}"] = call_us(calibration, layout, most, rounds, num_blocks)
+        words = ", ".join(f"{what} {us:.1f} us" for what, us in took.items())
+        print(f"host time of a call, {num_blocks} blocks, {layout:8}, {name}: {words}")
+    return found
 
 
-def each_swap(calibration: Calibration, rounds: int, sizes: Sizes) -> Iterator[dict[str, Any]]:
+def each_swap(calibration: Calibration, rounds: int, sizes: Sizes) -> Iterator[Row]:
     """Measure as many pieces as fit of each size in all directions, then fewer."""
     memory = Memory(sizes)
     most = {size: min(max(sizes.num_pieces), sizes.most_bytes // size) for size in sizes.piece_bytes}
@@ -239,33 +221,22 @@ def each_swap(calibration: Calibration, rounds: int, sizes: Sizes) -> Iterator[d
             yield measure(memory, direction, size, count, calibration, rounds, sizes.large_bytes)
 
 
-def swaps(calibration: Calibration, options: argparse.Namespace) -> list[dict[str, Any]]:
-    print("GB/s by the copy engines, by the kernel, by the driver's own call; same_bytes: one copy of as many")
-    table, rows = Table(COLUMNS), []
-    for row in within(options.seconds, each_swap(calibration, options.rounds, SIZES[options.sizes])):
-        rows.append(row)
-        table.show(row)
-    return rows
-
-
-def every_call_us(calibration: Calibration, rounds: int, num_blocks: int) -> dict[str, dict[str, float]]:
-    found = {}
-    for layer_layout, (name, kernel) in itertools.product(
-        ("separate", "packed"), (("kernel", True), ("engine", False))
-    ):
-        took = call_us(calibration, layer_layout, kernel, rounds, num_blocks)
-        found[f"{layer_layout}, {name}"] = took
-        words = ", ".join(f"{what} {us:.1f} us" for what, us in took.items())
-        print(f"host time of a call, {num_blocks} blocks, {layer_layout:8}, {name}: {words}")
-    return found
+def with_most_pieces(rows: list[Row]) -> list[Row]:
+    """Return, of each direction and size, the row with the most pieces; the size in KiB, too."""
+    ordered = sorted(rows, key=lambda row: (row["piece_bytes"], row["num_pieces"]))
+    most = {(row["direction"], row["piece_bytes"]): row for row in ordered}
+    return [{**row, "KiB": row["piece_bytes"] / 1024} for row in most.values()]
 
 
 def main() -> None:
-    parser = Options("swap", __doc__, rounds=10)
-    parser.add("--groups", 16)
-    parser.add("--seconds", math.inf, help="after which no further swap is measured")
-    parser.add("--sizes", "whole", choices=SIZES, help="tiny shows that it runs")
-    options = parser.parse()
+    options = parse(
+        "swap",
+        __doc__,
+        rounds=10,
+        groups=16,
+        seconds=option(math.inf, "after which no further swap is measured"),
+        sizes=option("whole", "tiny shows that it runs", choices=SIZES),
+    )
     torch.manual_seed(0)
     found: dict[str, Any] = {"build": build_info(), "plan_us": plan_us()}
     print(f"plan, host only: {found['plan_us']:.1f} us for 256 pairs in 32 layers")
@@ -273,13 +244,16 @@ def main() -> None:
         print(f"moving blocks needs a GPU: {found['build']['cuda_error'] or 'this torch cannot use it'}")
         finish(options, **found)
         return
-    calibration = calibrate("cuda", options.groups)
+    calibration, sizes = calibrate("cuda", options.groups), SIZES[options.sizes]
     print(f"calibration: kernel up to {calibration.max_bytes_in} bytes in, {calibration.max_bytes_out} out; "
           f"{calibration.seconds:.2f} s")  # fmt: skip
-    rows = swaps(calibration, options)
-    calls = every_call_us(calibration, options.rounds, SIZES[options.sizes].call_blocks)
+    print("GB/s by the copy engines, by the kernel, by the driver's own call; same_bytes: one copy of as many")
+    rows = shown(COLUMNS, within(options.seconds, each_swap(calibration, options.rounds, sizes)))
+    calls = every_call_us(calibration, options.rounds, sizes.call_blocks)
     found |= {"calibration": dataclasses.asdict(calibration), "rows": rows, "call_us": calls}
-    finish(options, functools.partial(plot, rows), **found)
+    most, names = with_most_pieces(rows), ("engine", "kernel", "raw", "bound")
+    draw = functools.partial(panels, rows=most, panel="direction", x="KiB", values=names, ylabel="GB/s")
+    finish(options, draw, **found)
 
 
 if __name__ == "__main__":

@@ -11,20 +11,18 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
-from kvpage.benchmarks.cells import show_all
-from kvpage.benchmarks.figure import Figure
-from kvpage.benchmarks.script import Options, finish
+from kvpage.benchmarks.cells import Row, shown
+from kvpage.benchmarks.figure import Figure, seconds
+from kvpage.benchmarks.script import finish, parse
 from kvpage.extras.token_trie import DynamicTokenTrie, TokenTrie
 
 NUM_TOKENS, NUM_EVICTED, VOCAB = 8192, 1000, 32
 TOKENS = range(NUM_TOKENS)
-
-
-T = TypeVar("T")
+COLUMNS = "{what:>31} {ms:>22.2f} {bound_ms:>22.2f} {quadratic_ms:>22.0f}"
 
 
 class Stamping:
@@ -44,22 +42,20 @@ class Stamping:
             node = child
 
 
-def times_ms(make: Callable[[], T], call: Callable[[T], object], repeat: int = 15) -> list[float]:
+def times_ms(call: Callable[[Any], object], make: Callable[[], Any] = lambda: None, repeat: int = 15) -> list[float]:
     """Return the milliseconds of each call, on a fresh result of `make`; the collector runs between, not within."""
     times = []
     for _ in range(repeat):
         given = make()
         gc.collect()
         gc.disable()
-        start = time.perf_counter()
-        call(given)
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append(seconds(functools.partial(call, given)) * 1e3)
         gc.enable()
     return times
 
 
-def ms(make: Callable[[], T], call: Callable[[T], object], repeat: int = 15) -> Figure:
-    return Figure.of(times_ms(make, call, repeat))
+def ms(call: Callable[[Any], object], make: Callable[[], Any] = lambda: None, repeat: int = 15) -> Figure:
+    return Figure.of(times_ms(call, make, repeat))
 
 
 def verify(kv: torch.Tensor, logits: torch.Tensor) -> None:
@@ -84,71 +80,53 @@ def trie_of(num_paths: int) -> DynamicTokenTrie:
     return root
 
 
-def token_by_token() -> None:
-    node = DynamicTokenTrie()
+def add_each(node: DynamicTokenTrie) -> None:
     for token_id in TOKENS:
         node = node.add_token(token_id)
 
 
-def measure() -> list[dict[str, Any]]:
+def cloning(part: torch.Tensor) -> Callable[[list[torch.Tensor]], object]:
+    """Return a call that clones as many tensors as there are tokens, into a list, so that their memory is new."""
+    parts = [part.clone() for _ in range(64)]
+    return lambda kept: kept.extend(part.clone() for _ in range(NUM_TOKENS // 64) for part in parts)
+
+
+def measure() -> list[Row]:
     kv, logits = torch.randn(2, 2, 2, NUM_TOKENS, 16), torch.randn(NUM_TOKENS, VOCAB)
     verify(kv, logits)
-    softmax = ms(lambda: None, lambda _: torch.log_softmax(logits, 1))
-    pieces = [torch.empty(2, 2, 2, 1, 16) for _ in range(64)]
-    rows = [logits[i].clone() for i in range(64)]
-    copies = NUM_TOKENS // 64
-
-    def clone(kept: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
-        for _ in range(copies):
-            kept.extend(map(torch.clone, parts))
-
-    nodes = times_ms(lambda: None, lambda _: [DynamicTokenTrie() for _ in TOKENS])
-    clones = times_ms(list, lambda kept: clone(kept, pieces))
-    row_clones = ms(list, lambda kept: clone(kept, rows))
-    extend = times_ms(TokenTrie, lambda trie: trie.extend_cache(0, TOKENS, logits, 0))
+    softmax = ms(lambda _: torch.log_softmax(logits, 1)).median
+    nodes = times_ms(lambda _: [DynamicTokenTrie() for _ in TOKENS])
+    clones = times_ms(cloning(kv[:, :, :, :1]), list)
+    extend = times_ms(lambda trie: trie.extend_cache(0, TOKENS, logits, 0), TokenTrie)
+    plain = {"ms": Figure.of(each - softmax for each in extend)}
+    plain["bound_ms"] = ms(cloning(logits[0]), list)
+    dynamic = {"ms": ms(lambda trie: trie.extend_cache(0, TOKENS), DynamicTokenTrie), "bound_ms": Figure.of(nodes)}
+    dynamic["quadratic_ms"] = ms(lambda trie: trie.extend_cache(TOKENS), Stamping, 3)
+    with_kv = {"ms": ms(lambda trie: trie.extend_cache(0, TOKENS, None, kv), DynamicTokenTrie)}
+    with_kv["bound_ms"] = Figure.of(map(sum, zip(nodes, clones, strict=True)))
     return [
-        {
-            "what": "TokenTrie, without log_softmax",
-            "ms": Figure.of(each - softmax.median for each in extend),
-            "bound_ms": row_clones,
-        },
-        {
-            "what": "DynamicTokenTrie, no K and V",
-            "ms": ms(DynamicTokenTrie, lambda trie: trie.extend_cache(0, TOKENS)),
-            "bound_ms": Figure.of(nodes),
-            "quadratic_ms": ms(Stamping, lambda trie: trie.extend_cache(TOKENS), 3),
-        },
-        {
-            "what": "DynamicTokenTrie, K and V",
-            "ms": ms(DynamicTokenTrie, lambda trie: trie.extend_cache(0, TOKENS, None, kv)),
-            "bound_ms": Figure.of(map(sum, zip(nodes, clones, strict=True))),
-        },
-        {
-            "what": "DynamicTokenTrie, add_token",
-            "ms": ms(lambda: None, lambda _: token_by_token()),
-            "bound_ms": Figure.of(nodes),
-        },
+        {"what": "TokenTrie, without log_softmax", **plain},
+        {"what": "DynamicTokenTrie, no K and V", **dynamic},
+        {"what": "DynamicTokenTrie, K and V", **with_kv},
+        {"what": "DynamicTokenTrie, add_token", "ms": ms(add_each, DynamicTokenTrie), "bound_ms": Figure.of(nodes)},
     ]
 
 
-def evictions() -> list[dict[str, Any]]:
+def eviction(num_paths: int) -> Row:
     def evict(root: DynamicTokenTrie) -> None:
         root.evict_lru_kv(root.count_kv_size() - NUM_EVICTED)
 
-    return [
-        {"what": f"evict {NUM_EVICTED} of {n * NUM_EVICTED}", "ms": ms(functools.partial(trie_of, n), evict, 7)}
-        for n in (2, 32)
-    ]
+    taken = ms(evict, functools.partial(trie_of, num_paths), 7)
+    return {"what": f"evict {NUM_EVICTED} of {num_paths * NUM_EVICTED}", "ms": taken}
 
 
 def main() -> None:
-    options = Options("token_trie", __doc__, has_plot=False).parse()
-    rows, evicted = measure(), evictions()
+    options = parse("token_trie", __doc__, has_plot=False)
     print(f"{NUM_TOKENS} tokens")
-    show_all("{what:>31} {ms:>22.2f} {bound_ms:>22.2f} {quadratic_ms:>22.0f}", [*rows, *evicted])
-    few, many = (row["ms"].median for row in evicted)
-    met = all(row["ms"].median <= 30 for row in rows) and many <= 4 * few
-    finish(options, rows=rows + evicted, targets_met=met)
+    rows = shown(COLUMNS, [*measure(), *map(eviction, (2, 32))])
+    few, many = (row["ms"].median for row in rows[-2:])
+    met = all(row["ms"].median <= 30 for row in rows[:-2]) and many <= 4 * few
+    finish(options, rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

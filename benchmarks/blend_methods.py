@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpage.benchmarks.blend_model import Rows
 from kvpage.blend.selection import SEAM, seam_weights
 
 KV_SHARE = 0.2
 """The share of K and V in the weights of a layer of blend_model's Llama: 2 of 4 + 3 * 2 squares of the hidden size."""
-
-Rows = tuple[torch.Tensor, torch.Tensor]
-"""K and V of a layer: [batch, heads, rows, size]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +54,21 @@ def squares(layer: Layer, part: int) -> torch.Tensor:
     return (layer.fresh[part] - layer.retrieved[part]).square().mean(dim=-1)
 
 
-def deviation(layer: Layer, truth: Truth, metric: str) -> torch.Tensor:
-    """Choose as kvpage.blend does."""
+def deviation(layer: Layer, metric: str) -> torch.Tensor:
+    """Choose as kvpage.blend does. metric: k, v or kv."""
     return sum((squares(layer, "kv".index(part)).mean(dim=1) for part in metric), torch.zeros(()))
+
+
+def in_units(values: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+    return values / units.clamp(min=1e-12)
+
+
+def attention(layer: Layer, rows: slice) -> torch.Tensor:
+    """Return the attention of `rows` to the documents' rows, causal: [batch, heads, rows, document rows]."""
+    keys = layer.fresh[0]
+    scores = layer.query[:, :, rows] @ keys.transpose(2, 3) / keys.shape[-1] ** 0.5
+    here = torch.arange(layer.query.shape[2])[rows]
+    return scores.masked_fill(here[:, None] < torch.arange(keys.shape[2]), -torch.inf).softmax(dim=-1)
 
 
 def balanced(layer: Layer, truth: Truth) -> torch.Tensor:
@@ -70,49 +80,37 @@ def balanced(layer: Layer, truth: Truth) -> torch.Tensor:
 def largest_head(layer: Layer, truth: Truth) -> torch.Tensor:
     """V of the head that differs most, each in units of its mean difference: rows of one head count in full."""
     each = squares(layer, 1)
-    return (each / each.mean(dim=2, keepdim=True).clamp(min=1e-12)).amax(dim=1)
+    return in_units(each, each.mean(dim=2, keepdim=True)).amax(dim=1)
 
 
 def relative(layer: Layer, truth: Truth) -> torch.Tensor:
     """V's difference over its own size."""
-    return squares(layer, 1).mean(dim=1) / layer.retrieved[1].square().mean(dim=(1, 3)).clamp(min=1e-12)
-
-
-def attention(layer: Layer, rows: slice) -> torch.Tensor:
-    """Return the attention of `rows` to the documents' rows, causal: [batch, heads, rows, document rows]."""
-    keys = layer.fresh[0]
-    scores = layer.query[:, :, rows] @ keys.transpose(2, 3) / keys.shape[-1] ** 0.5
-    here = torch.arange(layer.query.shape[2])[rows]
-    return scores.masked_fill(here[:, None] < torch.arange(keys.shape[2]), -torch.inf).softmax(dim=-1)
+    return in_units(squares(layer, 1).mean(dim=1), layer.retrieved[1].square().mean(dim=(1, 3)))
 
 
 def asked_for(layer: Layer, truth: Truth) -> torch.Tensor:
     """V's difference, weighted by the attention of the questions' rows."""
-    num_rows = layer.fresh[0].shape[2]
-    paid = attention(layer, slice(num_rows, None)).mean(dim=2)
+    paid = attention(layer, slice(layer.fresh[0].shape[2], None)).mean(dim=2)
     return (squares(layer, 1) * paid).mean(dim=1)
 
 
 def passed_on(layer: Layer, truth: Truth) -> torch.Tensor:
     """V's difference, and that of the rows a row attends to: its change in the next layer."""
-    num_rows = layer.fresh[0].shape[2]
-    weights = attention(layer, slice(0, num_rows))
+    weights = attention(layer, slice(0, layer.fresh[0].shape[2]))
     change = weights @ (layer.fresh[1] - layer.retrieved[1])
-    own = squares(layer, 1).mean(dim=1)
-    passed = change.square().mean(dim=(1, 3))
-    return own / own.mean().clamp(min=1e-12) + passed / passed.mean().clamp(min=1e-12)
+    own, passed = squares(layer, 1).mean(dim=1), change.square().mean(dim=(1, 3))
+    return in_units(own, own.mean()) + in_units(passed, passed.mean())
 
 
 def at_seams(layer: Layer, truth: Truth) -> torch.Tensor:
     """Choose as kvpage.blend does by default: V's difference, which counts for more near a segment's begin."""
-    return deviation(layer, truth, "v") * seam_weights(truth.offset, SEAM)
+    return deviation(layer, "v") * seam_weights(truth.offset, SEAM)
 
 
 def followed(layer: Layer, truth: Truth) -> torch.Tensor:
     """Near a segment's begin more of V's difference, relative to its size, and what follows from it in the next three
     layers: as much as the segment's rows attended to each other there. A cache would have to keep that."""
-    size = layer.retrieved[1].square().mean(dim=(1, 3)).clamp(min=1e-12)
-    change = (squares(layer, 1).mean(dim=1) / size).sqrt().unflatten(1, layer.within[0].shape[1:3])
+    change = relative(layer, truth).sqrt().unflatten(1, layer.within[0].shape[1:3])
     for weights in layer.within[layer.number : layer.number + 3]:
         change = change + (weights @ change[..., None])[..., 0]
     return change.flatten(1) * (1 + 3 * torch.exp(-truth.offset / 8))
@@ -123,22 +121,8 @@ def changed_behind(*probes: str) -> Score:
     return lambda layer, truth: torch.stack([truth.sensitivity[name] for name in probes]).mean(dim=0)
 
 
-def changed_at_seams(layer: Layer, truth: Truth) -> torch.Tensor:
-    return truth.sensitivity["itself"] * seam_weights(truth.offset, SEAM)
-
-
-def changed_and_v(layer: Layer, truth: Truth) -> torch.Tensor:
-    """Combine the sensitivity of the segment with the difference that the check layer sees here."""
-    return truth.sensitivity["itself"] * deviation(layer, truth, "v").sqrt()
-
-
 def first_rows(layer: Layer, truth: Truth) -> torch.Tensor:
     return -truth.offset.float().expand(layer.query.shape[0], -1)
-
-
-def first_rows_and_v(layer: Layer, truth: Truth) -> torch.Tensor:
-    """V's difference, and before all others the first four rows of each segment."""
-    return deviation(layer, truth, "v") + 1e6 * (truth.offset < 4)
 
 
 def random_rows(layer: Layer, truth: Truth) -> torch.Tensor:
@@ -146,23 +130,10 @@ def random_rows(layer: Layer, truth: Truth) -> torch.Tensor:
     return torch.rand(truth.deviation.shape, generator=draw)
 
 
-def oracle_deviation(layer: Layer, truth: Truth) -> torch.Tensor:
-    return truth.deviation
-
-
-def oracle_meaning(layer: Layer, truth: Truth) -> torch.Tensor:
-    """Rows that refer to another segment; among these, and after them, those that deviate most over all layers."""
-    return truth.deviation + 1e6 * truth.refers
-
-
-def by_metric(metric: str) -> Score:
-    return lambda layer, truth: deviation(layer, truth, metric)
-
-
 METHODS: dict[str, Score] = {
-    "v": by_metric("v"),
-    "k": by_metric("k"),
-    "kv": by_metric("kv"),
+    "v": lambda layer, truth: deviation(layer, "v"),
+    "k": lambda layer, truth: deviation(layer, "k"),
+    "kv": lambda layer, truth: deviation(layer, "kv"),
     "kv balanced": balanced,
     "v relative": relative,
     "v largest head": largest_head,
@@ -170,23 +141,22 @@ METHODS: dict[str, Score] = {
     "v passed on": passed_on,
     "v at seams": at_seams,
     "v followed": followed,
-    "behind itself": changed_behind("itself"),
-    "behind half of itself": changed_behind("half of itself"),
-    "behind itself reversed": changed_behind("itself reversed"),
-    "behind random tokens": changed_behind("random tokens"),
-    "behind a stranger": changed_behind("a stranger"),
-    "behind two strangers": changed_behind("two strangers"),
+    **{
+        f"behind {name}": changed_behind(name)
+        for name in ("itself", "half of itself", "itself reversed", "random tokens", "a stranger", "two strangers")
+    },
     "behind both": changed_behind("itself", "a stranger"),
-    "behind itself, seams": changed_at_seams,
-    "behind itself, v": changed_and_v,
+    "behind itself, seams": lambda layer, truth: truth.sensitivity["itself"] * seam_weights(truth.offset, SEAM),
+    # The sensitivity of the segment, with the difference that the check layer sees here.
+    "behind itself, v": lambda layer, truth: truth.sensitivity["itself"] * deviation(layer, "v").sqrt(),
     "first rows": first_rows,
-    "first 4 and v": first_rows_and_v,
+    # V's difference, and before all others the first four rows of each segment.
+    "first 4 and v": lambda layer, truth: deviation(layer, "v") + 1e6 * (truth.offset < 4),
     "random": random_rows,
-    "oracle deviation": oracle_deviation,
-    "oracle meaning": oracle_meaning,
+    "oracle deviation": lambda layer, truth: truth.deviation,
+    # Rows that refer to another segment; among these, and after them, those that deviate most over all layers.
+    "oracle meaning": lambda layer, truth: truth.deviation + 1e6 * truth.refers,
 }
-
-
 KNOWN_BEFORE = {name for name in METHODS if name.startswith("behind ") and name != "behind itself, v"}
 """Methods whose inputs are known before any layer is computed."""
 
@@ -225,10 +195,10 @@ class Blending:
         num_rows, keep = old_key.shape[2], self.chosen[:, None, :, None]
         num_begun = int(self.chosen.sum())
         key, value = key.clone(), value.clone()
-        key[:, :, :num_rows] = torch.where(keep, key[:, :, :num_rows], old_key)
-        value[:, :, :num_rows] = torch.where(keep, value[:, :, :num_rows], old_value)
+        fresh = key[:, :, :num_rows], value[:, :, :num_rows]
+        for part, old in zip(fresh, (old_key, old_value), strict=True):
+            part.copy_(torch.where(keep, part, old))
         if layer in self._stages:
-            fresh = key[:, :, :num_rows], value[:, :, :num_rows]
             seen = Layer(layer, query, fresh, self._retrieved[layer], self._within)
             self.chosen = largest(self._score(seen, self._truth), self._stages[layer], self.chosen)
         num_chosen = int(self.chosen.sum())

@@ -46,16 +46,21 @@ class TrainingConfig:
     learning_rate: float = 0.01
 
 
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""K and V of a layer: [batch, heads, rows, size]."""
+Swap = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], Rows]
+"""Called with the layer, Q, K and V [batch, heads, rows, size]; returns K and V to use."""
+
+
 class RowSwap:
     """The model's attention: K and V of some rows are taken from elsewhere.
 
-    mask: bool [batch, rows, keys]. swap: called with the layer, K and V [batch, heads, rows, size], for those to use.
+    mask: bool [batch, rows, keys].
     """
 
     def __init__(self) -> None:
         self.mask: torch.Tensor | None = None
-        self.swap: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
-        self.swap = None
+        self.swap: Swap | None = None
 
     def __call__(
         self,
@@ -145,9 +150,7 @@ def losses_of(model: LlamaForCausalLM, attention: RowSwap, documents: task.Docum
     ids, positions, attention.mask = pack(documents.tokens, questions)
     scores: list[torch.Tensor] = []
 
-    def look(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def look(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
         if layer == looking:
             scores.append(query[:, 0, num_tokens + 1 :: 2] @ key[:, 0, :num_tokens].transpose(1, 2))
         return key, value

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,14 +11,15 @@ from transformers import LlamaForCausalLM
 
 from kvpage import CacheConfig
 from kvpage.benchmarks import blend_task as task
-from kvpage.benchmarks.blend_methods import KNOWN_BEFORE, KV_SHARE, METHODS, Blending, Rows, Truth
-from kvpage.benchmarks.blend_model import RowSwap, pack, some_facts
+from kvpage.benchmarks.blend_methods import KNOWN_BEFORE, KV_SHARE, METHODS, Blending, Truth
+from kvpage.benchmarks.blend_model import Rows, RowSwap, Swap, pack, some_facts
 from kvpage.benchmarks.blend_probes import probes
 from kvpage.benchmarks.blend_speed import first_token
 from kvpage.blend import BlendConfig, RotaryTables
 from kvpage.blend.sensitivity import measure_sensitivity
 from kvpage.serving import Engine, EngineConfig
 
+Seen = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0)
 BATCH = 20
 NUM_RESAMPLES = 1000
@@ -68,9 +69,9 @@ class Batch:
         self.retrieved = self._retrieve(documents.tokens, segment)
         fresh: list[Rows] = []
 
-        def keep(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
-            fresh.append((key, value))
-            return key, value
+        def keep(layer: int, query: torch.Tensor, *rows: torch.Tensor) -> Rows:
+            fresh.append((rows[0], rows[1]))
+            return fresh[-1]
 
         self.full = self.run(keep)
         here = torch.arange(self.num_tokens)
@@ -89,13 +90,29 @@ class Batch:
         model.set_attn_implementation("eager")
         return model.eval()
 
-    def run(self, swap: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], Rows]) -> torch.Tensor:
+    def run(self, swap: Swap) -> torch.Tensor:
         """The answers: [num_documents, num_questions]."""
-        self._attention.mask, self._attention.swap = self._mask, swap
-        with torch.inference_mode():
-            logits = self._model(input_ids=self.ids, position_ids=self._positions, use_cache=False).logits
-        self._attention.swap = None
+        logits = self._forward(swap, self._mask, input_ids=self.ids, position_ids=self._positions)
         return logits[:, self.num_tokens + 1 :: 2].argmax(-1)
+
+    def _forward(self, swap: Swap, mask: torch.Tensor | None, **inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits, with K and V of each layer as `swap` gives them."""
+        self._attention.mask, self._attention.swap = mask, swap
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(use_cache=False, **inputs).logits
+        self._attention.swap = None
+        return logits
+
+    def _seen(self, mask: torch.Tensor | None, **inputs: torch.Tensor) -> Iterator[Seen]:
+        """Yield Q, K and V of each layer."""
+        seen: list[Seen] = []
+
+        def keep(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
+            seen.append((query, key, value))
+            return key, value
+
+        self._forward(keep, mask, **inputs)
+        return iter(seen)
 
     def _retrieve(self, tokens: torch.Tensor, segment: int) -> list[Rows]:
         """K and V of each segment computed by itself from position 0 on, K rotated to the place of the segment; and how
@@ -106,35 +123,20 @@ class Batch:
         frequencies = self._model.model.rotary_emb.inv_freq
         rotary = RotaryTables.of_frequencies(frequencies, config.hidden_size // config.num_attention_heads)
         rows: list[Rows] = []
-
-        def keep(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
+        for query, key, value in self._seen(None, input_ids=tokens.reshape(-1, segment)):
             whole = [part.unflatten(0, (count, -1)).transpose(1, 2).flatten(2, 3) for part in (key, value)]
             rows.append((rotary.rotate(whole[0], old, new, token_dim=2), whole[1]))
             scores = query @ key.transpose(2, 3) / key.shape[-1] ** 0.5
             seen = torch.ones(segment, segment, dtype=torch.bool).tril()
             weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).mean(dim=1)
             self.within.append(weights.unflatten(0, (count, -1)))
-            return key, value
-
-        self._attention.mask, self._attention.swap = None, keep
-        with torch.inference_mode():
-            self._model(input_ids=tokens.reshape(-1, segment), use_cache=False)
-        self._attention.swap = None
         return rows
 
     def _sensitivity(self, segments: torch.Tensor, probe: torch.Tensor) -> torch.Tensor:
         """[num_documents, num_tokens]. segments, probe: [num_documents, num_segments, their number of tokens]."""
         count, num_segments, num_before = probe.shape
-        behind: list[torch.Tensor] = []
-
-        def keep(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
-            behind.append(value[:, :, num_before:].transpose(1, 2))
-            return key, value
-
-        self._attention.mask, self._attention.swap = None, keep
-        with torch.inference_mode():
-            self._model(input_ids=torch.cat([probe, segments], dim=2).flatten(0, 1), use_cache=False)
-        self._attention.swap = None
+        tokens = torch.cat([probe, segments], dim=2).flatten(0, 1)
+        behind = [value[:, :, num_before:].transpose(1, 2) for _, _, value in self._seen(None, input_ids=tokens)]
         alone = [
             value.transpose(1, 2).unflatten(1, (num_segments, -1)).flatten(0, 1).contiguous()
             for _, value in self.retrieved
@@ -234,11 +236,9 @@ def batches(
     model: LlamaForCausalLM, attention: RowSwap, num_documents: int, num_tokens: int, segment: int, seed: int
 ) -> list[Batch]:
     """Documents that no training has seen."""
-    made = []
-    for index in range(-(-num_documents // BATCH)):
-        documents = task.write_documents(BATCH, num_tokens, seed=2_000_000_000 + seed * 1000 + index)
-        made.append(Batch(model, attention, documents, segment, 16))
-    return made
+    seeds = (2_000_000_000 + seed * 1000 + index for index in range(-(-num_documents // BATCH)))
+    documents = (task.write_documents(BATCH, num_tokens, seed=one) for one in seeds)
+    return [Batch(model, attention, each, segment, 16) for each in documents]
 
 
 class Agreement(NamedTuple):

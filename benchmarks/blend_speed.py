@@ -8,8 +8,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from kvpage import CacheConfig
-from kvpage.benchmarks.figure import Figure
-from kvpage.benchmarks.serving_workloads import Shape as Sizes
+from kvpage.benchmarks.cells import Row
+from kvpage.benchmarks.figure import Figure, in_turns
+from kvpage.benchmarks.serving_workloads import Shape
 from kvpage.benchmarks.serving_workloads import make_model as make_llama
 from kvpage.blend import BlendConfig
 from kvpage.blend.segments import MemorySegments
@@ -18,73 +19,48 @@ from kvpage.serving import Engine, EngineConfig, SamplingParams
 BLOCK_SIZE = 16
 QUESTION_TOKENS, VOCAB = 32, 4096
 ONE = SamplingParams(max_tokens=1)
-
-
-class Shape(NamedTuple):
-    """The shape of a Llama with random weights."""
-
-    name: str
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-
-
-SMALL = Shape("16 layers of 768", 16, 768, 2048, 12, 12)
-LLAMA_3_8B = Shape("Llama-3-8B's shape", 32, 4096, 14336, 32, 8)
-
-
-class Ttft(NamedTuple):
-    """Times of one prompt. ratio: None for full recompute and prefix caching. seconds: by the clock. cpu: the process's
-    processor time, which on a busy machine is surer than the clock. speedup: over the full recompute of the same turn,
-    by the clock and by the processor's time.
-
-    flops: of the products with weights and of attention; those of a full recompute over them are the ceiling of the
-    speed-up.
-    """
-
-    method: str
-    num_tokens: int
-    ratio: float | None
-    seconds: Figure
-    cpu: Figure
-    speedup: Figure
-    cpu_speedup: Figure
-    flops: float
-    num_recomputed: int
+SMALL, LLAMA_3_8B = Shape(16, 768, 2048, 12, 12), Shape(32, 4096, 14336, 32, 8)
+Key = tuple[str, float | None]
+"""A method, and the ratio of blending."""
+FULL, PREFIX = ("full", None), ("prefix", None)
 
 
 def make_model(shape: Shape, device: str) -> Any:
-    sizes = Sizes(shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        return make_llama(sizes, dtype, VOCAB, max_position_embeddings=16384, initializer_range=0.02)
+        return make_llama(shape, dtype, VOCAB, max_position_embeddings=16384, initializer_range=0.02)
 
 
-def row_flops(shape: Shape) -> tuple[float, float, float]:
-    """Operations of one row in one layer: K and V, attention to one key, all else but attention."""
-    kv = 4 * shape.hidden_size**2 * shape.num_kv_heads // shape.num_heads
-    rest = 4 * shape.hidden_size**2 + 6 * shape.hidden_size * shape.intermediate_size
-    return float(kv), 4.0 * shape.hidden_size, float(rest)
+def row_flops(shape: Shape, mean_keys: float) -> tuple[float, float]:
+    """Return the operations of one row in one layer: of K and V, and of all with attention to so many keys."""
+    kv = 4 * shape.hidden**2 * shape.kv_heads // shape.heads
+    rest = 4 * shape.hidden**2 + 6 * shape.hidden * shape.intermediate
+    return float(kv), kv + rest + 4.0 * shape.hidden * mean_keys
 
 
 def full_flops(shape: Shape, cached: int, num_tokens: int) -> float:
     """Return the operations of all rows after `cached` tokens, each of which attends to those before it."""
-    kv, key, rest = row_flops(shape)
-    return shape.num_layers * (num_tokens - cached) * (kv + rest + key * (cached + num_tokens) / 2)
+    _, row = row_flops(shape, (cached + num_tokens) / 2)
+    return shape.layers * (num_tokens - cached) * row
 
 
 def blend_flops(shape: Shape, cached: int, num_tokens: int, check_layer: int | None, num_chosen: int) -> float:
     """The layers before the check layer for all rows, its K and V for all, and the rest for those that were chosen; all
     layers for these alone where they are chosen before (None)."""
-    kv, key, rest = row_flops(shape)
-    num_rows, mean_keys = num_tokens - cached, (cached + num_tokens) / 2
+    kv, row = row_flops(shape, (cached + num_tokens) / 2)
+    num_rows = num_tokens - cached
     if check_layer is None:
-        return shape.num_layers * num_chosen * (kv + rest + key * mean_keys)
-    before = check_layer * num_rows * (kv + rest + key * mean_keys)
-    behind = (shape.num_layers - check_layer) * num_chosen * (kv + rest + key * mean_keys)
-    return before + behind + (num_rows - num_chosen) * kv
+        return shape.layers * num_chosen * row
+    behind = (shape.layers - check_layer) * num_chosen * row
+    return check_layer * num_rows * row + behind + (num_rows - num_chosen) * kv
+
+
+def work(shape: Shape, key: Key, num_tokens: int, segment: int, check_layer: int | None, num_recomputed: int) -> float:
+    """flops of a prompt whose first segment is cached, but for a full recompute."""
+    cached = segment // BLOCK_SIZE * BLOCK_SIZE
+    if key in (FULL, PREFIX):
+        return full_flops(shape, cached if key == PREFIX else 0, num_tokens)
+    return blend_flops(shape, cached, num_tokens, check_layer, num_recomputed + QUESTION_TOKENS)
 
 
 class Prompts:
@@ -93,9 +69,10 @@ class Prompts:
     def __init__(self, num_tokens: int, segment_tokens: int, vocab_size: int, seed: int = 0) -> None:
         self._draw = torch.Generator().manual_seed(seed)
         self._vocab_size = vocab_size
-        self.segments = [self._tokens(segment_tokens) for _ in range(num_tokens // segment_tokens)]
+        self.segments = [self.tokens(segment_tokens) for _ in range(num_tokens // segment_tokens)]
 
-    def _tokens(self, count: int) -> list[int]:
+    def tokens(self, count: int) -> list[int]:
+        """Return random ones."""
         return torch.randint(1, self._vocab_size, (count,), generator=self._draw).tolist()
 
     def next(self, num_segments: int | None = None) -> tuple[list[int], list[int]]:
@@ -103,7 +80,7 @@ class Prompts:
         order = [0, *(1 + torch.randperm(len(self.segments) - 1, generator=self._draw)).tolist()][:num_segments]
         parts = [self.segments[index] for index in order]
         tokens = [token for part in parts for token in part]
-        return tokens + self._tokens(QUESTION_TOKENS), [len(part) for part in parts]
+        return tokens + self.tokens(QUESTION_TOKENS), [len(part) for part in parts]
 
 
 class First(NamedTuple):
@@ -128,47 +105,42 @@ def first_token(engine: Engine, tokens: list[int], lengths: list[int] | None, na
 
 
 def make_engine(
-    model: LlamaForCausalLM,
-    num_tokens: int,
-    blend: BlendConfig | None,
-    caching: bool = True,
-    segments: MemorySegments | None = None,
+    model: LlamaForCausalLM, num_tokens: int, blend: BlendConfig | None, segments: MemorySegments | None = None
 ) -> Engine:
-    num_blocks = 4 * -(-num_tokens // BLOCK_SIZE) + 64
-    return Engine.from_model(
-        model,
-        EngineConfig(
-            CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks),
-            max_num_batched_tokens=num_tokens + QUESTION_TOKENS + BLOCK_SIZE,
-            enable_prefix_caching=caching,
-            blend=blend,
-        ),
-        segments=segments,
+    most = num_tokens + QUESTION_TOKENS + BLOCK_SIZE
+    config = EngineConfig(
+        CacheConfig(BLOCK_SIZE, 4 * most // BLOCK_SIZE + 64), max_num_batched_tokens=most, blend=blend
     )
+    return Engine.from_model(model, config, segments=segments)
 
 
-class Warming(NamedTuple):
-    """Seconds that keeping a segment takes: computed by itself, and with its sensitivity, once more after itself."""
-
-    alone: Figure
-    measured: Figure
-    times_as_long: Figure
-
-
-def warming(shape: Shape, num_tokens: int, rounds: int, device: str) -> Warming:
-    """Measure the warming of a segment of so many tokens, with and without sensitivity, in turns."""
+def warming(shape: Shape, num_tokens: int, rounds: int, device: str) -> Row:
+    """Measure the warming of a segment of so many tokens, in turns: computed by itself ("alone"), and with its
+    sensitivity, once more after itself ("measured")."""
     model = make_model(shape, device)
-    taken: dict[bool, list[float]] = {False: [], True: []}
-    draw = torch.Generator().manual_seed(1)
-    engines = {uses: make_engine(model, 2 * num_tokens, BlendConfig(uses_sensitivity=uses)) for uses in taken}
-    for _ in range(rounds + 1):  # the first one warms up
-        segment = torch.randint(1, model.config.vocab_size, (num_tokens,), generator=draw).tolist()
-        for uses, engine in engines.items():
-            before = time.perf_counter()
-            engine.warm_segments([segment])
-            taken[uses].append(time.perf_counter() - before)
-    alone, measured = taken[False][1:], taken[True][1:]
-    return Warming(Figure.of(alone), Figure.of(measured), Figure.ratio(measured, alone))
+    prompts = Prompts(0, 1, model.config.vocab_size, seed=1)
+    engines = {uses: make_engine(model, 2 * num_tokens, BlendConfig(uses_sensitivity=uses)) for uses in (False, True)}
+    calls = {
+        name: lambda engine=engines[uses]: engine.warm_segments([prompts.tokens(num_tokens)])
+        for name, uses in (("alone", False), ("measured", True))
+    }
+    taken = in_turns(calls, rounds)
+    figures = {name: Figure.of(each) for name, each in taken.items()}
+    return {**figures, "times_as_long": Figure.ratio(taken["measured"], taken["alone"])}
+
+
+def engines_of(model: Any, prompts: Prompts, ratios: Sequence[float], check_layer: int | None) -> dict[Key, Engine]:
+    """Return the engines that are compared. Segments are kept once for all; each engine that blends has the first one
+    in its own prefix tree."""
+    num_tokens = sum(map(len, prompts.segments))
+    engines: dict[Key, Engine] = {key: make_engine(model, num_tokens, None) for key in (FULL, PREFIX)}
+    kept = MemorySegments(1 << 40)
+    for ratio in ratios:
+        config = BlendConfig(ratio, check_layer, uses_sensitivity=check_layer is None)
+        engine = engines["blend", ratio] = make_engine(model, num_tokens, config, kept)
+        engine.warm_segments(prompts.segments)
+        engine.generate([prompts.segments[0]], ONE)
+    return engines
 
 
 def measure(
@@ -179,56 +151,52 @@ def measure(
     rounds: int,
     device: str,
     segment: int,
-) -> list[Ttft]:
-    """The methods take turns. check_layer: None for the default: rows are chosen before the
-    first layer, as the segments know their sensitivity. Else it chooses without."""
+) -> list[Row]:
+    """Return a row a method; they take turns.
+
+    check_layer: None for the default: rows are chosen before the first layer, as the segments know their sensitivity.
+    Else it chooses without.
+    """
     model = make_model(shape, device)
     prompts = Prompts(num_tokens, segment, model.config.vocab_size)
-    engines: dict[tuple[str, float | None], Engine] = {
-        ("full", None): make_engine(model, num_tokens, None, caching=False),
-        ("prefix", None): make_engine(model, num_tokens, None),
-    }
-    kept = MemorySegments(1 << 40)
-    for ratio in ratios:
-        engine = make_engine(
-            model, num_tokens, BlendConfig(ratio, check_layer, uses_sensitivity=check_layer is None), segments=kept
-        )
-        # The segments are kept once for all; each engine has the first one in its own prefix tree.
-        engine.warm_segments(prompts.segments)
-        engine.generate([prompts.segments[0]], SamplingParams(max_tokens=1))
-        engines["blend", ratio] = engine
-    first: dict[tuple[str, float | None], list[First]] = {key: [] for key in engines}
+    engines = engines_of(model, prompts, ratios, check_layer)
+    first: dict[Key, list[First]] = {key: [] for key in engines}
     for turn in range(rounds + 1):
         tokens, lengths = prompts.next(None if turn else 2)  # the first round warms up
         # What earlier prompts began with, beyond the first segment, must not be found.
         alone = str(turn).encode()
-        first_token(engines["prefix", None], prompts.segments[0], None, alone)
+        first_token(engines[PREFIX], prompts.segments[0], None, alone)
         for key, engine in engines.items():
-            is_blend = key[0] == "blend"
+            if key == FULL:
+                engine.reset_prefix_cache()
+            is_blend = key not in (FULL, PREFIX)
             first[key].append(first_token(engine, tokens, lengths if is_blend else None, b"" if is_blend else alone))
-    full = [one.token for one in first["full", None]]
-    exact: tuple[tuple[str, float | None], ...] = (("prefix", None), ("blend", 1.0))
+    exact = [key for key in (PREFIX, ("blend", 1.0)) if key in first]
     for key in exact:
-        given = [one.token for one in first.get(key, first["full", None])]
-        assert given == full, f"{key[0]} gives other tokens"
-    results = []
-    for (method, share), each in first.items():
-        again = each[-1].num_recomputed
-        flops = work(shape, method, len(tokens), segment, check_layer, again)
-        seconds, cpu = (list(times) for times in zip(*((one.seconds, one.cpu) for one in each[1:]), strict=True))
-        base = first["full", None][1:]
-        base_seconds, base_cpu = [one.seconds for one in base], [one.cpu for one in base]
-        gains = Figure.ratio(base_seconds, seconds), Figure.ratio(base_cpu, cpu)
-        taken = Figure.of(seconds), Figure.of(cpu)
-        results.append(Ttft(method, len(tokens), share, *taken, *gains, flops, again))
-    return results
+        given, wanted = ([one.token for one in first[which]] for which in (key, FULL))
+        assert given == wanted, f"{key[0]} gives other tokens"
+    flops = {
+        key: work(shape, key, len(tokens), segment, check_layer, each[-1].num_recomputed) for key, each in first.items()
+    }
+    return [row(key, len(tokens), each[1:], first[FULL][1:], flops) for key, each in first.items()]
 
 
-def work(
-    shape: Shape, method: str, num_tokens: int, segment: int, check_layer: int | None, num_recomputed: int
-) -> float:
-    """flops of a prompt whose first segment is cached, but for a full recompute."""
-    cached = segment // BLOCK_SIZE * BLOCK_SIZE
-    if method == "blend":
-        return blend_flops(shape, cached, num_tokens, check_layer, num_recomputed + QUESTION_TOKENS)
-    return full_flops(shape, cached if method == "prefix" else 0, num_tokens)
+def row(key: Key, num_tokens: int, each: Sequence[First], full: Sequence[First], flops: dict[Key, float]) -> Row:
+    """Return the times of a method: by the clock, and by the process's processor time, which on a busy machine is
+    surer. Speed-ups are over the full recompute of the same turn. Its flops, of the products with weights and of
+    attention, over the method's are their ceiling."""
+    seconds, cpu = [one.seconds for one in each], [one.cpu for one in each]
+    speedup, ceiling = Figure.ratio([one.seconds for one in full], seconds), flops[FULL] / flops[key]
+    return {
+        "method": key[0],
+        "num_tokens": num_tokens,
+        "ratio": key[1],
+        "seconds": Figure.of(seconds),
+        "cpu": Figure.of(cpu),
+        "speedup": speedup,
+        "cpu_speedup": Figure.ratio([one.cpu for one in full], cpu),
+        "flops": flops[key],
+        "num_recomputed": each[-1].num_recomputed,
+        "ceiling": ceiling,
+        "of ceiling": speedup.median / ceiling,
+    }

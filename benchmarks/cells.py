@@ -2,39 +2,37 @@
 
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.paths import value_at
 
+Row = dict[str, Any]
 FIELD = re.compile(r"(.*?)(?:([*/])(\d+))?")
 SPEC = re.compile(r"([<>]?)(\d*)(.*)")
 WORDS = {None: "-", True: "met", False: "MISSED"}
 
 
 class Cells(string.Formatter):
-    """Formats of rows. A field is a key of the row; [key], .name, and * or / with a number may follow.
+    """Formats of rows. A field is a path (paths.py); * or / with a number may follow.
 
-    A value that the row lacks, or None, is "-". True is "met", False "MISSED". Of several figures the least and the
-    largest median are shown.
+    Three numbers are a figure: a mean, and the ends of its interval. None is "-", True "met", False "MISSED". Of
+    several figures the least and the largest median are shown.
     """
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return a field's value, which is None where the row lacks it, and its first key."""
+        """Return a field's value, and its name."""
         match = FIELD.fullmatch(field_name)
         assert match is not None
-        name, sign, number = match.groups()
-        try:
-            value, key = super().get_field(name, args, kwargs)
-        except (KeyError, TypeError):  # TypeError: a key of None
-            return None, name
+        path, sign, number = match.groups()
+        value = value_at(kwargs, path)
+        if isinstance(value, Sequence) and len(value) == 3 and all(isinstance(one, float) for one in value):
+            mean, low, high = value
+            value = Figure(mean, low, high, 1)
         if sign and value is not None:
             value = value * (float(number) if sign == "*" else 1 / float(number))
-        return value, key
-
-    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the value of a key, also of a number's name."""
-        return kwargs[str(key)]
+        return value, path
 
     def format_field(self, value: Any, format_spec: str) -> str:
         """Return the text of a value, in its width."""
@@ -75,40 +73,30 @@ def _is_known(part: str, row: Mapping[str, Any]) -> bool:
     return all(name is None or cells.get_field(name, (), row)[0] is not None for _, name, _, _ in cells.parse(part))
 
 
-class Table:
-    """A table on a terminal, row by row. template: of a row, whose fields have widths; their names are the titles."""
-
-    def __init__(self, template: str) -> None:
-        self._template, self._is_begun = template, False
-
-    def head(self) -> str:
-        """Return the titles, each in its column's width: the names of the fields, without .median."""
-        parts = []
-        for literal, name, spec, _ in string.Formatter().parse(self._template):
-            align, width, _ = _parts(spec or "")
-            title = (name or "").partition(".")[0]
-            parts.append(literal + ("" if name is None else f"{title:{align}{width}}"))
-        return "".join(parts)
-
-    def show(self, row: Mapping[str, Any]) -> None:
-        """Print a row; before the first one, the titles."""
-        if not self._is_begun:
-            self._is_begun = True
-            print(self.head())
-        print(fill(self._template, row), flush=True)
+def head(template: str) -> str:
+    """Return the titles of a table, each in its column's width: the names of the fields, without .median."""
+    parts = []
+    for literal, name, spec, _ in string.Formatter().parse(template):
+        align, width, _ = _parts(spec or "")
+        title = (name or "").partition(".")[0]
+        parts.append(literal + ("" if name is None else f"{title:{align}{width}}"))
+    return "".join(parts)
 
 
-def show_all(template: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of rows."""
-    table = Table(template)
+def shown(template: str, rows: Iterable[Row]) -> list[Row]:
+    """Print a table on a terminal, row by row as they come, and return them.
+
+    Args:
+        template: Of a row. Its fields have widths; their names are the titles.
+        rows: With the values of the fields.
+    """
+    found: list[Row] = []
     for row in rows:
-        table.show(row)
-
-
-def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of a page."""
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in rows)])
+        if not found:
+            print(head(template))
+        print(fill(template, row), flush=True)
+        found.append(row)
+    return found
 
 
 def with_figures(value: dict[str, Any]) -> Any:

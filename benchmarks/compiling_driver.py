@@ -17,10 +17,8 @@ Launch = tuple[str, tuple[int, int, int], int, tuple[Any, ...]]
 class CompilingDriver:
     """A driver of a device whose launches a subclass takes.
 
-    Args:
-        number: Of the device: kernels keep by it what was compiled for them.
-        arch: Its compute capability, ten times the major number plus the minor one.
-        num_multiprocessors: Of the device.
+    number: of the device: kernels keep by it what was compiled for them. arch: its compute capability, ten times the
+    major number plus the minor one.
     """
 
     def __init__(self, number: int, arch: int = 90, num_multiprocessors: int = 132) -> None:

@@ -52,23 +52,16 @@ class Timing(NamedTuple):
 
 
 class DeviceClock:
-    """Times calls, and remembers for each how long a delay hides its launches.
-
-    Args:
-        device: Whose time it is.
-    """
+    """Times calls, and remembers for each how long a delay hides its launches. device: whose time it is."""
 
     def __init__(self, device: Device | None = None) -> None:
         self._device = CudaDevice() if device is None else device
         self._plans: dict[Hashable, tuple[int, int]] = {}  # calls, and cycles of the delay
 
     def time(self, name: Hashable, call: Callable[[], object], number: int) -> Timing:
-        """Return the device's time of one call.
+        """Return the device's time of one call, which launches work on the current stream.
 
-        Args:
-            name: The same for calls that are alike.
-            call: Launches work on the current stream.
-            number: Calls behind one delay, at most.
+        name: the same for calls that are alike. number: calls behind one delay, at most.
         """
         number, cycles = self._plans.get(name, (number, FIRST_DELAY))
         while True:

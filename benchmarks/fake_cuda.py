@@ -43,11 +43,7 @@ class FakeEvent:
         """Wait for nothing."""
 
     def elapsed_time(self, end: "FakeEvent") -> float:
-        """Return milliseconds.
-
-        Args:
-            end: A later event.
-        """
+        """Return milliseconds. end: a later event."""
         return 1e3 * max(end._at - self._at, UNTIMED)
 
 
@@ -69,12 +65,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def calibrate(device: str = "cuda", max_groups: int = 16) -> Calibration:
-    """Stand for kvpage.calibrate.
-
-    Args:
-        device: Is not looked at.
-        max_groups: As there.
-    """
+    """Stand for kvpage.calibrate, with its arguments."""
     return Calibration(NAME, max_groups, (), (), max_bytes_in=0, max_bytes_out=0, seconds=0.0)
 
 
@@ -104,12 +95,7 @@ def fake_cuda() -> Iterator[None]:
 
 
 def run(script: str, arguments: Sequence[str]) -> None:
-    """Run a script as `python script arguments` would on a machine with a device.
-
-    Args:
-        script: Its path.
-        arguments: Of its command line.
-    """
+    """Run a script as `python script arguments` would on a machine with a device."""
     with fake_cuda(), mock.patch.object(sys, "argv", [script, *arguments]):
         runpy.run_path(script, run_name="__main__")
 

@@ -35,11 +35,7 @@ KERNELS: tuple[Any, ...] = attention_launch, blend_kernels, chunk, gather, rotar
 
 
 class FakeDevice(CompilingDriver):
-    """Triton's driver of a device. `launches` is kept while `keeps` is true.
-
-    Args:
-        capability: 80 or 90.
-    """
+    """Triton's driver of a device. `launches` is kept while `keeps` is true. capability: 80 or 90."""
 
     def __init__(self, capability: int = 90) -> None:
         super().__init__(NUMBER, capability, MULTIPROCESSORS[capability])
@@ -75,11 +71,7 @@ def _place(value: Any) -> Any:
 
 @contextlib.contextmanager
 def fake_device(capability: int = 90) -> Iterator[FakeDevice]:
-    """Stand in for a GPU, its error word and its facts inside.
-
-    Args:
-        capability: 80 or 90.
-    """
+    """Stand in for a GPU, its error word and its facts inside. capability: 80 or 90."""
     device, word = FakeDevice(capability), torch.zeros(1, dtype=torch.int32)
     kept = [(module, name, getattr(module, name)) for module, name in _STATE]
     stream = SimpleNamespace(cuda_stream=7)

@@ -28,9 +28,9 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.fake_device import MULTIPROCESSORS, fake_device
 from kvpage.benchmarks.gpu_launches import launches
+from kvpage.benchmarks.script import positive
 
 KEY_MODULES = "triton.runtime.cache", "triton.compiler.compiler"
 """Where triton_key is, from Triton 3.4 on and before."""
@@ -39,11 +39,7 @@ LIBRARY = "libtriton.so"
 
 @contextlib.contextmanager
 def keys_of(library: Path | None) -> Iterator[None]:
-    """Let Triton make the keys that it would make with another native library.
-
-    Args:
-        library: libtriton.so of the other wheel; None for Triton's own.
-    """
+    """Let Triton make the keys that it would make with another libtriton.so; None is its own."""
     if library is None:
         yield
         return
@@ -64,26 +60,16 @@ def _has_key(name: str) -> bool:
 
 
 def names_of(capability: int, only: list[str]) -> list[str]:
-    """Return the names of all launches, or of those with one of the words.
-
-    Args:
-        capability: Of the device.
-        only: Words; all names if there are none.
-    """
+    """Return the names of all launches, or of those with one of the words."""
     with fake_device(capability) as device:
         names = [name for name, _ in launches(device)]
     return [name for name in names if not only or any(word in name for word in only)]
 
 
 def compile_share(job: tuple[int, list[str]], library: Path | None) -> dict[str, str]:
-    """Compile what some launches need.
+    """Compile what launches need; return, in a line, the error of each that cannot be compiled.
 
-    Args:
-        job: The capability, and the names of the launches.
-        library: See keys_of.
-
-    Returns:
-        The error of each launch that cannot be compiled, in a line.
+    job: the capability, and the names of the launches.
     """
     capability, names = job
     failed = {}
@@ -105,26 +91,12 @@ def _first_cause(error: BaseException) -> str:
 
 
 def num_kernels(folder: Path) -> int:
-    """Return the compiled kernels in a cache.
-
-    Args:
-        folder: Of the cache; it need not be there.
-    """
+    """Return the compiled kernels in a cache. folder: of the cache; it need not be there."""
     return sum(1 for _ in folder.glob("*/*.cubin"))
 
 
 def fill(capabilities: list[int], processes: int, library: Path | None, only: list[str]) -> dict[str, Any]:
-    """Compile in several processes, each of which takes every so-manieth launch.
-
-    Args:
-        capabilities: Of the devices.
-        processes: That run beside each other.
-        library: See keys_of.
-        only: See names_of.
-
-    Returns:
-        What was compiled and what failed, for a line of JSON.
-    """
+    """Compile in several processes, each of which takes every n-th launch; return what to say in a line of JSON."""
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     before, begin = num_kernels(folder), time.monotonic()
     names = names_of(capabilities[0], only)

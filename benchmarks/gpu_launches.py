@@ -14,8 +14,8 @@ import torch
 
 from kvpage import CacheLayout, ops
 from kvpage.benchmarks import bench_launch, bench_paged_attention, bench_reshape_gather
-from kvpage.benchmarks.bench_paged_attention import Model
 from kvpage.benchmarks.fake_device import FakeDevice
+from kvpage.benchmarks.paged_case import Model
 from kvpage.kernels import chunk as chunk_kernels
 from kvpage.kernels import sampling_launch
 from kvpage.layout.attention import Attention
@@ -33,11 +33,7 @@ ANY_PROGRAMS = 2**31 - 1
 
 
 def launches(device: FakeDevice) -> Iterator[tuple[str, Call]]:
-    """Yield the name and the call of each kind of launch; none has run yet.
-
-    Args:
-        device: That is active.
-    """
+    """Yield the name and the call of each kind of launch; none has run yet. device: that is active."""
     yield from bench_launch.make_calls(device).items()
     yield from smoke_launches(device)
     yield from attention_launches(device)

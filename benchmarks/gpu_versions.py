@@ -29,11 +29,7 @@ COPY_BYTES, PRODUCT_SIZE = 1 << 30, 8192
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a package, or None where it is not installed.
-
-    Args:
-        package: Its name.
-    """
+    """Return the version of a package, or None where it is not installed. package: its name."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
@@ -42,8 +38,7 @@ def version_of(package: str) -> str | None:
 def build_faults(requirements: list[str]) -> list[str]:
     """Return a line for each requirement of the build that the environment does not meet.
 
-    Args:
-        requirements: As in pyproject.toml: a name, and at most one ">=". A program of the name does for a package.
+    A requirement is as in pyproject.toml: a name, and at most one ">=". A program of the name does for a package.
     """
     faults = []
     for requirement in requirements:
@@ -58,11 +53,7 @@ def build_faults(requirements: list[str]) -> list[str]:
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
-    """Return the numbers that a version begins with.
-
-    Args:
-        version: Such as 77.0.3, or 2.11.0+cu130.
-    """
+    """Return the numbers that a version begins with. version: such as 77.0.3, or 2.11.0+cu130."""
     beginning = re.match(r"\d+(\.\d+)*", version)
     return () if beginning is None else tuple(map(int, beginning[0].split(".")))
 
@@ -88,12 +79,7 @@ def bounds() -> dict[str, Any]:
 
 
 def seconds(call: Callable[[], object], number: int = 10) -> float:
-    """Return the mean time of a call, by the device's clock.
-
-    Args:
-        call: Launches work.
-        number: Calls.
-    """
+    """Return the mean time of a call, by the device's clock."""
     call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

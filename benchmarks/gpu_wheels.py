@@ -19,16 +19,10 @@ from pathlib import Path
 
 
 def install(wheels: Path, target: Path, only: Sequence[str] = ("*",), without: Sequence[str] = ()) -> list[str]:
-    """Install wheels at once: pip leaves out folders that an earlier call has made. Broken ones are said.
+    """Install wheels at once, as pip leaves out folders that an earlier call has made; return the names of those that
+    were installed. Broken ones are said.
 
-    Args:
-        wheels: A folder, which need not be there.
-        target: A folder that is made.
-        only: Patterns of file names, of which a wheel must fit one.
-        without: Patterns of those that are left out.
-
-    Returns:
-        The names of those that were installed.
+    wheels: a folder, which need not be there. target: a folder that is made. only, without: patterns of file names.
     """
     found = [wheel for wheel in sorted(wheels.glob("*.whl")) if _fits(wheel, only) and not _fits(wheel, without)]
     sound = [wheel for wheel in found if zipfile.is_zipfile(wheel)]

@@ -20,12 +20,7 @@ def generation(max_tokens: int, draws: bool = False) -> tf.GenerationConfig:
 def padded(model: Any, prompts: Prompts, config: tf.GenerationConfig, cache: Any = None, num_shared: int = 0) -> Tokens:
     """Answer by one `model.generate` over a batch, padded on the left.
 
-    Args:
-        model: Answers.
-        prompts: Of any lengths.
-        config: Of `generation`.
-        cache: Holds tokens that all prompts begin with; None for a new one.
-        num_shared: Those tokens; padding follows them.
+    cache: holds tokens that all prompts begin with; None for a new one. num_shared: those tokens; padding follows them.
     """
     width = max(map(len, prompts))
     gaps = [width - len(prompt) for prompt in prompts]
@@ -51,12 +46,7 @@ def batched(
 ) -> list[Any]:
     """Answer by continuous batching over a paged cache, without an end of answers. Return its outputs.
 
-    Args:
-        model: Answers.
-        prompts: Of any lengths.
-        config: Of `generation`; its tokens end no answer.
-        batched_tokens: Of a step.
-        **options: Of `model.generate_batch`.
+    config: of `generation`; its tokens end no answer. options: of `model.generate_batch`.
     """
     config.eos_token_id = -1
     num_blocks = sum((len(prompt) + config.max_new_tokens) // BLOCK_SIZE + 2 for prompt in prompts)

@@ -8,10 +8,9 @@ from unittest import mock
 import torch
 import transformers as tf
 
-from kvpage import CacheConfig
 from kvpage.benchmarks.hf_ways import generation, padded
-from kvpage.benchmarks.serving_workloads import BLOCK_SIZE, Prompts, Tokens
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.benchmarks.serving_workloads import Prompts, Tokens, engine_for
+from kvpage.serving import SamplingParams
 from kvpage.serving.model.hf_cache.argument import CACHE_ARGUMENTS, checked_cache_argument
 from kvpage.serving.model.states.row_cuts import Cut
 from kvpage.serving.model.states.state_pass import StatePass
@@ -21,9 +20,8 @@ Answer = Callable[[], Tokens]
 
 def kvpage_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int, num_at_once: int) -> Answer:
     """Return the answers of an engine that begins with an empty cache. num_at_once: requests in a step, at most."""
-    num_blocks = sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) + 1 for prompt in prompts)
-    config = EngineConfig(CacheConfig(BLOCK_SIZE, num_blocks), max_num_seqs=num_at_once)
-    engine, params = Engine.from_model(model, config), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    engine = engine_for(model, (len(prompt) + max_tokens for prompt in prompts), max_num_seqs=num_at_once)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
     def answer() -> Tokens:
         engine.reset_prefix_cache()
@@ -32,13 +30,8 @@ def kvpage_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int,
     return answer
 
 
-def packed_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Answer:
-    return kvpage_answers(model, prompts, max_tokens, len(prompts))
-
-
-def pieces_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Answer:
-    """Each call of a mixer computes one sequence."""
-    answer = packed_answers(model, prompts, max_tokens)
+def in_pieces(answer: Answer) -> Answer:
+    """Return the same, but each call of a mixer computes one sequence."""
 
     def answer_by_pieces() -> Tokens:
         with mock.patch.object(StatePass, "_cut_row", _one_by_one(vars(StatePass)["_cut_row"])):
@@ -67,26 +60,16 @@ def _indices(rows: slice | torch.Tensor) -> Iterable[int]:
     return found
 
 
-def alone_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Answer:
-    """Each step computes one sequence."""
-    return kvpage_answers(model, prompts, max_tokens, 1)
-
-
-def generate_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Answer:
-    return lambda: [padded(model, [prompt], generation(max_tokens))[0] for prompt in prompts]
-
-
-def padded_answers(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Answer:
-    return functools.partial(padded, model, prompts, generation(max_tokens))
-
-
-CONTENDERS: dict[str, Callable[[tf.PreTrainedModel, Prompts, int], Answer]] = {
-    "kvpage": packed_answers,
-    "pieces": pieces_answers,
-    "alone": alone_answers,
-    "generate": generate_answers,
-    "generate_padded": padded_answers,
-}
+def contenders(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> dict[str, Callable[[], Answer]]:
+    """Return what makes each contender, by name. alone: each step computes one sequence."""
+    config, kvpage = generation(max_tokens), functools.partial(kvpage_answers, model, prompts, max_tokens)
+    return {
+        "kvpage": lambda: kvpage(len(prompts)),
+        "pieces": lambda: in_pieces(kvpage(len(prompts))),
+        "alone": lambda: kvpage(1),
+        "generate": lambda: lambda: [padded(model, [prompt], config)[0] for prompt in prompts],
+        "generate_padded": lambda: functools.partial(padded, model, prompts, config),
+    }
 
 
 def own_forward(model: Any, num: int, num_tokens: int, max_tokens: int) -> Callable[[], object]:

@@ -3,9 +3,8 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from support.managers import manager_of_states
-
 from kvpage.benchmarks.hybrid_traces import Request
+from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.manager import BlockManager
 
 BLOCK_SIZE = 16
@@ -39,7 +38,7 @@ def run_manager(requests: list[Request], num_slots: int | None, is_marked: bool)
     """Serve the trace, one request after the other. num_slots: for checkpoints; None keeps all."""
     most = 3 * len(requests) if num_slots is None else num_slots
     num_tokens = sum(len(request.computed) + BLOCK_SIZE for request in requests)
-    manager = manager_of_states(num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, num_slots=most + 1)
+    manager = BlockManager(num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, groups=[States(most + 1)])
     found = [_serve(manager, number, request, is_marked) for number, request in enumerate(requests)]
     manager.check()
     stats = manager.stats().slots
@@ -51,6 +50,7 @@ def _serve(manager: BlockManager, number: int, request: Request, is_marked: bool
     prompt, rest = request.prompt, request.answer[:-1]
     cache_at = [request.system] if is_marked else []
     found = manager.allocate(number, prompt, cache_at=cache_at).num_cached_tokens
+    assert manager.states is not None
     manager.states.reserve(number, found, len(prompt))
     _make_moves(manager)
     manager.commit(number, prompt[found:])
@@ -65,18 +65,15 @@ def _serve(manager: BlockManager, number: int, request: Request, is_marked: bool
 
 def _make_moves(manager: BlockManager) -> None:
     manager.do_moves(lambda move: None)
+    assert manager.states is not None
     manager.states.do_moves(lambda move: None)
 
 
 def run_borders(requests: list[Request], num_slots: int | None, block_size: int, only_ends: bool) -> Run:
-    """Serve the trace with states at block borders, the least recently used evicted first.
+    """Serve the trace with states at block borders, the least recently used evicted first. num_slots: None keeps all.
 
-    Args:
-        requests: The trace.
-        num_slots: States that are kept; None keeps all.
-        block_size: Tokens between two borders.
-        only_ends: Whether a request leaves the states of its last border, and of those at which a portion of its
-            prefill ends; otherwise that of each border.
+    only_ends: whether a request leaves the states of its last border, and of those at which a portion of its prefill
+    ends; otherwise that of each border.
     """
     kept: OrderedDict[bytes, None] = OrderedDict()
     all_found = []

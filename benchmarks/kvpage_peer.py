@@ -2,7 +2,7 @@
 
 It reads and answers lines as vllm_peer.py does, but for the room that the first line asks for, {"num_tokens": int}.
 
-    LD_PRELOAD=... python benchmarks/kvpage_peer.py MODEL_DIR NUM_THREADS DTYPE
+    LD_PRELOAD=... python benchmarks/kvpage_peer.py NUM_THREADS MODEL_DIR DTYPE
 """
 
 import sys
@@ -10,21 +10,17 @@ import time
 from typing import Any
 
 import torch
-import transformers as tf
 
 import kvpage
 from kvpage.benchmarks.peer_answers import answer_lines
+from kvpage.benchmarks.serve_model import load_model
 from kvpage.benchmarks.serving_contenders import KVPageServer
 
 
 def main() -> None:
-    folder, num_threads, dtype = sys.argv[1:]
+    num_threads, folder, dtype = sys.argv[1:]
     torch.set_num_threads(int(num_threads))
-    tf.logging.set_verbosity_error()
-    tf.utils.logging.disable_progress_bar()
-    model = tf.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-    ).eval()
+    model = load_model(folder, getattr(torch, dtype))
     servers: dict[str, KVPageServer] = {}
 
     def answer(num_tokens: int = 0, **asked: Any) -> dict[str, Any]:

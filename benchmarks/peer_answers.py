@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
+Answer = Callable[..., dict[str, Any]]
+
 
 def own_output() -> TextIO:
     """Return the standard output for answers alone: what else is printed from now on goes to the standard error."""
@@ -14,14 +16,23 @@ def own_output() -> TextIO:
     return answers
 
 
-def answer_lines(answers: TextIO, hello: dict[str, Any], answer: Callable[..., dict[str, Any]]) -> None:
-    """Say that the peer is ready, and answer until the input ends.
-
-    Args:
-        answers: Takes the lines.
-        hello: The first line.
-        answer: Called with what a line asks for, by name.
-    """
+def answer_lines(answers: TextIO, hello: dict[str, Any], answer: Answer) -> None:
+    """Say hello, and answer what each line of the input asks for, by name, until it ends."""
     print(json.dumps(hello), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), file=answers, flush=True)
+
+
+def answer_by_vllm(make: Callable[..., Answer], **environment: str) -> None:
+    """Answer by what `make` returns, with vLLM's version as the first line.
+
+    `make` is called with the script's arguments but the first, which is the number of threads.
+    """
+    answers = own_output()
+    num_threads, *arguments = sys.argv[1:]
+    os.environ |= {"OMP_NUM_THREADS": num_threads, "VLLM_LOGGING_LEVEL": "WARNING", **environment}
+    import torch
+    import vllm
+
+    torch.set_num_threads(int(num_threads))
+    answer_lines(answers, {"vllm": vllm.__version__}, make(*arguments))

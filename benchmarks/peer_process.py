@@ -64,6 +64,23 @@ class PeerProcess:
         return json.loads(line)
 
 
+@contextmanager
+def vllm_peer(
+    python: Path | None, script: str, *arguments: Any, preloads: bool = False
+) -> Iterator[PeerProcess | None]:
+    """Give a peer that vLLM's interpreter runs, and None where there is none.
+
+    script: from this folder. arguments: its own; the first is the number of threads. preloads: whether it has the
+    libraries that vLLM's guide has its users preload.
+    """
+    if python is None:
+        yield None
+        return
+    libraries = recommended(python) if preloads else []
+    with PeerProcess.start(python, script, list(map(str, arguments)), libraries) as peer:
+        yield peer
+
+
 def recommended(python: Path) -> list[Path]:
     """Return the libraries that vLLM's guide for CPUs has its users preload, as far as they are there.
 

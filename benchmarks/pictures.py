@@ -1,4 +1,8 @@
-"""Pictures of benchmarks: bars, curves and stacked parts, of medians."""
+"""Pictures of benchmarks: bars, curves and stacked parts, of medians with their quartiles.
+
+All draw into a file, `path`. `label` is of the axis of the values, `lines` are values to mark there, other options are
+as of Axes.set.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,15 +12,17 @@ from typing import Any
 from kvpage.benchmarks.figure import Figure
 
 Row = Mapping[str, Any]
+Value = Figure | float
+MOST_INSIDE = 10  # curves whose names have room beside them
+GRAY = {"color": "gray", "linewidth": 0.8}
 
 
 @contextmanager
 def drawn(path: str | Path, *grid: int, size: tuple[float, float], **options: Any) -> Iterator[Any]:
-    """Give axes to draw on, and write them into a file afterwards.
+    """Give axes to draw on, and write them into the file afterwards.
 
     Args:
-        path: The file.
-        *grid: Rows and columns of axes; none for one.
+        *grid: Rows and columns of axes; none for a single one.
         size: In inches.
         **options: As of pyplot.subplots.
     """
@@ -32,42 +38,54 @@ def drawn(path: str | Path, *grid: int, size: tuple[float, float], **options: An
     pyplot.close(figure)
 
 
+def median_of(value: Value) -> float:
+    """Return a figure's median, or the number."""
+    return value.median if isinstance(value, Figure) else value
+
+
+def spread_of(values: Iterable[Value]) -> list[list[float]]:
+    """Return how far the quartiles are below the medians, and above them."""
+    figures = [value if isinstance(value, Figure) else Figure(value, value, value, 1) for value in values]
+    return [[one.median - one.low for one in figures], [one.high - one.median for one in figures]]
+
+
 def bars(
-    path: str | Path, values: Mapping[str, Figure | float], label: str, lines: Iterable[float] = (), **options: Any
+    path: str | Path, values: Mapping[str, Value], label: str, lines: Iterable[float] = (), **options: Any
 ) -> None:
-    """Draw a bar a value, the first at the top.
+    """Draw a bar a value, the first at the top. values: by name."""
+    grouped(path, list(values), {"": list(values.values())}, label, lines, **options)
+
+
+def grouped(
+    path: str | Path,
+    names: Sequence[str],
+    series: Mapping[str, Sequence[Value]],
+    label: str,
+    lines: Iterable[float] = (),
+    **options: Any,
+) -> None:
+    """Draw bars beside each other for each name, the first at the top.
 
     Args:
-        path: The file.
-        values: By name.
-        label: Of their axis.
-        lines: Values to mark.
-        **options: As of Axes.set.
+        names: Of the groups.
+        series: By the words of the legend, a value for each name.
     """
-    with drawn(path, size=(7, 0.3 * len(values) + 1)) as axes:
-        add_bars(axes, values, label, lines, **options)
-
-
-def add_bars(
-    axes: Any, values: Mapping[str, Figure | float], label: str, lines: Iterable[float] = (), **options: Any
-) -> None:
-    """Draw as `bars` does, on axes."""
-    axes.barh(list(values), [value.median if isinstance(value, Figure) else value for value in values.values()])
-    for line in lines:
-        axes.axvline(line, color="gray", linewidth=0.8)
-    axes.invert_yaxis()
-    axes.set(xlabel=label, **options)
+    with drawn(path, size=(7, 0.3 * len(names) * max(len(series) / 2, 1) + 1)) as axes:
+        height = 0.8 / len(series)
+        for number, (words, values) in enumerate(series.items()):
+            places = [place + number * height for place in range(len(names))]
+            axes.barh(places, list(map(median_of, values)), height, xerr=spread_of(values), label=words)
+        for line in lines:
+            axes.axvline(line, **GRAY)
+        axes.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], names, fontsize="small")
+        axes.invert_yaxis()
+        axes.set(xlabel=label, **options)
+        if len(series) > 1:
+            axes.legend(fontsize="small")
 
 
 def stacked(path: str | Path, steps: Mapping[str, Mapping[str, float]], label: str, **options: Any) -> None:
-    """Draw the parts of each step one after the other.
-
-    Args:
-        path: The file.
-        steps: By name, the sizes of their parts by name.
-        label: Of their axis.
-        **options: As of Axes.set.
-    """
+    """Draw the parts of each step one after the other. steps: by name, the sizes of their parts by name."""
     with drawn(path, size=(9, 0.5 * len(steps) + 1.5)) as axes:
         left = [0.0] * len(steps)
         for part in next(iter(steps.values())):
@@ -88,6 +106,53 @@ def groups(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]
 
 
 def curve(axes: Any, rows: Sequence[Row], x: str, y: str, style: str = "o-", **options: Any) -> None:
-    """Draw the medians of a value over another value. options: as of Axes.plot."""
-    values = [row[y].median if isinstance(row[y], Figure) else row[y] for row in rows]
-    axes.plot([row[x] for row in rows], values, style, **options)
+    """Draw the medians of a value over another value, of the rows that have it. options: as of Axes.plot."""
+    having = [row for row in rows if row.get(y) is not None]
+    axes.plot([row[x] for row in having], [median_of(row[y]) for row in having], style, **options)
+
+
+def add_curves(
+    axes: Any,
+    rows: Sequence[Row],
+    x: str,
+    values: Sequence[str],
+    by: Sequence[str] = (),
+    lines: Iterable[float] = (),
+    style: str = "o-",
+    **options: Any,
+) -> None:
+    """Draw as `curves` does, on axes."""
+    for names, fitting in groups(rows, *by).items():
+        for value in values:
+            curve(axes, fitting, x, value, style, label=", ".join(map(str, names)) if by else value)
+    for line in lines:
+        axes.axhline(line, **GRAY)
+    axes.set(**{"xlabel": x, **options})
+    if len(axes.get_lines()) > MOST_INSIDE:
+        axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    else:
+        axes.legend(fontsize="small")
+
+
+def curves(
+    path: str | Path, rows: Sequence[Row], x: str, values: Sequence[str], by: Sequence[str] = (), **options: Any
+) -> None:
+    """Draw curves, for each group of rows that have the same values of some names.
+
+    Args:
+        rows: With all values.
+        x: The name of the values on the horizontal axis.
+        values: The names of the values on the other one.
+        by: The names that tell the groups apart.
+        **options: Also style, as of Axes.plot.
+    """
+    with drawn(path, size=(8, 4.5)) as axes:
+        add_curves(axes, rows, x, values, by, **options)
+
+
+def panels(path: str | Path, rows: Sequence[Row], panel: str, **options: Any) -> None:
+    """Draw as `curves` does, on axes for each value of a name. panel: the name. options: as of `curves`."""
+    parts = groups(rows, panel)
+    with drawn(path, 1, len(parts), size=(4.5 * len(parts), 4), squeeze=False) as grid:
+        for axes, ((name,), fitting) in zip(grid[0], parts.items(), strict=True):
+            add_curves(axes, fitting, title=f"{panel} {name}", **options)

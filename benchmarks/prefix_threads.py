@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvpage import BlockPool, PrefixTree
-from kvpage.benchmarks.cells import show_all
+from kvpage.benchmarks.cells import shown
 from kvpage.benchmarks.figure import Figure
 
 B = 16
@@ -29,17 +29,31 @@ NUM_PROMPTS = 8  # each thread has its own
 
 CONTROL = "control"
 
-Work = Callable[[int], Callable[[], int]]  # makes the function that a thread repeats, which returns its number of calls
+Call = Callable[[], int]
+"""Repeated by a thread; returns its number of calls."""
+Work = Callable[[int], Call]
+"""Makes the function that a thread repeats, of the thread's number."""
 
 
 def in_turns(work: Work, num_works: int) -> Work:
     """Return the work of one thread that takes turns at what so many threads would do."""
 
-    def all_works(_: int) -> Callable[[], int]:
+    def all_works(_: int) -> Call:
         calls = itertools.cycle([work(thread) for thread in range(num_works)])
         return lambda: next(calls)()
 
     return all_works
+
+
+def repeated(call: Callable[[], object], number: int = 20) -> Call:
+    """Return a loop of so many calls."""
+
+    def loop() -> int:
+        for _ in range(number):
+            call()
+        return number
+
+    return loop
 
 
 def rate(work: Work, num_threads: int, seconds: float) -> float:
@@ -81,32 +95,21 @@ def shared_tree(num_tokens: int) -> tuple[BlockPool, PrefixTree, list[np.ndarray
 def counting(num_steps: int) -> Work:
     """Count in plain Python, without a call of kvpage: the bound that the GIL itself sets."""
 
-    def work(_: int) -> Callable[[], int]:
-        def call() -> int:
-            for _ in range(20):
-                count = 0
-                for step in range(num_steps):
-                    count += step
-            return 20
+    def count() -> None:
+        number = 0
+        for step in range(num_steps):
+            number += step
 
-        return call
-
-    return work
+    return lambda _: repeated(count)
 
 
 def matching(num_tokens: int) -> Work:
     """Match and release a cached prompt."""
     _, tree, prompts = shared_tree(num_tokens)
 
-    def work(thread: int) -> Callable[[], int]:
+    def work(thread: int) -> Call:
         match, release, prompt = tree.match, tree.release, prompts[thread]
-
-        def call() -> int:
-            for _ in range(20):
-                release(match(prompt))
-            return 20
-
-        return call
+        return repeated(lambda: release(match(prompt)))
 
     return work
 
@@ -115,16 +118,15 @@ def inserting(num_tokens: int) -> Work:
     """Match, insert 16 new blocks after the match, release, and evict the new blocks, of the lowest priority."""
     pool, tree, prompts = shared_tree(num_tokens)
 
-    def work(thread: int) -> Callable[[], int]:
+    def work(thread: int) -> Call:
         prompt, rest = prompts[thread], np.full(16 * B, -1 - thread, np.int32)
 
-        def call() -> int:
+        def call() -> None:
             match = tree.match(prompt, num_left_over=0)
             tree.release(tree.insert(rest, pool.allocate(16), after=match))
             tree.evict(16)
-            return 1
 
-        return call
+        return repeated(call, 1)
 
     return work
 
@@ -132,18 +134,8 @@ def inserting(num_tokens: int) -> Work:
 def pooling(num_blocks: int) -> Work:
     """Allocate and release."""
     pool = BlockPool(1 << 16)
-
-    def work(_: int) -> Callable[[], int]:
-        allocate, release = pool.allocate, pool.release
-
-        def call() -> int:
-            for _ in range(20):
-                release(allocate(num_blocks))
-            return 20
-
-        return call
-
-    return work
+    allocate, release = pool.allocate, pool.release
+    return lambda _: repeated(lambda: release(allocate(num_blocks)))
 
 
 CASES: dict[str, Callable[[], Work]] = {
@@ -183,6 +175,6 @@ def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict[str, Any
 
 def show_threads(rows: list[dict[str, Any]]) -> None:
     print("sharing a tree or a pool: calls a second of all threads")
-    show_all("{case:<19}{threads:>8}{calls_s.median:>16,.0f}{alone_calls_s.median:>22,.0f}{ratio:>24.2f}", rows)
+    shown("{case:<19}{threads:>8}{calls_s.median:>16,.0f}{alone_calls_s.median:>22,.0f}{ratio:>24.2f}", rows)
     print("alone: one thread that does the work of all in turns")
     print("control: plain Python without a call of kvpage; its ratio is the bound that the GIL sets")

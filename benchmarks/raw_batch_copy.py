@@ -25,11 +25,7 @@ class _Attributes(ctypes.Structure):
 
 
 def find_call(driver: Any = None) -> Any | None:
-    """Return cuMemcpyBatchAsync, or None where there is no driver that has it.
-
-    Args:
-        driver: The driver's library; by default the machine's.
-    """
+    """Return cuMemcpyBatchAsync, or None where no driver has it. driver: its library; by default the machine's."""
     if driver is None:
         try:
             driver = ctypes.CDLL("libcuda.so.1")
@@ -47,14 +43,7 @@ def find_call(driver: Any = None) -> Any | None:
 
 
 class RawBatchCopy:
-    """One call that copies pieces of one size.
-
-    Args:
-        call: Of `find_call`.
-        sources: Addresses.
-        destinations: Addresses, as many.
-        piece_bytes: Bytes of each piece.
-    """
+    """One call of `find_call` that copies pieces of one size between addresses."""
 
     def __init__(self, call: Any, sources: Sequence[int], destinations: Sequence[int], piece_bytes: int) -> None:
         number = len(sources)
@@ -66,14 +55,7 @@ class RawBatchCopy:
         self._first, self._failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
 
     def run(self, stream: int) -> None:
-        """Enqueue the copies on a stream that is not the legacy default one.
-
-        Args:
-            stream: Its handle.
-
-        Raises:
-            RuntimeError: The driver refuses.
-        """
+        """Enqueue the copies on a stream that is not the legacy default one. RuntimeError: the driver refuses."""
         error = self._call(
             self._destinations,
             self._sources,

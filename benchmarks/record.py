@@ -3,8 +3,7 @@
     python benchmarks/record.py run [NAME ...] [-- ARGUMENT ...]     measures into benchmarks/results/NAME.txt
     python benchmarks/record.py numbers                              writes the tables from the results
 
-The tables: all numbers in docs/benchmarks.md, ten of them in README.md, right answers in docs/blend.md, models with
-states in docs/hybrid.md.
+tables.md has the templates of the tables, and names their pages.
 
 `run` refuses a tree that differs from its commit, and an installed kvpage that differs from the tree. `numbers` refuses
 a result whose sources have changed since. What follows -- goes to each benchmark, such as --vllm PYTHON.
@@ -24,29 +23,12 @@ from typing import Any
 
 import kvpage
 from kvpage.benchmarks.cells import with_figures
-from kvpage.benchmarks.number_table import Results, full_table, short_table
-from kvpage.benchmarks.page_tables import (
-    answers_table,
-    checkpoints_table,
-    parts_table,
-    serving_table,
-    step_parts_table,
-)
 from kvpage.benchmarks.runs import RUNS, Run
+from kvpage.benchmarks.tables import read_templates
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKS = "<!-- {}: written by benchmarks/record.py -->", "<!-- end of {} -->"
-BEGIN, END = (mark.format("numbers") for mark in MARKS)
-RESULTS = "benchmarks/results"
-TABLES = {"README.md": short_table, "docs/benchmarks.md": full_table, "docs/blend.md": answers_table}
-PARTS = {
-    "parts of a model's step": ("docs/benchmarks.md", step_parts_table),
-    "parts of a step": ("docs/benchmarks.md", parts_table),
-    "serving of models with states": ("docs/hybrid.md", serving_table),
-    "cost of a checkpoint": ("docs/hybrid.md", checkpoints_table),
-}
-"""Further tables, by name: each with its page."""
-PAGES = tuple({*TABLES, *(page for page, _ in PARTS.values())})
+RESULTS, PAGES = "benchmarks/results", ("README.md", "docs/")
 
 
 class Refused(Exception):
@@ -58,7 +40,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def check_tree(root: Path) -> None:
-    """Raises: Refused: a file is not committed, and neither a result nor a page with a table."""
+    """Raises: Refused: a file is not committed, and neither a result nor a page."""
     changed = [line[3:] for line in git(root, "status", "--porcelain").splitlines()]
     changed = [name for name in changed if not name.startswith((RESULTS, *PAGES))]
     if changed:
@@ -66,11 +48,9 @@ def check_tree(root: Path) -> None:
 
 
 def check_installed(root: Path, package: Path, built_from: str | None) -> None:
-    """Raises: Refused: the installed kvpage was built from other sources than the tree's.
+    """Raises: Refused: the kvpage installed in `package` was built from other sources than the tree's.
 
-    Args:
-        package: the folder of the installed kvpage.
-        built_from: build_info()["sources"], the digest of what its extension was compiled from.
+    built_from: build_info()["sources"], the digest of what its extension was compiled from.
     """
     folders = {"": "kvpage", "kernels": "kernels", "benchmarks": "benchmarks"}
     for installed_in, folder in folders.items():
@@ -156,31 +136,30 @@ def read_result(root: Path, name: str) -> tuple[str, dict[str, Any]]:
     return commit, json.loads(lines[-1], object_hook=with_figures)
 
 
-def read_results(root: Path) -> Results:
-    """Return the line of JSON of each result that the tables are made of, by name; without those not measured yet."""
-    return {name: read_result(root, name)[1] for name in RUNS if name not in missing_results(root)}
-
-
 def missing_results(root: Path) -> list[str]:
     """Return the names of runs that have no result."""
     return [name for name in RUNS if not (root / RESULTS / f"{name}.txt").is_file()]
 
 
+def read_all(root: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return what `read_result` gives of each run, by its name; without those not measured yet."""
+    missing = missing_results(root)
+    return {name: read_result(root, name) for name in RUNS if name not in missing}
+
+
 def commits_of(root: Path) -> str:
     """Return a sentence that names the commit of each result, one for all where all are of one; and what has none."""
     names: dict[str, list[str]] = {}
+    for name, (commit, _) in read_all(root).items():
+        names.setdefault(commit, []).append(name)
     missing = missing_results(root)
-    for name in RUNS:
-        if name in missing:
-            continue
-        names.setdefault(read_result(root, name)[0], []).append(name)
     if len(names) == 1 and not missing:
         return f"All were measured at commit `{next(iter(names))}`."
     said = [f"Measured at commit `{commit}`: {', '.join(of)}." for commit, of in names.items()]
     return " ".join([*said, f"Not measured yet: {', '.join(missing)}."] if missing else said)
 
 
-def with_numbers(page: str, numbers: str, name: str = "numbers") -> str:
+def with_numbers(page: str, numbers: str, name: str) -> str:
     """Return `page` with the table of this name replaced."""
     begin, end = (mark.format(name) for mark in MARKS)
     before, _, rest = page.partition(begin)
@@ -191,14 +170,12 @@ def with_numbers(page: str, numbers: str, name: str = "numbers") -> str:
 
 
 def pages_with_numbers(root: Path) -> dict[str, str]:
-    """Return each page's text with the table that the results make, by the page's path."""
-    results, commits = read_results(root), commits_of(root)
-    pages = {
-        name: with_numbers((root / name).read_text(), f"{table(results)}\n\n{commits}")
-        for name, table in TABLES.items()
-    }
-    for name, (page, table) in PARTS.items():
-        pages[page] = with_numbers(pages.get(page) or (root / page).read_text(), table(results), name)
+    """Return each page's text with the tables that the results make, by the page's path. Those of numbers say when."""
+    results, pages = {name: result for name, (_, result) in read_all(root).items()}, dict[str, str]()
+    for (page, name), template in read_templates(root).items():
+        said = f"\n\n{commits_of(root)}" if name == "numbers" else ""
+        text = pages.get(page) or (root / page).read_text()
+        pages[page] = with_numbers(text, template.table(results) + said, name)
     return pages
 
 
@@ -206,14 +183,15 @@ def write_numbers(root: Path) -> None:
     """Raises: Refused: a result is of other sources than this commit's, or missing."""
     if missing := missing_results(root):
         raise Refused(f"{missing[0]} has no result: run `python benchmarks/record.py run {missing[0]}`")
-    for name, run in RUNS.items():
-        check_result(root, run, read_result(root, name)[0])
-    for name, text in pages_with_numbers(root).items():
-        (root / name).write_text(text)
+    for name, (commit, _) in read_all(root).items():
+        check_result(root, RUNS[name], commit)
+    for page, text in pages_with_numbers(root).items():
+        (root / page).write_text(text)
 
 
 def main() -> None:
-    arguments, _, extra = (list(part) for part in _split(sys.argv[1:]))
+    words = [*sys.argv[1:], "--"]
+    arguments, extra = words[: words.index("--")], words[words.index("--") + 1 : -1]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["run", "numbers"])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RUNS)}; by default all")
@@ -231,11 +209,6 @@ def main() -> None:
             measure(ROOT, RUNS[name], extra)
     except Refused as error:
         raise SystemExit(f"record: {error}") from error
-
-
-def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], words[at : at + 1], words[at + 1 :]
 
 
 if __name__ == "__main__":

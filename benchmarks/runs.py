@@ -3,33 +3,25 @@
 from dataclasses import dataclass
 
 SOURCES = ("kvpage", "kernels", "csrc", "setup.py", "CMakeLists.txt")
-BLENDING = ("kvpage/blend", "kvpage/ops/blend.py", "kvpage/ops/reference", "benchmarks/blend_quality.py",
-            "benchmarks/blend_methods.py", "benchmarks/blend_model.py", "benchmarks/blend_task.py")  # fmt: skip
-
-HYBRID = ("kvpage/blocks", "csrc/tree", "csrc/states", "benchmarks/hybrid_bounds.py", "benchmarks/hybrid_runs.py",
-          "benchmarks/hybrid_traces.py")  # fmt: skip
-
 SERVED = {
     "hybrid_serving_mamba": ("mamba2", "falcon_h1", "granitemoehybrid", "mamba"),
     "hybrid_serving": ("qwen3_next", "lfm2", "jamba", "recurrent_gemma"),
 }
 """The families of each run of bench_hybrid_serving."""
+WITHOUT_PLOT = ("pool", "token_trie")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One benchmark.
+    """One benchmark. arguments: of `python`; the first is the script.
 
-    arguments: of `python`; the first is the script.
     sources: what a result depends on, as git paths. It counts as today's until one of them has changed. Without any it
-        is of its own commit for good, also when its script changes.
-    has_plot: whether the script draws with --plot.
+    is of its own commit for good, also when its script changes.
     """
 
     name: str
     arguments: tuple[str, ...]
     sources: tuple[str, ...] = SOURCES
-    has_plot: bool = True
 
     @property
     def script(self) -> str:
@@ -40,22 +32,20 @@ class Run:
         return (*self.sources, self.script) if self.sources else ()
 
     def command(self, folder: str) -> list[str]:
-        """The command line, which draws into `folder`."""
-        plot = ["--plot", f"{folder}/{self.name}.png"] if self.has_plot else []
+        """Return the command line, which draws into `folder`."""
+        plot = [] if self.name in WITHOUT_PLOT else ["--plot", f"{folder}/{self.name}.png"]
         return ["python", "-P", *self.arguments, *plot]
 
 
 PEERLESS = "--without generate generate_batch"
 MOVED = "--tokens 32768 --chunk-tokens 8192 --rounds 9"
+HYBRID = "hybrid_serving --threads 2 --rounds 3 --without alone --families"
 LINES = {
     "pool": "pool",
     "prefix": "prefix",
     "block_manager": "block_manager",
     "hybrid_prefix": "hybrid_prefix",
-    **{
-        name: f"hybrid_serving --threads 2 --rounds 3 --without alone --families {' '.join(families)}"
-        for name, families in SERVED.items()
-    },
+    **{name: f"{HYBRID} {' '.join(families)}" for name, families in SERVED.items()},
     "state_checkpoints": "state_checkpoints",
     "slots": "slots",
     "token_trie": "token_trie",
@@ -93,19 +83,20 @@ LINES = {
     "blend_speed_4096": "blend --part speed --tokens 4096 --ratios 0.15 --rounds 3 --threads 1",
     "blend_quality": "blend --part quality --threads 1",
 }
-OTHER_SOURCES: dict[str, tuple[str, ...]] = {
-    "hybrid_prefix": HYBRID,
+OTHER_SOURCES = {
+    "hybrid_prefix": "kvpage/blocks csrc/tree csrc/states benchmarks/hybrid_bounds.py benchmarks/hybrid_runs.py"
+    " benchmarks/hybrid_traces.py",
     # Measured once, while the model's own modules computed every product and norm: nothing makes it out of date.
-    "step_parts_before": (),
-    "blend_quality": BLENDING,
+    "step_parts_before": "",
+    "blend_quality": "kvpage/blend kvpage/ops/blend.py kvpage/ops/reference benchmarks/blend_quality.py"
+    " benchmarks/blend_methods.py benchmarks/blend_model.py benchmarks/blend_task.py",
 }
-WITHOUT_PLOT = ("pool", "token_trie")
 
 
 def _run(name: str, line: str) -> Run:
     bench, *options = line.split()
-    sources = OTHER_SOURCES.get(name, SOURCES)
-    return Run(name, (f"benchmarks/bench_{bench}.py", *options), sources, name not in WITHOUT_PLOT)
+    others = OTHER_SOURCES.get(name)
+    return Run(name, (f"benchmarks/bench_{bench}.py", *options), SOURCES if others is None else tuple(others.split()))
 
 
 RUNS = {name: _run(name, line) for name, line in LINES.items()}

@@ -6,79 +6,118 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
-from kvpage.benchmarks.arguments import positive
 from kvpage.benchmarks.figure import dumps
 
 NO_SETTINGS = ("benchmark", "plot", "device", "url", "api_key")
 
 
-class Options(argparse.ArgumentParser):
-    """The options of `kvpage bench NAME`, those that several benchmarks have among them.
+def positive(text: str) -> int:
+    """Return the integer that the text says, at least 1. Raises argparse.ArgumentTypeError for others."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"it must be a positive integer, got {text!r}")
+    return number
+
+
+class Option(NamedTuple):
+    """An option of a benchmark. Its type follows from its default; integers are positive.
+
+    Args:
+        default: Its value; several in a list or tuple, of an option that takes several; False of a flag.
+        help: What it says.
+        more: As of add_argument.
+    """
+
+    default: Any
+    help: str = ""
+    more: dict[str, Any] = {}
+
+    def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
+        """Add it to a command line."""
+        kinds: dict[str, Any] = {"action": "store_true"} if self.default is False else self._kinds()
+        parser.add_argument(f"--{name}", default=self.default, help=self.help, **{**kinds, **self.more})
+
+    def _kinds(self) -> dict[str, Any]:
+        is_many = isinstance(self.default, list | tuple)
+        first = (self.default or [""])[0] if is_many else self.default
+        kind = positive if isinstance(first, int) else str if first is None else type(first)
+        return {"type": kind, **({"nargs": "+"} if is_many else {})}
+
+
+def option(default: Any, help: str = "", **more: Any) -> Option:
+    """Return an option. more: as of add_argument."""
+    return Option(default, help, more)
+
+
+VLLM = option(None, "an interpreter that has vLLM's CPU build", type=Path, metavar="PYTHON")
+WITHOUT = option([], "contenders to leave out", metavar="NAME")
+PATH = option(None, "a directory on the disk to be measured; by default a temporary one", type=Path)
+DEVICE = option("cpu", "a device to measure", choices=["cpu", "cuda"])
+
+
+def parse(
+    name: str,
+    about: str | None,
+    arguments: Sequence[str] | None = None,
+    /,
+    check: Callable[[argparse.Namespace], str | None] = lambda options: None,
+    has_plot: bool = True,
+    **options: Any,
+) -> argparse.Namespace:
+    """Return the options of `kvpage bench NAME`. Torch has as many threads as they say.
+
+    The script ends where a device is asked for that is not there.
 
     Args:
         name: The benchmark's.
         about: The words of --help.
-        rounds: The default of --rounds; None for no such option.
-        threads: The default of --threads, of torch; None for no such option.
-        device: The default of --device; None for no such option.
+        arguments: By default the command line's.
+        check: Returns what is wrong about the options together.
         has_plot: Whether there is --plot.
+        **options: By name: an option, or its default. An option of the default None is none.
     """
+    parser = argparse.ArgumentParser(
+        prog=f"kvpage bench {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(benchmark=name)
+    if has_plot:
+        options["plot"] = option(None, "draws a picture there", type=Path)
+    for key, value in options.items():
+        made = value if isinstance(value, Option) else Option(value, "of torch" if key == "threads" else "")
+        made.add_to(parser, key.replace("_", "-"))
+    found = parser.parse_args(arguments)
+    if wrong := check(found) or _refusal(found):
+        parser.error(wrong)
+    _use(found)
+    return found
 
-    def __init__(
-        self,
-        name: str,
-        about: str | None,
-        rounds: int | None = None,
-        threads: int | None = None,
-        device: str | None = None,
-        has_plot: bool = True,
-    ) -> None:
-        super().__init__(
-            prog=f"kvpage bench {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        self.set_defaults(benchmark=name)
-        if rounds is not None:
-            self.add("--rounds", rounds)
-        if threads is not None:
-            self.add("--threads", threads, help="of torch")
-        if device is not None:
-            self.add("--device", device, choices=["cpu", "cuda"])
-        if has_plot:
-            self.add("--plot", type=Path, help="draws a picture there")
 
-    def add(self, option: str, default: Any = None, **more: Any) -> None:
-        """Add an option. Its type follows from its default; integers are positive. A sequence takes several values.
+def _refusal(options: argparse.Namespace) -> str | None:
+    is_out = "kvpage" in getattr(options, "without", [])
+    return "--without must leave kvpage in, with whose tokens all are compared" if is_out else None
 
-        Args:
-            option: Its name.
-            default: Its value, or a sequence of them.
-            **more: As of add_argument.
-        """
-        is_many = isinstance(default, Sequence) and not isinstance(default, str)
-        first = default[0] if is_many and default else default
-        kind: Any = positive if isinstance(first, int) else str if first is None or is_many else type(first)
-        self.add_argument(option, default=default, **{"type": kind, **({"nargs": "+"} if is_many else {}), **more})
 
-    def add_vllm(self) -> None:
-        """Add --vllm."""
-        self.add("--vllm", type=Path, metavar="PYTHON", help="an interpreter that has vLLM's CPU build")
+def _use(options: argparse.Namespace) -> None:
+    """Take the threads that are asked for, and the device, or end."""
+    if isinstance(getattr(options, "threads", None), int):
+        import torch
 
-    def add_without(self) -> None:
-        """Add --without."""
-        self.add("--without", default=[], nargs="+", metavar="NAME", help="contenders to leave out")
+        torch.set_num_threads(options.threads)
+    if getattr(options, "device", "cpu") == "cuda":
+        need_device("; --device cpu tries the script without one")
 
-    def parse(self) -> argparse.Namespace:
-        """Return the options of the command line. Torch has as many threads as they say."""
-        options = self.parse_args()
-        if "kvpage" in getattr(options, "without", []):
-            self.error("--without must leave kvpage in, with whose tokens all are compared")
-        if isinstance(getattr(options, "threads", None), int):
-            import torch
 
-            torch.set_num_threads(options.threads)
-        return options
+def need_device(words: str = ": nothing was measured") -> None:
+    """End where there is no CUDA device. words: the end of what is said then."""
+    import torch
+
+    if not torch.cuda.is_available():
+        skip(f"needs a CUDA device{words}")
 
 
 def machine(device: str = "cpu") -> str:
@@ -90,9 +129,10 @@ def machine(device: str = "cpu") -> str:
     return torch.cuda.get_device_name()
 
 
-def skip(words: str) -> None:
+def skip(words: str) -> NoReturn:
     """End with a line of JSON that says why nothing was measured."""
     print(dumps({"skipped": words}))
+    sys.exit(0)
 
 
 def finish(options: argparse.Namespace, draw: Callable[[Path], object] | None = None, **found: Any) -> None:

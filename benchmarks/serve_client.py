@@ -8,12 +8,15 @@ import json
 import re
 import ssl
 import time
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
 
 MOST_WORDS = 300  # characters of an error that are shown
-BETWEEN_EVENTS = re.compile(rb"\r?\n\r?\n")
+EVENT = re.compile(rb"(.*?)\r?\n\r?\n", re.DOTALL)
 
 
 class ServeError(Exception):
@@ -30,33 +33,35 @@ class Reply:
     is_aborted: bool = False
     error: str = ""
 
-    @property
-    def head(self) -> bytes:
-        """The status line and the headers."""
-        return b"".join(data for _, data in self.reads).partition(b"\r\n\r\n")[0]
+    def split(self) -> tuple[bytes, bytes]:
+        """Return the status line with the headers, and the bytes after them."""
+        head, _, rest = b"".join(data for _, data in self.reads).partition(b"\r\n\r\n")
+        return head, rest
 
     @property
     def status(self) -> int:
         """The status code. ServeError if there is none."""
-        match = re.match(rb"HTTP/1\.[01] (\d{3})", self.head)
+        head, _ = self.split()
+        match = re.match(rb"HTTP/1\.[01] (\d{3})", head)
         if match is None:
-            raise ServeError(f"the server closed the connection after {len(self.head)} bytes")
+            raise ServeError(f"the server closed the connection after {len(head)} bytes")
         return int(match[1])
 
-    def payload(self) -> list[tuple[float, bytes]]:
-        """Return the body, without the framing of chunks: when each part came, and the part."""
-        skip = len(self.head) + 4
-        is_chunked = b"transfer-encoding: chunked" in self.head.lower()
-        parts, chunks = [], Chunks()
-        for when, data in self.reads:
-            data, skip = data[skip:], max(0, skip - len(data))
-            if data:
-                parts.append((when, chunks.feed(data) if is_chunked else data))
-        return parts
+    def parts(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the parts of the body, without the framing of chunks, each with its place among the bytes."""
+        head, rest = self.split()
+        begin, at = len(head) + 4, 0
+        if b"transfer-encoding: chunked" not in head.lower():
+            yield begin, rest
+            return
+        while (end := rest.find(b"\r\n", at)) >= 0:
+            size, at = int(rest[at:end].partition(b";")[0], 16), end + 2
+            yield begin + at, rest[at : at + size]
+            at += size + 2
 
     def text(self) -> bytes:
         """Return the body."""
-        return b"".join(data for _, data in self.payload())
+        return b"".join(part for _, part in self.parts())
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object of a body. ServeError for another status than 200, with the server's words."""
@@ -74,14 +79,14 @@ class Reply:
         return f"status {self.status}: {words}"
 
     def events(self) -> list[tuple[float, Any]]:
-        """Return the events of a stream but for [DONE]: when each was complete, and its JSON."""
-        found, left = [], b""
-        for when, data in self.payload():
-            *whole, left = BETWEEN_EVENTS.split(left + data)
-            for event in whole:
-                text = event.partition(b"data:")[2].strip()
-                if text and text != b"[DONE]":
-                    found.append((when, as_object(text)))
+        """Return the events of a stream but for [DONE]: when the last byte of each came, and its JSON."""
+        places = [at for begin, part in self.parts() for at in range(begin, begin + len(part))]
+        read_ends, found = list(accumulate(len(data) for _, data in self.reads)), []
+        for event in EVENT.finditer(self.text()):
+            text = event[1].partition(b"data:")[2].strip()
+            if text and text != b"[DONE]":
+                when, _ = self.reads[bisect_right(read_ends, places[event.end() - 1])]
+                found.append((when, as_object(text)))
         return found
 
 
@@ -102,52 +107,23 @@ def words_of(answer: dict[str, Any]) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)[:MOST_WORDS]
 
 
-class Chunks:
-    """Takes the framing of chunks away from bytes that come in any parts."""
-
-    def __init__(self) -> None:
-        self._left, self._num_missing = b"", 0
-
-    def feed(self, data: bytes) -> bytes:
-        """Return the bytes of chunks among these."""
-        data, found = self._left + data, []
-        while data:
-            if self._num_missing:
-                found.append(data[: max(0, self._num_missing - 2)])  # 2: the end of the line after each chunk
-                taken = min(len(data), self._num_missing)
-                data, self._num_missing = data[taken:], self._num_missing - taken
-                continue
-            line, end, rest = data.partition(b"\r\n")
-            if not end:
-                break
-            self._num_missing, data = int(line.partition(b";")[0], 16) + 2, rest
-        self._left = data
-        return b"".join(found)
-
-
 class _Call(asyncio.Protocol):
     """One request on a connection of its own. leaves_after: reads of the body after which the client goes away."""
 
     def __init__(self, request: bytes, reply: Reply, leaves_after: int | None) -> None:
         self._request, self._reply, self._leaves_after = request, reply, leaves_after
-        self._transport: asyncio.Transport | None = None
+        self._transport: Any = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        transport.write(self._request)
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         reply = self._reply
         reply.reads.append((time.perf_counter(), data))
         if self._leaves_after is not None and len(reply.reads) > self._leaves_after:
-            self.leave()
-
-    def leave(self) -> None:
-        """Go away: the connection is reset."""
-        self._reply.is_aborted = True
-        if self._transport is not None:
+            reply.is_aborted = True
             self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -177,20 +153,14 @@ class ServeClient:
         head = f"{method} {self._root}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(data)}\r\n\r\n"
         return head.encode() + data
 
-    async def call(self, method: str, path: str, body: Any = None) -> Reply:
-        """Send a request; return the whole answer. ServeError as for `send`."""
-        return await self.send(self.request(method, path, body))
+    async def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        """Send a request; return the JSON object of the answer. ServeError as for `send`, or for a refusal."""
+        return (await self.send(self.request(method, path, body))).body()
 
     async def send(self, request: bytes, begin: float | None = None, leaves_after: int | None = None) -> Reply:
-        """Send the bytes of a request; return the whole answer.
+        """Send the bytes of a request; return the whole answer. ServeError: nobody answers, or not in time.
 
-        Args:
-            request: Made by `request`.
-            begin: When it should have been sent; None for now.
-            leaves_after: Reads after which the client goes away; None for none.
-
-        Raises:
-            ServeError: Nobody answers, or not in time.
+        begin: when it should have been sent; None for now. leaves_after: reads after which the client goes away.
         """
         reply = Reply(time.perf_counter() if begin is None else begin)
         try:

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from kvpage.benchmarks.serve_client import Reply, ServeClient, ServeError, words_of
 from kvpage.benchmarks.serve_requests import ServeRequest
 
-Endpoint = Literal["completions", "chat"]
-Status = Literal["ok", "aborted", "failed"]
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class Outcome:
     counts them, else the chunks. error: of a failed one.
     """
 
-    status: Status
+    status: Literal["ok", "aborted", "failed"]
     begin: float
     end: float
     times: tuple[float, ...] = ()
@@ -36,26 +35,29 @@ class Outcome:
     text: str = ""
     error: str = ""
 
-    @property
-    def first(self) -> float:
-        """Seconds to the first token."""
-        return self.times[0] - self.begin
-
-    @property
-    def per_token(self) -> float | None:
-        """Seconds a token after the first; None where there is only one."""
-        return (self.times[-1] - self.times[0]) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
+    def measures(self) -> dict[str, list[float]]:
+        """Return the milliseconds of each measure of a complete request."""
+        gaps = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        num_later = self.num_output_tokens - 1
+        later = [(self.times[-1] - self.times[0]) / num_later] if num_later > 0 else []
+        found = {"ttft": [self.times[0] - self.begin], "tpot": later, "itl": gaps, "e2e": [self.end - self.begin]}
+        return {name: [value * 1000 for value in values] for name, values in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, and how it is asked. extra: fields beside OpenAI's, such as ignore_eos."""
+    """A server, and how it is asked. endpoint: of PATHS. extra: fields beside OpenAI's, such as ignore_eos."""
 
     name: str
     client: ServeClient
     model: str
-    endpoint: Endpoint = "completions"
+    endpoint: str = "completions"
     extra: tuple[tuple[str, Any], ...] = (("ignore_eos", True),)
+
+    @property
+    def path(self) -> str:
+        """Where completions are asked for."""
+        return PATHS[self.endpoint]
 
     def body(self, request: ServeRequest, stream: bool = True) -> dict[str, Any]:
         """Return the request in OpenAI's words."""
@@ -73,22 +75,39 @@ class Target:
         """Return the bytes that ask for a stream."""
         return self.client.request("POST", self.path, self.body(request))
 
-    @property
-    def path(self) -> str:
-        """Where completions are asked for."""
-        return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
-
 
 async def ask(target: Target, request: ServeRequest) -> Outcome:
     """Send a request, and wait for its end."""
-    return outcome_of(await _send(target, target.bytes_of(request), request.leaves_after, time.perf_counter()))
+    (outcome,) = await run_load(target, [request], None, lambda: None)
+    return outcome
 
 
-async def _send(target: Target, data: bytes, leaves_after: int | None, begin: float) -> Reply:
-    try:
-        return await target.client.send(data, begin, leaves_after)
-    except ServeError as error:
-        return Reply(begin, end=time.perf_counter(), error=str(error))
+async def run_load(
+    target: Target, requests: Sequence[ServeRequest], concurrency: int | None, note: Callable[[], object]
+) -> list[Outcome]:
+    """Run all requests; return their outcomes in the same order. note: called at each end.
+
+    Requests with times of arrival are sent then, the others at once. concurrency: how many are open at most; None for
+    any number. Bytes are made before the load and read after it, so that a client on the server's cores costs little.
+    """
+    data = [target.bytes_of(one) for one in requests]
+    gate = asyncio.Semaphore(concurrency or len(requests))
+    start = time.perf_counter()
+
+    async def one(request: ServeRequest, data: bytes) -> Reply:
+        due = None if request.arrival is None else start + request.arrival
+        if due is not None:
+            await asyncio.sleep(due - time.perf_counter())
+        async with gate:
+            begin = time.perf_counter() if due is None else due
+            try:
+                reply = await target.client.send(data, begin, request.leaves_after)
+            except ServeError as error:
+                reply = Reply(begin, end=time.perf_counter(), error=str(error))
+        note()
+        return reply
+
+    return [outcome_of(reply) for reply in await asyncio.gather(*map(one, requests, data))]
 
 
 def outcome_of(reply: Reply) -> Outcome:
@@ -110,9 +129,9 @@ def _read(reply: Reply) -> Outcome:
             raise ServeError(words_of(event))
         usage = event.get("usage") or usage
         choices = event.get("choices") or []
-        if choices and "".join(texts_of(choices)) + str(choices[0].get("token_ids") or ""):
+        if choices and text_of(event) + str(choices[0].get("token_ids") or ""):
             times.append(when)
-            texts += texts_of(choices)
+            texts.append(text_of(event))
     if usage is None:
         raise ServeError("the stream has no usage")
     return Outcome(
@@ -127,32 +146,8 @@ def _read(reply: Reply) -> Outcome:
     )
 
 
-def texts_of(choices: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the texts of an answer's choices, or of an event's."""
+def text_of(answer: dict[str, Any]) -> str:
+    """Return the text of an answer's choices, or of an event's."""
+    choices = answer.get("choices") or []
     parts = [one.get("delta") or one.get("message") or {"content": one.get("text")} for one in choices]
-    return [part.get("content") or "" for part in parts]
-
-
-async def run_load(
-    target: Target, requests: Sequence[ServeRequest], concurrency: int | None, note: Callable[[], object]
-) -> list[Outcome]:
-    """Run all requests; return their outcomes in the same order. note: called at each end.
-
-    Requests with times of arrival are sent then, the others at once. concurrency: how many are open at most; None for
-    any number. Bytes are made before the load and read after it, so that a client on the server's cores costs little.
-    """
-    data = [target.bytes_of(one) for one in requests]
-    gate = asyncio.Semaphore(concurrency or len(requests))
-    begin = time.perf_counter()
-
-    async def one(index: int) -> Reply:
-        request = requests[index]
-        due = None if request.arrival is None else begin + request.arrival
-        if due is not None:
-            await asyncio.sleep(due - time.perf_counter())
-        async with gate:
-            reply = await _send(target, data[index], request.leaves_after, time.perf_counter() if due is None else due)
-        note()
-        return reply
-
-    return [outcome_of(reply) for reply in await asyncio.gather(*map(one, range(len(requests))))]
+    return "".join(part.get("content") or "" for part in parts)

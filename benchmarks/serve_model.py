@@ -1,11 +1,10 @@
 """A folder with a random model and a tokenizer, as `kvpage serve` and vLLM's server load them."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -17,10 +16,10 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 def save_model(folder: Path, shape: Shape, dtype: str) -> None:
     """Write a Llama with random weights into the folder, with a byte-level tokenizer of its vocabulary."""
+    logging.disable_progress_bar()
     model = make_model(shape, DTYPES[dtype], VOCAB)
     model.generation_config.eos_token_id = None
-    with without_bars():
-        model.save_pretrained(folder)
+    model.save_pretrained(folder)
     make_tokenizer(VOCAB).save_pretrained(folder)
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
@@ -35,19 +34,8 @@ def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Show no progress bars of transformers' meanwhile."""
-    was_shown = logging.is_progress_bar_enabled()
+def load_model(folder: str, dtype: torch.dtype) -> Any:
+    """Return the model of a folder, in a process of its own."""
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_shown:
-            logging.enable_progress_bar()
-
-
-def load_model(folder: Path, dtype: str) -> Any:
-    """Return the model of the folder."""
-    with without_bars():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()

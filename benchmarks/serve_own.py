@@ -9,7 +9,6 @@ float, "texts": [str]}. All three ways use one engine on one thread, so that onl
 import asyncio
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,31 +19,28 @@ from transformers import AutoTokenizer
 
 from kvpage import CacheConfig
 from kvpage.benchmarks.serve_model import load_model
+from kvpage.benchmarks.serving_workloads import DTYPES
 from kvpage.server import ServerConfig, create_app
 from kvpage.serving import AsyncEngine, Engine, EngineConfig, SamplingParams
 
 BLOCK_SIZE = 16
-Asked = dict[str, Any]
+Prompts = list[list[int]]
 
 
-def params_of(asked: Asked) -> list[SamplingParams]:
-    return [SamplingParams(max_tokens=most, ignore_eos=True, temperature=0.0) for most in asked["max_tokens"]]
-
-
-async def by_engine(live: AsyncEngine, asked: Asked) -> list[list[int]]:
+async def by_engine(live: AsyncEngine, prompts: Prompts, params: list[SamplingParams]) -> Prompts:
     """The engine's own loop runs all of it, on the stepping thread."""
-    work = live.call(lambda engine: engine.generate(asked["prompts"], params_of(asked)))
-    return [output.token_ids for output in await asyncio.wrap_future(work)]
+    outputs = await asyncio.wrap_future(live.call(lambda engine: engine.generate(prompts, params)))
+    return [output.token_ids for output in outputs]
 
 
-async def by_streams(live: AsyncEngine, asked: Asked) -> list[list[int]]:
+async def by_streams(live: AsyncEngine, prompts: Prompts, params: list[SamplingParams]) -> Prompts:
     """A coroutine reads each request, token by token."""
 
     async def read(prompt: list[int], params: SamplingParams) -> list[int]:
         request = live.submit(prompt, params)
         return [one.token_id async for outputs in request for one in outputs if one.token_id is not None]
 
-    return await asyncio.gather(*map(read, asked["prompts"], params_of(asked)))
+    return await asyncio.gather(*map(read, prompts, params))
 
 
 def make_app(live: AsyncEngine, folder: str) -> Any:
@@ -52,23 +48,23 @@ def make_app(live: AsyncEngine, folder: str) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     app = create_app(live, tokenizer, ServerConfig(served_model_names=["model"]))
 
-    def add(name: str, run: Any) -> None:
-        async def timed(request: Request) -> Response:
+    def timed(run: Any) -> Any:
+        async def answer(request: Request) -> Response:
             asked = await request.json()
+            params = [SamplingParams(max_tokens=most, ignore_eos=True, temperature=0.0) for most in asked["max_tokens"]]
             begin = time.perf_counter()
-            answers = await run(live, asked)
+            answers = await run(live, asked["prompts"], params)
             taken = time.perf_counter() - begin
             return JSONResponse({"seconds": taken, "texts": tokenizer.batch_decode(answers, skip_special_tokens=True)})
 
-        app.add_api_route(f"/bench/{name}", timed, methods=["POST"])
+        return answer
 
     async def forget(request: Request) -> Response:
         await asyncio.wrap_future(live.call(Engine.reset_prefix_cache))
         return JSONResponse({})
 
-    add("engine", by_engine)
-    add("live", by_streams)
-    app.add_api_route("/bench/forget", forget, methods=["POST"])
+    for name, route in {"engine": timed(by_engine), "live": timed(by_streams), "forget": forget}.items():
+        app.add_api_route(f"/bench/{name}", route, methods=["POST"])
     return app
 
 
@@ -76,10 +72,9 @@ def main() -> None:
     folder, port, num_threads, dtype, num_blocks, max_num_seqs = sys.argv[1:]
     torch.set_num_threads(int(num_threads))
     cache = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=int(num_blocks))
-    engine = Engine.from_model(load_model(Path(folder), dtype), EngineConfig(cache, int(max_num_seqs)))
+    engine = Engine.from_model(load_model(folder, DTYPES[dtype]), EngineConfig(cache, int(max_num_seqs)))
     with AsyncEngine(engine) as live:
-        app = make_app(live, folder)
-        uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning", access_log=False)
+        uvicorn.run(make_app(live, folder), host="127.0.0.1", port=int(port), log_level="warning", access_log=False)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Servers in processes of their own, which end with their blocks: kvpage's, and vLLM's."""
+"""Servers in processes of their own, which end with their stack: kvpage's, and vLLM's."""
 
+import argparse
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from kvpage.benchmarks.peer_process import recommended
@@ -20,6 +22,23 @@ VLLM_ENVIRONMENT = {
 }  # fmt: skip
 
 
+def start_servers(options: argparse.Namespace, num_blocks: int, num_seqs: int, stack: ExitStack) -> dict[str, str]:
+    """Start kvpage's server over a random model, and vLLM's with --vllm, until the stack ends; return their URLs."""
+    from kvpage.benchmarks.serve_model import save_model
+    from kvpage.benchmarks.serving_workloads import MODELS, Shape
+
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    save_model(Path(folder), {**MODELS, "tiny": Shape(2, 64, 128, 4, 2)}[options.serve], options.dtype)
+    script = str(Path(__file__).with_name("serve_own.py"))
+    port = free_port()
+    numbers = map(str, (port, options.threads, options.dtype, num_blocks, num_seqs))
+    own = _running([sys.executable, script, folder, *numbers], {**os.environ, "GOMP_SPINCOUNT": "0"}, port)
+    found = {"kvpage": stack.enter_context(own)}
+    if options.vllm:
+        found["vllm"] = stack.enter_context(_vllm_server(options, folder, num_seqs))
+    return found
+
+
 def free_port() -> int:
     """Return a port that nobody listens on."""
     with socket.socket() as made:
@@ -28,40 +47,27 @@ def free_port() -> int:
 
 
 @contextmanager
-def kvpage_server(folder: Path, num_threads: int, dtype: str, num_blocks: int, max_num_seqs: int) -> Iterator[str]:
-    """Start kvpage's server; give its URL."""
-    port = free_port()
-    script = Path(__file__).with_name("serve_own.py")
-    arguments = [str(folder), str(port), str(num_threads), dtype, str(num_blocks), str(max_num_seqs)]
-    with _running([sys.executable, str(script), *arguments], {"GOMP_SPINCOUNT": "0"}, port) as url:
-        yield url
-
-
-@contextmanager
-def vllm_server(python: Path, folder: Path, num_threads: int, dtype: str, max_num_seqs: int) -> Iterator[str]:
+def _vllm_server(options: argparse.Namespace, folder: str, num_seqs: int) -> Iterator[str]:
     """Start vLLM's server, with the libraries that its guide for CPUs names; give its URL."""
     port = free_port()
     arguments = [
-        "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "model",
-        "--port", str(port), "--host", "127.0.0.1", "--dtype", {"fp32": "float32", "bf16": "bfloat16"}[dtype],
-        "--max-num-seqs", str(max_num_seqs), "--max-model-len", "2048", "--max-num-batched-tokens", "2048",
+        "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "model",
+        "--port", str(port), "--host", "127.0.0.1", "--dtype", {"fp32": "float32", "bf16": "bfloat16"}[options.dtype],
+        "--max-num-seqs", str(num_seqs), "--max-model-len", "2048", "--max-num-batched-tokens", "2048",
         "--enforce-eager", "--disable-uvicorn-access-log",
     ]  # fmt: skip
-    environment = VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)}
-    preload = ":".join(map(str, recommended(python)))
-    if preload:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {**VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads)}
+    if preload := ":".join(map(str, recommended(options.vllm))):
         environment["LD_PRELOAD"] = preload
-    with _running([str(python), *arguments], environment, port, without=("PYTHONPATH",)) as url:
+    with _running([str(options.vllm), *arguments], environment, port) as url:
         yield url
 
 
 @contextmanager
-def _running(
-    command: Sequence[str], environment: Mapping[str, str], port: int, without: Sequence[str] = ()
-) -> Iterator[str]:
-    kept = {name: value for name, value in os.environ.items() if name not in without}
+def _running(command: Sequence[str], environment: Mapping[str, str], port: int) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(command, env={**kept, **environment}, start_new_session=True) as process:
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         try:
             _wait_for(url, process)
             yield url

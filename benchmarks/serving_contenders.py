@@ -9,12 +9,21 @@ from typing import Any
 import torch
 import transformers as tf
 
-from kvpage import CacheConfig
 from kvpage.benchmarks.hf_ways import batched_tokens_of, generation, has_batches, padded
-from kvpage.benchmarks.serving_workloads import BATCHED_TOKENS, BLOCK_SIZE, Prompts, Served, Tokens, Workload, converse
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.benchmarks.serving_workloads import (
+    BATCHED_TOKENS,
+    BLOCK_SIZE,
+    Prompts,
+    Served,
+    Tokens,
+    Workload,
+    converse,
+    engine_for,
+)
+from kvpage.serving import SamplingParams
 
 Contender = Callable[[], Served]
+Answer = Callable[[Prompts], Tokens]
 
 
 class KVPageServer:
@@ -22,8 +31,7 @@ class KVPageServer:
 
     def __init__(self, model: tf.PreTrainedModel, num_tokens: int) -> None:
         """Args: num_tokens: of all requests together, at most."""
-        config = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_tokens // BLOCK_SIZE)
-        self._engine = Engine.from_model(model, EngineConfig(config, max_num_batched_tokens=BATCHED_TOKENS))
+        self._engine = engine_for(model, [num_tokens], max_num_batched_tokens=BATCHED_TOKENS)
 
     def answer(self, prompts: Prompts, max_tokens: int) -> Tokens:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -40,7 +48,7 @@ def num_tokens_of(workload: Workload, max_tokens: int) -> int:
     return sum(inputs)
 
 
-def in_time(answer: Callable[[Prompts], Tokens]) -> Callable[[Prompts], tuple[Tokens, float]]:
+def in_time(answer: Answer) -> Callable[[Prompts], tuple[Tokens, float]]:
     """Return the same with its seconds."""
 
     def timed(prompts: Prompts) -> tuple[Tokens, float]:
@@ -51,42 +59,46 @@ def in_time(answer: Callable[[Prompts], Tokens]) -> Callable[[Prompts], tuple[To
     return timed
 
 
-def serve_kvpage(server: KVPageServer, workload: Workload, max_tokens: int) -> Served:
+def kvpage_way(server: KVPageServer, max_tokens: int) -> Answer:
     server.forget()
-    return converse(workload, in_time(functools.partial(server.answer, max_tokens=max_tokens)))
+    return functools.partial(server.answer, max_tokens=max_tokens)
 
 
-def serve_generate(model: Any, workload: Workload, max_tokens: int) -> Served:
+def generate(model: Any, num_shared: int, max_tokens: int) -> Answer:
     """One left-padded batch a turn, from its first token on."""
-    return converse(workload, in_time(lambda prompts: padded(model, prompts, generation(max_tokens))))
+    return lambda prompts: padded(model, prompts, generation(max_tokens))
 
 
-def serve_generate_kept(model: Any, workload: Workload, max_tokens: int) -> Served:
+def generate_kept(model: Any, num_shared: int, max_tokens: int) -> Answer:
     """One batch a turn, whose DynamicCache is kept from turn to turn. All prompts of a turn have one length."""
     cache = tf.DynamicCache()
-    return converse(workload, in_time(lambda prompts: padded(model, prompts, generation(max_tokens), cache)))
+    return lambda prompts: padded(model, prompts, generation(max_tokens), cache)
 
 
-def serve_generate_prefix(model: Any, workload: Workload, max_tokens: int) -> Served:
+def generate_prefix(model: Any, num_shared: int, max_tokens: int) -> Answer:
     """One batch over one prefix: its cache is computed once and repeated; the tails are padded on their left."""
-    num_shared = workload.prefix_len
 
     def answer(prompts: Prompts) -> Tokens:
         cache = prefill(model, prompts[0][:num_shared])
         cache.batch_repeat_interleave(len(prompts))
         return padded(model, prompts, generation(max_tokens), cache, num_shared)
 
-    return converse(workload, in_time(answer))
+    return answer
 
 
-def serve_generate_copies(model: Any, workload: Workload, max_tokens: int) -> Served:
+def generate_copies(model: Any, num_shared: int, max_tokens: int) -> Answer:
     """One request after the other, each over the prefix's cache, whose tensors all of them read."""
 
     def answer(prompts: Prompts) -> Tokens:
-        cache, config = prefill(model, prompts[0][: workload.prefix_len]), generation(max_tokens)
+        cache, config = prefill(model, prompts[0][:num_shared]), generation(max_tokens)
         return [padded(model, [prompt], config, shared_copy(cache))[0] for prompt in prompts]
 
-    return converse(workload, in_time(answer))
+    return answer
+
+
+def generate_batch(model: Any, num_shared: int, max_tokens: int) -> Answer:
+    """Continuous batching over a paged cache."""
+    return lambda prompts: batched_tokens_of(model, prompts, generation(max_tokens))
 
 
 def prefill(model: tf.PreTrainedModel, tokens: list[int]) -> tf.DynamicCache:
@@ -103,20 +115,17 @@ def shared_copy(cache: tf.DynamicCache) -> tf.DynamicCache:
     return shared
 
 
-def serve_generate_batch(model: Any, workload: Workload, max_tokens: int) -> Served:
-    """Continuous batching over a paged cache."""
-    return converse(workload, in_time(lambda prompts: batched_tokens_of(model, prompts, generation(max_tokens))))
-
-
 def local_contenders(model: tf.PreTrainedModel, workload: Workload, max_tokens: int) -> dict[str, Contender]:
-    """Return those that run in this process, by name."""
+    """Return those that run in this process, by name. Each begins with what it keeps from turn to turn."""
     server = KVPageServer(model, num_tokens_of(workload, max_tokens))
-    found: dict[str, Contender] = {"kvpage": functools.partial(serve_kvpage, server, workload, max_tokens)}
-    ways = {"generate": serve_generate}
-    if workload.prefix_len:
-        ways |= {"generate_prefix": serve_generate_prefix, "generate_copies": serve_generate_copies}
-    if len(workload.turns) > 1:
-        ways["generate_kept"] = serve_generate_kept
-    if has_batches():
-        ways["generate_batch"] = serve_generate_batch
-    return found | {name: functools.partial(way, model, workload, max_tokens) for name, way in ways.items()}
+    ways: list[Callable[[Any, int, int], Answer]] = [generate]
+    ways += [generate_prefix, generate_copies] if workload.prefix_len else []
+    ways += [generate_kept] if len(workload.turns) > 1 else []
+    ways += [generate_batch] if has_batches() else []
+    makers = {way.__name__: functools.partial(way, model, workload.prefix_len, max_tokens) for way in ways}
+    makers = {"kvpage": functools.partial(kvpage_way, server, max_tokens), **makers}
+
+    def serve(make: Callable[[], Answer]) -> Served:
+        return converse(workload, in_time(make()))
+
+    return {name: functools.partial(serve, make) for name, make in makers.items()}

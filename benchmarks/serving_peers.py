@@ -9,7 +9,7 @@ from pathlib import Path
 
 import transformers as tf
 
-from kvpage.benchmarks.peer_process import PeerProcess, recommended
+from kvpage.benchmarks.peer_process import PeerProcess, vllm_peer
 from kvpage.benchmarks.serving_contenders import num_tokens_of
 from kvpage.benchmarks.serving_workloads import Prompts, Served, Tokens, Workload, converse
 
@@ -43,18 +43,14 @@ class ServingPeer:
 def serving_peers(
     model: tf.PreTrainedModel, num_threads: int, vllm: Path | None, preload: Sequence[Path]
 ) -> Iterator[dict[str, ServingPeer]]:
-    """Start the peers, and end them with the block.
+    """Start the peers over a model's weights, and end them with the block. RuntimeError: one ended; its own words are
+    above.
 
-    Args:
-        model: Saved to a folder that they read.
-        vllm: An interpreter that has vLLM; None to leave it out.
-        preload: Libraries for a kvpage of its own process; none to leave it out.
-
-    Raises:
-        RuntimeError: A peer ended; its own words are above.
+    vllm: an interpreter; None to leave it out. preload: libraries for a kvpage of its own process; none to leave it
+    out.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        arguments = [folder, str(num_threads), str(model.dtype).removeprefix("torch.")]
+        arguments = [str(num_threads), folder, str(model.dtype).removeprefix("torch.")]
         found: dict[str, ServingPeer] = {}
         if preload or vllm:
             model.save_pretrained(folder)
@@ -63,7 +59,6 @@ def serving_peers(
                 Path(sys.executable), "kvpage_peer.py", arguments, preload, os.environ.get("PYTHONPATH")
             )
             found["kvpage_preloaded"] = ServingPeer(stack.enter_context(own), needs_room=True)
-        if vllm:
-            other = PeerProcess.start(vllm, "vllm_peer.py", arguments, recommended(vllm))
-            found["vllm"] = ServingPeer(stack.enter_context(other), needs_room=False)
+        if other := stack.enter_context(vllm_peer(vllm, "vllm_peer.py", *arguments, preloads=True)):
+            found["vllm"] = ServingPeer(other, needs_room=False)
         yield found

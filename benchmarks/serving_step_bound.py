@@ -71,13 +71,8 @@ def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
 
 
 def step_bound(model: Any, num_seqs: int, context: int, bandwidth: float) -> StepBound:
-    """Measure the bound of a decode step.
-
-    Args:
-        model: On its device. It is as it was afterwards.
-        num_seqs: Sequences, one token each.
-        context: Tokens before it, of each.
-        bandwidth: Of `copy_bandwidth`.
+    """Measure the bound of a decode step of `num_seqs` sequences of `context` tokens. The model is as it was
+    afterwards.
     """
     tf.AttentionInterface.register(NAME, queries_alone)
     before = model.config._attn_implementation

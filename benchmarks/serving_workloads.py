@@ -1,11 +1,14 @@
 """The models and prompts of bench_serving, and how conversations are served turn by turn."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers as tf
+
+from kvpage import CacheConfig
+from kvpage.serving import Engine, EngineConfig
 
 VOCAB, BLOCK_SIZE, BATCHED_TOKENS = 8192, 16, 2048
 Prompts = list[list[int]]
@@ -61,6 +64,18 @@ def make_model(shape: Shape, dtype: torch.dtype, vocab: int, **fields: Any) -> t
     torch.manual_seed(0)
     config = tf.LlamaConfig(**sizes | fields)
     return tf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().to(dtype)
+
+
+def engine_for(model: tf.PreTrainedModel, lengths: Iterable[int], **options: Any) -> Engine:
+    """Return an engine with room for sequences of these lengths. options: of EngineConfig."""
+    cache = CacheConfig(BLOCK_SIZE, sum(length // BLOCK_SIZE + 2 for length in lengths))
+    return Engine.from_model(model, EngineConfig(cache, **options))
+
+
+def random_prompts(lengths: Iterable[int], vocab: int, seed: int = 0) -> Prompts:
+    """Return prompts without a common beginning."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, vocab, length).tolist() for length in lengths]
 
 
 def make_workload(name: str, num: int, prefix_len: int, turn_tokens: int, num_turns: int, vocab: int) -> Workload:

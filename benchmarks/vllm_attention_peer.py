@@ -1,6 +1,6 @@
 """Runs vLLM's operation of attention on a CPU, for bench_attention_steps: a line of JSON asks, a line answers.
 
-It needs nothing but vLLM's own environment.
+VENV/bin/python benchmarks/vllm_attention_peer.py NUM_THREADS
 """
 
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peer_answers import answer_lines, own_output  # it lies beside this file
+from peer_answers import Answer, answer_by_vllm  # it lies beside this file
 
 BLOCK_SIZE = 128  # as its engine makes it
 
@@ -70,8 +70,8 @@ class PeerStep:
             torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
-def main() -> None:
-    answers, steps = own_output(), dict[str, PeerStep]()
+def make() -> Answer:
+    steps: dict[str, PeerStep] = {}
 
     def answer(**asked: Any) -> dict[str, float]:
         """Make a step that is asked for, and check it; else run the last one."""
@@ -81,8 +81,8 @@ def main() -> None:
         steps["last"].check()
         return {}
 
-    answer_lines(answers, {}, answer)
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    answer_by_vllm(make)

@@ -5,19 +5,15 @@ Each line asks for one measurement, and is answered with {"seconds": [float]}, o
     VENV/bin/python benchmarks/vllm_linear.py NUM_THREADS
 """
 
-import sys
 import time
 
-from peer_answers import answer_lines, own_output  # it lies beside this file
+from peer_answers import Answer, answer_by_vllm  # it lies beside this file
 
 
-def main() -> None:
-    answers = own_output()
+def make() -> Answer:
     import torch
-    import vllm
     import vllm._custom_ops as custom
 
-    torch.set_num_threads(int(sys.argv[1]))
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def answer(rows: int, columns: int, size: int, dtype: str, number: int, rounds: int) -> dict[str, list[float]]:
@@ -32,8 +28,8 @@ def main() -> None:
             taken.append((clock() - before) / number)
         return {"seconds": taken}
 
-    answer_lines(answers, {"vllm": vllm.__version__}, answer)
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    answer_by_vllm(make)

@@ -4,27 +4,22 @@ Reads one line of JSON a call, {"prompts": [[token id]], "max_tokens": int, "is_
 {"seconds": float, "tokens": [[token id]]}. The first call of a run empties the prefix cache. vLLM's own output goes to
 the standard error.
 
-    VENV/bin/python benchmarks/vllm_peer.py MODEL_DIR NUM_THREADS DTYPE
+    VENV/bin/python benchmarks/vllm_peer.py NUM_THREADS MODEL_DIR DTYPE
 """
 
-import os
-import sys
 import time
 from typing import Any
 
-from peer_answers import answer_lines, own_output  # it lies beside this file
+from peer_answers import Answer, answer_by_vllm  # it lies beside this file
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 
 
-def main() -> None:
-    folder, num_threads, dtype = sys.argv[1:]
-    answers = own_output()
-    os.environ |= {
-        "OMP_NUM_THREADS": num_threads,
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
+def make(folder: str, dtype: str) -> Answer:
     import vllm
 
     llm = vllm.LLM(
@@ -42,8 +37,8 @@ def main() -> None:
         seconds = time.perf_counter() - before
         return {"seconds": seconds, "tokens": [list(output.outputs[0].token_ids) for output in outputs]}
 
-    answer_lines(answers, {"vllm": vllm.__version__}, answer)
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    answer_by_vllm(make, **ENVIRONMENT)

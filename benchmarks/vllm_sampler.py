@@ -7,13 +7,11 @@ vLLM's own output goes to the standard error.
     VENV/bin/python benchmarks/vllm_sampler.py NUM_THREADS
 """
 
-import os
-import sys
 import time
 from functools import lru_cache
 from typing import Any
 
-from peer_answers import answer_lines, own_output  # it lies beside this file
+from peer_answers import Answer, answer_by_vllm  # it lies beside this file
 
 NUM_GENERATED = 64
 
@@ -49,14 +47,10 @@ def make_metadata(num_rows: int, vocab_size: int, rules: dict[str, float], promp
     )
 
 
-def main() -> None:
-    answers = own_output()
-    os.environ |= {"OMP_NUM_THREADS": sys.argv[1], "VLLM_LOGGING_LEVEL": "WARNING"}
+def make() -> Answer:
     import torch
-    import vllm
     from vllm.v1.sample.sampler import Sampler
 
-    torch.set_num_threads(int(sys.argv[1]))
     sampler = Sampler()
     logits_of = lru_cache(1)(lambda num_rows, vocab_size: torch.randn(num_rows, vocab_size) * 2)
 
@@ -68,8 +62,8 @@ def main() -> None:
             sampler(logits, metadata)
         return {"seconds": time.perf_counter() - before}
 
-    answer_lines(answers, {"vllm": vllm.__version__}, answer)
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    answer_by_vllm(make)

@@ -3,20 +3,17 @@
 Each line asks for one call of Calls, {"call": name, ...}, and is answered with one line. vLLM's own output goes to the
 standard error.
 
-    VENV/bin/python benchmarks/vllm_scheduler.py MODEL_DIR
+    VENV/bin/python benchmarks/vllm_scheduler.py NUM_THREADS MODEL_DIR
 """
 
 import gc
-import os
-import sys
 import time
 from itertools import count
 from typing import Any
 
-from peer_answers import answer_lines, own_output  # it lies beside this file
+from peer_answers import Answer, answer_by_vllm  # it lies beside this file
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, BATCHED_TOKENS = 16, 65536, 16384, 2048
-Answer = dict[str, float]
 
 
 class Calls:
@@ -27,7 +24,7 @@ class Calls:
         self._schedulers: dict[str, Any] = {}
         self._hasher: Any = None
 
-    def make(self, name: str, prompts: list[list[int]], num_seqs: int) -> Answer:
+    def make(self, name: str, prompts: list[list[int]], num_seqs: int) -> dict[str, float]:
         """Run num_seqs of the prompts up to their first token; the others wait."""
         scheduler = self._schedulers[name] = self._scheduler(num_seqs)
         for prompt in prompts:
@@ -36,7 +33,7 @@ class Calls:
             self._step(scheduler)
         return {}
 
-    def steps(self, name: str, number: int) -> Answer:
+    def steps(self, name: str, number: int) -> dict[str, float]:
         """Seconds of a step, a mean over `number`: of the clock on the wall, and of the thread's own."""
         wall = thread = 0.0
         for _ in range(number):
@@ -44,7 +41,7 @@ class Calls:
             wall, thread = wall + spent[0], thread + spent[1]
         return {"wall": wall / number, "thread": thread / number}
 
-    def cache(self, name: str, prompt: list[int]) -> Answer:
+    def cache(self, name: str, prompt: list[int]) -> dict[str, float]:
         """Compute a prompt, so that others find it."""
         scheduler = self._schedulers[name] = self._scheduler(8)
         request = self._request(prompt, max_tokens=1)
@@ -53,7 +50,7 @@ class Calls:
             self._step(scheduler)
         return {}
 
-    def admit(self, name: str, prompt: list[int]) -> Answer:
+    def admit(self, name: str, prompt: list[int]) -> dict[str, float]:
         """Seconds from a list of token ids to a scheduled request; and how many of its tokens were found."""
         from vllm.v1.request import RequestStatus
 
@@ -126,14 +123,10 @@ class Calls:
         return Scheduler(config, blocks, StructuredOutputManager(config), BLOCK_SIZE)
 
 
-def main() -> None:
-    answers = own_output()
-    os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
-    import vllm
+def make(folder: str) -> Answer:
+    calls = Calls(folder)
 
-    calls = Calls(sys.argv[1])
-
-    def answer(call: str, **asked: Any) -> Answer:
+    def answer(call: str, **asked: Any) -> dict[str, float]:
         gc.collect()
         gc.disable()
         try:
@@ -141,8 +134,8 @@ def main() -> None:
         finally:
             gc.enable()
 
-    answer_lines(answers, {"vllm": vllm.__version__}, answer)
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    answer_by_vllm(make)

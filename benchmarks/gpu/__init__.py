@@ -3,7 +3,7 @@
     part.py       a command and its limit; its process
     plan.py       the parts; dry_run.py their small counterparts
     results.py    what they leave, and the archive
-    targets.py    predictions and targets; summary.py puts figures beside them
+    summary.py    predictions and targets, and the figures beside them
 
 It needs Python alone: it runs before kvpage is built, so its modules import each other by their places.
 """

@@ -13,24 +13,18 @@ from .dry_run import dry
 from .part import Part, run_part
 from .plan import ROOT, SECONDS, Folders, plan
 from .results import Results
+from .summary import summary_of
 
 
 def run(parts: Sequence[Part], results: Results, seconds: float, environment: Mapping[str, str]) -> bool:
-    """Run the parts one after the other. One that fails is said; the run ends where it must pass.
-
-    Args:
-        parts: In their order.
-        results: Takes their outcomes.
-        seconds: For all of them.
-        environment: Of their commands.
-
-    Returns:
-        Whether all have passed.
+    """Run the parts one after the other; return whether all have passed. One that fails is said; the run ends where it
+    must pass. seconds: for all of them.
     """
     end = time.monotonic() + seconds
     for part in parts:
         print(f"=== {part.name}: {' '.join(part.command)}", flush=True)
-        outcome = run_part(part, min(part.seconds, end - time.monotonic()), results.log_of(part.name), environment)
+        limit = min(part.seconds, end - time.monotonic())
+        outcome = run_part(part, limit, results.work / f"{part.name}.txt", environment)
         results.add(outcome)
         if outcome.has_failed:
             print(f"=== {part.name} failed with exit code {outcome.code}: {outcome.last_line}", flush=True)
@@ -41,11 +35,7 @@ def run(parts: Sequence[Part], results: Results, seconds: float, environment: Ma
 
 
 def environment_of(folders: Folders) -> dict[str, str]:
-    """Return the environment of the parts: what is installed is imported, never the source beside it.
-
-    Args:
-        folders: Of the run.
-    """
+    """Return the environment of the parts: what is installed is imported, never the source beside it."""
     added = {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "KVPAGE_CUDA": "ON"}
     before = os.environ.get("PYTHONPATH")
     added["PYTHONPATH"] = os.pathsep.join([str(folders.peers), str(folders.flashinfer), *([before] if before else [])])
@@ -74,7 +64,7 @@ def main() -> None:
             passed = run(parts, results, options.seconds, environment_of(folders))
         finally:
             results.write_archive()
-            print(results.summary(), flush=True)
+            print(summary_of(results.outcomes), flush=True)
     sys.exit(0 if passed else 1)
 
 

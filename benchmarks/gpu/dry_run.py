@@ -40,11 +40,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
 
 
 def dry(part: Part) -> Part:
-    """Return the part's small counterpart.
-
-    Args:
-        part: Of the plan.
-    """
+    """Return the part's small counterpart."""
     program, *arguments = part.command
     command = (program, *(FAKE if part.name in FAKED else ()), *arguments, *SMALL.get(part.name, ()))
     return replace(part, seconds=SECONDS, command=OTHERS.get(part.name, command))

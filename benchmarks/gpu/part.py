@@ -21,14 +21,8 @@ TOO_LONG, NOT_THERE = 124, 127
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A command of the run.
-
-    Args:
-        name: Of its files, too.
-        seconds: After which it is interrupted.
-        command: The program and its arguments.
-        must_pass: Whether the run ends where it fails.
-    """
+    """A command of the run. name: of its files, too. seconds: after which it is interrupted. must_pass: whether the run
+    ends where it fails."""
 
     name: str
     seconds: float
@@ -44,15 +38,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a part went.
-
-    Args:
-        part: Its name.
-        seconds: That it took.
-        code: Its exit code; None where no time was left to begin.
-        last_line: The last line that it printed.
-        result: Its last line of JSON; None where it printed none.
-    """
+    """How a part went. code: None where no time was left to begin. result: its last line of JSON, if it printed one."""
 
     part: str
     seconds: float
@@ -71,16 +57,9 @@ class Outcome:
 
 
 def run_part(part: Part, limit: float, log: Path, environment: Mapping[str, str]) -> Outcome:
-    """Run a part; what it leaves running is ended.
+    """Run a part, and end what it leaves running. It never raises for a command that fails.
 
-    Args:
-        part: The command.
-        limit: Seconds that are left for it, at most its own.
-        log: Takes what it prints.
-        environment: Of the command.
-
-    Returns:
-        How it went. It never raises for a command that fails.
+    limit: seconds that are left for it, at most its own. log: takes what it prints.
     """
     if limit <= 0:
         log.write_text("no time left\n")
@@ -92,17 +71,10 @@ def run_part(part: Part, limit: float, log: Path, environment: Mapping[str, str]
 
 
 def last_json(lines: list[str]) -> dict[str, Any] | None:
-    """Return the last line that is a JSON object, or None where there is none.
-
-    Args:
-        lines: What a part printed.
-    """
+    """Return the last line that is a JSON object, or None where there is none."""
     for line in reversed(lines):
-        if line.startswith("{"):
-            try:
-                parsed = json.loads(line)
-            except ValueError:  # a line that begins like an object
-                continue
+        with contextlib.suppress(ValueError):  # a line that begins like an object
+            parsed = json.loads(line) if line.startswith("{") else None
             if isinstance(parsed, dict):
                 return parsed
     return None
@@ -110,20 +82,12 @@ def last_json(lines: list[str]) -> dict[str, Any] | None:
 
 def _run(command: tuple[str, ...], limit: float, log: Path, environment: Mapping[str, str]) -> int:
     """Return the exit code. The command is the leader of its own group, so that its children are reached, too."""
-    pipe = subprocess.PIPE
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
     except OSError as error:
         log.write_text(f"{error}\n")
         return NOT_THERE
-    assert process.stdout is not None
     with log.open("wb") as file:
         reader = threading.Thread(target=_show, args=(process.stdout, file))
         reader.start()
@@ -136,7 +100,7 @@ def _run(command: tuple[str, ...], limit: float, log: Path, environment: Mapping
             reader.join()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: "subprocess.Popen[bytes]") -> None:
     """Interrupt the command if it still runs, as Ctrl-C would, and kill all that is left of its group."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)

@@ -26,14 +26,8 @@ OTHER_PEERS = ("flash_attn", "flash_attn_3", "flash_mla", "vllm", "cudnn")
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Where a run finds and leaves things.
-
-    Args:
-        work: Takes logs and plots.
-        wheels: Wheels of peers; it need not be there.
-        peers: Takes what is in the wheels.
-        flashinfer: Likewise, of FlashInfer alone.
-    """
+    """Where a run finds and leaves things. work: takes logs and plots. wheels: of peers; it need not be there. peers:
+    takes what is in the wheels. flashinfer: likewise, of FlashInfer alone."""
 
     work: Path
     wheels: Path
@@ -42,20 +36,12 @@ class Folders:
 
 
 def python(*arguments: str) -> tuple[str, ...]:
-    """Return the command of a module or script in this run's own Python.
-
-    Args:
-        *arguments: Of the interpreter.
-    """
+    """Return the command of a module or script in this run's own Python."""
     return sys.executable, *arguments
 
 
 def plan(folders: Folders) -> list[Part]:
-    """Return the parts in their order.
-
-    Args:
-        folders: Of the run.
-    """
+    """Return the parts in their order."""
     return [*_preparation(folders), *_benchmarks(folders), *_tests(folders), *_flashinfer(folders)]
 
 
@@ -113,11 +99,7 @@ def _flashinfer(folders: Folders) -> list[Part]:
 
 
 def pytest(*arguments: str) -> tuple[str, ...]:
-    """Return the command of a test run.
-
-    Args:
-        *arguments: Options and files.
-    """
+    """Return the command of a test run."""
     return python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *arguments)
 
 

@@ -16,11 +16,8 @@ ARCHIVE = "results.tar.gz"
 
 
 class Results:
-    """Collects outcomes. The archive is the only file outside of the working folder, and is whole at any time.
-
-    Args:
-        out: Takes the archive. It is made.
-        work: Where parts leave their files.
+    """Collects outcomes. The archive, in `out`, is the only file outside of the working folder, and is whole at any
+    time.
     """
 
     def __init__(self, out: Path, work: Path) -> None:
@@ -28,32 +25,16 @@ class Results:
         self.archive, self.work = out / ARCHIVE, work
         self.outcomes: list[Outcome] = []
 
-    def log_of(self, part: str) -> Path:
-        """Return the file that takes what a part prints.
-
-        Args:
-            part: Its name.
-        """
-        return self.work / f"{part}.txt"
-
     def add(self, outcome: Outcome) -> None:
-        """Keep an outcome, and write the archive anew.
-
-        Args:
-            outcome: Of the part that has just ended.
-        """
+        """Keep the outcome of a part that has just ended, and write the archive anew."""
         self.outcomes.append(outcome)
         with (self.work / "results.jsonl").open("a") as lines:
             lines.write(outcome.line() + "\n")
-        (self.work / "summary.txt").write_text(self.summary())
         self.write_archive()
-
-    def summary(self) -> str:
-        """Return the table of parts and targets."""
-        return summary_of(self.outcomes)
 
     def write_archive(self) -> None:
         """Put all files into the archive; an interrupt leaves the one before."""
+        (self.work / "summary.txt").write_text(summary_of(self.outcomes))
         unfinished = self.archive.with_suffix(".unfinished")
         with tarfile.open(unfinished, "w:gz") as archive:
             for path in sorted(self.work.iterdir()):

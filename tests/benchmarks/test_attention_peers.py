@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 from support.fake_libraries import Fakes  # noqa: E402
 
 from kvpage.benchmarks import attention_peers  # noqa: E402
-from kvpage.benchmarks.bench_paged_attention import BF16, E4M3, INT8, Case, Model  # noqa: E402
 from kvpage.benchmarks.fake_cuda import fake_cuda  # noqa: E402
+from kvpage.benchmarks.paged_case import BF16, E4M3, INT8, Case, Model  # noqa: E402
 from kvpage.ops.cuda.libraries import choice, flashinfer  # noqa: E402
 
 HEADS, LATENTS = Model("flash", 2, 4, 64, 64, 16), Model("mla", 1, 4, 576, 512, 64)

@@ -90,13 +90,14 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
 }  # fmt: skip
 NEEDS_GPU = ("paged_attention",)
 NEEDS_REDIS = ("prefill_decode", "store_redis")
+WITHOUT_PICTURE = ("paged_attention", "swap", "token_trie")
 
 
 @pytest.fixture
 def smallest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Sizes as the table says. Threads and random numbers are as they were afterwards."""
     num_threads, state = torch.get_num_threads(), torch.get_rng_state()
-    repeat, tiny = timeit.repeat, blend_speed.Shape("tiny", 3, 32, 64, 2, 2)
+    repeat, tiny = timeit.repeat, Shape(3, 32, 64, 2, 2)
     monkeypatch.setattr(timeit, "repeat", lambda *args, **kwargs: repeat(*args, **{**kwargs, "number": 1, "repeat": 2}))
     monkeypatch.setattr(gc, "collect", lambda: 0)
     monkeypatch.setattr(blend_speed, "SMALL", tiny)
@@ -128,15 +129,21 @@ def test_the_table_has_all() -> None:
     assert listed == set(SMALLEST)
 
 
-@pytest.mark.parametrize("name", SMALLEST)
-def test_it_runs_and_ends_in_json(name: str, smallest: pytest.MonkeyPatch) -> None:
+def run(name: str, smallest: pytest.MonkeyPatch, *more: str) -> dict[str, Any]:
+    """Return the line of JSON of a benchmark at its smallest size."""
     options, sizes = SMALLEST[name]
     script = importlib.import_module(f"kvpage.benchmarks.bench_{name}")
     for constant, value in sizes.items():
         smallest.setattr(script, constant, value)
-    done = bench(name, *options)
+    done = bench(name, *options, *more)
     assert done.exit_code == 0, (done.output, done.exception)
-    said = json.loads(done.output.splitlines()[-1])
+    said: dict[str, Any] = json.loads(done.output.splitlines()[-1])
+    return said
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_it_runs_and_ends_in_json(name: str, smallest: pytest.MonkeyPatch) -> None:
+    said = run(name, smallest)
     if "skipped" in said:
         is_missing = (
             MISSING
@@ -146,6 +153,16 @@ def test_it_runs_and_ends_in_json(name: str, smallest: pytest.MonkeyPatch) -> No
         assert is_missing and "needs" in said["skipped"]
     else:
         assert any(isinstance(value, list | dict | float) and value for value in said.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SMALLEST if name not in WITHOUT_PICTURE])
+def test_it_draws_a_picture(name: str, smallest: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of a GPU are drawn by the dry run: see test_dry_run."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "picture.png"
+    said = run(name, smallest, "--plot", str(picture))
+    assert "skipped" in said or picture.stat().st_size > 1000
 
 
 @pytest.mark.parametrize("name", ["blend", "blend_ops", "reshape_gather", "serving_gpu"])

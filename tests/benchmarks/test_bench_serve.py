@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from support.raw_server import MODELS, completions, event, raw_server, stream, text_events, usage_of, whole  # noqa: E402
 from typer.testing import CliRunner, Result  # noqa: E402
 
-from kvpage.benchmarks.serve_options import parse  # noqa: E402
+from kvpage.benchmarks.serve_options import serve_options  # noqa: E402
 from kvpage.tools.cli import app  # noqa: E402
 
 FEW = ["--num-requests", "5", "--input-len", "4", "--output-len", "3"]
@@ -221,7 +221,7 @@ def test_nobody_listens() -> None:
 )
 def test_options_that_do_not_fit(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse("", arguments)
+        serve_options("", arguments)
     assert words in capsys.readouterr().err
 
 

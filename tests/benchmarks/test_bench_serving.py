@@ -145,7 +145,7 @@ def test_a_kvpage_of_its_own_process(model, tmp_path: Path, monkeypatch: pytest.
     lines = [{"num_tokens": num_tokens_of(workload, 3)}]
     lines += [{"prompts": workload.turns[0], "max_tokens": 3, "is_first": True}] * 2
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(line) + "\n" for line in lines)))
-    monkeypatch.setattr("sys.argv", ["kvpage_peer.py", str(tmp_path), str(torch.get_num_threads()), "float32"])
+    monkeypatch.setattr("sys.argv", ["kvpage_peer.py", str(torch.get_num_threads()), str(tmp_path), "float32"])
     kvpage_peer.main()
     hello, ready, *answers = map(json.loads, capsys.readouterr().out.splitlines())
     assert set(hello) == {"kvpage"} and ready == {}

@@ -90,9 +90,3 @@ def test_only_steps_in_which_all_decode_are_timed(model):
     engine = bench.make_engine(model, 2, 40, "kvpage")
     assert len(bench.decode_seconds(engine, bench.make_prompts(2, 9, 9, 256), 8)) == 6
     assert not engine.has_unfinished
-
-
-def test_rounds_end_with_the_time(capsys):
-    assert list(bench.until(float("inf"), 3)) == [0, 1, 2] and capsys.readouterr().out == ""
-    assert list(bench.until(0.0, 3)) == [0]
-    assert "stopped after 1 rounds" in capsys.readouterr().out

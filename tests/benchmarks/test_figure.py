@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds
+from kvpage.benchmarks.figure import Figure, dumps, in_turns, seconds, within
 
 
 def quartile(values: list[float], share: float) -> float:
@@ -70,3 +70,9 @@ def test_rounds_begin_with_another_call_each_where_they_rotate() -> None:
 def test_seconds_are_a_mean_over_the_loop() -> None:
     clock = iter([0.0, 8.0])
     assert seconds(lambda: None, number=4, clock=lambda: next(clock)) == 2.0
+
+
+def test_results_end_with_the_time(capsys) -> None:
+    assert list(within(math.inf, range(3))) == [0, 1, 2] and capsys.readouterr().out == ""
+    assert list(within(0.0, range(3))) == [0]
+    assert "stopped after 0 s" in capsys.readouterr().out

@@ -14,13 +14,12 @@ pytest.importorskip("tomllib")
 
 from kvpage.benchmarks.gpu import part as part_module  # noqa: E402
 from kvpage.benchmarks.gpu import plan as plan_module  # noqa: E402
-from kvpage.benchmarks.gpu import targets  # noqa: E402
 from kvpage.benchmarks.gpu.__main__ import environment_of, run  # noqa: E402
 from kvpage.benchmarks.gpu.dry_run import FAKED, OTHERS, SMALL, dry  # noqa: E402
 from kvpage.benchmarks.gpu.part import NOT_THERE, TOO_LONG, Outcome, Part, last_json, run_part  # noqa: E402
 from kvpage.benchmarks.gpu.plan import PROCESSES, ROOT, SECONDS, Folders, gpu_test_files, plan  # noqa: E402
 from kvpage.benchmarks.gpu.results import Results  # noqa: E402
-from kvpage.benchmarks.gpu.summary import summary_of, target_lines  # noqa: E402
+from kvpage.benchmarks.gpu.summary import TARGETS, summary_of, target_lines  # noqa: E402
 
 SOURCE = Path(__file__).parents[2]  # gpu.sh runs there, while these tests import what is installed
 
@@ -275,7 +274,7 @@ def test_a_row_a_target_has_the_prediction_the_figure_and_the_bound():
     assert rows["step of Qwen3-0.6B, 64 x 1024"] == "5.5 to 6.5 ms 4.00"
     assert rows["the same, over its bytes"] == "2.7 to 3.2 2.00 at most 1.5 MISSED"
     assert rows["decode e4m3, 64 x 8192"] == "0.60 to 0.75 not measured at least 0.7"
-    assert len(rows) == len(lines) - 1 == len(targets.TARGETS)
+    assert len(rows) == len(lines) - 1 == len(TARGETS)
 
 
 def test_a_part_that_measured_nothing_leaves_its_rows_empty():
@@ -283,7 +282,7 @@ def test_a_part_that_measured_nothing_leaves_its_rows_empty():
         Outcome("bench_swap", 1.0, 0, "", {"skipped": "needs a CUDA device"}),
         Outcome("tests", 0, None, "", None),
     ]
-    assert summary_of(outcomes).count("not measured") == len(targets.TARGETS)
+    assert summary_of(outcomes).count("not measured") == len(TARGETS)
     assert "no time left" in summary_of([]) + summary_of(outcomes)
 
 
@@ -311,16 +310,14 @@ def test_targets_name_cases_that_are_measured():
     ]
     made = {"bench_paged_attention": {"results": attention}, "bench_reshape_gather": {"results": rows}}
     made |= {"bench_swap": {"rows": swaps}, "bench_serving_gpu": REACHED["bench_serving_gpu"]}
-    assert [target.name for target in targets.TARGETS if target.find(made[target.part]) is None] == []
+    assert [target.name for target in TARGETS if target.find(made[target.part]) is None] == []
     assert bench_swap.TARGETS[("in", 32 << 10)] == 0.9 and torch.bfloat16 == bench_paged_attention.BF16
 
 
 def test_the_page_has_each_target():
     page = (SOURCE / "docs/gpu.md").read_text()
     missing = [
-        target.name
-        for target in targets.TARGETS
-        if f"| {target.name} | {target.predicted} | {target.bound} | " not in page
+        target.name for target in TARGETS if f"| {target.name} | {target.predicted} | {target.bound} | " not in page
     ]
     assert not missing
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import kvpage
-from kvpage.benchmarks import number_table, record, runs
+from kvpage.benchmarks import record, runs, tables
 from kvpage.benchmarks.record import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,14 +104,12 @@ def test_a_failing_benchmark_leaves_the_result(tree: Path) -> None:
 
 
 def test_a_table_is_put_between_its_marks() -> None:
-    readme = f"before\n{record.BEGIN}\nold\n{record.END}\nafter\n"
-    assert record.with_numbers(readme, "| new |") == f"before\n{record.BEGIN}\n| new |\n{record.END}\nafter\n"
-    begin, end = (mark.format("parts") for mark in record.MARKS)
-    both = f"{readme}{begin}\nold\n{end}\nend\n"
-    assert record.with_numbers(both, "| new |", "parts") == f"{readme}{begin}\n| new |\n{end}\nend\n"
-    for page in ("no marks", begin):
+    marks = {name: [mark.format(name) for mark in record.MARKS] for name in ("numbers", "parts")}
+    old, new = ("".join(f"{a}\n{words}\n{b}\nafter\n" for a, b in marks.values()) for words in ("old", "| new |"))
+    assert record.with_numbers(record.with_numbers(old, "| new |", "numbers"), "| new |", "parts") == new
+    for page in ("no marks", marks["numbers"][0]):
         with pytest.raises(Refused, match="must hold the lines"):
-            record.with_numbers(page, "| new |")
+            record.with_numbers(page, "| new |", "numbers")
 
 
 @needs_sources
@@ -127,10 +125,11 @@ def rows_of(table: str) -> list[list[str]]:
 @needs_sources
 def test_short_numbers_are_in_the_full_table() -> None:
     """Each is the same number, beside the same peers or more of them."""
-    results = record.read_results(ROOT)
-    short, full = rows_of(number_table.short_table(results)), rows_of(number_table.full_table(results))
-    assert len(full) == len(number_table.measured_numbers(results))
-    for _, measured, beside in (row for row in short if row[1] != number_table.NOT_MEASURED):
+    results = {name: result for name, (_, result) in record.read_all(ROOT).items()}
+    templates = tables.read_templates(ROOT)
+    pages = ("README.md", "docs/benchmarks.md")
+    short, full = (rows_of(templates[page, "numbers"].table(results)) for page in pages)
+    for _, measured, beside in short:
         (peers,) = (row[2].split("; ") for row in full if row[1] == measured and beside.split("; ")[0] in row[2])
         assert set(beside.split("; ")) <= set(peers)
 

@@ -3,51 +3,52 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from kvpage.benchmarks.figure import Figure  # noqa: E402
-from kvpage.benchmarks.script import Options, finish, machine, skip  # noqa: E402
+from kvpage.benchmarks.script import DEVICE, VLLM, WITHOUT, finish, machine, option, parse, skip  # noqa: E402
 
 
-def parsed(monkeypatch: pytest.MonkeyPatch, parser: Options, *arguments: str) -> Any:
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-    return parser.parse()
-
-
-def test_types_follow_from_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    parser = Options("x", None, rounds=3)
-    parser.add("--name", "a")
-    parser.add("--sizes", (1, 2))
-    parser.add("--names", ["a", "b"])
-    parser.add("--share", 0.5)
-    options = parsed(monkeypatch, parser, "--sizes", "4", "5", "--names", "c", "--share", "1")
+def test_types_follow_from_defaults() -> None:
+    defaults = {"name": "a", "sizes": (1, 2), "names": ["a", "b"], "share": 0.5, "is_quick": False, "rounds": 3}
+    arguments = ["--sizes", "4", "5", "--names", "c", "--share", "1", "--is-quick"]
+    options = parse("x", None, arguments, **defaults)
     assert (options.name, options.sizes, options.names, options.share, options.rounds) == ("a", [4, 5], ["c"], 1.0, 3)
+    assert options.is_quick and not parse("x", None, [], **defaults).is_quick
     with pytest.raises(SystemExit):
-        parsed(monkeypatch, parser, "--sizes", "0")
+        parse("x", None, ["--sizes", "0"], **defaults)
 
 
-def test_kvpage_is_not_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = Options("x", None)
-    parser.add_without()
-    assert parsed(monkeypatch, parser, "--without", "generate").without == ["generate"]
+def test_kvpage_is_not_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("x", None, ["--without", "generate"], without=WITHOUT).without == ["generate"]
     with pytest.raises(SystemExit):
-        parsed(monkeypatch, parser, "--without", "kvpage")
+        parse("x", None, ["--without", "kvpage"], without=WITHOUT)
     assert "--without must leave kvpage in" in capsys.readouterr().err
 
 
-def test_the_line_has_settings_and_what_was_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_options_are_checked_together(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("x", None, [], check=lambda options: f"{options.rounds} are too many", rounds=3)
+    assert "3 are too many" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_ends_the_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = Options("x", None, rounds=3)
-    parser.add_vllm()
-    parser.add("--seconds", float("inf"))
-    parser.add("--api-key", "secret")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        parse("x", None, ["--device", "cuda"], device=DEVICE)
+    assert ended.value.code == 0 and "needs a CUDA device" in json.loads(capsys.readouterr().out)["skipped"]
+    assert parse("x", None, [], device=DEVICE).device == "cpu"
+
+
+def test_the_line_has_settings_and_what_was_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot, drawn = tmp_path / "x.png", list[Path]()
-    options = parsed(monkeypatch, parser, "--plot", str(plot), "--vllm", "/some/python")
+    defaults = {"rounds": 3, "vllm": VLLM, "seconds": float("inf"), "api_key": "secret", "other": option(None, "words")}
+    options = parse("x", None, ["--plot", str(plot), "--vllm", "/some/python"], **defaults)
     finish(options, drawn.append, rows=[{"us": Figure(2.0, 1.0, 3.0, 4)}])
     said = json.loads(capsys.readouterr().out)
     about = {"benchmark": "x", "machine": machine(), "torch": sys.modules["torch"].__version__, "rounds": 3}
@@ -56,8 +57,9 @@ def test_the_line_has_settings_and_what_was_found(
     assert drawn == [plot]
 
 
-def test_without_plot_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    finish(parsed(monkeypatch, Options("x", None)), lambda path: pytest.fail("drawn"), rows=[])
+def test_without_plot_nothing_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    finish(parse("x", None, []), lambda path: pytest.fail("drawn"), rows=[])
     assert json.loads(capsys.readouterr().out)["rows"] == []
-    skip("needs a device")
-    assert json.loads(capsys.readouterr().out) == {"skipped": "needs a device"}
+    with pytest.raises(SystemExit) as ended:
+        skip("needs a device")
+    assert ended.value.code == 0 and json.loads(capsys.readouterr().out) == {"skipped": "needs a device"}

@@ -7,6 +7,7 @@ import statistics
 import pytest
 
 from kvpage.benchmarks.serve_load import Outcome
+from kvpage.benchmarks.serve_report import PERCENTS, percentiles, summarize
 from kvpage.benchmarks.serve_requests import (
     FIRST_ID,
     MOST,
@@ -16,7 +17,6 @@ from kvpage.benchmarks.serve_requests import (
     with_arrivals,
     with_leavers,
 )
-from kvpage.benchmarks.serve_summary import PERCENTS, measures_of, percentiles, summarize
 from kvpage.tools.replay import TraceRequest
 
 SHAPE = Shape(vocab=500, input_len=7, output_len=5, prefix_len=9, num_prefixes=2)
@@ -121,10 +121,10 @@ def ok(begin: float, *times: float, num_tokens: int | None = None) -> Outcome:
 
 
 def test_measures_of_a_request() -> None:
-    assert measures_of(ok(1.0, 1.5, 1.75, 2.5)) == {"ttft": [500.0], "tpot": [500.0], "itl": [250.0, 750.0],
+    assert ok(1.0, 1.5, 1.75, 2.5).measures() == {"ttft": [500.0], "tpot": [500.0], "itl": [250.0, 750.0],
                                                    "e2e": [2000.0]}  # fmt: skip
-    assert measures_of(ok(1.0, 1.5)) == {"ttft": [500.0], "tpot": [], "itl": [], "e2e": [1000.0]}
-    several = measures_of(ok(1.0, 1.5, 2.5, num_tokens=5))
+    assert ok(1.0, 1.5).measures() == {"ttft": [500.0], "tpot": [], "itl": [], "e2e": [1000.0]}
+    several = ok(1.0, 1.5, 2.5, num_tokens=5).measures()
     assert (several["itl"], several["tpot"]) == ([1000.0], [250.0])
 
 

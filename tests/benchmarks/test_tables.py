@@ -1,35 +1,47 @@
-"""Rows of the tables, from small results in the form that the benchmarks print."""
+"""Rows of the pages' tables, from small results in the form that the benchmarks print."""
 
-from kvpage.benchmarks import number_table
+from pathlib import Path
+
+import pytest
+
+from kvpage.benchmarks import tables
+from kvpage.benchmarks.cells import Row
 from kvpage.benchmarks.figure import Figure
-from kvpage.benchmarks.number_table import NUMBERS, Result
-from kvpage.benchmarks.page_tables import (
-    SHOWN_STEPS,
-    checkpoints_table,
-    parts_table,
-    serving_table,
-    step_parts_table,
-)
+
+ROOT = Path(__file__).resolve().parents[2]
+if not (ROOT / tables.TEMPLATES).is_file():
+    pytest.skip("needs the source tree", allow_module_level=True)
+TEMPLATES = tables.read_templates(ROOT)
+NUMBERS = TEMPLATES["docs/benchmarks.md", "numbers"]
 
 
 def figure(median: float, spread: float = 1.0) -> Figure:
     return Figure(median, median - spread, median + spread, 3)
 
 
-def cells(run: str, words: str, result: Result) -> list[str]:
-    """Return the cells of the one row of a run that has these words."""
-    (number,) = (number for number in NUMBERS if number.run == run and words in number.what)
-    return number.cells(result)
+def cells(run: str, words: str, result: Row) -> list[str]:
+    """Return the cells of the one row of a run that has these words, but for its words."""
+    lines = [line for line in NUMBERS.lines if line.run == run]
+    (found,) = (row for line in lines if words in line.cells[0] or "{" in line.cells[0] for row in line.rows(result))
+    return found[1:]
 
 
-def decode(num_seqs: int, mode: str, waiting: int, vocab: int, us: float, peer: float | None = None) -> Result:
+def lines_of(page: str, name: str, results: dict[str, Row]) -> list[str]:
+    """Return the lines of another table."""
+    return TEMPLATES[page, name].table(results).splitlines()
+
+
+PARTS = TEMPLATES["docs/benchmarks.md", "parts of a step"].titles[1:]
+
+
+def decode(num_seqs: int, mode: str, waiting: int, vocab: int, us: float, peer: float | None = None) -> Row:
     row = {"operation": "decode", "seqs": num_seqs, "mode": mode, "waiting": waiting, "vocab": vocab}
-    parts = {"schedule": figure(us / 4), "sample": figure(us / 2)}
+    parts = dict.fromkeys(PARTS, figure(us / 4)) | {"sample": figure(us / 2)}
     row |= {"kvpage us": figure(us), "argmax us": figure(70), "parts us": parts, "target us": None}
     return row | ({"vllm us": figure(peer), "of vllm": figure(4.4)} if peer else {})
 
 
-def admit(given: str) -> Result:
+def admit(given: str) -> Row:
     return {"operation": "admit", "given": given, "kvpage us": figure(30), "vllm us": figure(1000), "parts us": {}}
 
 
@@ -41,10 +53,10 @@ STEPS = [
     decode(256, "sampled", 0, 1024, 700),
     decode(256, "penalties", 0, 1024, 800),
 ]
-ENGINE: Result = {"rows": [*STEPS, admit("array"), admit("list")]}
+ENGINE: Row = {"rows": [*STEPS, admit("array"), admit("list")]}
 SPEEDS = {"kvpage": figure(300), "generate": figure(200), "vllm": figure(400), "bound": figure(900)}
-SERVED: Result = {"workload": "shared", "tokens_per_s": SPEEDS, "kvpage_over": {"vllm": figure(0.75)}}
-SERVING: Result = {"results": [SERVED]}
+SERVED: Row = {"workload": "shared", "tokens_per_s": SPEEDS, "kvpage_over": {"vllm": figure(0.75)}}
+SERVING: Row = {"results": [SERVED]}
 
 
 def test_a_step_is_beside_its_bound_and_peer() -> None:
@@ -70,7 +82,7 @@ def test_products_are_spans_over_all_shapes() -> None:
 
 
 def test_moves_are_spans_over_large_inputs_of_a_kind() -> None:
-    def moved(operation: str, case: str, tokens: int, speed: float) -> Result:
+    def moved(operation: str, case: str, tokens: int, speed: float) -> Row:
         return {"operation": operation, "case": case, "tokens": tokens, "GB/s": figure(speed), "of copy": figure(0.5)}
 
     rows = [
@@ -96,7 +108,7 @@ def test_a_layer_is_beside_its_native_calls() -> None:
 
 def test_a_step_of_attention_is_beside_its_bound() -> None:
     keys = {"step": "decode", "shape": "llama 3 8B", "dtype": "bfloat16", "threads": 2}
-    result: Result = {"results": [{**keys, "us": figure(600), "of bound": figure(2)}]}
+    result: Row = {"results": [{**keys, "us": figure(600), "of bound": figure(2)}]}
     measured = cells("attention_steps", "attention of a layer", result)
     assert measured == ["600 (599-601) us", "2.00 (1.00-3.00) of the products' or reading's rate"]
 
@@ -206,13 +218,14 @@ def test_serving_of_hybrid_models_is_beside_generate_and_says_what_packing_gains
         "20 (19-21): `generate`, one by one; 60 (59-61), wrong tokens: `generate`, a padded batch; 70 (69-71): the"
         " model's own forward; kvpage has 1.50 (1.40-1.60) times that without packed mixers",
     ]
-    assert serving_table({"hybrid_serving": result}).splitlines()[2] == (
+    name = "serving of models with states"
+    assert lines_of("docs/hybrid.md", name, {"hybrid_serving": result})[2] == (
         "| `lfm2`: short convolution | 50 (49-51) | 20 (19-21) | 60 (59-61), wrong tokens | 70 (69-71)"
         " | 1.50 (1.40-1.60) |"
     )
     without = {"families": [row | {"wrong": [], "tokens_per_s": {"kvpage": figure(50)}}]}
-    assert "| 50 (49-51) | not run | not run | not run |" in serving_table({"hybrid_serving": without})
-    assert serving_table({}) == "Not measured yet."
+    (line,) = lines_of("docs/hybrid.md", name, {"hybrid_serving": without})[2:]
+    assert "| 50 (49-51) | not run | not run | not run |" in line
 
 
 def test_the_cost_of_a_checkpoint_is_a_table() -> None:
@@ -223,40 +236,38 @@ def test_the_cost_of_a_checkpoint_is_a_table() -> None:
     }
     copies = {"restore_us": figure(5), "bound_us": figure(3)}
     row = {"states": "short convolution", "slot_bytes": 2**19, **times, **copies}
-    lines = checkpoints_table({"state_checkpoints": {"prompt_tokens": 2048, "families": [row]}}).splitlines()
+    result = {"prompt_tokens": 2048, "families": [row]}
+    lines = lines_of("docs/hybrid.md", "cost of a checkpoint", {"state_checkpoints": result})
     assert lines[0].startswith("| state | prefill of 2,048 tokens | a checkpoint adds |")
     assert lines[2] == (
         "| short convolution, 0.50 MiB | 1,500 ms | 1.0 % (-1.0 to 3.0) | 0.0 % (-1.0 to 1.0) | 5 us, 3 us |"
     )
-    assert checkpoints_table({}) == "Not measured yet."
 
 
 def test_parts_of_a_step_are_a_table() -> None:
-    lines = parts_table({"engine_overhead": ENGINE}).splitlines()
-    assert lines[:3] == ["| us of a step | schedule | sample |", "|---|---|---|", "| 64 sequences, greedy | 50 | 100 |"]
-    assert len(lines) == 2 + len(SHOWN_STEPS)
-    assert parts_table({}) == "Not measured yet."
+    lines = lines_of("docs/benchmarks.md", "parts of a step", {"engine_overhead": ENGINE})
+    assert lines[0] == f"| us of a step | {' | '.join(PARTS)} |" and lines[1] == "|---" * (len(PARTS) + 1) + "|"
+    assert lines[2] == "| 64 sequences, greedy | 50 | 50 | 50 | 50 | 100 | 50 | 50 |" and len(lines) == 7
 
 
 def test_parts_of_a_models_step_have_shares() -> None:
-    parts = {"products": figure(600), "the engine": figure(200)}
-    result: Result = {"rows": [{"step": "decode", "us": figure(800), "parts us": parts}]}
-    head, line, *rows = step_parts_table({"step_parts": result, "step_parts_before": result}).splitlines()
-    assert (head, line) == ("| a step of | in all | products | the engine |", "|---|---|---|---|")
-    cells = "| 800 us | 600 us, 75 % | 200 us, 25 % |"
+    name, page = "parts of a model's step", "docs/benchmarks.md"
+    parts = TEMPLATES[page, name].titles[2:]
+    row = {"step": "decode", "us": figure(800), "parts us": dict.fromkeys(parts, figure(200))}
+    result = {"rows": [row]}
+    _, _, *rows = lines_of(page, name, {"step_parts": result, "step_parts_before": result})
+    cells = "| 800 us " + "| 200 us, 25 % " * len(parts) + "|"
     assert rows == [f"| decode, before {cells}", f"| decode {cells}"]
-    assert step_parts_table({"step_parts": result}).splitlines() == [head, line, f"| decode {cells}"]
-    assert step_parts_table({}) == "Not measured yet."
+    assert lines_of(page, name, {"step_parts": result})[2:] == [f"| decode {cells}"]
 
 
 def test_rows_without_a_result_are_left_out() -> None:
-    only = number_table.full_table({"engine_overhead": ENGINE})
-    names = {number.what for number in number_table.NUMBERS if number.run == "engine_overhead"}
+    only = NUMBERS.table({"engine_overhead": ENGINE})
+    names = {line.cells[0] for line in NUMBERS.lines if line.run == "engine_overhead"}
     assert {line.split(" | ")[0].strip("| ") for line in only.splitlines()[2:]} == names
+    assert all(template.table({}) == "Not measured yet." for template in TEMPLATES.values())
 
 
-def test_a_headline_without_a_result_says_so() -> None:
-    words = [headline for _, headline in number_table.headlines()]
-    assert len(words) == len(number_table.HEADLINES) == 10
-    rows = number_table.short_table({}).splitlines()[2:]
-    assert rows == [f"| {headline} | not measured yet | |" for headline in words]
+def test_a_command_is_shown_once() -> None:
+    commands = [line.split(" | ")[-1].strip("| ") for line in NUMBERS.table({"engine_overhead": ENGINE}).splitlines()]
+    assert commands[2] == "`python benchmarks/bench_engine_overhead.py`" and not any(commands[3:])
