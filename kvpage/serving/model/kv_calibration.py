@@ -14,12 +14,14 @@ import numpy.typing as npt
 
 from kvpage import ops
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.state_cache import StateCache
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.layout.kv_scales import FP8_DTYPES, KVScales
 from kvpage.serving.model.limits import max_model_len, vocab_size
 from kvpage.serving.model.probe import probe_tokens, unquantized
 from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.states.state_pass import StatePass, StateRow
 from kvpage.serving.model.step import PackedTokens, Step
 
 
@@ -60,6 +62,9 @@ def calibrate(
     engine = CacheEngine(config, model_config, device_config=DeviceConfig(runner.model.device))
     table, ends = np.arange(num_blocks, dtype=np.int32)[None], [len(tokens)]
     step = Step.make(engine, np.arange(len(tokens)), table, [0], ends)
+    if runner.state_layout is not None:
+        states = StateCache(runner.state_layout, 1, device=runner.model.device)
+        step.use_states(StatePass(states, [StateRow(0, 0, len(tokens))]))
     runner.forward(PackedTokens(tokens, [0], ends, np.array(ends) - 1), step)
     rows = (ops.gather_cache(cache, step.block_tables, ends) for cache in engine.bound_caches)
     return [KVScales.from_rows(key, value, dtype) for key, value in rows]

@@ -183,6 +183,16 @@ def test_what_models_with_states_do_not_have() -> None:
         EngineConfig(CacheConfig(B, 32), states=3)  # type: ignore[arg-type]
 
 
+def test_scales_of_eight_bit_blocks_are_calibrated() -> None:
+    """The tokens that scales are computed from have states, too."""
+    model = make_state_model("jamba")
+    config = EngineConfig(CacheConfig(B, 64, cache_dtype="fp8_e4m3"), kv_scales="calibrate", max_num_seqs=4)
+    engine = Engine.from_model(model, config)
+    assert len(engine.cache.kv_scales) == len(engine.cache.layer_ids) > 0
+    first, again = (engine.generate([PROMPT], greedy(6))[0] for _ in range(2))
+    assert first.token_ids == again.token_ids and again.num_cached_tokens == len(PROMPT) - 1
+
+
 def test_an_engine_explains(model) -> None:
     engine = make_engine(model)
     assert engine.explain(PROMPT).num_cached_tokens == 0
