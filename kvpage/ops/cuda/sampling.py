@@ -147,6 +147,17 @@ def sample_rows(
         _launch(logits, records, positions, out, memory)
 
 
+def sample_rows_in(
+    logits: torch.Tensor,
+    records: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    memory: tuple[torch.Tensor | None, ...],
+) -> None:
+    """Do what `sample_rows` does, in memory that is passed as its tensors, as `SamplingMemory.of` takes them."""
+    sample_rows(logits, records, positions, out, SamplingMemory.of(logits, *memory))
+
+
 def runs_on_host(logits: torch.Tensor) -> bool:
     """Return whether no kernel is launched for such logits."""
     return logits.is_cpu
