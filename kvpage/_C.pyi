@@ -624,6 +624,8 @@ class TokenRules:
     def needs_tokens(self) -> bool:
         """Whether a penalty applies, so that the tokens of the sequence are needed."""
 
+ROW_RULES: np.dtype[np.void]  # of the `rows` of sample_rows; see kvpage.layout.sampling_record
+
 def sample_rows(
     logits: tuple[int, int, int, int, int],
     rows: npt.NDArray[np.void],

@@ -11,14 +11,14 @@ import torch
 
 from kvpage.layout.attention import Attention as Attention
 from kvpage.layout.rotation import Rotation as Rotation
+from kvpage.layout.sampling_record import RECORD_WORDS as SAMPLING_RECORD_WORDS
+from kvpage.layout.sampling_record import SAMPLING_RECORD as SAMPLING_RECORD
 from kvpage.ops import attention as _attention
 from kvpage.ops import chunks as _chunks
 from kvpage.ops import copies as _copies
 from kvpage.ops import layer as _layer
 from kvpage.ops import rows as _rows
 from kvpage.ops.args.bound_cache import BoundCache as BoundCache
-from kvpage.ops.args.sampling_record import RECORD_WORDS as SAMPLING_RECORD_WORDS
-from kvpage.ops.args.sampling_record import SAMPLING_RECORD as SAMPLING_RECORD
 from kvpage.ops.args.sequences import Sequences as Sequences
 from kvpage.ops.blend import mix_rows as mix_rows
 from kvpage.ops.blend import row_deviation as row_deviation

@@ -6,7 +6,7 @@ import torch
 
 from kvpage.checks.tensors import check_plain, check_writable
 from kvpage.checks.values import as_integer
-from kvpage.ops.args.sampling_record import RECORD_WORDS
+from kvpage.layout.sampling_record import RECORD_WORDS
 from kvpage.ops.cpu.sampling import sample_host_rows
 from kvpage.ops.cuda.rows import _has_triton
 
