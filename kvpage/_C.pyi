@@ -15,16 +15,41 @@ def build_info() -> dict[str, Any]:
         "version", "sources" (a digest), "compiler", "cuda" (a version, or None) and "cuda_archs" (or None).
     """
 
-# Tokens. Rows: address, strides of token and head in bytes. Blocks: address, strides of block, token, head and run in
-# bytes, elements of a run, bytes of an element; of the scales address and three strides (0s: none). A part: blocks;
-# rows; RowType, Codec, elements of a head; address and stride of the heads' scales (0s: none).
-# tables: (address, row stride in elements, num_seqs, max_blocks, num_blocks, block_size).
-_Rows = tuple[int, int, int]
-_Numbers = tuple[int, ...]
+# Tokens: addresses and strides of what the caller owns.
+
+_Rows = tuple[int, int, int]  # address, strides of token and head in bytes
 _Tables = tuple[int, int, int, int, int, int]
+# address, row stride in elements, num_seqs, max_blocks, num_blocks, block_size
+
+@final
+class KVPart:
+    """K's or V's blocks of one layer, as the operations on tokens reach them. It owns no memory of theirs."""
+    def __init__(
+        self,
+        data: int,
+        strides: Sequence[int],
+        run_size: int,
+        element_bytes: int,
+        scales: int = 0,
+        scale_strides: Sequence[int] = (0, 0, 0),
+    ) -> None:
+        """Tell where the blocks lie: nothing is read.
+
+        Args:
+            data: Address of the first element.
+            strides: Of block, token, head, run and element, in elements.
+            run_size: Elements of a run, which lie side by side.
+            element_bytes: Bytes of an element.
+            scales: Address of fp32 scales, one a token and head; 0 for none.
+            scale_strides: Of block, token and head, in scales.
+        """
+
+# K or V of tokens, with the rows to go there or come from there: blocks; rows; RowType, CodeType, elements of a head;
+# address and stride of the heads' scales (0s: none).
+_TokenPart = tuple[KVPart, int, int, int, int, int, int, int, int]
 
 def reshape_and_cache(
-    parts: list[_Numbers],  # K, and V where there is one
+    parts: list[_TokenPart],  # K, and V where there is one
     slot_mapping: int,
     num_tokens: int,
     num_heads: int,
@@ -49,7 +74,7 @@ def reshape_and_cache(
     """
 
 def gather_cache(
-    parts: list[_Numbers],
+    parts: list[_TokenPart],
     tables: _Tables,
     seq_starts: list[int],
     seq_lens: list[int],
@@ -219,7 +244,7 @@ def has_fast_linear(row_type: int, /) -> bool:
     """
 
 def store_chunk(
-    parts: list[_Numbers],  # of each layer
+    parts: list[_TokenPart],  # of each layer
     block_ids: int,
     num_block_ids: int,
     num_blocks: int,
@@ -248,7 +273,7 @@ def store_chunk(
     """
 
 def load_chunk(
-    parts: list[_Numbers],
+    parts: list[_TokenPart],
     block_ids: int,
     num_block_ids: int,
     num_blocks: int,
@@ -433,7 +458,7 @@ class ChunkPlan:
     """
     def __init__(
         self,
-        parts: list[_Numbers],  # of each layer; the rows' addresses count from the payload's beginning
+        parts: list[_TokenPart],  # of each layer; the rows' addresses count from the payload's beginning
         # num_layers, moves_per_part, num_tokens, num_heads, num_blocks, block_size, layer_bytes, stretch_bytes
         shape: tuple[int, int, int, int, int, int, int, int],
         /,
@@ -508,8 +533,8 @@ class _Xxh3:
 def paged_attention(
     query: _Rows,
     out: _Rows,
-    key_cache: _Numbers,
-    value_cache: _Numbers,
+    key_cache: KVPart,
+    value_cache: KVPart,
     types: tuple[int, int, int],  # of query and out, of the cache: 0 fp32, 1 bf16, 2 fp16; Codec
     scales: tuple[int, int, int, int],  # address and stride of K's heads' scales, and of V's
     tables: _Tables,
