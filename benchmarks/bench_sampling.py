@@ -21,11 +21,12 @@ from kvpage.benchmarks.figure import Figure, in_turns, own_seconds, seconds
 from kvpage.benchmarks.peer_process import PeerProcess, vllm_peer
 from kvpage.benchmarks.pictures import curves
 from kvpage.benchmarks.script import VLLM, finish, option, parse
+from kvpage.layout.sampling_record import ROW_RULES
 from kvpage.ops import reference
 from kvpage.serving import SamplingParams
 from kvpage.serving.loop.request import Request
 from kvpage.serving.sampling.device_rows import DeviceRows
-from kvpage.serving.sampling.native_rows import GREEDY, ROW, sample_rows
+from kvpage.serving.sampling.native_rows import GREEDY, sample_rows
 from kvpage.serving.sampling.sampler import Sampler, sample, sample_by_torch
 
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
@@ -55,7 +56,7 @@ def make_requests(num_rows: int, vocab_size: int, rules: dict[str, Any]) -> list
 def native_call(logits: torch.Tensor, requests: list[Request]) -> Callable[[], object]:
     """Return the call of a loop that keeps records, rules and tokens from step to step."""
     sampled = [request.sampled_row for request in requests]
-    rows = np.frombuffer(bytearray(b"".join(GREEDY if row is None else row.packed for row in sampled)), ROW)
+    rows = np.frombuffer(bytearray(b"".join(GREEDY if row is None else row.packed for row in sampled)), ROW_RULES)
     rows["seed"], rows["position"] = [request.seed for request in requests], NUM_GENERATED
     rules = [None if row is None else row.token_rules for row in sampled]
     if not any(rules):

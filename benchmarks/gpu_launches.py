@@ -19,7 +19,7 @@ from kvpage.benchmarks.paged_case import Model
 from kvpage.kernels import chunk as chunk_kernels
 from kvpage.kernels import sampling_launch
 from kvpage.layout.attention import Attention
-from kvpage.ops.args.sampling_record import RECORD_WORDS
+from kvpage.layout.sampling_record import RECORD_WORDS
 from kvpage.ops.args.sequences import num_decodes
 from kvpage.ops.cuda.chunks import HOST_PROGRAMS
 from kvpage.ops.cuda.sampling import SamplingMemory

@@ -2,38 +2,40 @@
 
     logit_bias ─► penalties of tokens seen ─► tokens that must not come yet ─► suppressed tokens
 
-A row's record is 10 words of 64 bits, which kvpage/serving/sampling/device_rows.py packs. Two tables of the row's own
-say what holds for each token: a bias, fp32, and a word of 32 bits:
+A row's record is words of 64 bits, see kvpage/layout/sampling_record.py, which kvpage/serving/sampling/device_rows.py
+packs. Two tables of the row's own say what holds for each token: a bias, fp32, and a word of 32 bits:
 
-    bits  0..26   how often the token was generated
-    bit   27      it is suppressed
-    bit   28      it ends the sequence, and must not come before a position
-    bit   29      it must not come first
-    bit   30      the sequence holds it
+    COUNT_BITS    how often the token was generated
+    SUPPRESSED    it is suppressed
+    ENDS          it ends the sequence, and must not come before a position
+    NOT_FIRST     it must not come first
+    SEEN          the sequence holds it
 """
 
 import triton
 import triton.language as tl
 
 from kvpage.kernels.quantize import to_fp32
+from kvpage.layout import sampling_record
+from kvpage.layout.sampling_record import word_of
 
-RECORD_WORDS = tl.constexpr(10)
-SEED = tl.constexpr(0)
-TOKEN_WORDS = tl.constexpr(1)  # the address of the words, or 0
-BIASES = tl.constexpr(2)  # the address of the biases, or 0
-TOP_P = tl.constexpr(3)  # fp64
-TOP_K = tl.constexpr(4)
-TEMPERATURE = tl.constexpr(5)  # and least_score
-REPETITION = tl.constexpr(6)  # and presence
-FREQUENCY = tl.constexpr(7)  # and whether tokens are counted
-BARRED_UNTIL = tl.constexpr(8)  # the first position at which the sequence may end
-FIRST_AT = tl.constexpr(9)  # the position of the first token
+RECORD_WORDS = tl.constexpr(sampling_record.RECORD_WORDS)
+SEED = tl.constexpr(word_of("seed"))
+TOKEN_WORDS = tl.constexpr(word_of("words"))
+BIASES = tl.constexpr(word_of("biases"))
+TOP_P = tl.constexpr(word_of("top_p"))
+TOP_K = tl.constexpr(word_of("top_k"))
+TEMPERATURE = tl.constexpr(word_of("temperature", "least_score"))
+REPETITION = tl.constexpr(word_of("repetition", "presence"))
+FREQUENCY = tl.constexpr(word_of("frequency", "counts"))
+BARRED_UNTIL = tl.constexpr(word_of("barred_until"))
+FIRST_AT = tl.constexpr(word_of("first_at"))
 
-COUNT_BITS = tl.constexpr(0x07FFFFFF)
-SUPPRESSED = tl.constexpr(1 << 27)
-ENDS = tl.constexpr(1 << 28)
-NOT_FIRST = tl.constexpr(1 << 29)
-SEEN_BITS = tl.constexpr((1 << 30) | 0x07FFFFFF)
+COUNT_BITS = tl.constexpr(sampling_record.COUNT_BITS)
+SUPPRESSED = tl.constexpr(sampling_record.SUPPRESSED)
+ENDS = tl.constexpr(sampling_record.ENDS)
+NOT_FIRST = tl.constexpr(sampling_record.NOT_FIRST)
+SEEN_BITS = tl.constexpr(sampling_record.SEEN | sampling_record.COUNT_BITS)
 
 
 @triton.jit

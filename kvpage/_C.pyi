@@ -15,17 +15,43 @@ def build_info() -> dict[str, Any]:
         "version", "sources" (a digest), "compiler", "cuda" (a version, or None) and "cuda_archs" (or None).
     """
 
-# Tokens. Rows: address, strides of token and head in bytes. Blocks: address, strides of block, token, head and run in
-# bytes, elements of a run, bytes of an element; of the scales address and three strides (0s: none). A part: blocks;
-# rows; RowType, Codec, elements of a head; address and stride of the heads' scales (0s: none).
-# tables: (address, row stride in elements, num_seqs, max_blocks, num_blocks, block_size).
-_Rows = tuple[int, int, int]
-_Numbers = tuple[int, ...]
+# Tokens: addresses and strides of what the caller owns. A call raises ValueError for a number or an id that is out of
+# range, and writes nothing then. row_type: 0 fp32, 1 bf16, 2 fp16. kernel: of an instruction set; "" takes the best.
+
+_Rows = tuple[int, int, int]  # address, strides of token and head in bytes
 _Tables = tuple[int, int, int, int, int, int]
+# address, row stride in elements, num_seqs, max_blocks, num_blocks, block_size
+
+@final
+class KVPart:
+    """K's or V's blocks of one layer, as the operations on tokens reach them. It owns no memory of theirs."""
+    def __init__(
+        self,
+        data: int,
+        strides: Sequence[int],
+        run_size: int,
+        element_bytes: int,
+        scales: int = 0,
+        scale_strides: Sequence[int] = (0, 0, 0),
+    ) -> None:
+        """Tell where the blocks lie: nothing is read.
+
+        Args:
+            data: Address of the first element.
+            strides: Of block, token, head, run and element, in elements.
+            run_size: Elements of a run, which lie side by side.
+            element_bytes: Bytes of an element.
+            scales: Address of fp32 scales, one a token and head; 0 for none.
+            scale_strides: Of block, token and head, in scales.
+        """
+
+# K or V of tokens, with the rows to go there or come from there: blocks; rows; RowType, CodeType, elements of a head;
+# address and stride of the heads' scales (0s: none).
+_TokenPart = tuple[KVPart, int, int, int, int, int, int, int, int]
 
 def reshape_and_cache(
-    parts: list[_Numbers],  # K, and V where there is one
-    slot_mapping: int,
+    parts: list[_TokenPart],  # K, and V where there is one
+    slot_mapping: int,  # address of int64 [num_tokens]; -1 skips a row
     num_tokens: int,
     num_heads: int,
     num_blocks: int,
@@ -33,45 +59,19 @@ def reshape_and_cache(
     max_threads: int,
     /,
 ) -> None:
-    """Write rows of K and V to slots of one layer's blocks.
-
-    Args:
-        parts: The move of K's rows, and of V's where there is a value part.
-        slot_mapping: Address of int64 [num_tokens], a slot for each row; -1 skips a row.
-        num_tokens: Number of rows.
-        num_heads: KV heads.
-        num_blocks: Blocks of the cache.
-        block_size: Tokens of a block.
-        max_threads: The most threads to use.
-
-    Raises:
-        ValueError: A slot is out of range or named twice, or a number does not fit. Nothing is written then.
-    """
+    """Write rows of K and V to slots of one layer's blocks: see kvpage.ops.reshape_and_cache."""
 
 def gather_cache(
-    parts: list[_Numbers],
+    parts: list[_TokenPart],
     tables: _Tables,
     seq_starts: list[int],
     seq_lens: list[int],
-    row_offsets: list[list[int]],  # of each part
+    row_offsets: list[list[int]],  # bytes from each part's rows to the first row of each sequence
     num_heads: int,
     max_threads: int,
     /,
 ) -> None:
-    """Copy tokens of sequences from one layer's blocks to rows.
-
-    Args:
-        parts: The move of K's rows, and of V's where there is a value part.
-        tables: The block tables.
-        seq_starts: First token of each sequence.
-        seq_lens: Tokens of each sequence from there on.
-        row_offsets: For each part, the bytes from its rows to the first row of each sequence.
-        num_heads: KV heads.
-        max_threads: The most threads to use.
-
-    Raises:
-        ValueError: A block id or a number is out of range. Nothing is written then.
-    """
+    """Copy tokens of sequences from one layer's blocks to rows: see kvpage.ops.gather_cache."""
 
 # Address, strides of row and head in bytes; then of blocks the address of slots (0: rows), num_blocks, block_size, and
 # the stride of blocks in bytes; row stride is then that of an offset.
@@ -81,129 +81,64 @@ def mix_rows(
     rows: _Place,
     out: _Place,
     fresh: _Place,
-    fresh_rows: tuple[int, int],  # address or 0, num_fresh
+    fresh_rows: tuple[int, int],  # address of int64 [num_rows], or 0; num_fresh
     row_type: int,
     shape: tuple[int, int, int],  # num_rows, num_heads, size
     rotated: tuple[int, int, int],  # first, num_pairs, is_interleaved
-    cos: int,
+    cos: int,  # address of fp32 [num_rows, num_pairs]
     sin: int,
     max_threads: int,
     /,
     kernel: str = "",
 ) -> None:
-    """Write rotated, copied or fresh rows: see kvpage.ops.mix_rows.
-
-    Args:
-        rows: The rows to read.
-        out: The rows to write.
-        fresh: The fresh rows.
-        fresh_rows: Address of int64 [num_rows] (0: none), and the number of fresh rows.
-        row_type: The rows' dtype, as for `types` of paged_attention.
-        shape: (num_rows, num_heads, size).
-        rotated: First rotated element, number of pairs (0: copy), and 1 if pairs are neighbours.
-        cos: Address of fp32 [num_rows, num_pairs].
-        sin: The same.
-        max_threads: The most threads to use.
-        kernel: The name of an instruction set's kernel; "" takes the best.
-
-    Raises:
-        ValueError: A slot, a row or a number is out of range. Nothing is written then.
-    """
+    """Write rotated, copied or fresh rows: see kvpage.ops.mix_rows."""
 
 def row_deviation(
     fresh: _Place,
     retrieved: _Place,
-    valid: int,
-    out: int,
+    valid: int,  # address of bool [num_rows]
+    out: int,  # address of fp32 [num_rows], zeroed
     row_type: int,
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int],  # num_rows, num_heads, size
     max_threads: int,
     /,
     kernel: str = "",
 ) -> None:
-    """Compute the mean squared difference of each row: see kvpage.ops.row_deviation.
-
-    Args:
-        fresh: Rows to compare.
-        retrieved: Rows to compare them with.
-        valid: Address of bool [num_rows].
-        out: Address of fp32 [num_rows], zeroed.
-        row_type: The rows' dtype, as for `types` of paged_attention.
-        shape: (num_rows, num_heads, size).
-        max_threads: The most threads to use.
-        kernel: The name of an instruction set's kernel; "" takes the best.
-
-    Raises:
-        ValueError: A number is out of range.
-    """
+    """Compute the mean squared difference of each row: see kvpage.ops.row_deviation."""
 
 _Matrix = tuple[int, int]  # address, row stride in bytes
 
 def linear(
     x: _Matrix,
     weight: _Matrix,
-    up: _Matrix,
-    bias: int,
+    up: _Matrix,  # the second weight, read with an activation alone
+    bias: int,  # address, 0: none
     out: _Matrix,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int],  # num_rows, num_columns, size
     row_type: int,
-    activation: int,
+    activation: int,  # 0 none, 1 SiLU, 2 GELU by tanh
     max_threads: int,
     /,
     kernel: str = "",
 ) -> None:
-    """Compute rows times a weight: see kvpage.ops.linear and kvpage.ops.gated_linear.
-
-    Args:
-        x: [num_rows, size].
-        weight: [num_columns, size].
-        up: The same for the second weight, read with an activation alone.
-        bias: Address of [num_columns]; 0 for none.
-        out: [num_rows, num_columns], which shares no memory with the others.
-        sizes: (num_rows, num_columns, size).
-        row_type: The dtype of all, as for `types` of paged_attention.
-        activation: 0 for none, 1 for SiLU, 2 for GELU by tanh.
-        max_threads: The most threads to use.
-        kernel: The name of an instruction set's kernel; "" takes the best.
-
-    Raises:
-        ValueError: A number is out of range. Nothing is written then.
-    """
+    """Compute rows times a weight: see kvpage.ops.linear and kvpage.ops.gated_linear."""
 
 def rms_norm(
     x: _Matrix,
-    residual: _Matrix,
-    total: _Matrix,
+    residual: _Matrix,  # zeros: none
+    total: _Matrix,  # x + residual
     out: _Matrix,
-    weight: int,
-    sizes: tuple[int, int],
+    weight: int,  # address
+    sizes: tuple[int, int],  # num_rows, size
     row_type: int,
     eps: float,
-    offset: float,
-    order: int,
+    offset: float,  # added to the weight
+    order: int,  # 0: rounds before the product with the weight, 1: after it
     max_threads: int,
     /,
     kernel: str = "",
 ) -> None:
-    """Compute the root mean square norm of rows: see kvpage.ops.rms_norm and kvpage.ops.add_rms_norm.
-
-    Args:
-        x: [num_rows, size].
-        residual: The same, added to x; zeros for none.
-        total: Where the sum goes; zeros without a residual.
-        out: Where the norm goes.
-        weight: Address of [size].
-        sizes: (num_rows, size).
-        row_type: The dtype of all, as for `types` of paged_attention.
-        eps: Added to the mean square.
-        offset: Added to the weight.
-        order: 0 to round before the product with the weight, 1 to round after it.
-        max_threads: The most threads to use.
-        kernel: The name of an instruction set's kernel; "" takes the best.
-
-    Raises:
-        ValueError: A number is out of range. Nothing is written then.
-    """
+    """Compute the root mean square norm of rows: see kvpage.ops.rms_norm and kvpage.ops.add_rms_norm."""
 
 def linear_kernels() -> list[str]:
     """Return the kernels for products that this machine runs, the best first, and "pairs_model" for tests."""
@@ -212,15 +147,11 @@ def norm_kernels() -> list[str]:
     """Return the kernels for norms that this machine runs, the best first."""
 
 def has_fast_linear(row_type: int, /) -> bool:
-    """Return whether `linear` is to compute this type on this machine: see kvpage.ops.has_fast_linear.
-
-    Args:
-        row_type: The dtype, as for `types` of paged_attention.
-    """
+    """Return whether `linear` is to compute this type on this machine: see kvpage.ops.has_fast_linear."""
 
 def store_chunk(
-    parts: list[_Numbers],  # of each layer
-    block_ids: int,
+    parts: list[_TokenPart],  # of each layer
+    block_ids: int,  # address of int32 [num_block_ids]
     num_block_ids: int,
     num_blocks: int,
     block_size: int,
@@ -230,26 +161,11 @@ def store_chunk(
     max_threads: int,
     /,
 ) -> None:
-    """Copy tokens from the blocks of all layers to a chunk: see kvpage.ops.store_chunk.
-
-    Args:
-        parts: The moves of each layer.
-        block_ids: Address of int32 [num_block_ids].
-        num_block_ids: Blocks of the sequence.
-        num_blocks: Blocks of each cache.
-        block_size: Tokens of a block.
-        start: First token, counted from the first block's beginning.
-        num_tokens: Tokens of the chunk.
-        num_heads: KV heads.
-        max_threads: The most threads to use.
-
-    Raises:
-        ValueError: A needed id or a number is out of range. Nothing is written then.
-    """
+    """Copy tokens from the blocks of all layers to a chunk: see kvpage.ops.store_chunk."""
 
 def load_chunk(
-    parts: list[_Numbers],
-    block_ids: int,
+    parts: list[_TokenPart],
+    block_ids: int,  # address of int32 [num_block_ids]
     num_block_ids: int,
     num_blocks: int,
     block_size: int,
@@ -259,74 +175,25 @@ def load_chunk(
     max_threads: int,
     /,
 ) -> None:
-    """Copy a chunk to tokens of the blocks of all layers: see kvpage.ops.load_chunk.
-
-    Args:
-        parts: As in `store_chunk`.
-        block_ids: As in `store_chunk`.
-        num_block_ids: As in `store_chunk`.
-        num_blocks: As in `store_chunk`.
-        block_size: As in `store_chunk`.
-        start: As in `store_chunk`.
-        num_tokens: As in `store_chunk`.
-        num_heads: As in `store_chunk`.
-        max_threads: As in `store_chunk`.
-
-    Raises:
-        ValueError: As in `store_chunk`.
-    """
+    """Copy a chunk to tokens of the blocks of all layers: see kvpage.ops.load_chunk."""
 
 def xxh3_128_of_stretches(data: int, num_bytes: int, stretch_bytes: int, max_threads: int, /) -> bytes:
-    """Return the xxh3-128 digests of stretches of memory, 16 bytes each.
-
-    Args:
-        data: Address of the bytes.
-        num_bytes: Number of bytes.
-        stretch_bytes: Bytes of a stretch. The last one may be shorter.
-        max_threads: The most threads to use.
-
-    Raises:
-        ValueError: `num_bytes` is negative, or `stretch_bytes` is not positive.
-    """
+    """Return the xxh3-128 digests of stretches of memory: see kvpage.store.tiers.stretches."""
 
 def copy_and_xxh3_128(data: int, to: int, num_bytes: int, streaming: bool, /) -> bytes:
-    """Copy bytes, and return their xxh3-128 digest, 16 bytes.
-
-    Args:
-        data: Address of the bytes.
-        to: Address of the copy.
-        num_bytes: Number of bytes.
-        streaming: Whether writes go past the processor's cache.
-    """
+    """Copy bytes, and return their xxh3-128 digest: see kvpage.store.tiers.stretches."""
 
 def write_stretches(
     fd: int,
     offset: int,
     lead: memoryview,
-    runs: npt.NDArray[np.int64],
+    runs: npt.NDArray[np.int64],  # [num_runs, 2]: address and bytes, here and below; address 0: hashed alone
     stretch_bytes: int,
     tail: memoryview,
     max_threads: int,
     /,
 ) -> bytes:
-    """Write bytes from many places of memory to one run of a file, and hash each stretch on the way.
-
-    Args:
-        fd: Descriptor of the file.
-        offset: Where in the file to write.
-        lead: Bytes of the file before those of the runs.
-        runs: int64 [num_runs, 2]: address and bytes of each run.
-        stretch_bytes: Bytes of a stretch.
-        tail: Memory that takes the last bytes of the runs, as many as it has, in place of the file. It may be `lead`'s.
-        max_threads: The most threads to use.
-
-    Returns:
-        The stretches' xxh3-128 digests, 16 bytes each.
-
-    Raises:
-        ValueError: A number is out of range. Nothing is written then.
-        OSError: An error of the file. Any of the bytes may be written then.
-    """
+    """Write runs of memory to a file, and hash each stretch: see kvpage.store.tiers.stretches."""
 
 def read_stretches(
     fd: int,
@@ -337,23 +204,7 @@ def read_stretches(
     max_threads: int,
     /,
 ) -> bytes:
-    """Read one run of a file into many places of memory, and hash each stretch on the way.
-
-    Args:
-        fd: Descriptor of the file.
-        offset: Where in the file to read.
-        runs: int64 [num_runs, 2]: address and bytes of each run. Bytes of a run at address 0 are hashed alone.
-        stretch_bytes: Bytes of a stretch. The last one may be shorter.
-        room: Memory for pieces of the file.
-        max_threads: The most threads to use.
-
-    Returns:
-        The stretches' xxh3-128 digests, 16 bytes each.
-
-    Raises:
-        ValueError: A number is out of range. Nothing is written then.
-        OSError: An error of the file; ENODATA where it ends too early. Any of the bytes may be written then.
-    """
+    """Read a file into runs of memory, and hash each stretch: see kvpage.store.tiers.stretches."""
 
 def gather_stretches(
     runs: npt.NDArray[np.int64],
@@ -364,22 +215,7 @@ def gather_stretches(
     streaming: bool,
     /,
 ) -> bytes:
-    """Copy bytes from many places of memory to one, and hash each stretch on the way.
-
-    Args:
-        runs: int64 [num_runs, 2]: address and bytes of each run.
-        payload: Address of the copy.
-        num_bytes: Bytes of the payload, as many as the runs have.
-        stretch_bytes: Bytes of a stretch. The last one may be shorter.
-        max_threads: The most threads to use.
-        streaming: Whether writes go past the processor's cache.
-
-    Returns:
-        The stretches' xxh3-128 digests, 16 bytes each.
-
-    Raises:
-        ValueError: A number is out of range. Nothing is written then.
-    """
+    """Copy runs of memory to one, and hash each stretch: see kvpage.store.tiers.stretches."""
 
 def scatter_stretches(
     payload: int,
@@ -390,30 +226,13 @@ def scatter_stretches(
     streaming: bool,
     /,
 ) -> bytes:
-    """Copy bytes from one place of memory to many, and hash each stretch on the way.
-
-    Args:
-        payload: Address of the bytes.
-        num_bytes: Bytes of the payload, as many as the runs have.
-        runs: int64 [num_runs, 2]: address and bytes of each run. Bytes of a run at address 0 are hashed alone.
-        stretch_bytes: Bytes of a stretch. The last one may be shorter.
-        max_threads: The most threads to use.
-        streaming: Whether writes go past the processor's cache.
-
-    Returns:
-        The stretches' xxh3-128 digests, 16 bytes each.
-
-    Raises:
-        ValueError: A number is out of range. Nothing is written then.
-    """
+    """Copy memory to runs, and hash each stretch: see kvpage.store.tiers.stretches."""
 
 def prefault(data: int, num_bytes: int, max_threads: int, /) -> None:
     """Have the operating system give memory its pages. The bytes stay as they are.
 
     Args:
         data: Address of the memory, which no thread may write meanwhile.
-        num_bytes: Number of bytes.
-        max_threads: The most threads to use.
 
     Raises:
         OSError: The system has no more memory.
@@ -433,7 +252,7 @@ class ChunkPlan:
     """
     def __init__(
         self,
-        parts: list[_Numbers],  # of each layer; the rows' addresses count from the payload's beginning
+        parts: list[_TokenPart],  # of each layer; the rows' addresses count from the payload's beginning
         # num_layers, moves_per_part, num_tokens, num_heads, num_blocks, block_size, layer_bytes, stretch_bytes
         shape: tuple[int, int, int, int, int, int, int, int],
         /,
@@ -508,9 +327,9 @@ class _Xxh3:
 def paged_attention(
     query: _Rows,
     out: _Rows,
-    key_cache: _Numbers,
-    value_cache: _Numbers,
-    types: tuple[int, int, int],  # of query and out, of the cache: 0 fp32, 1 bf16, 2 fp16; Codec
+    key_cache: KVPart,
+    value_cache: KVPart,
+    types: tuple[int, int, int],  # row_type of query and out, of the cache; Codec
     scales: tuple[int, int, int, int],  # address and stride of K's heads' scales, and of V's
     tables: _Tables,
     seq_lens: list[int],
@@ -525,30 +344,7 @@ def paged_attention(
     /,
     kernel: str = "",  # one of attention_kernels(); "": the best
 ) -> None:
-    """Attend over the blocks of one layer: see kvpage.ops.paged_attention.
-
-    Args:
-        query: The query's rows, [num_tokens, num_heads, key_size].
-        out: The output's rows, [num_tokens, num_heads, value_size].
-        key_cache: K's blocks.
-        value_cache: V's blocks.
-        types: The dtypes of query and out, and of the cache (0 fp32, 1 bf16, 2 fp16), and its codec.
-        scales: Address and stride of the scales of K's heads, and of V's.
-        tables: The block tables.
-        seq_lens: Tokens of each sequence in the cache.
-        query_lens: Queries of each sequence.
-        positions: Address of the queries' positions; 0 for the last ones.
-        sizes: (num_tokens, num_kv_heads, group_size, key_size, value_size).
-        window: Keys that a query sees, its own included.
-        scale: Factor of the products.
-        softcap: Bound of the scores; 0 for none.
-        sinks: Address of one more score a head; 0 for none.
-        max_threads: The most threads to use.
-        kernel: One of attention_kernels(); "" takes the best.
-
-    Raises:
-        ValueError: A block id or a number is out of range. Nothing is written then.
-    """
+    """Attend over the blocks of one layer: see kvpage.ops.paged_attention."""
 
 def _transpose(
     name: str, element_bytes: int, to: int, to_stride: int, source: int, source_stride: int, rows: int, columns: int, /
@@ -624,9 +420,11 @@ class TokenRules:
     def needs_tokens(self) -> bool:
         """Whether a penalty applies, so that the tokens of the sequence are needed."""
 
+ROW_RULES: np.dtype[np.void]  # of the `rows` of sample_rows; see kvpage.layout.sampling_record
+
 def sample_rows(
-    logits: tuple[int, int, int, int, int],
-    rows: npt.NDArray[np.void],
+    logits: tuple[int, int, int, int, int],  # address, row stride in bytes, row_type, num_rows, vocab_size
+    rows: npt.NDArray[np.void],  # contiguous ROW_RULES
     rules: Sequence[TokenRules | None],
     tokens: Sequence[npt.NDArray[np.int32] | None],
     out: npt.NDArray[np.int32],
@@ -634,21 +432,7 @@ def sample_rows(
     /,
     kernel: str = "",
 ) -> None:
-    """Choose a token for each row of logits.
-
-    Args:
-        logits: Address, row stride in bytes, RowType, number of rows, number of logits in a row. They are not changed.
-        rows: Contiguous records, one for each row, as kvpage.serving.sampling.native_rows has them.
-        rules: One for each row, or None; empty if no row has any.
-        tokens: For each row whose rules need them, the tokens so far and maybe room after them; otherwise None.
-        out: int32 [number of rows]. It receives the tokens; -1 where none can be chosen.
-        max_threads: The most threads to use.
-        kernel: Name of an instruction set, for tests. Empty: the best.
-
-    Raises:
-        ValueError: A number is out of range, an array has another shape, or rules serve two rows at once. Nothing is
-            written then.
-    """
+    """Choose a token for each row of logits: see kvpage.serving.sampling.native_rows."""
 
 def sampling_kernels() -> list[str]:
     """Return the names of the sampling kernels that this machine runs, the best first."""
@@ -659,45 +443,28 @@ Layer = tuple[int, Sequence[int]]  # address, strides in bytes
 
 @final
 class BlockCopier:
-    """Moves blocks between two caches of one shape, as kvpage.ops.BlockCopier does. It owns no memory of theirs."""
+    """Moves blocks between two caches of one shape: see kvpage.ops.BlockCopier. It owns no memory of theirs.
+
+    pairs: address of int64 [num_pairs, 2], (source, destination). stream: a handle; 0 for the default one and the host.
+    """
     def __init__(
         self,
         *,
-        sizes: Sequence[int],
-        block_dim: int,
+        sizes: Sequence[int],  # of a cache with one block
+        block_dim: int,  # of the sizes, counts blocks
         element_bytes: int,
         srcs: Sequence[Layer],
         dsts: Sequence[Layer],
         num_src_blocks: int,
         num_dst_blocks: int,
-        src_device: int,
+        src_device: int,  # index of a CUDA device; -1: the host
         dst_device: int,
         pinned: bool,
         kernel_max_bytes: int,  # extents from and to pinned memory up to which the SM kernel copies; 0: never
         max_groups: int,  # of threads, that it may take for that
         shapes: Sequence[tuple[Sequence[int], int]] = (),  # sizes and block_dim of each layer, where layers are unlike
     ) -> None:
-        """Make a copier.
-
-        Args:
-            sizes: The generic shape of a cache with one block.
-            block_dim: The dimension of it that counts blocks.
-            element_bytes: Bytes of an element.
-            srcs: The caches to read, one a layer.
-            dsts: The caches to write, one a layer.
-            num_src_blocks: Blocks of each source.
-            num_dst_blocks: Blocks of each destination.
-            src_device: Index of the sources' CUDA device; -1 is the host.
-            dst_device: Index of the destinations' CUDA device; -1 is the host.
-            pinned: Whether the host side is pinned.
-            kernel_max_bytes: Extents between CUDA and pinned memory, up to which the SM kernel copies; 0 for never.
-            max_groups: Groups of threads that it may take for that.
-            shapes: sizes and block_dim of each layer, where layers are unlike. Those of all are not read then.
-
-        Raises:
-            ValueError: A number is out of range, a destination overlaps itself or the sources, or the two devices
-                differ. Or a device is given in a build without CUDA.
-        """
+        """Make a copier."""
     @property
     def num_fragments(self) -> int:
         """Number of runs of memory that make up a block in all layers."""
@@ -706,53 +473,13 @@ class BlockCopier:
         """Bytes of a block in all layers."""
     def run(self, pairs: int, num_pairs: int, stream: int, max_threads: int) -> None:
         """Copy pairs of blocks. On the host it waits for the copy; on a device it enqueues the copy. Threads may share
-        a copier.
-
-        Args:
-            pairs: Address of int64 [num_pairs, 2]: (source, destination).
-            num_pairs: Number of pairs.
-            stream: The CUDA stream's handle; 0 for the default one and on the host.
-            max_threads: The most host threads to use.
-
-        Raises:
-            ValueError: An id is out of range or the pairs depend on each other; nothing is written then.
-            RuntimeError: CUDA fails.
-        """
+        a copier."""
     def check(self, pairs: int, num_pairs: int) -> None:
-        """Check pairs as `run` does, and copy nothing.
-
-        Args:
-            pairs: Address of int64 [num_pairs, 2].
-            num_pairs: Number of pairs.
-
-        Raises:
-            ValueError: As in `run`.
-        """
+        """Check pairs as `run` does, and copy nothing."""
     def executor(self, pairs: int, num_pairs: int) -> str:
-        """Return the executor that `run` would take, as choose_executor names it.
-
-        Args:
-            pairs: Address of int64 [num_pairs, 2].
-            num_pairs: Number of pairs.
-
-        Raises:
-            ValueError: As in `run`.
-        """
+        """Return the executor that `run` would take, as choose_executor names it."""
     def extents(self, pairs: int, num_pairs: int, begin: int = 0, end: int = ...) -> list[tuple[int, int, int]]:
-        """Return the extents of the bytes [begin, end) of a copy, for tests.
-
-        Args:
-            pairs: Address of int64 [num_pairs, 2].
-            num_pairs: Number of pairs.
-            begin: First byte.
-            end: The byte after the last one. Default: the end.
-
-        Returns:
-            (source address, destination address, bytes) of each extent.
-
-        Raises:
-            ValueError: As in `run`.
-        """
+        """Return the extents of the bytes [begin, end) of a copy, for tests."""
 
 def _copy_kernel_on_host(
     copier: BlockCopier, pairs: int, num_pairs: int, vector_bytes: int = 0, max_threads: int = ..., capacity: int = ...
@@ -849,17 +576,11 @@ class BlockPool:
     def release_one(self, block_id: int, /) -> None:
         """Do the same as release([block_id]), faster.
 
-        Args:
-            block_id: The block.
-
         Raises:
             ValueError: As in `release`.
         """
     def ref_count(self, block_id: int) -> int:
         """Return the block's number of references: 0 if it is free, 1 if it is cached.
-
-        Args:
-            block_id: The block.
 
         Raises:
             ValueError: The id is out of range.
@@ -1522,16 +1243,11 @@ class SequenceRows:
             seq_id: Its key there.
         """
     def give_back_room(self, row: int) -> None:
-        """Release the blocks after the written tokens.
-
-        Args:
-            row: The sequence.
-        """
+        """Release the blocks after the written tokens."""
     def release_before(self, row: int, num_tokens: int) -> int:
         """Release own blocks that hold only tokens before the `num_tokens`th, where no other sequence finds them.
 
         Args:
-            row: The sequence.
             num_tokens: At most the written tokens.
 
         Returns:
@@ -1541,34 +1257,17 @@ class SequenceRows:
             ValueError: num_tokens is out of range.
         """
     def make_private(self, row: int) -> None:
-        """Hide all further tokens of the sequence from others.
-
-        Args:
-            row: The sequence.
-        """
+        """Hide all further tokens of the sequence from others."""
     def pin(self, row: int) -> Match:
-        """Return a match of the sequence's cached blocks. The caller releases it.
-
-        Args:
-            row: The sequence.
-        """
+        """Return a match of the sequence's cached blocks. The caller releases it."""
     def ids(self, row: int) -> npt.NDArray[np.int32]:
-        """Return the sequence's block ids, int32 [num_blocks], in a new array.
-
-        Args:
-            row: The sequence.
-        """
+        """Return the sequence's block ids, int32 [num_blocks], in a new array."""
     def state(self, row: int) -> tuple[int, int, int, int, int, npt.NDArray[np.int32], bytes, bool]:
-        """Return the fields of kvpage.blocks.states.SequenceState.
-
-        Args:
-            row: The sequence.
-        """
+        """Return the fields of kvpage.blocks.states.SequenceState."""
     def num_blocks_to_append(self, rows: _Integers, num_new_tokens: int | _Integers, /) -> int:
         """Return how many free blocks `append` takes.
 
         Args:
-            rows: The sequences.
             num_new_tokens: One number for each, or one for all.
 
         Raises:
@@ -1578,7 +1277,6 @@ class SequenceRows:
         """Make room for more tokens as `append` does, where that copies nothing and enough blocks are free.
 
         Args:
-            rows: The sequences.
             num_new_tokens: One number for each, or one for all.
 
         Returns:
@@ -1591,7 +1289,6 @@ class SequenceRows:
         """Make room for more tokens in each sequence. Shared blocks that would be written are replaced by copies.
 
         Args:
-            rows: The sequences.
             num_new_tokens: One number for each, or one for all.
 
         Returns:
@@ -1605,7 +1302,6 @@ class SequenceRows:
         """Record that K and V of `tokens` are written. Blocks that are full pass to the tree.
 
         Args:
-            row: The sequence.
             tokens: Token ids, as many as there is room for at most.
 
         Returns:
@@ -1618,7 +1314,6 @@ class SequenceRows:
         """Do the same with one token for each row.
 
         Args:
-            rows: The sequences.
             tokens: One token id for each. A block for which the tree finds no memory passes to it with the next commit.
 
         Returns:
@@ -1628,16 +1323,9 @@ class SequenceRows:
             ValueError: There is no room, a row is named twice, or there are not as many tokens as rows.
         """
     def tables(self, rows: _Integers, /) -> npt.NDArray[np.int32]:
-        """Return the block tables, int32 [num_rows, max_blocks], with 0 after a sequence's last block.
-
-        Args:
-            rows: The sequences.
-        """
+        """Return the block tables, int32 [num_rows, max_blocks], with 0 after a sequence's last block."""
     def last(self, rows: _Integers, /) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Return the slots of the last tokens, the block tables, and the numbers of tokens.
-
-        Args:
-            rows: The sequences.
 
         Raises:
             ValueError: A sequence has no token.
@@ -1646,7 +1334,6 @@ class SequenceRows:
         """Return the slots of the positions [starts[i], ends[i]), one sequence after the other.
 
         Args:
-            rows: The sequences.
             starts: First position of each.
             ends: The position after the last one of each.
 
@@ -1701,17 +1388,11 @@ class SlotPool:
     def occupy(self, slot: int) -> None:
         """Take one free slot out of all, as `allocate` does.
 
-        Args:
-            slot: The slot.
-
         Raises:
             ValueError: The slot is out of range or not free.
         """
     def share(self, slot: int) -> None:
         """Add one reference to a slot.
-
-        Args:
-            slot: The slot.
 
         Raises:
             ValueError: The slot is out of range or free.
@@ -1719,17 +1400,11 @@ class SlotPool:
     def release(self, slot: int) -> None:
         """Take one reference from a slot. A slot without references becomes free.
 
-        Args:
-            slot: The slot.
-
         Raises:
             ValueError: The slot is out of range or free, or it has a rank and this is its last reference.
         """
     def ref_count(self, slot: int) -> int:
         """Return the slot's number of references: 0 if it is free.
-
-        Args:
-            slot: The slot.
 
         Raises:
             ValueError: The slot is out of range.
@@ -1738,7 +1413,6 @@ class SlotPool:
         """Give a slot its place in the order of eviction, or another one.
 
         Args:
-            slot: The slot.
             rank: 64 bits. The smallest one goes first.
 
         Raises:
@@ -1746,9 +1420,6 @@ class SlotPool:
         """
     def unrank(self, slot: int) -> None:
         """Take a slot out of the order of eviction.
-
-        Args:
-            slot: The slot.
 
         Raises:
             ValueError: The slot is out of range, or has no rank.
@@ -1821,11 +1492,7 @@ class AnchorTable:
             ValueError: All anchors are in use.
         """
     def remove(self, anchor: int) -> None:
-        """Forget an anchor. Its number is given to others.
-
-        Args:
-            anchor: The anchor.
-        """
+        """Forget an anchor. Its number is given to others."""
     def find(self, device_id: int, host_id: int) -> int:
         """Return the valid anchor of a block. Nothing is changed.
 
@@ -1873,11 +1540,7 @@ class AnchorTable:
             to_host: Whether they went to the host.
         """
     def is_valid(self, anchor: int) -> bool:
-        """Return whether the anchor's block is in a tier.
-
-        Args:
-            anchor: The anchor.
-        """
+        """Return whether the anchor's block is in a tier."""
     def are_valid(self, anchors: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Return whether the blocks of anchors are in a tier.
 
@@ -1890,11 +1553,7 @@ class AnchorTable:
     def stale(self) -> list[int]:
         """Return the anchors whose block is in no tier any more, in order."""
     def uses_of(self, anchor: int) -> list[tuple[int, int, int]]:
-        """Return (tier, id, generation) of the anchor's block. Tier 0 is the device.
-
-        Args:
-            anchor: The anchor.
-        """
+        """Return (tier, id, generation) of the anchor's block. Tier 0 is the device."""
     def is_current(self, tier: int, block_id: int, generation: int) -> bool:
         """Return whether an id still names the block that had it in that generation.
 
@@ -1942,9 +1601,6 @@ class SlotAllocator:
     def free(self, slot: int, /) -> None:
         """Free a slot. Its version and its contents stay until it is handed out again.
 
-        Args:
-            slot: The slot.
-
         Raises:
             ValueError: The slot is out of range or free already.
             OverflowError: The number does not fit into 64 bits.
@@ -1952,26 +1608,17 @@ class SlotAllocator:
     def occupy(self, slot: int) -> None:
         """Take a free slot as it is, without a new version, to go on with its contents.
 
-        Args:
-            slot: The slot.
-
         Raises:
             ValueError: The slot is out of range or taken.
         """
     def is_free(self, slot: int) -> bool:
         """Return whether `alloc` may hand the slot out.
 
-        Args:
-            slot: The slot.
-
         Raises:
             ValueError: The slot is out of range.
         """
     def version(self, slot: int) -> int:
         """Return how often `alloc` has handed the slot out.
-
-        Args:
-            slot: The slot.
 
         Raises:
             ValueError: The slot is out of range.
@@ -1989,73 +1636,17 @@ class SlotTree:
     """The tree inside kvpage.extras.slots.PrefixCacheManager, which documents it. Safe to use from several threads."""
 
     def __init__(self, max_capacity: int) -> None:
-        """Make an empty tree.
-
-        Args:
-            max_capacity: The most tokens in the tree, as far as they are not pinned. A shared prefix counts once.
-
-        Raises:
-            ValueError: `max_capacity` is negative.
-        """
+        """Make an empty tree."""
     def insert(self, token_ids: _Integers, slot: int, slot_ver: int, /) -> int:
-        """Record that a slot holds these tokens and nothing else. Pin their path, and evict down to the capacity.
-
-        Args:
-            token_ids: The tokens, at least one.
-            slot: The slot.
-            slot_ver: The slot's version, as SlotAllocator counts it.
-
-        Returns:
-            `num_over` after it.
-
-        Raises:
-            ValueError: There are no tokens, one does not fit into 32 bits, or the slot is negative.
-        """
+        """Record that a slot holds these tokens and nothing else. Pin their path, and evict down to the capacity."""
     def find(self, token_ids: _Integers, allocator: SlotAllocator | None, /) -> _SlotMatch:
-        """Return the longest prefix that a slot holds, without a pin.
-
-        Args:
-            token_ids: The tokens of a prompt.
-            allocator: With it, a slot counts only while its version is the allocator's. A stale one is withdrawn for
-                good.
-
-        Returns:
-            (prefix_len, slot, slot_ver), the length in tokens; (0, None, None) if no slot holds a prefix.
-
-        Raises:
-            ValueError: The allocator has no such slot.
-        """
+        """Return the longest prefix that a slot holds, without a pin."""
     def pin(self, token_ids: _Integers, allocator: SlotAllocator | None, /) -> _SlotMatch:
-        """Find a prefix as `find` does, and pin it. Release it by its tokens.
-
-        Args:
-            token_ids: As in `find`.
-            allocator: As in `find`.
-
-        Returns:
-            As `find`. Nothing is pinned if no slot holds a prefix.
-
-        Raises:
-            ValueError: As in `find`.
-        """
+        """Find a prefix as `find` does, and pin it. Release it by its tokens."""
     def release(self, token_ids: _Integers, /) -> None:
-        """Give back one pin that ends at the end of these tokens.
-
-        Args:
-            token_ids: The tokens.
-
-        Raises:
-            ValueError: There is no such pin.
-        """
+        """Give back one pin that ends at the end of these tokens."""
     def withdraw(self, slot: int, /) -> bool:
-        """Record that a slot holds nothing any more.
-
-        Args:
-            slot: The slot.
-
-        Returns:
-            False if it held nothing before.
-        """
+        """Record that a slot holds nothing any more."""
     @property
     def max_capacity(self) -> int:
         """The most tokens in the tree, as far as they are not pinned."""
@@ -2075,8 +1666,4 @@ class SlotTree:
     def num_pins(self) -> int:
         """Number of pins that are not released."""
     def check(self) -> None:
-        """Check the tree's invariants, for tests. It takes time in proportion to the tree.
-
-        Raises:
-            RuntimeError: An invariant is broken; the message names it.
-        """
+        """Check the tree's invariants, for tests. It takes time in proportion to the tree."""

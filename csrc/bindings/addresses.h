@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "base/check.h"
@@ -17,25 +18,19 @@ T* pointer(int64_t address) {
   return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
 }
 
-// Address, four strides in bytes, run size, element bytes; then of the scales address and three strides.
-using Blocks = std::array<int64_t, 11>;
-
-inline KVPart kv_part(const int64_t* v) {
-  return {pointer<std::byte>(v[0]), v[1], v[2], v[3], v[4], v[5], v[6], pointer<std::byte>(v[7]), v[8], v[9], v[10]};
-}
-
-// Blocks; then of the rows address and two strides in bytes, RowType, CodeType, size; then the heads' scales and a
+// Blocks; of the rows address and two strides in bytes, RowType, CodeType, size; of the heads' scales address and
 // stride.
-using Part = std::array<int64_t, 19>;
+using Part = std::tuple<KVPart, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
-inline TokenMove token_move(const Part& v) {
-  return {kv_part(v.data()),
-          {pointer<std::byte>(v[11]), v[12], v[13]},
-          static_cast<RowType>(v[14]),
-          static_cast<CodeType>(v[15]),
-          v[16],
-          pointer<const float>(v[17]),
-          v[18]};
+inline TokenMove token_move(const Part& part) {
+  const auto& [blocks, rows, token_stride, head_stride, row_type, code_type, size, scales, scale_stride] = part;
+  return {blocks,
+          {pointer<std::byte>(rows), token_stride, head_stride},
+          static_cast<RowType>(row_type),
+          static_cast<CodeType>(code_type),
+          size,
+          pointer<const float>(scales),
+          scale_stride};
 }
 
 inline std::vector<TokenMove> token_moves(const std::vector<Part>& parts) {

@@ -10,15 +10,15 @@ void bind_attention(py::module_& m) {
   using Rows = std::array<int64_t, 3>;
   m.def(
       "paged_attention",
-      [](const Rows& query, const Rows& out, const Blocks& key_cache, const Blocks& value_cache,
+      [](const Rows& query, const Rows& out, const KVPart& key_cache, const KVPart& value_cache,
          const std::array<int64_t, 3>& types, const std::array<int64_t, 4>& scales,
          const std::array<int64_t, 6>& tables, const Numbers& seq_lens, const Numbers& query_lens, int64_t positions,
          const std::array<int64_t, 5>& sizes, int64_t window, float scale, float softcap, int64_t sinks,
          int max_threads, const std::string& kernel) {
         paged_attention({row_view(query),
                          row_view(out),
-                         kv_part(key_cache.data()),
-                         kv_part(value_cache.data()),
+                         key_cache,
+                         value_cache,
                          static_cast<ElementType>(types[0]),
                          static_cast<ElementType>(types[1]),
                          static_cast<CodeType>(types[2]),

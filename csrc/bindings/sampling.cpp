@@ -113,6 +113,8 @@ void bind_sampling(py::module_& m) {
           },
           py::arg("mask").noconvert(), doc("TokenRules.allow"))
       .def_property_readonly("needs_tokens", &TokenRules::needs_tokens, doc("TokenRules.needs_tokens"));
+  PYBIND11_NUMPY_DTYPE(RowRules, seed, position, top_k, top_p, temperature, least_score);
+  m.attr("ROW_RULES") = py::dtype::of<RowRules>();
   m.def("sample_rows", &sample_rows_of, py::arg(), py::arg(), py::arg(), py::arg(), py::arg().noconvert(), py::arg(),
         py::arg("kernel") = "", doc("sample_rows"));
   m.def("sampling_kernels", [] { return sampling_kernels().names(); }, doc("sampling_kernels"));

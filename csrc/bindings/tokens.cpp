@@ -68,9 +68,30 @@ py::object ids_below(const py::object& tokens, int64_t limit) {
   return all_below({values_of<int32_t>(ids), size}, limit) ? ids : py::none();
 }
 
+// Strides in elements: of block, token, head, run and element; and those of the scales, of block, token and head.
+KVPart kv_part(int64_t data, const std::array<int64_t, 5>& strides, int64_t run_size, int64_t element_bytes,
+               int64_t scales, const std::array<int64_t, 3>& scale_strides) {
+  const auto bytes = [element_bytes](int64_t stride) { return stride * element_bytes; };
+  const auto scale_bytes = [](int64_t stride) { return stride * int64_t{sizeof(float)}; };
+  return {pointer<std::byte>(data),
+          bytes(strides[0]),
+          bytes(strides[1]),
+          bytes(strides[2]),
+          bytes(strides[3]),
+          run_size,
+          element_bytes,
+          pointer<std::byte>(scales),
+          scale_bytes(scale_strides[0]),
+          scale_bytes(scale_strides[1]),
+          scale_bytes(scale_strides[2])};
+}
+
 }  // namespace
 
 void bind_tokens(py::module_& m) {
+  py::class_<KVPart>(m, "KVPart", doc("KVPart"))
+      .def(py::init(&kv_part), py::arg("data"), py::arg("strides"), py::arg("run_size"), py::arg("element_bytes"),
+           py::arg("scales") = 0, py::arg("scale_strides") = std::array<int64_t, 3>{}, doc("KVPart.__init__"));
   m.def("small_ints", &small_ints, py::arg("numbers"), py::pos_only(), doc("small_ints"));
   m.def("ids_below", &ids_below, py::arg("tokens"), py::arg("limit"), py::pos_only(), doc("ids_below"));
   m.def(

@@ -88,7 +88,7 @@ int32_t choose(const SampleRows& args, const SamplingKernel& kernel, int64_t row
     logits = {reinterpret_cast<const std::byte*>(scratch.row), RowType::kFloat32, args.vocab_size};
   }
   const double point = rules.temperature == 0 ? 0 : philox_uniform(rules.seed, static_cast<uint64_t>(rules.position));
-  const Choice choice{rules.temperature, rules.least_score, rules.top_k, rules.top_p, point};
+  const Choice choice{rules, point};
   return static_cast<int32_t>(kernel.choose(logits, choice, scratch));
 }
 

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "quantize/code_type.h"
+#include "sampling/row_rules.h"
 #include "simd/kernel_family.h"
 
 namespace kvpage {
@@ -22,10 +23,7 @@ struct LogitsRow {
   int64_t size;
 };
 
-struct Choice {
-  float temperature, least_score;
-  int64_t top_k;
-  double top_p;
+struct Choice : RowRules {
   double point;  // in [0, 1): the share of the weights that the drawn token's running sum must exceed
 };
 

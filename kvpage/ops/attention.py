@@ -7,6 +7,7 @@ paged_attention(query, cache, block_tables, seq_lens, layout, scale=...)       t
             └─► cache.library.attend       FlashInfer and others, where an engine chose one
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -129,6 +130,55 @@ def attend(
         _checked_out(out, query, shape, cache)
     (cuda if cache.is_cuda else cpu).attend(query, cache, sequences, attention, out)
     return out
+
+
+def make_out(given: Mapping[str, Any]) -> torch.Tensor:
+    """Make `out` of paged_attention in code that torch traces.
+
+    Args:
+        given: The arguments by name.
+
+    Returns:
+        A new tensor, as paged_attention makes it.
+    """
+    query, value_size = given["query"], given.get("value_size")
+    size = given["layout"].head_size_v if value_size is None else value_size
+    made: torch.Tensor = query.new_empty(*query.shape[:2], size)
+    return made
+
+
+def fill(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_lens: torch.Tensor | None,
+    out: torch.Tensor,
+    layout: CacheLayout,
+    scales: KVScales | None,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    **options: Any,
+) -> None:
+    """Call paged_attention with the arguments of its operator. The size of a value is that of `out`, if not given."""
+    check_dense("out", out)
+    if out.dim() != 3:
+        raise ValueError(f"out must be [num_tokens, num_heads, value_size], got shape {tuple(out.shape)}")
+    if options.get("value_size") is None:
+        options["value_size"] = out.shape[2]
+    paged_attention(
+        query,
+        cache,
+        block_tables,
+        seq_lens,
+        layout,
+        Attention(**options),
+        query_lens=query_lens,
+        out=out,
+        scales=scales,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+    )
 
 
 def _checked_out(out: torch.Tensor, query: torch.Tensor, shape: tuple[int, ...], cache: BoundCache) -> torch.Tensor:

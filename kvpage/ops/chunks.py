@@ -18,7 +18,15 @@ from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
 from kvpage.ops.args.layers import KnownLayers
-from kvpage.ops.args.tokens import check_dtype, check_given_scales, check_tensor, native_part, row_dtypes
+from kvpage.ops.args.tokens import (
+    TokenPart,
+    check_dtype,
+    check_given_scales,
+    check_tensor,
+    native_part,
+    part_of,
+    row_dtypes,
+)
 from kvpage.ops.cuda import chunks as chunk_ops_cuda
 
 FORMATS = ("vllm", "huggingface")
@@ -106,7 +114,7 @@ def _move(
     num_threads: int | None,
     to_chunk: bool,
 ) -> None:
-    device, num_blocks, num_parts, alike = _layers.check(caches, layout, is_written=not to_chunk)
+    device, num_blocks, num_parts, alike, blocks = _layers.check(caches, layout, is_written=not to_chunk)
     _check_scales(scales, caches, layout)
     rows = _by_token(chunk, fmt)
     start, num_tokens = as_integer("start", start), rows.shape[2]
@@ -120,8 +128,9 @@ def _move(
         move(caches, block_ids, start, rows, layout, scales, alike)
         return
     ids = block_ids.contiguous()  # held until the call is over
+    is_raw = rows.dtype == torch.int8 and layout.has_token_scales
     (_C.store_chunk if to_chunk else _C.load_chunk)(
-        native_chunk_parts(caches, rows, layout, scales),
+        native_chunk_parts(caches, rows, layout) if is_raw else _chunk_parts(blocks, layout.dtype, rows, scales),
         ids.data_ptr(),
         len(ids),
         num_blocks,
@@ -195,28 +204,38 @@ def _check_distinct(block_ids: torch.Tensor, start: int, num_tokens: int, layout
         raise ValueError("block_ids must name a block once where it is written, got one twice")
 
 
-def native_chunk_parts(
-    caches: Sequence[torch.Tensor],
-    rows: torch.Tensor,
-    layout: CacheLayout,
-    scales: Sequence[KVScales] | None = None,
-) -> list[tuple[int, ...]]:
-    """Return the moves of each layer's K and V as the extension takes them; rows: [layers, parts, tokens, heads,
-    size]."""
+def native_chunk_parts(caches: Sequence[torch.Tensor], rows: torch.Tensor, layout: CacheLayout) -> list[TokenPart]:
+    """Return the moves of each layer's K and V as the extension takes them, which change no bit.
+
+    rows: [layers, parts, tokens, heads, size] of the layout's dtype.
+    """
     parts = []
     for layer, cache in enumerate(caches):
-        given = (None, None) if scales is None else (scales[layer].key, scales[layer].value)
-        for part, (view, scale) in enumerate(zip(layout.views(cache), given, strict=True)):
-            if view is None:
-                continue
-            if rows.dtype == torch.int8 and view.scales is not None:
+        for part, view in enumerate(layout.views(cache)):
+            if view is not None and view.scales is not None:
                 parts += _raw_parts(view, rows[layer, part], layout.padded_head_size)
-            else:
-                parts.append(native_part(view, rows[layer, part], scale))
+            elif view is not None:
+                parts.append(native_part(view, rows[layer, part], None))
     return parts
 
 
-def _raw_parts(view: KVView, rows: torch.Tensor, size: int) -> list[tuple[int, ...]]:
+def _chunk_parts(
+    blocks: Sequence[tuple[_C.KVPart, _C.KVPart | None]],
+    dtype: torch.dtype,
+    rows: torch.Tensor,
+    scales: Sequence[KVScales] | None,
+) -> list[TokenPart]:
+    """Return the same of layers whose blocks are known, where what is stored may be other numbers than the rows'."""
+    parts = []
+    for layer, pair in enumerate(blocks):
+        given = (None, None) if scales is None else (scales[layer].key, scales[layer].value)
+        for part, (each, scale) in enumerate(zip(pair, given, strict=True)):
+            if each is not None:
+                parts.append(part_of(each, dtype, rows[layer, part], scale))
+    return parts
+
+
+def _raw_parts(view: KVView, rows: torch.Tensor, size: int) -> list[TokenPart]:
     """Return the moves of the elements, and of each row's scale after them: four bytes that are one run."""
     assert view.scales is not None
     scales = KVView(view.scales.unsqueeze(3).unsqueeze(4).view(torch.int8))

@@ -162,6 +162,60 @@ class BlockCopier:
             reference.swap_blocks(src, dst, pairs, layout)
 
 
+def swap_blocks(src: torch.Tensor, dst: torch.Tensor, block_mapping: torch.Tensor, layout: CacheLayout) -> None:
+    """Copy block s of `src` to block d of `dst`, in one layer, for each row (s, d) of the mapping.
+
+    Args:
+        src: The cache to read, of the layout's generic shape.
+        dst: The cache to write. It may differ from `src` in number of blocks, strides and device.
+        block_mapping: int64 [num_pairs, 2] on the CPU.
+        layout: The layout of both.
+
+    Raises:
+        TypeError: As in `BlockCopier` and its `run`, which also say what must stay alive.
+        ValueError: As in `BlockCopier` and its `run`.
+        RuntimeError: CUDA fails. The destination blocks are then undefined.
+    """
+    BlockCopier([src], [dst], layout).run(block_mapping)
+
+
+def swap_blocks_layers(
+    srcs: Sequence[torch.Tensor], dsts: Sequence[torch.Tensor], block_mapping: torch.Tensor, layout: CacheLayout
+) -> None:
+    """Copy blocks as `swap_blocks` does, in all layers with one plan.
+
+    For many swaps between the same caches, hold a `BlockCopier` instead.
+
+    Args:
+        srcs: Caches to read, one a layer.
+        dsts: Caches to write, one a layer.
+        block_mapping: As in `swap_blocks`.
+        layout: The layout of all.
+
+    Raises:
+        TypeError: As in `swap_blocks`.
+        ValueError: As in `swap_blocks`.
+        RuntimeError: As in `swap_blocks`.
+    """
+    BlockCopier(srcs, dsts, layout).run(block_mapping)
+
+
+def copy_blocks(caches: Sequence[torch.Tensor], block_mapping: torch.Tensor, layout: CacheLayout) -> None:
+    """Copy block s to block d within the same caches, in all layers with one plan, for each row (s, d) of the mapping.
+
+    Args:
+        caches: The caches, one a layer.
+        block_mapping: int64 [num_pairs, 2] on the CPU.
+        layout: The layout of all.
+
+    Raises:
+        TypeError: As in `swap_blocks`.
+        ValueError: As in `swap_blocks`, or one row reads a block that another writes. Nothing is written then.
+        RuntimeError: As in `swap_blocks`.
+    """
+    BlockCopier(caches, caches, layout).run(block_mapping)
+
+
 def _pairs(block_mapping: torch.Tensor) -> torch.Tensor:
     check_block_mapping(block_mapping)
     return readable("block_mapping", block_mapping).contiguous()

@@ -89,7 +89,7 @@ def _attend_on_host(
     sequences.check(cache, num_tokens)
     native = cache.native
     _C.reshape_and_cache(
-        [(*native.key_blocks, *keys, *native.key_scale), (*native.value_blocks, *values, *native.value_scale)],
+        [(native.key_blocks, *keys, *native.key_scale), (native.value_blocks, *values, *native.value_scale)],
         slots.data_ptr(),
         num_tokens,
         num_kv_heads,

@@ -6,6 +6,8 @@ on a device are checked there, without waiting for it: a bad one is skipped, and
 """
 
 import operator
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -27,6 +29,7 @@ from kvpage.ops.args.tokens import (
     host_lengths,
     native_tables,
     out_offsets,
+    row_dtypes,
 )
 from kvpage.ops.cpu.rows import native_parts
 from kvpage.ops.cuda import rows as cuda
@@ -156,7 +159,7 @@ def gather_cache(
         return out
     starts, lengths = _host_spans(seq_starts, seq_lens, num_seqs, block_tables.shape[1] * layout.block_size)
     if out is None:
-        out = _new_rows(sum(lengths), held, dtype)
+        out = _new_rows(sum(lengths), tensor, layout, held.row_dtypes, has_values, dtype)
     _check_out(out, lengths, held)
     if held.is_cuda:
         cuda.gather_cache(held, block_tables, lengths, starts, out)
@@ -201,13 +204,36 @@ def _check_out(out: tuple[torch.Tensor, torch.Tensor | None], lengths: list[int]
         raise ValueError(f"key and value must have as many dimensions and one dtype, got {kinds}")
 
 
+def make_out(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Make `out` of gather_cache in code that torch traces.
+
+    Args:
+        given: The arguments by name.
+
+    Returns:
+        New tensors, as gather_cache makes them.
+
+    Raises:
+        ValueError: seq_lens is a tensor: the result's shape would depend on its values.
+    """
+    if isinstance(given["seq_lens"], torch.Tensor):
+        raise ValueError("out must be given in compiled code when seq_lens is a tensor")
+    layout = given["layout"]
+    has_values = layout.views(torch.empty(layout.shape(1), dtype=layout.dtype))[1] is not None
+    return _new_rows(sum(given["seq_lens"]), given["cache"], layout, row_dtypes(layout), has_values, given["dtype"])
+
+
 def _new_rows(
-    num_tokens: int, cache: BoundCache, dtype: torch.dtype | None
+    num_tokens: int,
+    cache: torch.Tensor,
+    layout: CacheLayout,
+    dtypes: tuple[torch.dtype, ...],
+    has_values: bool,
+    dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    dtypes, layout = cache.row_dtypes, cache.layout
     dtype = dtype or dtypes[0]
     if dtype not in dtypes:
         raise ValueError(f"dtype must be {' or '.join(map(str, dtypes))}, got {dtype}")
     heads = num_tokens, layout.num_kv_heads
-    key = cache.tensor.new_empty(*heads, layout.head_size, dtype=dtype)
-    return key, None if cache.value is None else cache.tensor.new_empty(*heads, layout.head_size_v, dtype=dtype)
+    key = cache.new_empty(*heads, layout.head_size, dtype=dtype)
+    return key, cache.new_empty(*heads, layout.head_size_v, dtype=dtype) if has_values else None

@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from support.ptx.archs import BOTH, every_case
 
+from kvpage.layout.sampling_record import ROW_RULES
 from kvpage.ops import SAMPLING_RECORD, SAMPLING_RECORD_WORDS, SamplingMemory
-from kvpage.serving.sampling.native_rows import GREEDY, ROW, sample_rows
+from kvpage.serving.sampling.native_rows import GREEDY, sample_rows
 
 SAME_FIELDS = ("seed", "top_k", "top_p", "temperature", "least_score")
 CASES = {  # dtype, vocab_size
@@ -19,7 +20,7 @@ def test_tokens_are_those_of_the_cpu(device, dtype, vocab_size):
     """Greedy; drawn from all, and from what top_k, top_p and min_p leave; and from logits that are none."""
     from kvpage.kernels.sampling_launch import sample_rows as sample_on_device
 
-    rows = np.frombuffer(GREEDY * 5, ROW).copy()
+    rows = np.frombuffer(GREEDY * 5, ROW_RULES).copy()
     rows["seed"], rows["position"] = [5, 2**63 - 1, 7, 8, 9], np.arange(5)
     rows["temperature"], rows["top_k"] = [0, 0.8, 1.5, 0.7, 1], [0, 0, 40, 0, 0]
     rows["top_p"], rows["least_score"] = [1, 1, 0.8, 0.9, 1], [-np.inf, -np.inf, -np.inf, -3, -np.inf]

@@ -106,6 +106,7 @@ NATIVE = pytest.mark.parametrize(
         _C.BlockPool,
         _C.ChunkPlan,
         _C.HotPrefix,
+        _C.KVPart,
         _C._Xxh3,
         _C.PrefixTree,
         _C.Match,

@@ -14,6 +14,7 @@ CLASSES = [
     "AnchorTable",
     "BlockPool",
     "HotPrefix",
+    "KVPart",
     "Match",
     "PartMatch",
     "PrefixTree",

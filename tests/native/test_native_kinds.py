@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from kvpage import _C, CacheConfig, CacheEngine, ModelConfig
-from kvpage.ops.args.tokens import native_part
+from kvpage.ops.args.tokens import part_of
 
 NUM_BLOCKS, B, HEADS, SIZE, NUM_TOKENS = 2, 4, 2, 8, 3
-PLACES = {"run_size": 5, "element_bytes": 6, "scales": 7, "row_type": 14, "codec": 15, "size": 16}
-"""Of native_part's numbers, those that the native code checks."""
+PLACES = {"row_type": 4, "codec": 5, "size": 6}
+"""Of a part's numbers, those that the native code checks."""
 FLOAT32 = 0  # a RowType
 BITS, E4M3, E5M2 = range(3)  # Codecs
 
@@ -23,9 +23,16 @@ class Call:
         self.rows = torch.full((NUM_TOKENS, HEADS, SIZE), 2.0)
         self.slots = torch.arange(NUM_TOKENS)
         view, _ = engine.layout.views(engine.gpu_cache[0])
-        part = list(native_part(view, self.rows, None))
-        for name, number in changed.items():
-            part[PLACES[name]] = number
+        strides = [stride * view.rows.element_size() for stride in view.rows.stride()]
+        places = {"data": view.rows.data_ptr(), "run_size": view.run_size, "element_bytes": view.rows.element_size()}
+        if view.scales is not None:
+            places |= {"scales": view.scales.data_ptr(), "scale_strides": view.scales.stride()}
+        places |= {name: number for name, number in changed.items() if name not in PLACES}
+        size = places["element_bytes"] or 1  # a power of two divides all strides
+        blocks = _C.KVPart(strides=[stride // size for stride in strides], **places)
+        part = list(part_of(blocks, view.rows.dtype, self.rows, None))
+        for name in PLACES.keys() & changed.keys():
+            part[PLACES[name]] = changed[name]
         self.part = tuple(part)
 
     def write(self, num_tokens: int = NUM_TOKENS, num_heads: int = HEADS, num_blocks: int = NUM_BLOCKS, size: int = B):

@@ -193,7 +193,7 @@ def test_reshape_finds_the_one_double_slot_among_many():
 def test_native_counts_are_checked(index, wrong):
     rows = torch.zeros(1, 1, 4)
     slots = torch.tensor([0])
-    part = (rows.data_ptr(), 16, 16, 16, 16, 4, 4, 0, 0, 0, 0, rows.data_ptr(), 16, 16, 3, 0, 4, 0, 0)
+    part = (_C.KVPart(rows.data_ptr(), (4, 4, 4, 4, 1), 4, 4), rows.data_ptr(), 16, 16, 3, 0, 4, 0, 0)
     args = [[part], slots.data_ptr(), 1, 1, 1, 1, 1]
     _C.reshape_and_cache(*args)
     args[index] = wrong
@@ -201,13 +201,18 @@ def test_native_counts_are_checked(index, wrong):
         _C.reshape_and_cache(*args)
 
 
-@pytest.mark.parametrize(
-    "place, wrong", [(5, 0), (5, -1), (6, 0), (6, 3), (14, 4), (14, -1), (15, 1), (15, 9), (16, 0)]
-)
+WRONG_BLOCKS = [("run_size", 0), ("run_size", -1), ("element_bytes", 0), ("element_bytes", 3)]
+
+
+@pytest.mark.parametrize("place, wrong", [*WRONG_BLOCKS, (3, 4), (3, -1), (4, 1), (4, 9), (5, 0)])
 def test_native_parts_are_checked(place, wrong):
     """A run of no elements never ended; an unknown kind read past a table."""
     rows, slots = torch.zeros(1, 1, 4), torch.tensor([0])
-    part = [rows.data_ptr(), 16, 16, 16, 16, 4, 4, 0, 0, 0, 0, rows.data_ptr(), 16, 16, 3, 0, 4, 0, 0]
-    part[place] = wrong
+    blocks = {"data": rows.data_ptr(), "strides": (4, 4, 4, 4, 1), "run_size": 4, "element_bytes": 4}
+    numbers = [rows.data_ptr(), 16, 16, 3, 0, 4, 0, 0]
+    if isinstance(place, str):
+        blocks[place] = wrong
+    else:
+        numbers[place] = wrong
     with pytest.raises(ValueError, match="must (both )?be"):
-        _C.reshape_and_cache([tuple(part)], slots.data_ptr(), 1, 1, 1, 1, 1)
+        _C.reshape_and_cache([(_C.KVPart(**blocks), *numbers)], slots.data_ptr(), 1, 1, 1, 1, 1)

@@ -21,6 +21,7 @@ from support.torch_calls import (
 
 from kvpage import CacheLayout, KVScales, ops
 from kvpage.ops import reference
+from kvpage.ops.operation import operation
 
 
 def options(name):
@@ -30,12 +31,113 @@ def options(name):
     return {**attends, "query_positions": positions} if name == "paged_attention" else {}
 
 
-NAMES = list(calls(LAYOUTS[0]))
+def operators():
+    """All that torch knows, by name."""
+    registered = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
+    return {name: getattr(torch.ops.kvpage, name).default for library, name in registered if library == "kvpage"}
 
 
-def test_all_of_them_are_tested():
-    registered = torch._C._dispatch_get_all_op_names()
-    assert set(NAMES) == {name.removeprefix("kvpage::") for name in registered if name.startswith("kvpage::")}
+NAMES = sorted(operators())
+
+
+def test_each_operator_stands_for_an_operation_and_has_a_call():
+    assert set(NAMES) == set(calls(LAYOUTS[0]))
+    assert set(NAMES) <= set(ops.__all__)
+
+
+def tensors_of(value):
+    return [tensor for tensor in torch.utils._pytree.tree_leaves(value) if isinstance(tensor, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_what_is_declared(name):
+    """opcheck finds what is written and not declared, but not the contrary."""
+    operator, written, declared = operators()[name], set(), set()
+    for layout in LAYOUTS:
+        values = calls(layout)[name]
+        before = [bits(tensors_of(value)) for value in values]
+        operator(*values)
+        for argument, value, old in zip(operator._schema.arguments, values, before, strict=False):
+            if not equal_bits(tensors_of(value), old):
+                written.add(argument.name)
+            if argument.alias_info is not None and argument.alias_info.is_write and tensors_of(value):
+                declared.add(argument.name)
+    assert written == declared
+
+
+OPTIONS = (
+    "float? scale=None, int? sliding_window=None, float? softcap=None, Tensor? sinks=None, int? value_size=None, "
+    "Tensor? query_positions=None"
+)
+SCHEMAS = {
+    "paged_attention": (
+        "Tensor query, Tensor cache, Tensor block_tables, Tensor seq_lens, Tensor? query_lens, Tensor(a!) out, "
+        "str layout, Tensor? key_scale=None, Tensor? value_scale=None, int? max_query_len=None, "
+        f"int? max_seq_len=None, *, {OPTIONS}"
+    ),
+    "gather_cache": (
+        "Tensor cache, Tensor block_tables, Tensor seq_lens, Tensor? seq_starts, Tensor(a!) key, Tensor(b!)? value, "
+        "str layout, Tensor? key_scale=None, Tensor? value_scale=None"
+    ),
+    "load_chunk": (
+        "Tensor(a!)[] caches, Tensor block_ids, Tensor chunk, str layout, int start, str fmt, "
+        "Tensor[]? key_scales=None, Tensor[]? value_scales=None"
+    ),
+    "sample_rows": (
+        "Tensor logits, Tensor records, Tensor positions, Tensor(a!) out, Tensor(b!)? tops=None, "
+        "Tensor(c!)? shares=None, Tensor(d!)? lists=None, Tensor(e!)? held=None"
+    ),
+}
+"""Of operations that have every kind of parameter. Exported programs hold them."""
+
+
+@pytest.mark.parametrize("name", list(SCHEMAS))
+def test_schemas(name):
+    assert str(operators()[name]._schema) == f"kvpage::{name}({SCHEMAS[name]}) -> ()"
+
+
+def test_a_parameter_of_an_unknown_kind_is_refused():
+    def scaled(rows: torch.Tensor, factors: dict) -> None:
+        """Needs no more than annotations."""
+
+    with pytest.raises(KeyError, match="dict"):
+        operation(scaled, ["rows"])
+    assert not hasattr(torch.ops.kvpage, "scaled")
+
+
+def test_what_is_written_must_be_a_parameter():
+    def scaled(rows: torch.Tensor, factor: float) -> None:
+        """Needs no more than annotations."""
+
+    with pytest.raises(ValueError, match="writes must be among rows, factor, got row$"):
+        operation(scaled, ["row"])
+    assert not hasattr(torch.ops.kvpage, "scaled")
+
+
+@pytest.mark.parametrize(
+    "arguments, named, message",
+    [
+        ((1, 2), {}, "arguments of swap_blocks must be block_mapping, dst, layout, src, each once, got src, dst$"),
+        ((1, 2, 3, 4, 5), {}, "arguments of swap_blocks must be"),
+        ((1, 2, 3, 4), {"dst": 2}, "arguments of swap_blocks must be"),
+        ((1, 2, 3), {"layuot": 4}, "got src, dst, block_mapping, layuot$"),
+    ],
+)
+def test_traced_arguments_are_those_of_the_function(arguments, named, message):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with pytest.raises(TypeError, match="swap_blocks"):
+        ops.swap_blocks(*arguments, **named)
+    with FakeTensorMode(), pytest.raises(TypeError, match=message):
+        ops.swap_blocks(*arguments, **named)
+
+
+def test_threads_are_not_chosen_where_torch_traces():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    caches, ids, chunk = calls(LAYOUTS[0])["store_chunk"][:3]
+    with FakeTensorMode(), pytest.raises(TypeError, match="arguments of store_chunk must be .*num_threads$"):
+        ops.store_chunk(caches, ids, chunk, LAYOUTS[0], num_threads=1)
 
 
 @EVERY_LAYOUT
@@ -45,8 +147,7 @@ def test_registration(layout, name):
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if layout.dtype == torch.float8_e4m3fn:  # the check of schemas multiplies, which torch does not do for these
         checks.remove("test_schema")
-    operation = getattr(torch.ops.kvpage, name).default
-    torch.library.opcheck(operation, calls(layout)[name], options(name), test_utils=checks)
+    torch.library.opcheck(operators()[name], calls(layout)[name], options(name), test_utils=checks)
 
 
 @pytest.mark.parametrize("name", NAMES)

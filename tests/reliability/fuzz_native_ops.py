@@ -11,7 +11,7 @@ from fuzz_values import with_number
 
 from kvpage import _C, KVScales
 from kvpage.layout.kv_view import KVView
-from kvpage.ops.args.tokens import native_blocks, native_part, native_tables, row_view
+from kvpage.ops.args.tokens import TokenPart, native_blocks, native_part, native_tables, row_view
 
 
 class NativeOpsWorld(CacheWorld):
@@ -144,13 +144,14 @@ class NativeOpsWorld(CacheWorld):
         wrong = (-1, 0, 10**6, 2**31, 2**62, 2**63 - 1, -(2**63), None, 2**64)
         return self.rng.choice(([*lengths, 1], lengths[:-1], [self.rng.choice(wrong) for _ in lengths], None, "x"))
 
-    def _parts(self, parts: list[tuple[int, ...]]) -> Any:
-        """Sizes (of the run, the element, the row), kinds, or how many there are."""
+    def _parts(self, parts: list[TokenPart]) -> Any:
+        """Sizes of the row, kinds, the blocks, or how many there are."""
         if self.rng.random() < 0.75:
             return parts
         made = [list(part) for part in parts]
-        place = self.rng.choice((5, 6, 14, 15, 16))
-        made[-1][place] = self.rng.choice((0, -1, -(2**63), 99, 2**31) if place in (14, 15) else (0, -1, -(2**63), -8))
+        place = self.rng.choice((0, 4, 5, 6))
+        wrong = {0: (0, None, "x"), 6: (0, -1, -(2**63), -8)}.get(place, (0, -1, -(2**63), 99, 2**31))
+        made[-1][place] = self.rng.choice(wrong)
         return self.rng.choice((made, made, made, [part[:-1] for part in parts], None, [parts]))
 
 
@@ -158,7 +159,7 @@ def parts_of(
     views: tuple[KVView, KVView | None],
     rows: tuple[torch.Tensor, torch.Tensor | None],
     scales: KVScales | None,
-) -> list[tuple[int, ...]]:
+) -> list[TokenPart]:
     """Return native_part of K, and of V where there is one."""
     key_scale, value_scale = (None, None) if scales is None else (scales.key, scales.value)
     parts = [native_part(views[0], rows[0], key_scale)]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+import kvpage._C as _C
 from kvpage.checks.tensors import check_writable
 from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
@@ -18,7 +19,7 @@ from kvpage.layout.kv_scales import KVScales
 from kvpage.layout.kv_view import KVView
 from kvpage.ops.args.tokens import BITS, CODECS, ROW_TYPES, check_cache, check_scales, native_blocks, row_dtypes
 
-Numbers = tuple[int, ...]
+NO_SCALE = (0, 0)
 
 
 class NativeCache(NamedTuple):
@@ -27,8 +28,8 @@ class NativeCache(NamedTuple):
     The value's are the key's where the cache has no value part.
     """
 
-    key_blocks: Numbers
-    value_blocks: Numbers
+    key_blocks: _C.KVPart
+    value_blocks: _C.KVPart
     key_scale: tuple[int, int]  # address, stride in elements
     value_scale: tuple[int, int]
     row_type: int
@@ -107,7 +108,7 @@ class BoundCache:
         self.host_forms = {} if self.is_cuda or self.value is None else _host_forms(self)
         self.is_writable = False  # not known yet
         self._geometry: tuple[Any, ...] | None = None
-        self._addresses: Numbers | None = None
+        self._addresses: tuple[int, ...] | None = None
         self._scale_numbers: tuple[float, float] | None = None
         self.library: AttentionOfOthers | None = None
 
@@ -117,7 +118,7 @@ class BoundCache:
         return self.shape[0] * self.shape[1]
 
     @property
-    def addresses(self) -> Numbers:
+    def addresses(self) -> tuple[int, ...]:
         """Those of K's and V's elements, then of their scales, the cache's own or the given; 0 for a missing one."""
         if self._addresses is None:
             scales = [None if view is None else view.scales for view in self.views]
@@ -198,12 +199,13 @@ def _host_forms(cache: BoundCache) -> dict[torch.dtype, tuple[int, int]]:
 
 
 def _native(cache: BoundCache) -> NativeCache:
-    key, value = cache.key, cache.value or cache.key
-    scales = (None, None) if cache.scales is None else (cache.scales.key, cache.scales.value)
-    key_scale, value_scale = (_address_and_stride(scale) for scale in scales)
+    key_blocks, key_scale = native_blocks(cache.key), NO_SCALE
+    value_blocks, value_scale = key_blocks if cache.value is None else native_blocks(cache.value), NO_SCALE
+    if cache.scales is not None:
+        key_scale, value_scale = _address_and_stride(cache.scales.key), _address_and_stride(cache.scales.value)
     return NativeCache(
-        native_blocks(key),
-        native_blocks(value),
+        key_blocks,
+        value_blocks,
         key_scale,
         key_scale if cache.value is None else value_scale,
         ROW_TYPES.get(cache.tensor.dtype, 0),
@@ -211,5 +213,5 @@ def _native(cache: BoundCache) -> NativeCache:
     )
 
 
-def _address_and_stride(scale: torch.Tensor | None) -> tuple[int, int]:
-    return (0, 0) if scale is None else (scale.data_ptr(), int(len(scale) > 1))
+def _address_and_stride(scale: torch.Tensor) -> tuple[int, int]:
+    return scale.data_ptr(), int(len(scale) > 1)

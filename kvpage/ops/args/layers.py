@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+import kvpage._C as _C
 from kvpage.checks.tensors import check_plain, check_writable
 from kvpage.layout.cache_layout import CacheLayout, check_layout
-from kvpage.ops.args.tokens import check_cache
+from kvpage.ops.args.tokens import check_cache, native_blocks
 
 ALIGNMENT = 16  # bytes: caches are launched together where their addresses leave the same remainder
 
@@ -25,12 +26,14 @@ class Layers(NamedTuple):
     num_blocks: Of each cache.
     num_parts: 2, or 1 where there is no V.
     alike: Runs [first, last) of layers that have the same strides, and addresses as aligned: almost always one run.
+    blocks: K's and V's of each layer; V's is None where there is no V.
     """
 
     device: torch.device
     num_blocks: int
     num_parts: int
     alike: tuple[tuple[int, int], ...]
+    blocks: tuple[tuple[_C.KVPart, _C.KVPart | None], ...]
 
 
 class KnownLayers:
@@ -88,8 +91,10 @@ def _checked(caches: Sequence[torch.Tensor], layout: CacheLayout, is_written: bo
     if len(places) > 1:
         raise ValueError(f"caches must be on one device with as many blocks in each, got {sorted(map(str, places))}")
     kinds = [(cache.stride(), cache.data_ptr() % ALIGNMENT) for cache in caches]
-    num_parts = sum(view is not None for view in layout.views(caches[0]))
-    return Layers(*places.pop(), num_parts, tuple(runs_alike(kinds)))
+    views = [layout.views(cache) for cache in caches]
+    num_parts = sum(view is not None for view in views[0])
+    blocks = tuple((native_blocks(key), None if value is None else native_blocks(value)) for key, value in views)
+    return Layers(*places.pop(), num_parts, tuple(runs_alike(kinds)), blocks)
 
 
 def runs_alike(kinds: Sequence[Any]) -> list[tuple[int, int]]:

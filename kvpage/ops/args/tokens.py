@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+import kvpage._C as _C
 from kvpage.checks.tensors import check_dense, check_writable
 from kvpage.checks.values import as_integer
 from kvpage.layout.cache_layout import CacheLayout, check_layout
@@ -17,6 +18,10 @@ from kvpage.layout.kv_view import KVView
 
 Lengths = Sequence[int] | torch.Tensor  # [num_seqs] integers on the host
 
+TokenPart = tuple[_C.KVPart, int, int, int, int, int, int, int, int]
+"""Blocks of K or V; address, strides of token and head in bytes of the rows to go there or come from there; RowType,
+CodeType, elements of a head; address and stride of the heads' scales."""
+
 
 # RowType and CodeType of csrc/quantize/code_type.h. A CodeType of 0 is any other dtype.
 ROW_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # ElementType has the same numbers
@@ -24,22 +29,26 @@ BITS = 3  # the RowType of rows that are copied as they are
 CODECS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
 
 
-def native_blocks(view: KVView) -> tuple[int, ...]:
-    """K's or V's blocks as the extension takes them: KVPart of csrc/tokens/kv_part.h."""
-    item = view.rows.element_size()
-    block, offset, head, run, _ = view.rows.stride()
-    blocks = view.rows.data_ptr(), block * item, offset * item, head * item, run * item, view.run_size, item
-    if view.scales is None:
-        return *blocks, 0, 0, 0, 0
-    return *blocks, view.scales.data_ptr(), *(stride * 4 for stride in view.scales.stride())
+def native_blocks(view: KVView) -> _C.KVPart:
+    """K's or V's blocks as the extension takes them."""
+    rows, scales = view.rows, view.scales
+    if scales is None:
+        return _C.KVPart(rows.data_ptr(), rows.stride(), view.run_size, rows.element_size())
+    places = rows.data_ptr(), rows.stride(), view.run_size, rows.element_size(), scales.data_ptr(), scales.stride()
+    return _C.KVPart(*places)
 
 
-def native_part(view: KVView, rows: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, ...]:
+def native_part(view: KVView, rows: torch.Tensor, scale: torch.Tensor | None) -> TokenPart:
     """K's or V's blocks with the rows [..., num_tokens, num_heads, size] to go there or come from there."""
-    is_raw = rows.dtype == view.rows.dtype
-    row_type, codec = (BITS, 0) if is_raw else (ROW_TYPES[rows.dtype], CODECS[view.rows.dtype])
-    scales = (0, 0) if scale is None or is_raw else (scale.data_ptr(), int(len(scale) > 1))
-    return *native_blocks(view), *row_view(rows), row_type, codec, rows.shape[-1], *scales
+    return part_of(native_blocks(view), view.rows.dtype, rows, scale)
+
+
+def part_of(blocks: _C.KVPart, dtype: torch.dtype, rows: torch.Tensor, scale: torch.Tensor | None) -> TokenPart:
+    """The same of blocks of this dtype as the extension takes them."""
+    if rows.dtype == dtype:
+        return blocks, *row_view(rows), BITS, 0, rows.shape[-1], 0, 0
+    scales = (0, 0) if scale is None else (scale.data_ptr(), int(len(scale) > 1))
+    return blocks, *row_view(rows), ROW_TYPES[rows.dtype], CODECS[dtype], rows.shape[-1], *scales
 
 
 def row_view(rows: torch.Tensor) -> tuple[int, int, int]:

@@ -2,14 +2,14 @@
 
 import torch
 
+import kvpage._C as _C
 from kvpage.ops.args.bound_cache import BoundCache
-from kvpage.ops.args.tokens import BITS, ROW_TYPES, row_view
+from kvpage.ops.args.tokens import BITS, ROW_TYPES, TokenPart, row_view
 
-Numbers = tuple[int, ...]
 Place = tuple[int, int, int]  # address, strides of token and head in bytes
 
 
-def native_parts(cache: BoundCache, key: torch.Tensor, value: torch.Tensor | None) -> list[Numbers]:
+def native_parts(cache: BoundCache, key: torch.Tensor, value: torch.Tensor | None) -> list[TokenPart]:
     """K's and V's blocks with the rows [..., num_tokens, num_heads, size] to go there or come from there."""
     native = cache.native
     parts = [_part(cache, native.key_blocks, row_view(key), key.dtype, key.shape[-1], native.key_scale)]
@@ -20,8 +20,8 @@ def native_parts(cache: BoundCache, key: torch.Tensor, value: torch.Tensor | Non
 
 
 def _part(
-    cache: BoundCache, blocks: Numbers, place: Place, dtype: torch.dtype, size: int, scale: tuple[int, int]
-) -> Numbers:
+    cache: BoundCache, blocks: _C.KVPart, place: Place, dtype: torch.dtype, size: int, scale: tuple[int, int]
+) -> TokenPart:
     if dtype == cache.tensor.dtype:
-        return (*blocks, *place, BITS, 0, size, 0, 0)
-    return (*blocks, *place, ROW_TYPES[dtype], cache.native.codec, size, *scale)
+        return (blocks, *place, BITS, 0, size, 0, 0)
+    return (blocks, *place, ROW_TYPES[dtype], cache.native.codec, size, *scale)

@@ -6,7 +6,7 @@ import torch
 
 from kvpage.checks.tensors import check_plain, check_writable
 from kvpage.checks.values import as_integer
-from kvpage.ops.args.sampling_record import RECORD_WORDS
+from kvpage.layout.sampling_record import RECORD_WORDS
 from kvpage.ops.cpu.sampling import sample_host_rows
 from kvpage.ops.cuda.rows import _has_triton
 
@@ -145,6 +145,17 @@ def sample_rows(
         sample_host_rows(logits, records, positions, out)
     else:
         _launch(logits, records, positions, out, memory)
+
+
+def sample_rows_in(
+    logits: torch.Tensor,
+    records: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    memory: tuple[torch.Tensor | None, ...],
+) -> None:
+    """Do what `sample_rows` does, in memory that is passed as its tensors, as `SamplingMemory.of` takes them."""
+    sample_rows(logits, records, positions, out, SamplingMemory.of(logits, *memory))
 
 
 def runs_on_host(logits: torch.Tensor) -> bool:

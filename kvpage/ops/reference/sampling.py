@@ -9,51 +9,16 @@ Each product and sum of fp32 rounds by itself. Weights are whole numbers, so the
 
 import ctypes
 import math
-from typing import NamedTuple
 
 import torch
 
-from kvpage.ops.args.sampling_record import SAMPLING_RECORD
+from kvpage.layout.sampling_record import COUNT_BITS, ENDS, NOT_FIRST, SEEN, SUPPRESSED, SamplingRecord
 
 BLOCK = 256  # logits whose shares are summed up first
 FEW_TOKENS = 4096  # of such a vocabulary, top_p is a part of the sum of all weights
 SHARE_BITS, WEIGHT_BITS = 25, 34
 LEAST_SCORE, END_KEY = -87.0, 0x42AE0001  # a token below the score has no weight, and a key from END_KEY on
 LOG2E = 1.44269504
-COUNT_BITS, SUPPRESSED, ENDS, NOT_FIRST, SEEN = 0x07FFFFFF, 1 << 27, 1 << 28, 1 << 29, 1 << 30
-
-
-class SamplingRecord(NamedTuple):
-    """A row's numbers, as the 10 words of a record hold them. words, biases: addresses of tables; 0 for none.
-
-    top_k: 0 for all. top_p: 1 for all. temperature: 0 for the likeliest token. least_score: the logarithm of min_p.
-    counts: whether the chosen token is counted in the table. barred_until: the first position at which the sequence may
-    end. first_at: the position of its first token.
-    """
-
-    seed: int
-    words: int
-    biases: int
-    top_p: float
-    top_k: int
-    temperature: float
-    least_score: float
-    repetition: float
-    presence: float
-    frequency: float
-    counts: int
-    barred_until: int
-    first_at: int
-
-    @classmethod
-    def of(cls, words: torch.Tensor) -> "SamplingRecord":
-        """Return the numbers of a record, int64 [10]."""
-        return cls(*words.numpy().view(SAMPLING_RECORD)[0].item())
-
-    def count_chosen(self, token: int, vocab_size: int) -> None:
-        """Count a chosen token in the table, if the record says so; -1 stands for none."""
-        if self.counts and token >= 0:
-            _table(self.words, vocab_size, torch.int32)[token] += 1
 
 
 def sample_rows(logits: torch.Tensor, records: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -65,9 +30,15 @@ def sample_rows(logits: torch.Tensor, records: torch.Tensor, positions: torch.Te
     for row, words, position in zip(logits.float(), records, positions.tolist(), strict=True):
         record = SamplingRecord.of(words)
         token = sample_row(ruled_logits(row, record, position), record, position)
-        record.count_chosen(token, len(row))
+        count_chosen(record, token, len(row))
         tokens.append(token)
     return torch.tensor(tokens, dtype=torch.int32)
+
+
+def count_chosen(record: SamplingRecord, token: int, vocab_size: int) -> None:
+    """Count a chosen token in the row's table, if the record says so; -1 stands for none."""
+    if record.counts and token >= 0:
+        _table(record.words, vocab_size, torch.int32)[token] += 1
 
 
 def ruled_logits(row: torch.Tensor, record: SamplingRecord, position: int) -> torch.Tensor:

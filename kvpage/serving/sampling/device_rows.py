@@ -15,13 +15,11 @@ import numpy.typing as npt
 import torch
 
 from kvpage import ops
-from kvpage.ops import SAMPLING_RECORD as RECORD
+from kvpage.layout.sampling_record import DRAW, ROW_RULES, SAMPLING_RECORD, SamplingRecord
 from kvpage.ops.cuda.uploads import upload
-from kvpage.serving.sampling.native_rows import GREEDY, ROW
+from kvpage.serving.sampling.native_rows import GREEDY
 from kvpage.serving.sampling.sampled_row import SampledRow
 from kvpage.serving.sampling.token_tables import TokenTables
-
-SAME_FIELDS = ("seed", "top_k", "top_p", "temperature", "least_score")
 
 
 class DeviceSequence(Protocol):
@@ -119,7 +117,7 @@ def choose_for_nobody(logits: torch.Tensor) -> None:
     if not ops.can_sample_rows(logits):
         return
     num_rows, logits = len(logits), logits if logits.stride(1) == 1 else logits.contiguous()
-    rows = DeviceRows([_NOBODY] * num_rows, np.frombuffer(GREEDY * num_rows, ROW), logits.shape[1], logits.device)
+    rows = DeviceRows([_NOBODY] * num_rows, np.frombuffer(GREEDY * num_rows, ROW_RULES), logits.shape[1], logits.device)
     rows.begin(logits, np.zeros(num_rows, np.int64))
 
 
@@ -137,16 +135,24 @@ def _packed_records(
     rows: Sequence[SampledRow | None], tables: Sequence[TokenTables | None], records: npt.NDArray[np.void]
 ) -> npt.NDArray[np.int64]:
     """Return the records of `ops.sample_rows`, [num_rows, words of a record]. They hold the tables' addresses."""
-    packed = np.array([_record(row, held) for row, held in zip(rows, tables, strict=True)], RECORD)
-    for name in SAME_FIELDS:
+    packed = np.array([_record(row, held) for row, held in zip(rows, tables, strict=True)], SAMPLING_RECORD)
+    for name in DRAW:
         packed[name] = records[name]
     return packed.view(np.int64).reshape(len(rows), ops.SAMPLING_RECORD_WORDS)
 
 
-def _record(row: SampledRow | None, tables: TokenTables | None) -> tuple[float, ...]:
-    """Return a RECORD with the rules that name tokens; the other fields are those of a greedy row."""
+def _record(row: SampledRow | None, tables: TokenTables | None) -> SamplingRecord:
+    """Return a record with the rules that name tokens; the other fields are those of a greedy row."""
     if row is None or tables is None:
-        return 0, 0, 0, 1.0, 0, 0.0, -np.inf, 1.0, 0.0, 0.0, 0, 0, -1
-    addresses = (0 if table is None else table.data_ptr() for table in (tables.words, tables.biases))
-    at = row.barred_until - row.num_prompt_tokens, row.first_at - row.num_prompt_tokens
-    return 0, *addresses, 1.0, 0, 0.0, -np.inf, *row.penalties, int(tables.counts), *at
+        return SamplingRecord()
+    repetition, presence, frequency = row.penalties
+    return SamplingRecord(
+        words=0 if tables.words is None else tables.words.data_ptr(),
+        biases=0 if tables.biases is None else tables.biases.data_ptr(),
+        repetition=repetition,
+        presence=presence,
+        frequency=frequency,
+        counts=int(tables.counts),
+        barred_until=row.barred_until - row.num_prompt_tokens,
+        first_at=row.first_at - row.num_prompt_tokens,
+    )

@@ -14,10 +14,17 @@ import numpy.typing as npt
 import torch
 
 import kvpage._C as _C
+from kvpage.layout.sampling_record import ROW_RULES, SamplingRecord
 from kvpage.ops.args.tokens import ROW_TYPES as ROW_TYPES
-from kvpage.ops.cpu.sampling import ROW as ROW
 
-GREEDY = np.array([(0, 0, 0, 1.0, 0.0, -np.inf)], ROW).tobytes()
+
+def packed(record: SamplingRecord) -> bytes:
+    """Return the bytes of a ROW_RULES, with position 0."""
+    numbers = record._asdict() | {"position": 0}
+    return np.array([tuple(numbers[name] for name in ROW_RULES.names or ())], ROW_RULES).tobytes()
+
+
+GREEDY = packed(SamplingRecord())
 """The record of a row whose likeliest token is taken."""
 
 
@@ -48,7 +55,7 @@ def sample_rows(
     position are 0 in both: set the seed once, and the position to the number of generated tokens before each call.
 
     logits: [num_rows, vocab_size], for which `can_sample` holds, of any row stride. They stay as they are.
-    rows: contiguous records of ROW. token_rules: each row's `SampledRow.token_rules`; empty if all are None.
+    rows: contiguous records of ROW_RULES. token_rules: each row's `SampledRow.token_rules`; empty if all are None.
     tokens: for rows with token_rules, the prompt and the generated tokens, and maybe room after them. Of the prompt's
     length and the position, the call knows how many there are.
 

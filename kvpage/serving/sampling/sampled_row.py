@@ -13,10 +13,11 @@ import numpy.typing as npt
 import torch
 
 import kvpage._C as _C
+from kvpage.layout.sampling_record import SamplingRecord
 from kvpage.serving.params.logits import LogitsParams
 from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.sampling.library_processors import LibraryProcessors, asks_library
-from kvpage.serving.sampling.native_rows import GREEDY, ROW
+from kvpage.serving.sampling.native_rows import GREEDY, packed
 from kvpage.serving.sampling.token_tables import NamedTokens, TokenTables
 from kvpage.serving.sampling.warping import LEAST_TEMPERATURE, MOST_TEMPERATURE
 from kvpage.serving.text.guided_sequence import GuidedSequence, Mask
@@ -123,7 +124,8 @@ class SampledRow:
         clipped = min(max(temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE)
         with np.errstate(divide="ignore"):
             least_score = np.log(min_p)
-        return np.array([(0, 0, min(int(top_k), MOST_TOP_K), top_p, clipped, least_score)], ROW).tobytes()
+        kept = min(int(top_k), MOST_TOP_K)
+        return packed(SamplingRecord(top_k=kept, top_p=top_p, temperature=clipped, least_score=least_score))
 
     def tables_on(self, device: torch.device, vocab_size: int) -> TokenTables | None:
         """Return the rules that name tokens as tables, kept from call to call; None where the library's processors run.

@@ -24,10 +24,11 @@ import torch
 
 import kvpage._C as _C
 from kvpage import ops
+from kvpage.layout.sampling_record import ROW_RULES
 from kvpage.serving.sampling.device_rows import DeviceRows
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.sampling.logits_processing import TokenArrays, process_logits, warp_by_library, watermark
-from kvpage.serving.sampling.native_rows import GREEDY, ROW, can_sample, sample_rows
+from kvpage.serving.sampling.native_rows import GREEDY, can_sample, sample_rows
 from kvpage.serving.sampling.philox import uniforms
 from kvpage.serving.sampling.sampled_row import SampledRow
 from kvpage.serving.sampling.sampled_sequence import SampledSequence
@@ -66,11 +67,11 @@ class Sampler:
         self._tokens: list[npt.NDArray[np.int32] | None] = []
         self._guided = [(at, row) for at, row in enumerate(sampled) if row is not None and row.guided is not None]
         if self.is_greedy:
-            self._records = np.frombuffer(GREEDY * len(sequences), ROW)
+            self._records = np.frombuffer(GREEDY * len(sequences), ROW_RULES)
             return
         packed = [GREEDY if row is None else row.packed for row in sampled]
         self._by_torch = [index for index, record in enumerate(packed) if not record]
-        self._records = np.frombuffer(bytearray(b"".join([record or GREEDY for record in packed])), ROW)
+        self._records = np.frombuffer(bytearray(b"".join([record or GREEDY for record in packed])), ROW_RULES)
         self._records["seed"] = [sequence.seed for sequence in sequences]
         rules = [None if row is None else row.token_rules for row in sampled]
         if any(rules):

@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.layout.sampling_record import ENDS, NOT_FIRST, SEEN, SUPPRESSED
 from kvpage.ops.cuda.uploads import upload
 
 Ids = npt.NDArray[np.int64]
-SUPPRESSED, ENDS, NOT_FIRST, SEEN = (1 << bit for bit in (27, 28, 29, 30))
-"""The bits of a word, as kernels/sampling_rules.py has them. Those below are the number of times it was generated."""
 
 
 class NamedTokens(NamedTuple):

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from kvpage import ops
+from kvpage.layout.sampling_record import ROW_RULES
 from kvpage.ops.cuda import uploads
 from kvpage.serving.loop.request import Request
 from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.sampling import device_rows, token_tables
 from kvpage.serving.sampling.device_rows import DeviceRows
-from kvpage.serving.sampling.native_rows import GREEDY, ROW
+from kvpage.serving.sampling.native_rows import GREEDY
 
 VOCAB = 20
 
@@ -30,7 +31,7 @@ def test_all_that_goes_to_the_device_goes_by_uploads_that_nobody_waits_for(monke
         Request(str(row), np.array([3, 5], np.int32), SamplingParams(max_tokens=9, **fields), 0)
         for row, fields in enumerate([{}, rules])
     ]
-    rows = DeviceRows(requests, np.frombuffer(bytearray(GREEDY * 2), ROW), VOCAB, torch.device("cpu"))
+    rows = DeviceRows(requests, np.frombuffer(bytearray(GREEDY * 2), ROW_RULES), VOCAB, torch.device("cpu"))
     record_bytes = 2 * 8 * ops.SAMPLING_RECORD_WORDS
     assert sorted(sent) == sorted([record_bytes, 4 * VOCAB, 4 * VOCAB]), "the records, and a row's words and biases"
     assert rows.records.shape == (2, ops.SAMPLING_RECORD_WORDS) and rows.records.dtype == torch.int64
@@ -43,7 +44,7 @@ def test_a_token_that_was_counted_by_a_call_that_raised_is_not_counted_twice(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     request = Request("one", np.array([3, 5], np.int32), SamplingParams(max_tokens=9, frequency_penalty=0.5), 0)
-    rows = DeviceRows([request], np.frombuffer(bytearray(GREEDY), ROW), VOCAB, torch.device("cpu"))
+    rows = DeviceRows([request], np.frombuffer(bytearray(GREEDY), ROW_RULES), VOCAB, torch.device("cpu"))
     seen, errors = [], [error]
     tables = request.sampled_row.tables_on(torch.device("cpu"), VOCAB)
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import kvpage._C as _C
+from kvpage.layout.sampling_record import ROW_RULES
 from kvpage.serving.loop.request import Request
 from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.sampling import native_rows
-from kvpage.serving.sampling.native_rows import GREEDY, ROW, sample_rows
+from kvpage.serving.sampling.native_rows import GREEDY, sample_rows
 from kvpage.serving.sampling.philox import uniforms
 from kvpage.serving.sampling.sampler import sample, sample_by_torch
 
@@ -111,7 +112,7 @@ def test_each_token_has_its_share_of_the_draws(rules: str) -> None:
     rng = np.random.default_rng(1)
     points = np.sort(uniforms(np.arange(20_000), np.zeros(20_000)))
     seeds = np.argsort(uniforms(np.arange(20_000), np.zeros(20_000)), kind="stable")
-    record = np.frombuffer(make_request(0, **RULES[rules]).sampled_row.packed * len(seeds), ROW).copy()
+    record = np.frombuffer(make_request(0, **RULES[rules]).sampled_row.packed * len(seeds), ROW_RULES).copy()
     record["seed"] = seeds
     tokens = sample_rows(logits.expand(len(seeds), -1), record)
     assert (np.diff(tokens) >= 0).all()  # the inverse of a distribution function
@@ -130,7 +131,9 @@ def test_every_instruction_set_type_and_stride(kernel: str, dtype: torch.dtype, 
     logits = wide[:, 4 : 4 + vocab_size]
     logits[:] = make_logits(70, vocab_size, dtype)
     before = wide.clone()
-    rows = np.frombuffer(b"".join(each.sampled_row.packed if each.sampled_row else GREEDY for each in requests), ROW)
+    rows = np.frombuffer(
+        b"".join(each.sampled_row.packed if each.sampled_row else GREEDY for each in requests), ROW_RULES
+    )
     rows = rows.copy()
     rows["seed"], rows["position"] = [each.seed for each in requests], [each.num_generated for each in requests]
     tokens = np.full(70, 99, np.int32)
@@ -223,7 +226,7 @@ def test_tokens_as_likely_as_the_last_one_stay() -> None:
 
 
 def records(num_rows: int, **changed: object) -> np.ndarray:
-    rows = np.frombuffer(GREEDY * num_rows, ROW).copy()
+    rows = np.frombuffer(GREEDY * num_rows, ROW_RULES).copy()
     for name, value in changed.items():
         rows[name][-1] = value
     return rows
@@ -306,7 +309,7 @@ def test_every_instruction_set_draws_the_same_tokens() -> None:
     logits = make_logits(3, 20_011, seed=4)
     kernels = _C.sampling_kernels()
     for row, fields in enumerate(({}, {"top_p": 0.95}, {"top_k": 3000})):
-        record = np.frombuffer(make_request(0, temperature=9.0, **fields).sampled_row.packed * 500, ROW).copy()
+        record = np.frombuffer(make_request(0, temperature=9.0, **fields).sampled_row.packed * 500, ROW_RULES).copy()
         record["seed"] = np.arange(500)
         found = {kernel: np.empty(500, np.int32) for kernel in kernels}
         for kernel, tokens in found.items():
