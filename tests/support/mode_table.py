@@ -32,9 +32,9 @@ FREE = "tcp://127.0.0.1:*"
 YES = "yes"
 HEAD = """# Modes and kinds of models
 
-Every mode of an engine with every kind of model: {yes} of {cells} cells work. Each cell was tried with a tiny model,
-whose tokens are those of the same engine without the mode. The others are refused when the engine is made or asked, with
-the reason.
+Every mode of an engine with every kind of model: {yes} of {cells} cells work. Each was tried with a tiny model,
+whose tokens are those of the same engine without the mode. The others are refused when the engine is made or asked,
+with the reason.
 
 - "all tokens": layers that attend to all tokens, such as Llama's.
 - "latents": the same with `CacheConfig(backend="mla")`, such as DeepSeek's.

@@ -138,8 +138,8 @@ def test_options_that_do_not_go_with_states(fields: dict, words: str) -> None:
 
 def test_an_option_is_refused_without_another_class() -> None:
     """Without the option, Engine serves the model."""
-    config = EngineConfig(CacheConfig(4, 64), num_window_blocks=16)
-    with pytest.raises(ValueError, match="num_window_blocks must be None for a model whose layers keep") as error:
+    config = EngineConfig(CacheConfig(4, 64), compile_model=True)
+    with pytest.raises(ValueError, match="compile_model must be False for a model whose layers keep") as error:
         Engine.from_model(make_state_model("lfm2"), config)
     assert "KVPageCache" not in str(error.value)
 
