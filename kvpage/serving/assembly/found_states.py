@@ -29,7 +29,6 @@ def found_states(model: PreTrainedModel, config: EngineConfig) -> ModelStates | 
     name = type(model).__name__
     for option, is_given, value in (
         ("compile_model", config.compile_model, "False"),
-        ("tensor_parallel_size", config.tensor_parallel_size > 1, "1"),
         ("backend", config.cache_config.backend == "mla", "another than 'mla'"),
         ("blend", config.blend is not None, "None"),
         ("num_window_blocks", config.num_window_blocks is not None, "None"),
