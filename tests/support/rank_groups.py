@@ -129,7 +129,9 @@ def config_of(kind: str) -> EngineConfig:
 
 def serve_alone(seat: Seat, kind: str) -> None:
     """Note the tokens of model.generate, and what an engine of one process gives."""
-    (make_window_model if kind in KINDS else make_state_model)(kind).save_pretrained(seat.folder / kind)
+    model = (make_window_model if kind in KINDS else make_state_model)(kind)
+    model.resize_token_embeddings(VOCAB + 1, mean_resizing=False)  # some versions split only an even number
+    model.save_pretrained(seat.folder / kind)
     model = whole_model(seat.folder / kind)
     seat.seen[f"{kind}: generate"] = tokens = expected(model)
     bad_token = bad_token_of(model, tokens)
