@@ -2,15 +2,18 @@
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from support.models import make_model
+from support.state_models import make_state_model
+from transformers import PreTrainedModel
 
 from kvpage import CacheConfig, KVScales
 from kvpage.blend import BlendConfig
@@ -19,6 +22,7 @@ from kvpage.cache.state_cache import StateCache
 from kvpage.layout.config import ModelConfig
 from kvpage.layout.groups import StateLayout, StatePart
 from kvpage.serving import Engine, EngineConfig, RankLost
+from kvpage.serving.assembly.parts import check_servable
 from kvpage.serving.loop.ranks.answers import Answers
 from kvpage.serving.loop.ranks.channel import FIRST, Channel
 from kvpage.serving.loop.ranks.follower import move_of
@@ -295,6 +299,15 @@ def test_a_whole_model_needs_one_rank() -> None:
         Engine.from_model(model, replace(CONFIG, tensor_parallel_size=2))
     with pytest.raises(ValueError, match="follow needs tensor_parallel_size of 2 or more, got 1"):
         Engine.follow(model, CONFIG)
+
+
+@pytest.mark.parametrize("make", [partial(make_model, "llama"), partial(make_state_model, "lfm2")])
+def test_a_part_of_a_head_is_refused_before_the_model_computes(make: Callable[[], PreTrainedModel]) -> None:
+    """With such a shard its own forward fails."""
+    model = make()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("it must not compute"))
+    with pytest.raises(ValueError, match=f"must divide the 2 KV heads of {type(model).__name__}, got 4"):
+        check_servable(model, replace(CONFIG, tensor_parallel_size=4))
 
 
 def test_scales_are_those_of_the_ranks_heads(alone: None) -> None:

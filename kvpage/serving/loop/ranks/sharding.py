@@ -48,9 +48,20 @@ def of_this_rank(runner: ModelRunner, cache_config: CacheConfig, config: ModelCo
     """
     if config.use_mla:
         return config
+    name = type(runner.model).__name__
+    check_divides(name, config.num_kv_heads, size)
     seen = with_seen_shapes(runner, cache_config, config)
-    check_heads(type(runner.model).__name__, seen, config.num_kv_heads, size)
+    check_heads(name, seen, config.num_kv_heads, size)
     return seen
+
+
+def check_divides(name: str, num_all: int, size: int) -> None:
+    """Raise ValueError where a rank would have a part of a KV head: there the model's own forward fails.
+
+    name: of the model. num_all: the heads of all ranks.
+    """
+    if num_all % size:
+        raise ValueError(f"tensor_parallel_size must divide the {num_all} KV heads of {name}, got {size}")
 
 
 def check_heads(name: str, seen: ModelConfig, num_all: int, size: int) -> None:
@@ -60,8 +71,6 @@ def check_heads(name: str, seen: ModelConfig, num_all: int, size: int) -> None:
     """
     if size == 1:
         return
-    if num_all % size:
-        raise ValueError(f"tensor_parallel_size must divide the {num_all} KV heads of {name}, got {size}")
     counts = {seen.shape_of(layer).num_kv_heads for layer in seen.attention_layers(ParallelConfig())}
     if len(counts) > 1:
         raise ValueError(
