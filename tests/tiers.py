@@ -39,6 +39,7 @@ WHOLE: dict[str, str] = {
     # Other processes, each with a torch and a model of its own, and compilers of models: the dear part is no call.
     "tests/serving/loop/test_ranks.py": "slow",
     "tests/serving/loop/test_rank_faults.py": "slow",
+    "tests/serving/loop/test_rank_groups.py": "slow",
     "tests/serving/model/test_compiled_model.py": "slow",
     "tests/serving/test_telemetry.py::test_a_missing_extra_is_named": "slow",
     # nvcc compiles a module for the fixtures.

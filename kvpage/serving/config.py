@@ -83,8 +83,8 @@ class EngineConfig:
         states: The budget and the positions of kept states, for models with recurrent layers.
         num_window_blocks: Blocks of each group of layers with the same sliding window, apart from the blocks of the
             other layers. Sequences give back those behind the window. None means one table for all layers, whose blocks
-            stay. With a host tier, each group has its share of blocks there. It excludes blending, several ranks, other
-            attention backends than kvpage's, and latents; decode steps are neither captured nor begun ahead.
+            stay. With a host tier, each group has its share of blocks there. It excludes blending, other attention
+            backends than kvpage's, and latents; decode steps are neither captured nor begun ahead.
 
     Raises:
         TypeError: A value is of another type.
@@ -170,7 +170,6 @@ class EngineConfig:
         for name, refused, rule in (
             ("backend", self.cache_config.backend == "mla" and "'mla'", "another than 'mla'"),
             ("blend", self.blend, "None"),
-            ("tensor_parallel_size", self.tensor_parallel_size > 1 and self.tensor_parallel_size, "1"),
             ("attention_backend", library, "'auto' or 'kvpage'"),
         ):
             if refused:

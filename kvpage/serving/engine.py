@@ -114,7 +114,7 @@ class Engine(EngineCore):
         """Make an engine. lead: the side of the other ranks; None where there are none."""
         # To name another way it computes, which ranks only do together.
         with names_alternative(model, config.cache_config) if lead is None else nullcontext():
-            servable = check_servable(model, config, takes_states=lead is None)
+            servable = check_servable(model, config)
         config = with_blocks(servable, config) if lead is None else with_blocks(servable, config, lead.ranks.least)
         parts = assemble(servable, config)
         if segments is not None and parts.blender is None:
@@ -123,7 +123,7 @@ class Engine(EngineCore):
         if store is not None:
             engine._connect_store(store, parts.store_rule)
         if config.blend is not None and parts.blender is not None:
-            kept = default_segments(store, parts.cache, config.blend.max_bytes) if segments is None else segments
+            kept = default_segments(store, parts.caches.full, config.blend.max_bytes) if segments is None else segments
             engine.use_segments(parts.blender, kept)
         return engine
 
@@ -149,10 +149,10 @@ class Engine(EngineCore):
         with HeldInterrupts():
             with ranks.together(), ranks.watch.waiting():
                 servable = check_servable(model, config)
-                cache = assemble_rank(servable, with_blocks(servable, config, ranks.least)).cache
-                follower_store = None if store is None else StoreFollower(store, cache, ranks)
+                caches = assemble_rank(servable, with_blocks(servable, config, ranks.least)).caches
+                follower_store = None if store is None else StoreFollower(store, caches.full, ranks)
                 ranks.meet()
-            Follower(ranks, servable.runner, cache, follower_store).run()
+            Follower(ranks, servable.runner, caches, follower_store).run()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class StateLoop:
         width = 12
         num_blocks = width * len(sequences)
         config = EngineConfig(CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks))
-        servable = check_servable(model, config, takes_states=True)
+        servable = check_servable(model, config)
         assert servable.states is not None
         self.runner, self.layout = servable.runner, servable.states.layout
         self.cache: CacheEngine = make_cache(servable, config)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from kvpage.cache.state_cache import StateCache
 from kvpage.layout.config import DeviceConfig, ModelConfig, ParallelConfig, cache_block_bytes
 from kvpage.serving.assembly.device_memory import bytes_taken, free_bytes
 from kvpage.serving.assembly.parts import ServableModel, make_cache, without_autocast
@@ -20,6 +21,7 @@ from kvpage.serving.loop.graphs.capture import Capturer, CudaCapturer, is_out_of
 from kvpage.serving.loop.graphs.decode_graphs import captures_decodes, graphs_of
 from kvpage.serving.loop.graphs.padding import PaddedSteps, StepLimits
 from kvpage.serving.loop.graphs.warmup import prepare_steps
+from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.model.limits import limited_model_len
 
 logger = logging.getLogger(__name__)
@@ -89,8 +91,9 @@ def _bytes_of_steps(
     limits = StepLimits(num_seqs, config.max_num_batched_tokens, longest)
     try:
         with without_autocast(runner.model.device):
-            cache = make_cache(servable, _with_one_block(config))
-            steps = PaddedSteps(runner, cache)
+            cache, layout = make_cache(servable, _with_one_block(config)), runner.state_layout
+            states = None if layout is None else StateCache(layout, 0, device=runner.model.device)
+            steps = PaddedSteps(runner, RankCaches(cache, states=states))
             of_steps = bytes_taken(cache.device, lambda: prepare_steps(steps, limits))
             if not captures_decodes(config) or servable.states is not None:
                 return of_steps.most

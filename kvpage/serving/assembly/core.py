@@ -60,14 +60,15 @@ class EngineCore(EnginePrompts):
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """Put the parts together. lead: the side of other ranks; None where there are none."""
-        runner, manager, states = parts.runner, parts.manager, parts.states
-        self.states, self.defaults, self.max_model_len = states, parts.defaults, parts.max_model_len
+        runner, manager, caches = parts.runner, parts.manager, parts.caches
+        self.states, self.defaults, self.max_model_len = caches.states, parts.defaults, parts.max_model_len
         self._lead = lead
         self.config, self.tokenizer = config, tokenizer
-        self.cache, self.manager, self.telemetry = parts.cache, manager, parts.telemetry
-        self.window_caches = tuple(parts.windows)
+        self.cache, self.manager, self.telemetry = caches.full, manager, parts.telemetry
+        self.window_caches, self._caches = tuple(caches.windows), caches
         self._runner, self._connectors = runner, Connectors()
-        self._transfers = BlockTransfers(self.cache, manager, parts.rule, tell=None if lead is None else lead.move)
+        tell = None if lead is None else lead.move
+        self._transfers = BlockTransfers(self.cache, manager, parts.rule, tell=tell and partial(tell, 0))
         self.scheduler = Scheduler(
             self.manager,
             config.max_num_seqs,
@@ -76,8 +77,8 @@ class EngineCore(EnginePrompts):
             turns=self._connectors,
             reclaimers=[self._connectors.reclaim],
         )
-        groups = StepGroups(manager, self.window_caches, states)
-        self._batch_runner = BatchRunner(runner, self.cache, self.manager, self._transfers, lead, groups)
+        groups = StepGroups(manager, caches, tell)
+        self._batch_runner = BatchRunner(runner, caches, self.manager, self._transfers, lead, groups)
         self._loop = ServingLoop(self._batch_runner, self.scheduler, self._connectors, self.telemetry, parts.rule)
         self._connect_device()
         self._intake = Intake(runner.model, manager, parts.defaults, parts.max_model_len, tokenizer)
@@ -99,7 +100,7 @@ class EngineCore(EnginePrompts):
 
     @property
     def _has_groups(self) -> bool:
-        return bool(self.window_caches) or self.states is not None
+        return len(self._caches.groups) > 1
 
     def _use_graphs(self, capturer: Capturer) -> None:
         graphs = graphs_of(self._runner, self.cache, capturer, self.config, self._longest)
@@ -168,7 +169,7 @@ class EngineCore(EnginePrompts):
         config, graphs = self.config, self._batch_runner.graphs
         num_seqs = config.max_num_seqs if self.states is None else 1  # each has a state of its own, beside the slots
         limits = StepLimits(num_seqs, config.max_num_batched_tokens, self._longest)
-        steps = PaddedSteps(self._runner, self.cache, self.window_caches, self._lead)
+        steps = PaddedSteps(self._runner, self._caches, self._lead)
         beside: list[Callable[[], object]] = [self._connectors.store.rehearse] if self._connectors.store else []
         if self._connectors.blend is not None:
             beside.append(partial(rehearse_blending, steps, limits, self._connectors.blend))

@@ -3,7 +3,9 @@
 from transformers import PreTrainedModel
 
 from kvpage.checks.errors import OptionError
+from kvpage.layout.config import ModelConfig
 from kvpage.serving.config import EngineConfig
+from kvpage.serving.loop.ranks.sharding import check_divides
 from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.states.model_states import ModelStates, check_states_are_cached, keeps_states
 
@@ -20,6 +22,7 @@ def found_states(model: PreTrainedModel, config: EngineConfig) -> ModelStates | 
 
     Raises:
         ValueError: The model has layers of unknown types, or states outside of its cache or that do not fit into slots.
+            Its KV heads cannot be split over the ranks.
         OptionError: An option does not go with states.
     """
     check_config(model, takes_states=True)
@@ -29,10 +32,12 @@ def found_states(model: PreTrainedModel, config: EngineConfig) -> ModelStates | 
     name = type(model).__name__
     for option, is_given, value in (
         ("compile_model", config.compile_model, "False"),
-        ("tensor_parallel_size", config.tensor_parallel_size > 1, "1"),
         ("backend", config.cache_config.backend == "mla", "another than 'mla'"),
         ("blend", config.blend is not None, "None"),
     ):
         if is_given:
             raise OptionError(f"{option} must be {value} for a model whose layers keep states, {name} does")
+    if config.tensor_parallel_size > 1:
+        num_all_heads = ModelConfig.from_hf(model.config, model.dtype).num_kv_heads
+        check_divides(name, num_all_heads, config.tensor_parallel_size)
     return ModelStates.of_model(model)

@@ -19,7 +19,6 @@ from kvpage.blocks.groups.window_blocks import Window
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
-from kvpage.cache.state_cache import StateCache
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.observe.events.config import SpecKind
@@ -34,8 +33,9 @@ from kvpage.serving.assembly.window_groups import WindowGroups
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
+from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.loop.ranks.rank_lost import RankLost
-from kvpage.serving.loop.ranks.sharding import check_sharded_size, of_this_rank, scales_of_this_rank
+from kvpage.serving.loop.ranks.sharding import check_heads, check_sharded_size, of_this_rank, scales_of_this_rank
 from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.argument_check import check_model
 from kvpage.serving.model.config_check import check_config
@@ -59,12 +59,10 @@ class EngineParts:
     max_model_len: tokens of a request at most. window: of the attention of all layers; None if one sees everything.
     rule: whether blocks of the host are loaded or computed; None for always loaded.
     store_rule: the same of a store, whose speed differs. blender: None without blending.
-    states: the slots of a model that keeps states; None for another.
-    windows: the caches of layers with windows, where they have blocks of their own. `cache` is that of the others then.
     """
 
     runner: ModelRunner
-    cache: CacheEngine
+    caches: RankCaches
     manager: BlockManager
     telemetry: Telemetry
     defaults: ParamDefaults
@@ -73,8 +71,6 @@ class EngineParts:
     rule: LoadOrCompute | None
     store_rule: LoadOrCompute | None
     blender: Blender | None
-    states: StateCache | None = None
-    windows: Sequence[CacheEngine] = ()
 
 
 class ChosenAttention(NamedTuple):
@@ -108,13 +104,16 @@ class ServableModel:
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """The parts of an engine that every rank has, see EngineParts."""
+    """The parts of an engine that every rank has, see EngineParts.
 
-    cache: CacheEngine
+    groups: options of the manager's groups. shares_blocks: whether layers with windows share the blocks of the others.
+    """
+
+    caches: RankCaches
     defaults: ParamDefaults
     max_model_len: int
-    windows: Sequence[CacheEngine] = ()
-    groups: WindowGroups | None = None
+    groups: Sequence[Window | States]
+    shares_blocks: bool
 
 
 def check_arguments(model: PreTrainedModel, config: EngineConfig, tokenizer: object = None) -> None:
@@ -142,24 +141,24 @@ def without_autocast(device: torch.device) -> Iterator[None]:
         yield
 
 
-def check_servable(model: PreTrainedModel, config: EngineConfig, takes_states: bool = False) -> ServableModel:
-    """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks.
-
-    takes_states: whether there will be state slots, for models whose layers keep states. Others are served as without.
-    """
+def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableModel:
+    """Compute a little with the model over blocks. ValueError if it cannot be served from such blocks."""
     with without_autocast(model.device):
-        return _tried_out(model, config, found_states(model, config) if takes_states else None)
+        return _tried_out(model, config, found_states(model, config))
 
 
 def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates | None) -> ServableModel:
-    cache_config = config.cache_config
-    of_all = _model_config(model, cache_config) if states is None else states.model_config
+    cache_config, of_all = config.cache_config, _model_config(model, config, states)
     size, compiles = config.tensor_parallel_size, config.compile_model
     runner = ModelRunner(
         model, _native_layers(model, config), compiles=compiles, holds_interrupts=size > 1, states=states
     )
     with _names_compiler() if compiles else nullcontext():
-        model_config = of_all if states is not None else of_this_rank(runner, cache_config, of_all, size)
+        if states is None:
+            model_config = of_this_rank(runner, cache_config, of_all, size)
+        else:
+            model_config = states.model_config
+            check_heads(type(model).__name__, model_config, of_all.num_kv_heads, size)
         if config.blend is not None:
             model_config = padded(model_config)
         if model_config.use_mla:
@@ -256,13 +255,9 @@ def attend_with(cache: CacheEngine, library: AttentionLibrary | None) -> None:
 def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
     """Make the parts. Raises as Engine.from_model does."""
     runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
-    found = servable.states
-    counts = None if found is None else SlotCounts.of(config, found)
-    parts = assemble_rank(servable, config, counts)
+    parts = assemble_rank(servable, config)
     rule, store_rule = (make_rule(config, model_config) for _ in range(2))
-    groups = [*(parts.groups.options() if parts.groups else ()), *([counts.options(config)] if counts else ())]
-    manager = make_manager(config, rule, groups)
-    states = None if counts is None or found is None else counts.slots(found, runner.model.device)
+    manager = make_manager(config, rule, parts.groups)
     blender = None
     if config.blend is not None:
         with without_autocast(runner.model.device):
@@ -271,34 +266,33 @@ def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
     telemetry = Telemetry(manager.tree, config.events, config.residency_sample_rate, spec_kind)
     return EngineParts(
         runner,
-        parts.cache,
+        parts.caches,
         manager,
         telemetry,
         parts.defaults,
         parts.max_model_len,
-        servable.attention.window if parts.groups is None else None,
+        servable.attention.window if parts.shares_blocks else None,
         rule,
         store_rule,
         blender,
-        states,
-        parts.windows,
     )
 
 
-def assemble_rank(servable: ServableModel, config: EngineConfig, counts: SlotCounts | None = None) -> RankParts:
-    """Make the parts that every rank has: all ranks check, and compute, the same. Raises as Engine.from_model does.
-
-    counts: of state slots, whose tail blocks the cache has, too; None for a model without states.
-    """
-    model = servable.runner.model
+def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
+    """Make the parts that every rank has: all ranks check, and compute, the same. Raises as Engine.from_model does."""
+    model, found = servable.runner.model, servable.states
     defaults = ParamDefaults.of_model(model, config.generation_config)
     max_model_len = limited_model_len(model, config.max_model_len)
-    groups = WindowGroups.of(config, servable.attention.windows, max_model_len)
+    windows = WindowGroups.of(config, servable.attention.windows, max_model_len)
+    counts = None if found is None else SlotCounts.of(config, found)
     with without_autocast(model.device):
-        if groups is None:
-            return RankParts(make_cache(servable, config, counts), defaults, max_model_len)
-        cache, *windows = _group_caches(servable, config, groups, counts)
-        return RankParts(cache, defaults, max_model_len, windows, groups)
+        if windows is None:
+            full, of_windows = make_cache(servable, config, counts), []
+        else:
+            full, *of_windows = _group_caches(servable, config, windows, counts)
+        states = None if counts is None or found is None else counts.slots(found, model.device)
+    groups = [*(windows.options() if windows else ()), *([counts.options(config)] if counts else ())]
+    return RankParts(RankCaches(full, of_windows, states), defaults, max_model_len, groups, windows is None)
 
 
 def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | None:
@@ -306,9 +300,13 @@ def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers
     return NativeLayers() if is_native else None
 
 
-def _model_config(model: PreTrainedModel, cache_config: CacheConfig) -> ModelConfig:
+def _model_config(model: PreTrainedModel, config: EngineConfig, states: ModelStates | None) -> ModelConfig:
+    """Return the config with the KV heads of all ranks."""
+    if states is not None:
+        is_whole = config.tensor_parallel_size == 1
+        return states.model_config if is_whole else ModelConfig.from_hf(model.config, model.dtype)
     check_config(model)
-    keeps_latents = cache_config.backend == "mla"
+    keeps_latents = config.cache_config.backend == "mla"
     if keeps_latents:
         check_latents(model.config.get_text_config(decoder=True), type(model).__name__)
     return ModelConfig.from_hf(model.config, model.dtype, use_mla=keeps_latents)

@@ -1,29 +1,49 @@
 """The parts of ranks that need no other process: messages, refused settings, the end of one that waits in vain."""
 
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from support.models import make_model
+from support.state_models import make_state_model
+from transformers import PreTrainedModel
 
 from kvpage import CacheConfig, KVScales
 from kvpage.blend import BlendConfig
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.state_cache import StateCache
+from kvpage.layout.config import ModelConfig
+from kvpage.layout.groups import StateLayout, StatePart
 from kvpage.serving import Engine, EngineConfig, RankLost
+from kvpage.serving.assembly.parts import check_servable
 from kvpage.serving.loop.ranks.answers import Answers
 from kvpage.serving.loop.ranks.channel import FIRST, Channel
-from kvpage.serving.loop.ranks.follower import step_of
+from kvpage.serving.loop.ranks.follower import move_of
 from kvpage.serving.loop.ranks.message import HEADER, PARTS, Kind, Message
+from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.loop.ranks.rank_watch import RankWatch
 from kvpage.serving.loop.ranks.ranks import Ranks
 from kvpage.serving.loop.ranks.sharding import scales_of_this_rank
+from kvpage.serving.loop.ranks.step_plan import StepPlan
 from kvpage.serving.model.native.layers import NativeLayers
+from kvpage.serving.model.states.state_pass import StateRow
 
 CONFIG = EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=8))
+SHAPE = ModelConfig(1, 4, ("full_attention", "sliding_attention"), torch.float32)
+
+
+@pytest.fixture
+def caches() -> RankCaches:
+    """Eight blocks of a full layer and of a window, and eight slots."""
+    full, window = (CacheEngine(CONFIG.cache_config, SHAPE.with_caches_of([layer])) for layer in (0, 1))
+    return RankCaches(full, [window], StateCache(StateLayout((StatePart(1, "conv", 0, (4,), torch.float32),)), 8))
 
 
 @pytest.fixture
@@ -59,7 +79,7 @@ def test_other_bytes_are_refused() -> None:
         (3, -8, "as long as its parts"),
         (3, 1 << 40, "as long as its parts"),
         (4, 15, "whole elements"),
-        (9, 8, "as long as its parts"),
+        (10, 8, "as long as its parts"),
     ):
         before, numbers[at] = int(numbers[at]), value
         with pytest.raises(ValueError, match=rule):
@@ -70,33 +90,116 @@ def test_other_bytes_are_refused() -> None:
             Message.decode(data[:length])
 
 
+def plan_of(parts: list[list[int]]) -> StepPlan:
+    arrays = [np.array(part, dtype) for part, dtype in zip(parts, PARTS[Kind.STEP], strict=True)]
+    return StepPlan.of_message(Message.decode(Message(Kind.STEP, 0, arrays).encode()))
+
+
+STEP = [[0, 2, 1], [7, 8, 9], [0, 3], [2, 4], [1, 2], [0, 1, 7, 5, 4, 3], [0, 0, 1, 0, 6, 5]]
+STATES = [3, -1, 2, 4, 3, 0, 1, 8, 2, 9]  # two marks of the first sequence; the other one's token is an answer's
+
+
 @pytest.mark.parametrize(
     ("index", "value", "rule"),
     [
         (0, [0], "fit together"),
         (0, [0, 3], "fit together"),
+        (0, [0, 2, 0], "fit together"),
+        (0, [0, 4, -1], "fit together"),
+        (0, [0, 2, 1, 0], "fit together"),
         (1, [1, 2], "fit together"),
+        (1, [], "fit together"),
         (2, [0, 4], "must compute 3 tokens"),
+        (2, [], "fit together"),
         (3, [3, 4], "must compute 3 tokens"),
+        (3, [2, 4, 5], "fit together"),
         (4, [3], "indices of 3 tokens"),
         (4, [-1], "indices of 3 tokens"),
         (5, [0, 1], "fit together"),
+        (5, [0, 1, 7], "fit together"),
         (6, [1], "fit together"),
+        (6, [0, 0, 1, 0, 6], "fit together"),
+        (7, [3], "states must be of 2 sequences"),
+        (7, STATES[:6], "states must be of 2 sequences"),
+        (7, STATES[:-1], "states must be of 2 sequences"),
+        (7, [*STATES, 1, 2], "states must be of 2 sequences"),
+        (7, [3, -1, -1, 4, 3, 1], "states must be of 2 sequences"),
+        (7, [3, -1, 1 << 62, 4, 3, 1 << 62], "states must be of 2 sequences"),
     ],
 )
 def test_a_step_whose_parts_do_not_fit_is_refused(index: int, value: list[int], rule: str) -> None:
-    parts = [[0, 2], [7, 8, 9], [0, 3], [2, 4], [1, 2], [0, 1, 7], [0, 0, 1, 0]]
-    packed, slots, tables = step_of(Message(Kind.STEP, 0, [np.array(part) for part in parts]))
-    assert packed.token_ids.tolist() == [7, 8, 9] and slots.tolist() == [0, 1, 7]
-    assert tables.tolist() == [[0, 0], [1, 0]] and not packed.is_decode
+    parts = [*STEP, STATES]
+    packed, blocks, states = plan_of(parts)
+    assert packed.token_ids.tolist() == [7, 8, 9] and not packed.is_decode
+    assert [(slots.tolist(), tables.tolist()) for slots, tables in blocks] == [
+        ([0, 1, 7], [[0, 0], [1, 0]]),
+        ([5, 4, 3], [[6], [5]]),
+    ]
+    assert states == [StateRow(3, 0, 2, [(1, 8), (2, 9)], None), StateRow(4, 3, 4, [], 3)]
     with pytest.raises(ValueError, match=rule):
-        step_of(Message(Kind.STEP, 0, [np.array(value if at == index else part) for at, part in enumerate(parts)]))
+        plan_of([value if at == index else part for at, part in enumerate(parts)])
+
+
+@pytest.mark.parametrize("states", [[], STATES])
+def test_a_plan_comes_back(states: list[int]) -> None:
+    parts = [*STEP, states]
+    for part, expected in zip(plan_of(parts).parts(), parts, strict=True):
+        assert part.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "rule"),
+    [
+        ([[], [0, 1]], "a move must have a group and pairs, got sizes 0 and 2"),
+        ([[0, 1], [0, 1]], "a move must have a group and pairs, got sizes 2 and 2"),
+        ([[0], [0, 1, 2]], "a move must have a group and pairs, got sizes 1 and 3"),
+        ([[-1], [0, 1]], re.escape("group must be in [0, 3), got -1")),
+        ([[3], [0, 1]], re.escape("group must be in [0, 3), got 3")),
+    ],
+)
+def test_a_move_of_no_group_is_refused(caches: RankCaches, parts: list[list[int]], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        caches.do_move(*move_of(Message(Kind.COPY, 0, [np.array(part, np.int64) for part in parts])))
+
+
+@pytest.mark.parametrize("group", [0, 1, 2])
+def test_a_move_is_of_one_group(caches: RankCaches, group: int) -> None:
+    blocks = [cache.gpu_cache[0].transpose(0, 1) for cache in (caches.full, *caches.windows)]
+    tensors = [*blocks, caches.states.slots]
+    for cache in tensors:
+        cache.copy_(torch.arange(8).view(-1, *[1] * (cache.dim() - 1)).expand_as(cache))
+    caches.do_move(*move_of(Message(Kind.COPY, 0, [np.array([group]), np.array([3, 5, 1, 0])])))
+    for number, cache in enumerate(tensors):
+        assert cache.flatten(1)[:, 0].tolist() == ([1, 1, 2, 3, 4, 3, 6, 7] if number == group else list(range(8)))
+        assert bool((cache.flatten(1) == cache.flatten(1)[:, :1]).all())
+
+
+def test_a_step_of_other_groups_is_refused(caches: RankCaches) -> None:
+    plan = plan_of([*STEP, STATES])
+    with pytest.raises(ValueError, match="groups of a step must be those of the caches, 3, got 1 with blocks and 2"):
+        caches.step(plan._replace(blocks=plan.blocks[:1]))
+    with pytest.raises(ValueError, match="groups of a step must be those of the caches, 3, got 2 with blocks and 0"):
+        caches.step(plan._replace(states=()))
+    for others in (replace(caches, states=None), replace(caches, windows=())):
+        with pytest.raises(ValueError, match="must be those of the caches, 2, got 2 with blocks and 2 states"):
+            others.step(plan)
+    with pytest.raises(ValueError, match=re.escape("slots must be in [0, 8), got [8, 9]")):
+        caches.step(plan)
+
+
+def test_states_of_padding_are_made_for_it(caches: RankCaches) -> None:
+    plan = plan_of([*STEP, [-1, -1, 0, -1, -1, 0]])
+    caches.states.slots.fill_(7)
+    caches.step(plan).states._states.slots.fill_(1)
+    assert bool((caches.states.slots == 7).all())
+    with pytest.raises(ValueError, match=re.escape("slots must be in [0, 8), got [-1]")):
+        caches.step(plan_of([*STEP, [-1, -1, 0, 2, -1, 0]]))
 
 
 @pytest.mark.parametrize("size", [0, FIRST - HEADER - 8, FIRST - HEADER, FIRST, 3 * FIRST])
 def test_long_messages_are_sent_in_two_pieces(alone: None, size: int) -> None:
     channel = Channel(5.0)
-    channel.send(Kind.COPY, np.zeros(size // 8, np.int64))
+    channel.send(Kind.COPY, np.zeros(0, np.int64), np.zeros(size // 8, np.int64))
     channel.send(Kind.BEAT)
     assert channel.gather([4, 5]) == [[4, 5]]
     channel.drop()
@@ -196,6 +299,15 @@ def test_a_whole_model_needs_one_rank() -> None:
         Engine.from_model(model, replace(CONFIG, tensor_parallel_size=2))
     with pytest.raises(ValueError, match="follow needs tensor_parallel_size of 2 or more, got 1"):
         Engine.follow(model, CONFIG)
+
+
+@pytest.mark.parametrize("make", [partial(make_model, "llama"), partial(make_state_model, "lfm2")])
+def test_a_part_of_a_head_is_refused_before_the_model_computes(make: Callable[[], PreTrainedModel]) -> None:
+    """With such a shard its own forward fails."""
+    model = make()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("it must not compute"))
+    with pytest.raises(ValueError, match=f"must divide the 2 KV heads of {type(model).__name__}, got 4"):
+        check_servable(model, replace(CONFIG, tensor_parallel_size=4))
 
 
 def test_scales_are_those_of_the_ranks_heads(alone: None) -> None:

@@ -26,6 +26,7 @@ from kvpage.ops.cuda import chunks  # noqa: E402
 from kvpage.serving import Engine, EngineConfig, SamplingParams  # noqa: E402
 from kvpage.serving.loop.graphs.padding import PaddedSteps, StepLimits  # noqa: E402
 from kvpage.serving.loop.graphs.warmup import rehearse_blending  # noqa: E402
+from kvpage.serving.loop.ranks.rank_caches import RankCaches  # noqa: E402
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of  # noqa: E402
 from kvpage.store.load import block_chunks  # noqa: E402
 from kvpage.store.load.block_chunks import BlockChunks, DeviceBlockChunk  # noqa: E402
@@ -171,7 +172,7 @@ def test_what_asks_for_kernels_of_blending_leaves_all_blocks() -> None:
     engine = make_engine("gemma2", BLENDS["gemma2"])
     with closing(engine), kernels_asked(), torch.no_grad():
         bits = [cache.view(torch.uint8).fill_(77) for cache in engine.cache.gpu_cache]
-        steps = PaddedSteps(engine.debug.runner, engine.cache)
+        steps = PaddedSteps(engine.debug.runner, RankCaches(engine.cache))
         rehearse_blending(steps, StepLimits(6, 2, 40), engine.debug.blend)
     assert all(bool((each == 77).all()) for each in bits)
 

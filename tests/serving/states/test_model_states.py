@@ -117,7 +117,7 @@ def test_attention_that_blocks_do_not_take_is_refused(kind: str) -> None:
     with pytest.raises(
         ValueError, match="logits over blocks must be the model's own|must be causal, is_causal is False"
     ):
-        check_servable(make_state_model(kind), CONFIG, takes_states=True)
+        check_servable(make_state_model(kind), CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_attention_that_blocks_do_not_take_is_refused(kind: str) -> None:
 def test_options_that_do_not_go_with_states(fields: dict, words: str) -> None:
     config = EngineConfig(**{"cache_config": CONFIG.cache_config, **fields})
     with pytest.raises(ValueError, match=words):
-        check_servable(make_state_model("lfm2"), config, takes_states=True)
+        check_servable(make_state_model("lfm2"), config)
 
 
 def test_an_option_is_refused_without_another_class() -> None:
@@ -145,9 +145,7 @@ def test_an_option_is_refused_without_another_class() -> None:
 
 
 def test_a_model_without_states_is_as_before() -> None:
-    servable = check_servable(make_model("llama"), CONFIG, takes_states=True)
-    assert servable.states is None
-    assert servable.config == check_servable(make_model("llama"), CONFIG).config
+    assert check_servable(make_model("llama"), CONFIG).states is None
 
 
 def test_a_transformers_without_states_in_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +153,7 @@ def test_a_transformers_without_states_in_its_cache(monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         ValueError, match="layers must be of attention, .*, Mamba2ForCausalLM has (linear_attention|mamba)"
     ):
-        check_servable(make_state_model("mamba2"), CONFIG, takes_states=True)
+        check_servable(make_state_model("mamba2"), CONFIG)
 
 
 def test_a_mixer_that_was_replaced_is_noticed() -> None:

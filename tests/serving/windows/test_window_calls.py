@@ -103,7 +103,6 @@ def test_two_windows_and_8_bit_blocks() -> None:
         ({"cache_config": CacheConfig(B, 64, backend="mla")}, "backend must be another than 'mla'"),
         ({"cache_config": CacheConfig(B)}, "num_gpu_blocks must be positive with num_window_blocks, got 0"),
         ({"blend": BlendConfig()}, "blend must be None with num_window_blocks"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 with num_window_blocks, got 2"),
         ({"attention_backend": "flashinfer"}, "attention_backend must be 'auto' or 'kvpage' with num_window_blocks"),
         ({"max_model_len": WINDOW}, "num_window_blocks must be None for a model without windows shorter than"),
     ],

@@ -13,8 +13,7 @@ import torch
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.rows import StepInputs
-from kvpage.blocks.states import Ids, Slots
-from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.layered_moves import Arrival
 from kvpage.ops.cuda.error_reports import ErrorReports
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
@@ -22,7 +21,8 @@ from kvpage.serving.loop.batch.batch import Batch, Choose
 from kvpage.serving.loop.batch.step_groups import StepGroups
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
-from kvpage.serving.loop.ranks.other_ranks import OtherRanks
+from kvpage.serving.loop.ranks.rank_caches import RankCaches
+from kvpage.serving.loop.ranks.step_plan import GroupBlocks, OtherRanks, StepPlan
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.step import BatchItem, ModelInputs, PackedTokens, Step
 from kvpage.serving.sampling.likeliest import likeliest
@@ -41,7 +41,7 @@ class Computed(NamedTuple):
 
 
 class BatchRunner:
-    """One model over one cache, whose blocks `manager` gives out. num_passes, num_computed_tokens: so far.
+    """One model over the caches of one rank, whose blocks `manager` gives out. num_passes, num_computed_tokens: so far.
 
     others: the ranks that compute with this one; None where it has the whole model.
     groups: what windows with blocks of their own, and states, give to a step; None where all layers share one table.
@@ -50,7 +50,7 @@ class BatchRunner:
     def __init__(
         self,
         runner: ModelRunner,
-        cache: CacheEngine,
+        caches: RankCaches,
         manager: BlockManager,
         transfers: BlockTransfers,
         others: OtherRanks | None = None,
@@ -59,9 +59,10 @@ class BatchRunner:
         self.num_passes = self.num_computed_tokens = 0
         self._groups = groups if groups else None
         self._others = others
-        self._runner, self._cache, self._manager, self._transfers = runner, cache, manager, transfers
+        self._runner, self._caches, self._manager, self._transfers = runner, caches, manager, transfers
+        self._cache = caches.full
         self.graphs: DecodeGraphs | None = None
-        self._reports = ErrorReports(cache.device)
+        self._reports = ErrorReports(self._cache.device)
 
     def check(self) -> None:
         """ValueError if the model cannot compute anything now, see ModelRunner."""
@@ -110,11 +111,11 @@ class BatchRunner:
         """
         starts, ends = (np.asarray(column).tolist() for column in (packed.starts, packed.ends))
         assert self._groups is not None, "it is called where there are groups"
-        states = self._groups.begin(seq_ids, starts, ends, num_decodes, nums_prompt)
-        step, slots, tables = self._step(self._manager.rows.of(seq_ids), packed)
-        step.use_states(states)
-        self._groups.add_to(step, seq_ids, starts, ends)
-        return self._forward(step, packed, slots, tables)
+        rows = self._groups.rows(seq_ids, starts, ends, num_decodes, nums_prompt)
+        arrival = self._transfers.start()
+        full = self._full_blocks(self._manager.rows.of(seq_ids), packed)
+        plan = StepPlan(packed, [full, *self._groups.blocks(seq_ids, starts, ends)], rows)
+        return self._forward(self._step(plan, arrival), plan)
 
     def decode(
         self, rows: Rows, token_ids: npt.NDArray[np.int32] | torch.Tensor, choose: Choose | None = None
@@ -167,7 +168,7 @@ class BatchRunner:
         assert blender is not None, "a request is admitted with reused segments only where there is a blender"
         self._transfers.run()  # blending writes to all layers before the first one computes
         self._transfers.expected.wait()
-        step, _, _ = self._step(rows, packed)
+        step, _ = self._begin(rows, packed)
         blend = blender.begin(step, items)
         logits = self._runner.forward(packed, replace(step, blend=blend))
         blended = blend.counts()
@@ -175,32 +176,41 @@ class BatchRunner:
         return Computed(logits, blended)
 
     def _of_newest(self, inputs: StepInputs, packed: PackedTokens) -> torch.Tensor:
-        return self._forward(Step.of_newest(self._cache, inputs, packed), packed, inputs.slots, inputs.block_tables)
+        plan = StepPlan(packed, [GroupBlocks(inputs.slots, inputs.block_tables)])
+        return self._forward(Step.of_newest(self._cache, inputs, packed), plan)
 
     def _compute(
         self, rows: Rows, packed: PackedTokens, written: Callable[[int], object] | None = None
     ) -> torch.Tensor:
-        step, slots, tables = self._step(rows, packed)
+        step, plan = self._begin(rows, packed)
         step.tell(written)
-        return self._forward(step, packed, slots, tables)
+        return self._forward(step, plan)
 
-    def _forward(self, step: Step, packed: PackedTokens, slots: Slots, tables: Ids) -> torch.Tensor:
+    def _forward(self, step: Step, plan: StepPlan) -> torch.Tensor:
         if self._others is None:
-            logits = self._runner.forward(packed, step)
+            logits = self._runner.forward(plan.packed, step)
         else:
             self._runner.check()
-            with self._others.computing(packed, slots, tables):
-                logits = self._runner.forward(packed, step)
-        self._count(len(packed.token_ids))
+            with self._others.computing(plan):
+                logits = self._runner.forward(plan.packed, step)
+        self._count(len(plan.packed.token_ids))
         return logits
 
-    def _step(self, rows: Rows, packed: PackedTokens) -> tuple[Step, Slots, Ids]:
-        """Return the arguments of attention, once the due moves of blocks have begun. rows: see SequenceSteps."""
+    def _begin(self, rows: Rows, packed: PackedTokens) -> tuple[Step, StepPlan]:
+        """Return a step of full layers alone, once the due moves of blocks have begun. rows: see SequenceSteps."""
         arrival = self._transfers.start()
-        slots, tables = self._manager.rows.slots(rows, packed.starts, packed.ends), self._manager.rows.tables(rows)
-        step = Step.make(self._cache, slots, tables, packed.starts, packed.ends, packed)
-        step.expect(self._transfers.expected.join(arrival, tables))
-        return step, slots, tables
+        plan = StepPlan(packed, [self._full_blocks(rows, packed)])
+        return self._step(plan, arrival), plan
+
+    def _full_blocks(self, rows: Rows, packed: PackedTokens) -> GroupBlocks:
+        steps = self._manager.rows
+        return GroupBlocks(steps.slots(rows, packed.starts, packed.ends), steps.tables(rows))
+
+    def _step(self, plan: StepPlan, arrival: Arrival | None) -> Step:
+        """Return the arguments of attention. arrival: moves that have begun."""
+        step = self._caches.step(plan)
+        step.expect(self._transfers.expected.join(arrival, plan.blocks[0].tables))
+        return step
 
     def _count(self, num_tokens: int) -> None:
         self._reports.fetch()

@@ -3,7 +3,6 @@
 What their attention reads is of no account: their tables name block 0 again and again. So a cache of one block serves.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,13 +12,12 @@ import numpy.typing as npt
 import torch
 
 from kvpage.blend.segments import Reuse, SegmentKV
-from kvpage.cache.cache_engine import CacheEngine
-from kvpage.cache.state_cache import StateCache
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.loop.graphs.static_inputs import PAD_SLOT
-from kvpage.serving.loop.ranks.other_ranks import OtherRanks
+from kvpage.serving.loop.ranks.rank_caches import PAD_STATE, RankCaches
+from kvpage.serving.loop.ranks.step_plan import GroupBlocks, OtherRanks, StepPlan
 from kvpage.serving.model.runner import ModelRunner
-from kvpage.serving.model.states.state_pass import StatePass, StateRow
+from kvpage.serving.model.states.state_pass import StateRow
 from kvpage.serving.model.step import BatchItem, PackedTokens, Step
 
 NUM_QUERIES = 1, 2, 3, 5, 9, 17, 33, 65
@@ -65,19 +63,10 @@ def largest(limits: StepLimits) -> list[Padding]:
 
 
 class PaddedSteps:
-    """Steps of padding for one model. windows: the caches of layers that have blocks of their own.
+    """Steps of padding for one model. others: the ranks that compute, too."""
 
-    others: the ranks that compute, too.
-    """
-
-    def __init__(
-        self,
-        runner: ModelRunner,
-        cache: CacheEngine,
-        windows: Sequence[CacheEngine] = (),
-        others: OtherRanks | None = None,
-    ) -> None:
-        self._runner, self._cache, self._windows, self._others = runner, cache, windows, others
+    def __init__(self, runner: ModelRunner, caches: RankCaches, others: OtherRanks | None = None) -> None:
+        self._runner, self._caches, self._cache, self._others = runner, caches, caches.full, others
 
     @property
     def launches_kernels(self) -> bool:
@@ -97,11 +86,11 @@ class PaddedSteps:
     def compute(self, padding: Padding) -> torch.Tensor:
         """Compute a step; return the logits of each sequence's last token: [num_seqs, vocab_size]."""
         packed, slots, tables = self._packed([padding.num_queries] * padding.num_seqs, padding.seq_len)
-        step = Step.make(self._cache, slots, tables, packed.starts, packed.ends, packed)
-        for cache in self._windows:
-            step.use_window(Step.make(cache, slots, tables, packed.starts, packed.ends))
-        step.use_states(self._states(padding))
-        with nullcontext() if self._others is None else self._others.computing(packed, slots, tables):
+        blocks = [GroupBlocks(slots, tables)] * (1 + len(self._caches.windows))
+        row = StateRow(PAD_STATE, padding.seq_len - padding.num_queries, padding.seq_len)
+        plan = StepPlan(packed, blocks, [] if self._caches.states is None else [row] * padding.num_seqs)
+        step = self._caches.step(plan)
+        with nullcontext() if self._others is None else self._others.computing(plan):
             return self._runner.forward(packed, step)
 
     def compute_blended(self, padding: Padding, blender: Blender, segment: SegmentKV) -> None:
@@ -132,12 +121,3 @@ class PaddedSteps:
     @property
     def _block_size(self) -> int:
         return self._cache.layout.block_size if self._cache.layer_ids else 1
-
-    def _states(self, padding: Padding) -> StatePass | None:
-        """Return states of the padding's own; None for a model without."""
-        layout = self._runner.state_layout
-        if layout is None:
-            return None
-        num_seqs, num_queries, seq_len = padding
-        states = StateCache(layout, num_seqs, device=self._cache.device)
-        return StatePass(states, [StateRow(slot, seq_len - num_queries, seq_len) for slot in range(num_seqs)])

@@ -1,33 +1,31 @@
 """Follower: the loop of every rank but 0. It does what rank 0 has decided, over the blocks of its own heads.
 
-rank 0's messages ─► moves of blocks ─► CacheEngine
+rank 0's messages ─► moves of a group ► RankCaches
                      a step ──────────► ModelRunner, which meets the other ranks in the model's collectives
                      calls of stores ─► StoreFollower, in other threads
 """
 
 import logging
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
-from kvpage.cache.cache_engine import CacheEngine
+from kvpage.blocks.moves import BlockMove
+from kvpage.blocks.moves import Kind as MoveKind
 from kvpage.serving.loop.ranks.message import Kind, Message
+from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.ranks.ranked_store import STORE_CALLS, StoreFollower
 from kvpage.serving.loop.ranks.ranks import Ranks
+from kvpage.serving.loop.ranks.step_plan import StepPlan
 from kvpage.serving.model.runner import ModelRunner
-from kvpage.serving.model.step import PackedTokens, Step
 
 logger = logging.getLogger(__name__)
-MOVES = {Kind.SWAP_OUT: "swap_out", Kind.SWAP_IN: "swap_in", Kind.COPY: "copy"}
+MOVES: dict[Kind, MoveKind] = {Kind.SWAP_OUT: "swap_out", Kind.SWAP_IN: "swap_in", Kind.COPY: "copy"}
 
 
 class Follower:
-    """One rank's model over its cache. store: of its heads; None where rank 0 has none."""
+    """One rank's model over its caches. store: of its heads; None where rank 0 has none."""
 
-    def __init__(self, ranks: Ranks, runner: ModelRunner, cache: CacheEngine, store: StoreFollower | None) -> None:
-        self._ranks, self._runner, self._cache, self._store = ranks, runner, cache, store
+    def __init__(self, ranks: Ranks, runner: ModelRunner, caches: RankCaches, store: StoreFollower | None) -> None:
+        self._ranks, self._runner, self._caches, self._store = ranks, runner, caches, store
 
     def run(self) -> None:
         """Follow until rank 0 closes its engine.
@@ -52,8 +50,7 @@ class Follower:
         if message.kind is Kind.STEP:
             self._compute(message)
         elif message.kind in MOVES:
-            pairs = message.parts[0].reshape(-1, 2)
-            getattr(self._cache, MOVES[message.kind])(torch.from_numpy(pairs))
+            self._caches.do_move(*move_of(message))
         elif message.kind is Kind.SETTLE:  # this rank has not failed
             self._settle(None)
         else:
@@ -67,11 +64,11 @@ class Follower:
         return message.kind is Kind.BEAT
 
     def _compute(self, message: Message) -> None:
-        packed, slots, tables = step_of(message)
-        step = Step.make(self._cache, slots, tables, packed.starts, packed.ends, packed)
+        plan = StepPlan.of_message(message)
+        step = self._caches.step(plan)
         try:
             with self._ranks.watch.waiting():
-                self._runner.forward(packed, step)
+                self._runner.forward(plan.packed, step)
         except Exception as error:  # the model's: rank 0 may have had the same
             self._await_settlement(error)
 
@@ -93,15 +90,9 @@ class Follower:
         logger.warning("a step raised on all ranks", exc_info=error)
 
 
-def step_of(message: Message) -> tuple[PackedTokens, npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Return the tokens, slots and block tables of a step's message. ValueError if they do not fit together."""
-    flags, token_ids, starts, ends, wanted, slots, tables = message.parts
-    num_tokens, num_seqs = len(token_ids), len(starts)
-    if len(flags) != 2 or len(ends) != num_seqs or len(slots) != num_tokens or len(tables) != num_seqs * flags[1]:
-        raise ValueError(f"the parts of a step must fit together, got sizes {[len(part) for part in message.parts]}")
-    if num_seqs == 0 or (starts >= ends).any() or (ends - starts).sum() != num_tokens:
-        raise ValueError(f"a step must compute {num_tokens} tokens, got {starts.tolist()} to {ends.tolist()}")
-    if len(wanted) and not 0 <= wanted.min() <= wanted.max() < num_tokens:
-        raise ValueError(f"wanted must be indices of {num_tokens} tokens, got {wanted.tolist()}")
-    packed = PackedTokens(token_ids, starts, ends, wanted, is_decode=bool(flags[0]))
-    return packed, slots, tables.reshape(num_seqs, -1)
+def move_of(message: Message) -> tuple[int, BlockMove]:
+    """Return the group and the move that a message tells. ValueError for a part that is none."""
+    group, pairs = message.parts
+    if len(group) != 1 or len(pairs) % 2:
+        raise ValueError(f"a move must have a group and pairs, got sizes {len(group)} and {len(pairs)}")
+    return int(group[0]), BlockMove(MOVES[message.kind], pairs.reshape(-1, 2))

@@ -1,6 +1,6 @@
 """Lead: rank 0's side of the ranks. It tells the others whatever rank 0 does to blocks, and computes.
 
-BlockTransfers ── move ──► SWAP_OUT, SWAP_IN, COPY ─┐
+moves of each group ─────► SWAP_OUT, SWAP_IN, COPY ─┐
 BatchRunner ── computing ─► STEP ───────────────────┤
 RankedStore ── tell ──────► LOOKUP, LOAD, SAVE ─────┼─► the others do the same with their heads
 its own thread ───────────► BEAT, while it is idle ─┤
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpage.blocks.moves import Kind as MoveKind
+from kvpage.blocks.moves import Pairs
 from kvpage.serving.loop.ranks.message import Kind, Part
 from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.ranks.ranks import Ranks
-from kvpage.serving.model.step import PackedTokens
+from kvpage.serving.loop.ranks.step_plan import StepPlan
 
 CLOSE_SECONDS = 5.0
 MOVES: dict[MoveKind, Kind] = {"swap_out": Kind.SWAP_OUT, "swap_in": Kind.SWAP_IN, "copy": Kind.COPY}
@@ -47,21 +47,19 @@ class Lead:
                 self._why_closed = str(lost)
                 raise
 
-    def move(self, kind: MoveKind, pairs: npt.NDArray[np.int64]) -> None:
-        """Let the others move the same blocks. pairs: int64 [num_pairs, 2]."""
+    def move(self, group: int, kind: MoveKind, pairs: Pairs) -> None:
+        """Let the others move the same blocks, or slots. group: of RankCaches. pairs: int64 [num_pairs, 2]."""
         with self._abandoning(), self.ranks.watch.waiting():
-            self.tell(MOVES[kind], pairs.reshape(-1))
+            self.tell(MOVES[kind], np.array([group]), pairs.reshape(-1))
 
     @contextmanager
-    def computing(
-        self, packed: PackedTokens, slots: npt.NDArray[np.int64], tables: npt.NDArray[np.int32]
-    ) -> Iterator[None]:
+    def computing(self, plan: StepPlan) -> Iterator[None]:
         """Let the others compute the same step; inside, this rank does.
 
         An error of the model that all ranks have alike comes through, and the ranks go on. Any other is a RankLost.
         """
         with self._abandoning(), self.ranks.watch.waiting(), self._sending:
-            self.tell(Kind.STEP, *_parts(packed, slots, tables))
+            self.tell(Kind.STEP, *plan.parts())
             with self._settling():
                 yield
 
@@ -137,10 +135,3 @@ class Lead:
                     return  # the next step raises it
                 finally:
                     self._sending.release()
-
-
-def _parts(packed: PackedTokens, slots: npt.NDArray[np.int64], tables: npt.NDArray[np.int32]) -> list[Part]:
-    """Return the parts of a step's message, see Follower."""
-    starts, ends = np.asarray(packed.starts, np.int64), np.asarray(packed.ends, np.int64)
-    flags = np.array([packed.is_decode, tables.shape[1]], np.int64)
-    return [flags, packed.token_ids, starts, ends, packed.wanted, slots, tables.reshape(-1)]

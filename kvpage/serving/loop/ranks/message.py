@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-MAGIC = 0x6B76_7061_6765_0001  # "kvpage", and the version of the format
-MAX_PARTS = 7
+MAGIC = 0x6B76_7061_6765_0002  # "kvpage", and the version of the format
+MAX_PARTS = 8
 HEADER = np.dtype(np.int64).itemsize * (3 + MAX_PARTS)
 
 Part = npt.NDArray[Any]
@@ -36,11 +36,11 @@ class Kind(IntEnum):
     BEAT = 10
 
 
-_MOVE = (np.int64,)
+_MOVE = (np.int64, np.int64)
 _STORE = (np.int64, np.int32, np.int32, np.uint8)
 PARTS: dict[Kind, tuple[type[np.generic], ...]] = {
     Kind.CLOSE: (),
-    Kind.STEP: (np.int64, np.int32, np.int64, np.int64, np.int64, np.int64, np.int32),
+    Kind.STEP: (np.int64, np.int32, np.int64, np.int64, np.int64, np.int64, np.int32, np.int64),
     Kind.SWAP_OUT: _MOVE,
     Kind.SWAP_IN: _MOVE,
     Kind.COPY: _MOVE,

@@ -18,7 +18,12 @@ from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.ranks.answers import Answers
 from kvpage.serving.loop.ranks.channel import Channel
 from kvpage.serving.loop.ranks.rank_watch import RankWatch
+<<<<<<< HEAD
 from kvpage.store.block_store import BlockStore, check_store
+=======
+from kvpage.serving.loop.store_connector import BlockStore
+from kvpage.serving.model.states.model_states import keeps_states
+>>>>>>> ranks
 
 MAX_SETTLE_SECONDS = 5.0
 ASSEMBLY_SECONDS = 86_400.0
@@ -65,7 +70,12 @@ class Ranks:
         if size == 1:
             raise ValueError("follow needs tensor_parallel_size of 2 or more, got 1")
         if store is not None:
+<<<<<<< HEAD
             check_rank_store(store, size)
+=======
+            check_groups(model, config)
+            check_store(store, size)
+>>>>>>> ranks
         ranks = cls(model, config)
         try:
             ranks._agree(config, role, store is not None)
@@ -123,7 +133,20 @@ class Ranks:
         return all(failed for failed, _ in told) and len({number for _, number in told}) == 1
 
 
+<<<<<<< HEAD
 def check_rank_store(store: BlockStore, size: int) -> None:
+=======
+def check_groups(model: PreTrainedModel, config: EngineConfig) -> None:
+    """Raise ValueError where a store would have chunks of several groups: ranks agree on those of one."""
+    if config.num_window_blocks is not None:
+        raise ValueError("store must be None with num_window_blocks and several ranks, got a store")
+    if keeps_states(model.config):
+        name = type(model).__name__
+        raise ValueError(f"store must be None with several ranks for a model whose layers keep states, {name} does")
+
+
+def check_store(store: BlockStore, size: int) -> None:
+>>>>>>> ranks
     """Raise ValueError for a store whose keys would be those of other heads."""
     check_store(store)
     metadata, rank = store.metadata, dist.get_rank()
@@ -150,6 +173,10 @@ def _settings(config: EngineConfig) -> str:
     return repr(
         (
             config.cache_config,
+            config.num_window_blocks,
+            config.states,
+            config.max_num_seqs,
+            config.max_model_len,
             config.native_layers,
             config.generation_config,
             config.calibration_tokens,

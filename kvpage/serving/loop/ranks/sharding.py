@@ -48,12 +48,29 @@ def of_this_rank(runner: ModelRunner, cache_config: CacheConfig, config: ModelCo
     """
     if config.use_mla:
         return config
+    name = type(runner.model).__name__
+    check_divides(name, config.num_kv_heads, size)
     seen = with_seen_shapes(runner, cache_config, config)
-    if size == 1:
-        return seen
-    num_all, name = config.num_kv_heads, type(runner.model).__name__
+    check_heads(name, seen, config.num_kv_heads, size)
+    return seen
+
+
+def check_divides(name: str, num_all: int, size: int) -> None:
+    """Raise ValueError where a rank would have a part of a KV head: there the model's own forward fails.
+
+    name: of the model. num_all: the heads of all ranks.
+    """
     if num_all % size:
         raise ValueError(f"tensor_parallel_size must divide the {num_all} KV heads of {name}, got {size}")
+
+
+def check_heads(name: str, seen: ModelConfig, num_all: int, size: int) -> None:
+    """Raise ValueError unless each layer has all KV heads on this rank, or its share of them.
+
+    name: of the model. seen: the shapes of this rank. num_all: the heads of all ranks.
+    """
+    if size == 1:
+        return
     counts = {seen.shape_of(layer).num_kv_heads for layer in seen.attention_layers(ParallelConfig())}
     if len(counts) > 1:
         raise ValueError(
@@ -61,7 +78,6 @@ def of_this_rank(runner: ModelRunner, cache_config: CacheConfig, config: ModelCo
         )
     if not counts <= {num_all, num_all // size}:
         raise ValueError(f"{name} must have {num_all // size} of {num_all} KV heads on each rank, got {counts.pop()}")
-    return seen
 
 
 def scales_of_this_rank(kv_scales: Any, num_heads: int, num_all_heads: int) -> Any:

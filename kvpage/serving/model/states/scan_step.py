@@ -190,7 +190,7 @@ def limits_of(module: nn.Module) -> tuple[float, float]:
 
 def _trial(model: PreTrainedModel, cache_argument: str, mixer: StateMixer, shapes: Shapes) -> MixerTrial | None:
     """Return a trial of the mixer; None where its copy computes nothing in fp32, as with replaced forwards."""
-    if "forward" in vars(mixer.module):
+    if not _is_copied(mixer.module):
         return None
     try:
         trial = MixerTrial(mixer, given_to(model, cache_argument, mixer.module), shapes)
@@ -198,6 +198,12 @@ def _trial(model: PreTrainedModel, cache_argument: str, mixer: StateMixer, shape
     except CANNOT_COMPUTE:
         return None
     return trial
+
+
+def _is_copied(module: nn.Module) -> bool:
+    """Return whether a copy computes as the module does. A replaced forward, and those of shards, have the original."""
+    is_sharded = any(hasattr(weight, "device_mesh") for weight in module.parameters())
+    return not is_sharded and "forward" not in vars(module)
 
 
 def _is_scan(trial: MixerTrial, limits: tuple[float, float], step: Callable[..., Any] | None) -> bool:
@@ -251,8 +257,8 @@ def takes_several(model: PreTrainedModel, cache_argument: str, mixer: StateMixer
 
     cache_argument: the argument of the model's forward that is its cache. shapes: of the model's states.
     """
-    if "forward" in vars(mixer.module):
-        return False  # somebody has replaced it
+    if not _is_copied(mixer.module):
+        return False
     given = given_to(model, cache_argument, mixer.module)
     try:
         trial = MixerTrial(mixer, given, shapes)
