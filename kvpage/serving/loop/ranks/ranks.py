@@ -18,12 +18,8 @@ from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.ranks.answers import Answers
 from kvpage.serving.loop.ranks.channel import Channel
 from kvpage.serving.loop.ranks.rank_watch import RankWatch
-<<<<<<< HEAD
-from kvpage.store.block_store import BlockStore, check_store
-=======
-from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.states.model_states import keeps_states
->>>>>>> ranks
+from kvpage.store.block_store import BlockStore, check_store
 
 MAX_SETTLE_SECONDS = 5.0
 ASSEMBLY_SECONDS = 86_400.0
@@ -70,12 +66,8 @@ class Ranks:
         if size == 1:
             raise ValueError("follow needs tensor_parallel_size of 2 or more, got 1")
         if store is not None:
-<<<<<<< HEAD
-            check_rank_store(store, size)
-=======
             check_groups(model, config)
-            check_store(store, size)
->>>>>>> ranks
+            check_rank_store(store, size)
         ranks = cls(model, config)
         try:
             ranks._agree(config, role, store is not None)
@@ -133,9 +125,6 @@ class Ranks:
         return all(failed for failed, _ in told) and len({number for _, number in told}) == 1
 
 
-<<<<<<< HEAD
-def check_rank_store(store: BlockStore, size: int) -> None:
-=======
 def check_groups(model: PreTrainedModel, config: EngineConfig) -> None:
     """Raise ValueError where a store would have chunks of several groups: ranks agree on those of one."""
     if config.num_window_blocks is not None:
@@ -145,8 +134,7 @@ def check_groups(model: PreTrainedModel, config: EngineConfig) -> None:
         raise ValueError(f"store must be None with several ranks for a model whose layers keep states, {name} does")
 
 
-def check_store(store: BlockStore, size: int) -> None:
->>>>>>> ranks
+def check_rank_store(store: BlockStore, size: int) -> None:
     """Raise ValueError for a store whose keys would be those of other heads."""
     check_store(store)
     metadata, rank = store.metadata, dist.get_rank()
