@@ -1,6 +1,6 @@
 """Windows: the groups of windows of one manager together: room for the tokens of a step, in all of them or in none.
 
-    open           decodes: all tokens fit, or OutOfBlocks
+    open           decodes: all tokens fit, or OutOfBlocks, as check_open tells before
     open_as_far    a portion of a prompt: as many tokens as fit
     skip_to        a prompt whose K and V come from elsewhere: the last window alone
 
@@ -64,6 +64,17 @@ class Windows(Sequence[WindowGroup]):
             window.check_open(seq_ids, counts)
         for window in self._windows:
             window.open(seq_ids, counts)
+
+    @uninterrupted
+    def check_open(self, seq_ids: Sequence[SeqId], ends: Sequence[int]) -> None:
+        """Raise OutOfBlocks where `open` would. Blocks before the windows are given back.
+
+        Args:
+            seq_ids: Distinct sequences.
+            ends: How many tokens each will have written. They need no room in the full layers yet.
+        """
+        for window in self._windows:
+            window.check_open(seq_ids, ends)
 
     @uninterrupted
     def open_as_far(self, seq_id: SeqId, end: int) -> int:

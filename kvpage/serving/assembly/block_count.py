@@ -95,9 +95,12 @@ def _bytes_of_steps(
             states = None if layout is None else StateCache(layout, 0, device=runner.model.device)
             steps = PaddedSteps(runner, RankCaches(cache, states=states))
             of_steps = bytes_taken(cache.device, lambda: prepare_steps(steps, limits))
-            if not captures_decodes(config) or servable.states is not None:
+            if not captures_decodes(config):
                 return of_steps.most
-            graphs = graphs_of(runner, cache, make_capturer(cache.device), config, longest)
+            found = servable.states
+            states = None if found is None else StateCache(found.layout, 1, device=cache.device)  # that of padding
+            caches = RankCaches(cache, states=states)
+            graphs = graphs_of(runner, caches, make_capturer(cache.device), config, longest)
             of_graphs = bytes_taken(cache.device, graphs.capture)
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -115,10 +118,11 @@ def _with_one_block(config: EngineConfig) -> EngineConfig:
 
 
 def _bytes_of_states(servable: ServableModel, config: EngineConfig, free: int) -> int:
-    """Return the bytes of all state slots and their tail blocks, which come beside the blocks."""
+    """Return the bytes of all state slots, with that of padding, and of tail blocks, which come beside the blocks."""
     if servable.states is None:
         return 0
     num_blocks = min(most_blocks(servable, config), max(_num_fitting(servable.config, config, free), 1))
     filled = replace(config, cache_config=replace(config.cache_config, num_gpu_blocks=num_blocks))
     tail_bytes = cache_block_bytes(config.cache_config, servable.config, ParallelConfig())
-    return SlotCounts.of(filled, servable.states).device * (servable.states.layout.slot_bytes + tail_bytes)
+    slot_bytes = servable.states.layout.slot_bytes
+    return SlotCounts.of(filled, servable.states).device * (slot_bytes + tail_bytes) + slot_bytes

@@ -87,10 +87,10 @@ class EngineCore(EnginePrompts):
     def _connect_device(self) -> None:
         """On a GPU, let decode steps leave their tokens on the device, and capture them at `warmup`.
 
-        Other ranks get the tokens of each step from the host, and begin it as it is. So do models with several groups.
+        Other ranks get the tokens of each step from the host, and begin it as it is.
         """
         config, device = self.config, self.cache.device
-        if device.type != "cuda" or self._lead is not None or self._has_groups:
+        if device.type != "cuda" or self._lead is not None:
             return
         runs_ahead = config.async_scheduling is not False
         draws = attends_in_place(device) and self._runner.model.dtype in COMPUTE_DTYPES  # by kernels of kvpage's
@@ -98,20 +98,14 @@ class EngineCore(EnginePrompts):
         if captures_decodes(config):
             self._use_graphs(CudaCapturer(device))
 
-    @property
-    def _has_groups(self) -> bool:
-        return len(self._caches.groups) > 1
-
     def _use_graphs(self, capturer: Capturer) -> None:
-        graphs = graphs_of(self._runner, self.cache, capturer, self.config, self._longest)
+        graphs = graphs_of(self._runner, self._caches, capturer, self.config, self._longest)
         self._batch_runner.use_graphs(graphs)
 
     @property
     def _longest(self) -> int:
         """Tokens of a sequence at most, by the model and the blocks."""
-        if not self.cache.layer_ids:
-            return self.max_model_len
-        return min(self.max_model_len, self.cache.num_gpu_blocks * self.cache.layout.block_size)
+        return min(self.max_model_len, self.manager.num_blocks * self.manager.block_size)
 
     def use_store(self, store: BlockStore, rule: LoadOrCompute | None = None) -> None:
         """Ask a store for all that the blocks do not hold, and store finished prefills, from now on.

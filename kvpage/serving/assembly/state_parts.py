@@ -17,6 +17,7 @@ from kvpage.serving.model.states.slot_budget import slots_within
 class SlotCounts:
     """How many state slots each tier has. Each slot has a tail block, which comes after the blocks of its tier.
 
+    One more slot of the device is that of padding, see RankCaches. It has no tail block.
     device: of running sequences and of checkpoints. checkpoints: of the latter, at most. host: of checkpoints and of
     sequences that are swapped out. shares_answers: see States.
     """
@@ -49,8 +50,8 @@ class SlotCounts:
         )
 
     def slots(self, states: ModelStates, device: torch.device) -> StateCache:
-        """Return the slots, on the device of the model."""
-        return StateCache(states.layout, self.device, self.host, device)
+        """Return the slots, on the device of the model, with that of padding."""
+        return StateCache(states.layout, self.device + 1, self.host, device)
 
     def options(self, config: EngineConfig) -> States:
         """Return the group's options for the manager."""

@@ -42,6 +42,8 @@ from kvpage.serving.loop.batch.window_room import WindowRoom
 from kvpage.serving.loop.moves.loads.turns import Turns
 from kvpage.serving.loop.request import Request
 
+Outcome = Callable[[Request], bool | None]
+"""Whether a step ahead has computed a request's newest token; None if the request is in no such step."""
 Reclaimer = Callable[[], bool]
 """Gives back some blocks that it holds for no request; False if it cannot."""
 
@@ -51,6 +53,7 @@ class Scheduler:
 
     window: of the attention of all layers; None if one of them sees everything.
     turns: what waiting requests get when their turns come.
+    outcome_ahead: tells of the step that was begun ahead of the last batch; by default there is none.
     reclaimers: asked for blocks, in order, where running requests cannot give any.
     """
 
@@ -78,6 +81,7 @@ class Scheduler:
         self._decodes = Decodes([], np.empty(0, np.int64))  # of the last step
         self._has_priorities = False
         self._turns, self.reclaimers = turns or Turns(), list(reclaimers)
+        self.outcome_ahead: Outcome = lambda request: None
 
     def add(self, request: Request) -> None:
         """Queue a request. ValueError as `check`."""
@@ -186,6 +190,7 @@ class Scheduler:
     def keep_state(self, request: Request, goes_on: bool = False) -> None:
         """Leave its state, after all that is committed, to others, or to itself. A second call does nothing."""
         if self._states.are_kept and request.num_room:
+            self._settle_state(request, goes_on)
             self._commit(request)
             self._states.keep_end(request, goes_on)
 
@@ -193,6 +198,11 @@ class Scheduler:
         """Note that a step has failed for a request that runs: its state is to be kept by nobody."""
         if request in self.running:
             self._states.spoil(request)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether requests have states, which a step that is dropped has written all the same."""
+        return self._states.are_kept
 
     def forget_cached(self, request: Request) -> None:
         """Forget the cached blocks of a request, but for those that others use or share."""
@@ -257,6 +267,7 @@ class Scheduler:
 
         Return whether they go to the host.
         """
+        self._settle_state(request, goes_on=True)
         self._commit(request)
         is_swapped = not request.scores_prompt and self._states.swapped_out(request)
         if not is_swapped:
@@ -264,6 +275,20 @@ class Scheduler:
             self.manager.release(request.seq_id)
         request.leave_blocks()
         return is_swapped
+
+    def _settle_state(self, request: Request, goes_on: bool) -> None:
+        """Make a state stand for what is committed, also where a step ahead has written it. The request leaves.
+
+        The step has computed the newest token, so this is committed, too. A request that goes on computes its newest
+        token again, and no state can go back by a token. So its state is given up, as one that the step has spoiled.
+        """
+        is_computed = self.outcome_ahead(request) if self._states.are_kept else None
+        if is_computed is None:
+            return
+        if is_computed and not goes_on and request.num_room == request.num_tokens:  # a failed one has no new token
+            request.set_computed(request.num_tokens)
+        else:
+            self.spoil(request)
 
     def _commit(self, request: Request) -> None:
         self._states.commit(request)

@@ -75,6 +75,7 @@ class ServingLoop:
     def use_decoder(self, decoder: DeviceDecoder) -> None:
         """Have decodes computed by it from now on, as far as it takes them."""
         self.decoder = decoder
+        self._scheduler.outcome_ahead = decoder.has_computed
 
     def new_id(self) -> str:
         """Return an id that no unfinished request has."""
@@ -253,7 +254,7 @@ class ServingLoop:
         ahead = () if self.decoder is None else self.decoder.drop()
         for request in untaken:
             request.take_back(request in ahead, request in self._scheduler.waiting)
-        self._scheduler.requeue(untaken)
+        self._scheduler.requeue([*untaken, *(ahead if self._scheduler.keeps_states else ())])
         if isinstance(error, RankLost) or not isinstance(error, Exception):
             raise error
         return self._blame([request for request in untaken if request in self._scheduler.waiting], error)

@@ -112,6 +112,15 @@ class StateGroup(GroupManager[StateClaim]):
         """
         return self._states.slot("slot_of", seq_id)
 
+    def has_state(self, seq_id: SeqId) -> bool:
+        """Return whether `slot_of` returns a slot.
+
+        Args:
+            seq_id: A sequence on the device.
+        """
+        running = self._states.running[seq_id]
+        return running.slot is not None and not running.is_spoiled
+
     @uninterrupted
     def reserve(self, seq_id: SeqId, start: int, end: int) -> list[tuple[int, int]]:
         """Reserve slots for the marks of a portion that is computed next.

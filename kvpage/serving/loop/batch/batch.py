@@ -62,6 +62,7 @@ class Decodes:
     """Running requests that decode: each computes its newest token, and gets one more.
 
         requests        [ a    b    c    d  ]
+        seq_ids         [ 0    3    4    9  ]     in the block manager, as rows are
         ends            [ 18   6    10   7  ]     int64: tokens of each, the newest included
         newest_tokens   [ 311  5    42   8  ]     int32
 
@@ -76,6 +77,7 @@ class Decodes:
         self._next: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None = None  # both, if `take` was the last
         self._num_left = 0  # tokens that the one with the fewest can still get
         self._all = np.arange(len(requests))
+        self.seq_ids = [request.seq_id for request in requests]
         self._request_ids = [request.request_id for request in requests]
         self._sample_indices = [request.sample_index for request in requests]
         self._limits = np.array([len(request.tokens) for request in requests], np.int64)

@@ -12,14 +12,14 @@ import numpy.typing as npt
 import torch
 
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.rows import StepInputs
 from kvpage.cache.layered_moves import Arrival
 from kvpage.ops.cuda.error_reports import ErrorReports
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
-from kvpage.serving.loop.batch.batch import Batch, Choose
+from kvpage.serving.loop.batch.batch import Batch, Choose, Decodes
 from kvpage.serving.loop.batch.step_groups import StepGroups
 from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
+from kvpage.serving.loop.graphs.decode_inputs import DecodeInputs
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.loop.ranks.step_plan import GroupBlocks, OtherRanks, StepPlan
@@ -87,18 +87,18 @@ class BatchRunner:
         for models whose layers share one table.
         """
         packed = batch.packed()
-        if self._groups is not None:
-            nums_prompt = [request.num_prompt_tokens for request in batch.requests]
-            seq_ids = [request.seq_id for request in batch.requests]
-            return self._of_groups(seq_ids, packed, len(batch.decodes), nums_prompt)
         if not batch.prefills:
-            inputs = self._decode_inputs(batch.decodes.rows)
+            inputs = self._decode_inputs(batch.decodes)
             if self.graphs is not None and (replayed := self.graphs.run(inputs, packed.token_ids)) is not None:
-                self._count(len(inputs.slots))
+                self._count(inputs.num_seqs)
                 return replayed.logits
             return self._of_newest(inputs, packed)
         if self.graphs is not None and len(batch.decodes):
             self.graphs.miss("prompts are computed beside it")
+        if self._groups is not None:
+            nums_prompt = [request.num_prompt_tokens for request in batch.requests]
+            seq_ids = [request.seq_id for request in batch.requests]
+            return self._of_groups(seq_ids, packed, len(batch.decodes), nums_prompt)
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
         return self._compute(np.concatenate([batch.decodes.rows, rows]), packed, written)
 
@@ -118,40 +118,42 @@ class BatchRunner:
         return self._forward(self._step(plan, arrival), plan)
 
     def decode(
-        self, rows: Rows, token_ids: npt.NDArray[np.int32] | torch.Tensor, choose: Choose | None = None
+        self, decodes: Decodes, token_ids: npt.NDArray[np.int32] | torch.Tensor, choose: Choose | None = None
     ) -> torch.Tensor:
         """Compute the last token of each sequence, and choose the next one. Nothing is waited for.
 
-        rows: see SequenceSteps. token_ids: the tokens to compute, those of an earlier call on the device or others of
-            the host. choose: the choice; None for the likeliest tokens.
+        token_ids: the tokens to compute, those of an earlier call on the device or others of the host. choose: the
+            choice; None for the likeliest tokens.
 
-        Returns the chosen tokens on the device, int32 or int64 [len(rows)]; -1 where logits are no numbers. They are
+        Returns the chosen tokens on the device, int32 or int64 [len(decodes)]; -1 where logits are no numbers. They are
         valid until the next pass.
         """
-        inputs = self._decode_inputs(rows)
+        inputs = self._decode_inputs(decodes)
         if self.graphs is not None and (replayed := self.graphs.run(inputs, token_ids)) is not None:
-            self._count(len(rows))
+            self._count(inputs.num_seqs)
             return replayed.tokens if choose is None else choose(replayed.logits)
         logits = self._of_tokens(inputs, token_ids)
         return likeliest(logits) if choose is None else choose(logits)
 
-    def _decode_inputs(self, rows: Rows) -> StepInputs:
-        """Return the arguments of a step of decodes, before which all that they attend to is in the blocks."""
+    def _decode_inputs(self, decodes: Decodes) -> DecodeInputs:
+        """Return the arguments of a step of decodes, before which all that it reads is in blocks and in state slots."""
+        if self._groups is not None:
+            self._groups.do_moves()
         self._transfers.run()
-        inputs = self._manager.rows.inputs(rows)
-        self._transfers.expected.wait(inputs.block_tables)
-        return inputs
+        full = self._manager.rows.inputs(decodes.rows)
+        self._transfers.expected.wait(full.block_tables)
+        return DecodeInputs(full) if self._groups is None else self._groups.decodes(decodes.seq_ids, full)
 
-    def _of_tokens(self, inputs: StepInputs, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
+    def _of_tokens(self, inputs: DecodeInputs, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
         """Return the logits of a step without a capture; see `decode`."""
-        num_seqs, starts = len(inputs.slots), inputs.seq_lens - 1
+        num_seqs, ends = inputs.num_seqs, inputs.full.seq_lens
         if isinstance(token_ids, torch.Tensor):
-            step = Step.of_newest(self._cache, inputs)
+            step = self._newest(inputs)
             known = token_ids.clamp(min=0).to(torch.int64).unsqueeze(0)
             logits = self._runner.forward(ModelInputs(known, (step.device_seq_lens - 1).unsqueeze(0)), step)
             self._count(num_seqs)
             return logits
-        packed = PackedTokens(token_ids, starts, inputs.seq_lens, np.arange(num_seqs), is_decode=True)
+        packed = PackedTokens(token_ids, ends - 1, ends, np.arange(num_seqs), is_decode=True)
         return self._of_newest(inputs, packed)
 
     def run(self, items: Sequence[BatchItem], blender: Blender | None = None) -> Computed:
@@ -175,9 +177,16 @@ class BatchRunner:
         self._count(len(packed.token_ids) - sum(counts.num_reused for counts in blended))
         return Computed(logits, blended)
 
-    def _of_newest(self, inputs: StepInputs, packed: PackedTokens) -> torch.Tensor:
-        plan = StepPlan(packed, [GroupBlocks(inputs.slots, inputs.block_tables)])
-        return self._forward(Step.of_newest(self._cache, inputs, packed), plan)
+    def _of_newest(self, inputs: DecodeInputs, packed: PackedTokens) -> torch.Tensor:
+        blocks = [GroupBlocks(group.slots, group.block_tables) for group in (inputs.full, *inputs.windows)]
+        return self._forward(self._newest(inputs, packed), StepPlan(packed, blocks, inputs.state_rows()))
+
+    def _newest(self, inputs: DecodeInputs, packed: PackedTokens | None = None) -> Step:
+        """Return a step that computes the last token of each sequence. packed: see Step.make."""
+        step = Step.of_newest(self._cache, inputs.full, packed)
+        if self._groups is not None:
+            self._groups.add_decodes(step, inputs)
+        return step
 
     def _compute(
         self, rows: Rows, packed: PackedTokens, written: Callable[[int], object] | None = None

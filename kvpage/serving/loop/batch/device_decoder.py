@@ -9,6 +9,9 @@ without this, and the host's work is done while the device computes.
 A step is begun ahead only if the next `schedule` would make it just so: the same requests decode, none of them ends
 with max_tokens, and no other can be admitted. A stop token is seen late. Then one token of that request was computed
 too many, and is dropped. The same holds for a request that fails, is aborted or is preempted meanwhile.
+
+A state is that of the last step, so a dropped step cannot be undone there. `has_computed` tells whoever wants a state
+what it stands for: see Scheduler.
 """
 
 import contextlib
@@ -37,7 +40,7 @@ class Decoding(Protocol):
     """Computes decodes; see BatchRunner."""
 
     def decode(
-        self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int32] | torch.Tensor, choose: Choose | None
+        self, decodes: Decodes, token_ids: npt.NDArray[np.int32] | torch.Tensor, choose: Choose | None
     ) -> torch.Tensor:
         """Compute the last token of each sequence, and choose the next ones, on the device."""
 
@@ -147,6 +150,19 @@ class DeviceDecoder:
             self._wait_for_nothing(launched)
             raise
 
+    def has_computed(self, request: Request) -> bool | None:
+        """Return whether the step ahead has computed a request's newest token; None if the request is not in it.
+
+        It waits for the step. False: the step could not be begun, or has failed, or the logits are no numbers.
+        """
+        ahead = self._ahead
+        if ahead is None or request not in ahead.decodes.requests:
+            return None
+        if ahead.error is None:
+            with contextlib.suppress(RuntimeError):  # of the device, see _wait_for_nothing
+                return bool(ahead.wait()[ahead.decodes.requests.index(request)] >= 0)
+        return False
+
     def let_go(self) -> None:
         """Forget the requests of the step ahead: all have left. `settle` waits for it all the same."""
         if self._ahead is not None:
@@ -184,16 +200,22 @@ class DeviceDecoder:
             return _Launched(before.decodes, self._scheduler.num_left, error=error)
 
     def _take_room(self, decodes: Decodes) -> bool:
-        """Make room for the tokens that the step under way will give; False if blocks are short."""
+        """Make room for the tokens that the step under way will give; False if blocks are short.
+
+        Windows are asked first: room in the full layers cannot be given back while the step under way writes there.
+        """
+        manager, ends = self._scheduler.manager, (decodes.ends + 1).tolist()
         try:
-            self._scheduler.manager.rows.append(decodes.rows)
+            manager.windows.check_open(decodes.seq_ids, ends)
+            manager.rows.append(decodes.rows)
         except OutOfBlocks:
             return False
+        manager.windows.open(decodes.seq_ids, ends)
         add_room(decodes.requests)
         return True
 
     def _launch(self, decodes: Decodes, token_ids: npt.NDArray[np.int32] | torch.Tensor, num_ahead: int) -> _Launched:
-        tokens = self._batch_runner.decode(decodes.rows, token_ids, decodes.chooser(num_ahead))
+        tokens = self._batch_runner.decode(decodes, token_ids, decodes.chooser(num_ahead))
         return _Launched(decodes, self._scheduler.num_left, tokens, self._fetch(tokens))
 
     @staticmethod

@@ -67,8 +67,13 @@ class RequestStates:
         request.set_committed()
 
     def swapped_out(self, request: Request) -> bool:
-        """Move its computed K and V, and its state, to the host. Return False, and change nothing, without room."""
+        """Move its computed K and V, and its state, to the host.
+
+        Return False, and change nothing, without room there, or with a spoiled state.
+        """
         if not self._manager.tree.has_host_tier:
+            return False
+        if self._states is not None and not self._states.has_state(request.seq_id):
             return False
         try:
             self._manager.swap_out(request.seq_id)

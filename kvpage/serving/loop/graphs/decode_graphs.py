@@ -19,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.blocks.rows import StepInputs
-from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.graphs.capture import CannotCapture, Capturer, Replay, is_out_of_memory
 from kvpage.serving.loop.graphs.capture_sizes import default_sizes
+from kvpage.serving.loop.graphs.decode_inputs import DecodeInputs
 from kvpage.serving.loop.graphs.fixed_model import FixedModel, why_not_fixed
 from kvpage.serving.loop.graphs.static_inputs import StaticInputs
 from kvpage.serving.loop.graphs.static_step import StaticStep
+from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -72,37 +72,40 @@ class _Captured(NamedTuple):
 
 def captures_decodes(config: EngineConfig) -> bool:
     """Return whether decode steps are captured, where the model allows it."""
-    return not config.enforce_eager and config.tensor_parallel_size == 1 and config.num_window_blocks is None
+    return not config.enforce_eager and config.tensor_parallel_size == 1
 
 
 def graphs_of(
-    runner: ModelRunner, cache: CacheEngine, capturer: Capturer, config: EngineConfig, max_seq_len: int
+    runner: ModelRunner, caches: RankCaches, capturer: Capturer, config: EngineConfig, max_seq_len: int
 ) -> "DecodeGraphs":
     """Return the graphs that a config asks for. max_seq_len: see DecodeGraphs."""
     sizes = config.cudagraph_capture_sizes or default_sizes(config.max_num_seqs)
-    return DecodeGraphs(runner, cache, capturer, sizes, max_seq_len, config.cudagraph_max_bytes)
+    block_size = config.cache_config.block_size
+    return DecodeGraphs(runner, caches, capturer, sizes, max_seq_len, block_size, config.cudagraph_max_bytes)
 
 
 class DecodeGraphs:
-    """The captured decode steps of one model over one cache.
+    """The captured decode steps of one model over its caches.
 
-    sizes: numbers of rows to capture. max_seq_len: tokens of a sequence at most. max_bytes: device memory that all
-        captures together keep.
+    sizes: numbers of rows to capture. max_seq_len: tokens of a sequence at most. block_size: of the caches.
+    max_bytes: device memory that all captures together keep.
     num_replays, misses: steps that were replayed so far, and reasons of those that were not.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
-        cache: CacheEngine,
+        caches: RankCaches,
         capturer: Capturer,
         sizes: Sequence[int],
         max_seq_len: int,
+        block_size: int,
         max_bytes: int,
     ) -> None:
-        self._runner, self._cache, self._capturer = runner, cache, capturer
+        self._runner, self._caches, self._capturer = runner, caches, capturer
         self._sizes, self._max_bytes = sorted(set(sizes)), max_bytes
-        self._max_seq_len, self._num_blocks = max_seq_len, -(-max_seq_len // cache.layout.block_size)
+        self._max_seq_len = max_seq_len
+        self._num_blocks = -(-max_seq_len // block_size) if caches.have_blocks else 0
         self._inputs: StaticInputs | None = None
         self._captured: dict[int, _Captured] = {}
         self._fitting: list[int] = []  # the sizes that are captured, ascending
@@ -145,7 +148,7 @@ class DecodeGraphs:
                     self._leave_out(size, reason)
                 progress(1)
             self._fitting = sorted(self._captured)
-            self._model = FixedModel(self._runner, (cache.tensor for cache in self._cache.bound_caches))
+            self._model = FixedModel(self._runner, self._caches.tensors)
         except Exception as error:
             self._refuse(str(error) if isinstance(error, CannotCapture) else f"{type(error).__name__}: {error}")
         except BaseException:
@@ -153,8 +156,15 @@ class DecodeGraphs:
             raise
 
     def _make_inputs(self) -> StaticInputs:
-        takes_empty = next(iter(self._cache.bound_layers.values())).library is None
-        return StaticInputs(self._sizes[-1], self._num_blocks, self._cache.device, 0 if takes_empty else 1)
+        caches = self._caches
+        return StaticInputs(
+            self._sizes[-1],
+            self._num_blocks,
+            caches.full.device,
+            0 if caches.library is None else 1,  # libraries take no empty sequence
+            num_groups=1 + len(caches.windows),
+            pad_state=caches.pad_state,
+        )
 
     def forget(self, why: str) -> None:
         """Let go of all captures, and of their memory. why: the reason that later steps give."""
@@ -185,7 +195,7 @@ class DecodeGraphs:
     def _capture(self, inputs: StaticInputs, size: int) -> None:
         """Capture a step of so many rows, all of them padding."""
         inputs.clear()
-        step = StaticStep(self._runner, self._cache, inputs, size, self._max_seq_len)
+        step = StaticStep(self._runner, self._caches, inputs, size, self._max_seq_len)
         others = [*self._captured.values()]
         replay = self._capturer.capture(step.compute, others[-1].replay if others else None)
         if self.num_bytes + replay.num_bytes > self._max_bytes:
@@ -194,7 +204,7 @@ class DecodeGraphs:
 
     # --- replaying ---------------------------------------------------------------------------------------------------
 
-    def run(self, inputs: StepInputs, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> Replayed | None:
+    def run(self, inputs: DecodeInputs, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> Replayed | None:
         """Replay a step that computes the last token of each sequence; None if it must run without a capture.
 
         token_ids: of each sequence; a tensor for those that are still on the device, int64.
@@ -203,13 +213,13 @@ class DecodeGraphs:
         if reason is not None:
             self.miss(reason)
             return None
-        num_seqs = len(inputs.seq_lens)
+        num_seqs = inputs.num_seqs
         replay, step = self._captured[self._fitting[bisect_left(self._fitting, num_seqs)]]
         assert self._inputs is not None, "there is a capture"
         if isinstance(token_ids, torch.Tensor):
             self._inputs.keep_newest(token_ids)
         self._inputs.fill(step.num_rows, inputs, None if isinstance(token_ids, torch.Tensor) else token_ids)
-        step.renew_plan(inputs.seq_lens.tolist())
+        step.renew_plan(inputs.full.seq_lens.tolist())
         replay.replay()
         self.num_replays += 1
         return Replayed(step.logits[:num_seqs], self._inputs.newest_tokens[:num_seqs])
@@ -220,12 +230,12 @@ class DecodeGraphs:
             logger.info("a decode step runs without a captured graph, because %s", reason)
         self.misses[reason] += 1
 
-    def _why_not(self, inputs: StepInputs) -> str | None:
+    def _why_not(self, inputs: DecodeInputs) -> str | None:
         if not self._fitting or self._model is None:
             return self._why_none
-        if len(inputs.seq_lens) > self._fitting[-1]:
+        if inputs.num_seqs > self._fitting[-1]:
             return f"it has more than {self._fitting[-1]} sequences"
-        if inputs.block_tables.shape[1] > self._num_blocks:
+        if 0 < self._num_blocks < inputs.full.block_tables.shape[1]:
             return f"a sequence has more than {self._num_blocks} blocks"
         if (reason := self._model.why_never()) is not None:
             self.forget(f"{reason} since Engine.warmup()")

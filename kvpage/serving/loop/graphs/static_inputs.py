@@ -3,11 +3,13 @@
                    4 sequences in a step of 8 rows
     token_ids    [ 17   -1   5   -1  | 0   0   0   0 ]     -1: the newest token, which is still on the device
     positions    [ 9    4    12  6   | 0   0   0   0 ]
-    slots        [ 41   8    77  30  | -1  -1  -1  -1 ]    padding is written nowhere
-    seq_lens     [ 10   5    13  7   | 0   0   0   0 ]     and reads no block
+    seq_lens     [ 10   5    13  7   | 0   0   0   0 ]     padding reads no block
+    state_slots  [ 3    0    1   2   | 9   9   9   9 ]     and computes with a state slot that nobody else has
+    slots        [ 41   8    77  30  | -1  -1  -1  -1 ]    and is written nowhere
     tables       [ 10 .. ] [ 2 .. ]  | rows of earlier steps, which nobody reads
 
-One upload a step brings all of it.
+Each group of layers with blocks of its own has slots and tables: the full layers first, then each window. One upload a
+step brings all of it.
 """
 
 from typing import NamedTuple
@@ -16,21 +18,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.blocks.rows import StepInputs
 from kvpage.ops.cuda.uploads import upload
+from kvpage.serving.loop.graphs.decode_inputs import DecodeInputs
 
 PAD_SLOT = -1
 NEWEST = -1
 """Stands for a token id that the host does not know yet."""
+_NUM_SINGLE = 4  # columns before the slots of the groups
 
 
 class DecodeViews(NamedTuple):
-    """The inputs of a step of so many rows, as views of the static memory; see the picture."""
+    """The inputs of a step of so many rows, as views of the static memory; see the picture.
+
+    slots: int64 [num_groups, num_rows]. tables: int32 [num_groups, num_rows, num_blocks]. All others: int64 [num_rows].
+    """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
     seq_lens: torch.Tensor
+    state_slots: torch.Tensor
+    slots: torch.Tensor
     tables: torch.Tensor
     newest_tokens: torch.Tensor
 
@@ -38,14 +45,25 @@ class DecodeViews(NamedTuple):
 class StaticInputs:
     """Static memory on `device` for up to `num_rows` sequences of up to `num_blocks` blocks.
 
-    pad_len: the length of padding; 1 has it attend to a token that does not matter.
+    num_blocks: 0 where no layer attends; no table is sent then. num_groups: of layers with blocks.
+    pad_len: the length of padding; 1 has it attend to a token that does not matter. pad_state: its state slot.
     newest_tokens: int64 [num_rows], the tokens that the last step chose; -1 for logits that are no numbers.
     """
 
-    def __init__(self, num_rows: int, num_blocks: int, device: torch.device, pad_len: int = 0) -> None:
-        self._device, self._pad_len = device, pad_len
-        self._columns = torch.zeros(4, num_rows, dtype=torch.int64, device=device)
-        self._tables = torch.zeros(num_rows, num_blocks, dtype=torch.int32, device=device)
+    def __init__(
+        self,
+        num_rows: int,
+        num_blocks: int,
+        device: torch.device,
+        pad_len: int = 0,
+        *,
+        num_groups: int = 1,
+        pad_state: int = 0,
+    ) -> None:
+        self._device = device
+        self._padding = [0, 0, pad_len, pad_state, *[PAD_SLOT] * num_groups]
+        self._columns = torch.zeros(len(self._padding), num_rows, dtype=torch.int64, device=device)
+        self._tables = torch.zeros(num_groups, num_rows, num_blocks, dtype=torch.int32, device=device)
         self.newest_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.clear()
 
@@ -57,39 +75,49 @@ class StaticInputs:
 
     def clear(self) -> None:
         """Make all rows padding."""
-        self._columns.zero_()
-        self._columns[2].fill_(PAD_SLOT)
-        self._columns[3].fill_(self._pad_len)
+        for column, number in zip(self._columns, self._padding, strict=True):
+            column.fill_(number)
 
     def views(self, num_rows: int) -> DecodeViews:
         """Return the first rows."""
-        token_ids, positions, slots, seq_lens = self._columns[:, :num_rows].unbind()
-        newest_tokens = self.newest_tokens[:num_rows]
-        return DecodeViews(token_ids, positions, slots, seq_lens, self._tables[:num_rows], newest_tokens)
+        columns = self._columns[:, :num_rows]
+        token_ids, positions, seq_lens, state_slots = columns[:_NUM_SINGLE]
+        return DecodeViews(
+            token_ids,
+            positions,
+            seq_lens,
+            state_slots,
+            columns[_NUM_SINGLE:],
+            self._tables[:, :num_rows],
+            self.newest_tokens[:num_rows],
+        )
 
     def keep_newest(self, tokens: torch.Tensor) -> None:
         """Take tokens on the device as the newest ones, those of the first rows; nothing is copied if they are."""
         if tokens.data_ptr() != self.newest_tokens.data_ptr():
             self.newest_tokens[: len(tokens)].copy_(tokens)
 
-    def fill(self, num_rows: int, inputs: StepInputs, token_ids: npt.NDArray[np.int32] | None) -> None:
+    def fill(self, num_rows: int, inputs: DecodeInputs, token_ids: npt.NDArray[np.int32] | None) -> None:
         """Set the inputs of a step of so many rows, padding after those of the sequences.
 
         token_ids: of each sequence; None for the newest tokens, those that the last step chose row by row.
         """
         columns = self._columns_of(num_rows, inputs, token_ids)
-        sent, tables = upload([columns, inputs.block_tables], self._device)
+        has_tables = self._tables.shape[2] > 0
+        sent, *all_tables = upload([columns, inputs.tables] if has_tables else [columns], self._device)
         self._columns[:, :num_rows].copy_(sent)
-        self._tables[: len(tables), : tables.shape[1]].copy_(tables)
+        for tables in all_tables:
+            self._tables[:, : tables.shape[1], : tables.shape[2]].copy_(tables)
 
     def _columns_of(
-        self, num_rows: int, inputs: StepInputs, token_ids: npt.NDArray[np.int32] | None
+        self, num_rows: int, inputs: DecodeInputs, token_ids: npt.NDArray[np.int32] | None
     ) -> npt.NDArray[np.int64]:
-        num_seqs = len(inputs.seq_lens)
-        columns = np.zeros((4, num_rows), np.int64)
-        columns[2, num_seqs:], columns[3, num_seqs:] = PAD_SLOT, self._pad_len
+        num_seqs, seq_lens = inputs.num_seqs, inputs.full.seq_lens
+        columns = np.array(self._padding, np.int64)[:, None].repeat(num_rows, axis=1)
         columns[0, :num_seqs] = NEWEST if token_ids is None else token_ids
-        columns[1, :num_seqs] = inputs.seq_lens - 1
-        columns[2, :num_seqs] = inputs.slots
-        columns[3, :num_seqs] = inputs.seq_lens
+        columns[1, :num_seqs] = seq_lens - 1
+        columns[2, :num_seqs] = seq_lens
+        if inputs.state_slots is not None:
+            columns[3, :num_seqs] = inputs.state_slots
+        columns[_NUM_SINGLE:, :num_seqs] = inputs.slots
         return columns

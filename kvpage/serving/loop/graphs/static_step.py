@@ -5,8 +5,9 @@ from typing import Protocol
 
 import torch
 
-from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.loop.graphs.static_inputs import StaticInputs
+from kvpage.serving.loop.ranks.rank_caches import RankCaches
+from kvpage.serving.model.states.decode_pass import DecodePass
 from kvpage.serving.model.step import ModelInputs, Step
 from kvpage.serving.sampling.likeliest import likeliest
 
@@ -25,21 +26,21 @@ class StaticStep:
     """
 
     def __init__(
-        self, runner: Computing, cache: CacheEngine, inputs: StaticInputs, num_rows: int, max_seq_len: int
+        self, runner: Computing, caches: RankCaches, inputs: StaticInputs, num_rows: int, max_seq_len: int
     ) -> None:
         self.num_rows = num_rows
         self.logits = torch.empty(0)
-        self._runner, self._cache, self._max_seq_len = runner, cache, max_seq_len
+        self._runner, self._caches, self._max_seq_len = runner, caches, max_seq_len
         self._views = inputs.views(num_rows)
         self._fixed: Step | None = None
-        self._library = next(iter(cache.bound_layers.values())).library
-        if cache.device.type != "cpu":
+        self._library = caches.library
+        if caches.full.device.type != "cpu":
             self._fixed = self._make()
             self._plan(self._fixed)
 
     def compute(self) -> None:
         """Compute the step. It allocates, and waits for nothing: a device can capture it."""
-        views, step = self._views, self._fixed or self._make()
+        views, step = self._views, self._begun()
         token_ids = torch.where(views.token_ids < 0, views.newest_tokens.clamp(min=0), views.token_ids)
         given = ModelInputs(token_ids.unsqueeze(0), views.positions.unsqueeze(0))
         self.logits = self._runner.forward(given, step)
@@ -51,12 +52,26 @@ class StaticStep:
             padded = [*seq_lens, *[1] * (self.num_rows - len(seq_lens))]
             self._library.plan_again(self._fixed.sequences, padded)
 
+    def _begun(self) -> Step:
+        """Return the step, of which nothing has been computed."""
+        step, states = self._fixed or self._make(), self._caches.states
+        step.calls.clear()
+        step.use_states(None if states is None else DecodePass(states, self._views.state_slots))
+        return step
+
     def _make(self) -> Step:
-        views = self._views
-        return Step.of_static(self._cache, views.slots, views.tables, views.seq_lens, self._max_seq_len)
+        views, groups = self._views, (self._caches.full, *self._caches.windows)
+        step, *windows = [
+            Step.of_static(cache, slots, tables, views.seq_lens, self._max_seq_len)
+            for cache, slots, tables in zip(groups, views.slots, views.tables, strict=True)
+        ]
+        for window in windows:
+            step.use_window(window)
+        return step
 
     def _plan(self, step: Step) -> None:
         """Plan for the longest sequences, in memory that stays; nothing is planned by the host's lengths after it."""
         if self._library is not None:
             self._library.plan_for_graph(step.sequences, next(iter(step.caches.values())))
-        step.sequences.forget_host_lengths()
+        for group in (step, *step.windows.values()):
+            group.sequences.forget_host_lengths()

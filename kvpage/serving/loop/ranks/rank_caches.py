@@ -8,9 +8,12 @@ holds    blocks        blocks            slots
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from kvpage.blocks.moves import BlockMove
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
+from kvpage.ops.args.bound_cache import AttentionOfOthers
 from kvpage.serving.loop.ranks.step_plan import StepPlan
 from kvpage.serving.model.states.state_pass import StatePass
 from kvpage.serving.model.step import Step
@@ -35,6 +38,28 @@ class RankCaches:
     def groups(self) -> list[CacheEngine | StateCache]:
         """The caches, by the number of their group."""
         return [self.full, *self.windows, *([] if self.states is None else [self.states])]
+
+    @property
+    def have_blocks(self) -> bool:
+        """Whether a layer attends over blocks."""
+        return any(cache.layer_ids for cache in (self.full, *self.windows))
+
+    @property
+    def library(self) -> AttentionOfOthers | None:
+        """What attends over the full layers in place of kvpage's kernels; None where these do."""
+        layer = next(iter(self.full.bound_layers.values()), None)
+        return None if layer is None else layer.library
+
+    @property
+    def pad_state(self) -> int:
+        """The slot that padding computes with: the last one, which the manager gives to nobody; 0 without states."""
+        return 0 if self.states is None else self.states.num_slots - 1
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All device memory."""
+        blocks = [cache.tensor for engine in (self.full, *self.windows) for cache in engine.bound_caches]
+        return blocks if self.states is None else [*blocks, self.states.slots]
 
     def do_move(self, group: int, move: BlockMove) -> None:
         """Make a move of one group. ValueError for a group that is not there, or as the group's cache raises."""

@@ -11,6 +11,7 @@ and b are in a call each if one of them ends a prompt, and tokens of an answer a
 Marks do not cut the row for other layers: attention computes all of a portion at once.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ class StateRow(NamedTuple):
         return self.num_prompt is not None and position >= self.num_prompt
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Tokens that a mixer computes in one call. snapshots: (from, to) slots, to be copied after it.
 
     is_answer: whether they were generated; for mixers whose steps are apart.
@@ -63,34 +64,21 @@ class _Piece(NamedTuple):
     is_answer: bool = False
 
 
-class StatePass:
-    """What `Step.states` holds: slots for the sequences of one step, in the step's order.
+class PackedStates(ABC):
+    """The states of one forward pass, of which each mixer computes its own once.
 
-    After an error in the forward pass, the states in the rows' slots and in their marks' slots are undefined.
+    After an error in the forward pass, the states that it writes are undefined.
 
-    Args:
-        states: The slots.
-        rows: One for each sequence of the step.
-
-    Raises:
-        ValueError: A slot is out of range, or named twice; a position or a mark is out of range, or marks descend.
+    states: the slots. num_tokens: of the packed row.
     """
 
-    def __init__(self, states: StateCache, rows: Sequence[StateRow]) -> None:
-        _check_rows(rows, states.num_slots)
-        self._states, self._rows = states, list(rows)
-        self._num_tokens = sum(row.end - row.start for row in rows)
-        self._pieces: dict[tuple[bool, bool], list[_Piece]] = {}  # by whether steps are apart, and are all that goes on
+    def __init__(self, states: StateCache, num_tokens: int) -> None:
+        self._states, self._num_tokens = states, num_tokens
         self._computed: set[StateKey] = set()
 
-    def check(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
-        """Raise ValueError unless the rows are those of a step with these lengths, and nothing is computed yet."""
-        of_rows = [(row.end - row.start, row.end) for row in self._rows]
-        of_step = list(zip(query_lens, seq_lens, strict=True))
-        if of_rows != of_step:
-            raise ValueError(f"rows must have the step's tokens and lengths, {of_step}, got {of_rows}")
-        if self._computed:
-            raise ValueError("states must be those of one forward pass, these were computed before")
+    @abstractmethod
+    def _pieces_of(self, forward: PieceForward) -> list[Piece]:
+        """Return the calls of a mixer, which together compute the packed row."""
 
     def check_done(self) -> None:
         """Raise ValueError if a state was not computed: a mixer was replaced since the check at load."""
@@ -117,16 +105,7 @@ class StatePass:
             self._keep(forward, cache, piece)
         return join(outputs, self._num_tokens, [piece.cut for piece in pieces])
 
-    def _pieces_of(self, forward: PieceForward) -> list[_Piece]:
-        """Return the calls of a mixer. A stepwise one goes on from a state one token after the other."""
-        kind = is_apart, is_stepwise = forward.mixer.steps_apart, forward.is_stepwise
-        if kind not in self._pieces:
-            pieces = self._cut_row(is_apart)
-            steps = (_tokens_of(piece) if is_stepwise or piece.is_answer else [piece] for piece in pieces)
-            self._pieces[kind] = list(chain.from_iterable(steps))
-        return self._pieces[kind]
-
-    def _keep(self, forward: PieceForward, cache: PieceCache, piece: _Piece) -> None:
+    def _keep(self, forward: PieceForward, cache: PieceCache, piece: Piece) -> None:
         keys = forward.mixer.keys
         if cache.touched != keys:
             name = type(forward.mixer.module).__name__
@@ -137,7 +116,45 @@ class StatePass:
                 view = self._states.views[key]
                 view[mark].copy_(view[slot])
 
-    def _cut_row(self, is_apart: bool) -> Iterator[_Piece]:
+
+class StatePass(PackedStates):
+    """What `Step.states` holds: slots for the sequences of one step, in the step's order.
+
+    After an error in the forward pass, the states in the rows' slots and in their marks' slots are undefined.
+
+    Args:
+        states: The slots.
+        rows: One for each sequence of the step.
+
+    Raises:
+        ValueError: A slot is out of range, or named twice; a position or a mark is out of range, or marks descend.
+    """
+
+    def __init__(self, states: StateCache, rows: Sequence[StateRow]) -> None:
+        _check_rows(rows, states.num_slots)
+        super().__init__(states, sum(row.end - row.start for row in rows))
+        self._rows = list(rows)
+        self._pieces: dict[tuple[bool, bool], list[Piece]] = {}  # by whether steps are apart, and are all that goes on
+
+    def check(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
+        """Raise ValueError unless the rows are those of a step with these lengths, and nothing is computed yet."""
+        of_rows = [(row.end - row.start, row.end) for row in self._rows]
+        of_step = list(zip(query_lens, seq_lens, strict=True))
+        if of_rows != of_step:
+            raise ValueError(f"rows must have the step's tokens and lengths, {of_step}, got {of_rows}")
+        if self._computed:
+            raise ValueError("states must be those of one forward pass, these were computed before")
+
+    def _pieces_of(self, forward: PieceForward) -> list[Piece]:
+        """Return the calls of a mixer. A stepwise one goes on from a state one token after the other."""
+        kind = is_apart, is_stepwise = forward.mixer.steps_apart, forward.is_stepwise
+        if kind not in self._pieces:
+            pieces = self._cut_row(is_apart)
+            steps = (_tokens_of(piece) if is_stepwise or piece.is_answer else [piece] for piece in pieces)
+            self._pieces[kind] = list(chain.from_iterable(steps))
+        return self._pieces[kind]
+
+    def _cut_row(self, is_apart: bool) -> Iterator[Piece]:
         """Yield the decodes, and then the pieces of all others. is_apart: answers are in pieces of their own."""
         firsts = [0, *accumulate(row.end - row.start for row in self._rows)]
         each = list(zip(self._rows, firsts, strict=False))
@@ -153,14 +170,14 @@ class StatePass:
             if not row.is_decode:
                 yield from _pieces(row, first, is_apart)
 
-    def _decodes(self, decodes: list[tuple[StateRow, int]], is_answer: bool) -> _Piece:
+    def _decodes(self, decodes: list[tuple[StateRow, int]], is_answer: bool) -> Piece:
         slots, rows = [row.slot for row, _ in decodes], [first for _, first in decodes]
         snapshots = [(row.slot, mark) for row, _ in decodes for _, mark in row.marks]
         device = self._states.device
-        return _Piece(Cut(_indices(rows, device), True), _indices(slots, device), True, snapshots, is_answer)
+        return Piece(Cut(_indices(rows, device), True), _indices(slots, device), True, snapshots, is_answer)
 
 
-def _pieces(row: StateRow, first: int, is_apart: bool) -> Iterator[_Piece]:
+def _pieces(row: StateRow, first: int, is_apart: bool) -> Iterator[Piece]:
     """Yield the pieces of one sequence, whose tokens begin at `first` in the packed row."""
     ends = sorted({position for position, _ in row.marks} | {row.end})
     if is_apart and row.num_prompt is not None and row.start < row.num_prompt < row.end:
@@ -169,10 +186,10 @@ def _pieces(row: StateRow, first: int, is_apart: bool) -> Iterator[_Piece]:
         rows = slice(first + start - row.start, first + end - row.start)
         snapshots = [(row.slot, mark) for position, mark in row.marks if position == end]
         is_answer = is_apart and row.is_answer(start)
-        yield _Piece(Cut(rows, False), slice(row.slot, row.slot + 1), start > 0, snapshots, is_answer)
+        yield Piece(Cut(rows, False), slice(row.slot, row.slot + 1), start > 0, snapshots, is_answer)
 
 
-def _tokens_of(piece: _Piece) -> Iterator[_Piece]:
+def _tokens_of(piece: Piece) -> Iterator[Piece]:
     """Yield the tokens of a piece that goes on from a state, one by one; any other piece as it is."""
     rows = piece.cut.rows
     if piece.cut.is_batch or not piece.has_previous or isinstance(rows, torch.Tensor):
