@@ -78,7 +78,8 @@ class FakeDevice(TorchFunctionMode):
         return on_device(func(*stripped(args), **stripped(kwargs)))
 
     def _count(self, name: str, args: Any, tensors: list[torch.Tensor]) -> None:
-        if name in READS:
+        has_number = name == "repeat_interleave" and isinstance(args[1], int)  # the shape follows from it
+        if name in READS and not has_number:
             self._wait(name)
         if name == "where" and len(tensors) < 3:
             self._wait("where with a number of the host")  # which it copies
@@ -117,6 +118,8 @@ class FakeDevice(TorchFunctionMode):
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if args and isinstance(args[0], OnDevice):
+            device = CUDA
         source = stripped(tensor)
         moved = source.to(dtype) if dtype is not None else source
         was_there, is_there = isinstance(tensor, OnDevice), isinstance(tensor, OnDevice)
@@ -176,9 +179,13 @@ def move(engine: Engine, device: FakeDevice, patch: pytest.MonkeyPatch, runs_ahe
             part.update((name, on_device(tensor.detach())) for name, tensor in part.items() if tensor is not None)
     for module in engine.debug.runner.view.modules():  # tables of their own
         module._buffers.update((name, on_device(tensor)) for name, tensor in module._buffers.items())
-    for cache in engine.cache.bound_caches:
-        cache.is_cuda, cache.device = True, CUDA
-    patch.setattr(engine.cache, "device", CUDA)
+    for blocks in (engine.cache, *engine.window_caches):
+        for cache in blocks.bound_caches:
+            cache.is_cuda, cache.device = True, CUDA
+        patch.setattr(blocks, "device", CUDA)
+    if engine.states is not None:
+        engine.states.slots = on_device(engine.states.slots)
+        engine.states.views = {key: on_device(view) for key, view in engine.states.views.items()}
     patch.setattr(torch.cuda, "Event", Event)
     patch.setattr(torch.cuda, "current_stream", lambda device: None)
     patch.setattr(step, "attends_in_place", lambda device: True)

@@ -17,12 +17,12 @@ PROMPT = random_prompt(3 * B + 2)
 NUM_TOKENS = 12
 
 
-@pytest.fixture(params=[*WINDOWS, *STATES])
+@pytest.fixture(params=[*WINDOWS, *STATES], scope="module")
 def kind(request: pytest.FixtureRequest) -> GroupKind:
     return GroupKind(request.param)
 
 
-@pytest.fixture(params=STATES)
+@pytest.fixture(params=STATES, scope="module")
 def stateful(request: pytest.FixtureRequest) -> GroupKind:
     return GroupKind(request.param)
 

@@ -18,7 +18,7 @@ OTHERS = "mistral", "jamba", "nemotron_h", "recurrent_gemma", "zamba"
 """Without full layers; with attention beside; with steps that are not scans; with held states; with a shared module."""
 
 
-@pytest.fixture(params=[*WINDOWS, *STATES])
+@pytest.fixture(params=[*WINDOWS, *STATES], scope="module")
 def kind(request: pytest.FixtureRequest) -> GroupKind:
     return GroupKind(request.param)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cpu_graphs import as_on_a_device
 from support.state_engines import B, ask, check_nothing_held, greedy, make_engine, own_tokens, random_prompt, states_for
 from support.state_loop import Portion, StateLoop, assert_near, own_logits, random_tokens
 from support.state_models import SERVED, make_state_model
@@ -44,8 +45,11 @@ def test_prompts_are_scanned_and_answers_are_steps(kind: str) -> None:
     model = limited(kind)
     prompts = [random_prompt(length, length) for length in LENGTHS]
     expected = [own_tokens(model, prompt, 5) for prompt in prompts]
-    for options in ({}, {"max_num_batched_tokens": 1}):
-        engine = make_engine(model, **options)
+    for engine in (
+        make_engine(model),
+        make_engine(model, max_num_batched_tokens=1),
+        as_on_a_device(make_engine(model)),
+    ):
         found = engine.generate(prompts, greedy(5, n=2))
         assert [sample.token_ids for one in found for sample in one.samples] == [
             tokens for tokens in expected for _ in range(2)
