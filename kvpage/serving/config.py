@@ -167,9 +167,10 @@ class EngineConfig:
         library = None if self.attention_backend in ("auto", "kvpage") else self.attention_backend
         if not self.cache_config.num_gpu_blocks:
             raise ValueError("num_gpu_blocks must be positive with num_window_blocks, got 0")
+        if self.blend is not None:
+            raise ValueError("blend must be None with num_window_blocks: windows give back the K and V of segments")
         for name, refused, rule in (
             ("backend", self.cache_config.backend == "mla" and "'mla'", "another than 'mla'"),
-            ("blend", self.blend, "None"),
             ("attention_backend", library, "'auto' or 'kvpage'"),
         ):
             if refused:

@@ -5,6 +5,7 @@ A valid call's tokens, and the tables in which it counts them, are compared with
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,23 @@ class SamplingWorld(ArenaWorld):
         memory, by_torch = rng.choice((None, self.memory)), rng.random() < 0.3
         if not by_torch:
             named = {**args, "memory": memory}
-            return Case("ops.sample_rows", ops.sample_rows, named, rng.choice((0, 4)), fixed=("records",), judge=judge)
+            sample = self._of_one_vocabulary(ops.sample_rows)
+            return Case("ops.sample_rows", sample, named, rng.choice((0, 4)), fixed=("records",), judge=judge)
         names = ("tops", "shares", "lists", "held") if memory is not None else ()
         named = args | {name: getattr(memory, name) for name in names}
-        operation = _with_schema(torch.ops.kvpage.sample_rows)
+        operation = self._of_one_vocabulary(_with_schema(torch.ops.kvpage.sample_rows))
         return Case("torch.ops.kvpage.sample_rows", operation, named, fixed=("records",), judge=judge)
+
+    def _of_one_vocabulary(self, sample: Callable[..., object]) -> Callable[..., object]:
+        """Return the call that refuses logits of another width: addresses in records are of rows of this one."""
+
+        def call(logits: object, *args: object, **named: object) -> object:
+            is_plain = isinstance(logits, torch.Tensor) and logits.layout is torch.strided and not logits.is_nested
+            if is_plain and logits.dim() and logits.shape[-1] != self.vocab_size:
+                raise ValueError(f"logits must be [num_rows, {self.vocab_size}], got {list(logits.shape)}")
+            return sample(logits, *args, **named)
+
+        return call
 
     def _wrong_numbers(self, args: dict[str, Any]) -> Case:
         """Records of another shape, or with a number that is out of range."""

@@ -7,23 +7,26 @@ error, if it is refused.
 """
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.cpu_graphs import as_on_a_device
-from support.models import make_model, make_prompts
-from support.state_models import make_state_model
-from transformers import PreTrainedModel
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kvpage import CacheConfig, HostPolicy
-from kvpage.blend.config import BlendConfig
-from kvpage.observe.events.config import EventConfig
-from kvpage.serving import BeamSearchParams, Branches, Engine, EngineConfig, PagedTokenTrie, SamplingParams
-from kvpage.serving.assembly.found_states import found_states
-from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, metadata_of
+from support.cpu_graphs import as_on_a_device  # noqa: E402
+from support.models import make_model, make_prompts  # noqa: E402
+from support.state_models import make_state_model  # noqa: E402
+from transformers import PreTrainedModel  # noqa: E402
+
+from kvpage import CacheConfig, HostPolicy  # noqa: E402
+from kvpage.blend.config import BlendConfig  # noqa: E402
+from kvpage.observe.events.config import EventConfig  # noqa: E402
+from kvpage.serving import BeamSearchParams, Branches, Engine, EngineConfig, PagedTokenTrie, SamplingParams  # noqa: E402
+from kvpage.serving.assembly.found_states import found_states  # noqa: E402
+from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, metadata_of  # noqa: E402
 
 B = 4
 PROMPT = make_prompts([5 * B + 3], seed=7)[0]
