@@ -45,9 +45,9 @@ class GroupReach:
         group: "attention", "state", or the name of a window.
         num_tokens: Tokens that it has.
         ending: Why not more.
-        differs_at: The first token of the prompt that differs from what is cached; None where none is known to.
+        differs_at: The first token of the prompt that differs from the cached token; None where no such token is known.
         token: That token.
-        cached_token: The cached one.
+        cached_token: The cached token.
         below: State: the last checkpoint's position, at which the prompt can begin; None without one.
         above: State: the next position that has or had a checkpoint and cannot be used; None where none is known. Of a
             GAP, where it ends.
@@ -181,10 +181,10 @@ def reach_of_attention(
         rule: Whether host blocks are worth their way back.
     """
     ids, num_common, cached, was_evicted = tree.look(tokens, namespace)
-    wanted = ids[0, : max(len(tokens) - 1, 0) // tree.block_size]  # one token is left over
-    num_host = int((wanted < 0).sum())
+    device_ids = ids[0, : max(len(tokens) - 1, 0) // tree.block_size]  # one token is left over
+    num_host = int((device_ids < 0).sum())
     if num_host and rule is not None and not rule.should_load(num_host):
-        num_tokens = (len(wanted) - num_host) * tree.block_size
+        num_tokens = (len(device_ids) - num_host) * tree.block_size
         return GroupReach("attention", num_tokens, Ending.NOT_WORTH_LOADING)
     reach = num_common if shares_parts else ids.shape[1] * tree.block_size
     ending = Ending.NOT_CACHED if cached is None else Ending.DIFFERENT
@@ -200,8 +200,8 @@ def reach_of_attention(
 def longest_elsewhere(tree: PrefixTree, tokens: Ids, namespace: bytes, num_tokens: int) -> tuple[bytes, int] | None:
     """Return the other namespace that has most of the tokens, and how many, if that is more than `num_tokens`."""
     names = [name for name in tree.names(MOST_NAMESPACES) if name != namespace]
-    found = [(tree.look(tokens, name)[1], name) for name in names]
-    most, name = max(found, default=(0, b""))
+    matches = [(tree.look(tokens, name)[1], name) for name in names]
+    most, name = max(matches, default=(0, b""))
     return (name, most) if most > num_tokens else None
 
 

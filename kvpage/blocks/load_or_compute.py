@@ -50,7 +50,7 @@ class LoadOrCompute:
             raise ValueError(f"latency must not be negative, got {self.latency!r}")
 
     def should_load(self, num_blocks: int) -> bool:
-        """Return whether loading so many blocks is expected to be faster than computing their tokens.
+        """Return whether loading `num_blocks` blocks is expected to be faster than computing their tokens.
 
         Args:
             num_blocks: Blocks to load, in one transfer.

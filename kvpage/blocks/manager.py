@@ -140,7 +140,7 @@ class BlockManager:
             namespace: Prefixes are shared within one namespace only.
             priority: 0 to 7. Blocks cached by a sequence of higher priority are evicted later.
             max_cached_tokens: The longest prefix to share; None for no limit.
-            num_left_over: At least so many tokens are left to compute. 0 where the last logits are not needed.
+            num_left_over: At least that many tokens are left to compute. 0 where the last logits are not needed.
             cache_at: Positions of the prompt, 1 to its length, at which to keep the state for others, if there is one.
             num_spare: How many more blocks are to be left, free or evictable. This is checked before anything changes.
             is_counted: Whether the prompt, and all that is found of it, counts in the statistics. False for one that
@@ -161,8 +161,18 @@ class BlockManager:
         if type(num_left_over) is not int or num_left_over != 1 or max_cached_tokens is not None or not is_caching:
             num_left_over = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
         if self._in_groups is None:
-            about = tokens, namespace, priority, num_left_over, self.share_parts, num_spare, is_counted
-            return begin(self.space, self._sequences, seq_id, *about)
+            return begin(
+                self.space,
+                self._sequences,
+                seq_id,
+                tokens,
+                namespace,
+                priority,
+                num_left_over,
+                share_parts=self.share_parts,
+                num_spare=num_spare,
+                is_counted=is_counted,
+            )
         prompt = Prompt(
             tokens,
             namespace,
@@ -407,8 +417,15 @@ class BlockManager:
         if self._in_groups is not None:
             num_shared = swapped.num_written if most_found is None else most_found
             num_left_over = len(tokens) - (num_shared if self.enable_prefix_caching else 0)
-            about = tokens, swapped.namespace, swapped.priority, num_left_over, swapped.is_private, num_spare
-            return self._in_groups.swap_in(seq_id, Prompt(*about))
+            prompt = Prompt(
+                tokens,
+                swapped.namespace,
+                swapped.priority,
+                num_left_over,
+                is_private=swapped.is_private,
+                num_spare=num_spare,
+            )
+            return self._in_groups.swap_in(seq_id, prompt)
         # A prefix of whole blocks may have been committed to its last token: none is left over then.
         fewest_left = int(len(tokens) > swapped.num_written)
         is_caching = self.enable_prefix_caching

@@ -98,7 +98,7 @@ def keyed_tokens(tokens: Tokens, contents: Sequence[Content], salt: bytes = b"",
     """
     keyed, contents = as_tokens(tokens).copy(), list(contents)
     if not all(isinstance(content, Content) for content in contents):
-        raise TypeError(f"contents must be of Content, got {', '.join(type(one).__name__ for one in contents)}")
+        raise TypeError(f"contents must be of Content, got {', '.join(type(content).__name__ for content in contents)}")
     if len(keyed) and int(keyed.min()) < 0:
         raise ValueError(f"tokens must not be negative, got {int(keyed.min())}")
     end, short = 0, []

@@ -51,9 +51,9 @@ class UserPins:
         if ttl is not None and not ttl > 0:
             raise ValueError(f"ttl must be positive, got {ttl!r}")
         self.expire()
-        held = self.num_blocks
-        if held + match.num_blocks > self.quota:
-            raise ValueError(f"pins must hold at most {self.quota} blocks, got {held} + {match.num_blocks}")
+        num_pinned = self.num_blocks
+        if num_pinned + match.num_blocks > self.quota:
+            raise ValueError(f"pins must hold at most {self.quota} blocks, got {num_pinned} + {match.num_blocks}")
         self._num_handles += 1
         self._pins[self._num_handles] = match, float("inf") if ttl is None else self._clock() + ttl
         return self._num_handles

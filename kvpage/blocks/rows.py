@@ -44,8 +44,8 @@ class StepInputs(NamedTuple):
 class SequenceSteps:
     """Steps of the sequences of a BlockManager, of which each manager has one as `manager.rows`.
 
-    Each method gives all or nothing, as those of the manager do. Every method raises KeyError for a row whose sequence
-    is not on the device.
+    As in the manager, each method gives all or nothing. Every method raises KeyError for a row whose sequence is not on
+    the device.
     """
 
     def __init__(self, space: BlockSpace, sequences: Sequences) -> None:

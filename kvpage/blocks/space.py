@@ -135,7 +135,7 @@ class BlockSpace:
         return self.pool.allocate(num_blocks)
 
     def make_room(self, num_blocks: int, num_spare: int = 0) -> None:
-        """Make so many device blocks free, as `take` does. Raise as it does."""
+        """Make `num_blocks` device blocks free, as `take` does. Raise as it does."""
         self.check_room(num_blocks, num_spare)
         lacking = num_blocks - self.pool.num_free
         if lacking > 0:
@@ -182,15 +182,15 @@ class BlockSpace:
         """
         num_on_device = match.num_device_blocks
         num_host = match.num_blocks - num_on_device
-        taken = self.take(num_blocks - num_on_device, num_spare)
+        block_ids = self.take(num_blocks - num_on_device, num_spare)
         if query is not None:
             self.tree.count_hit(match)
             self._count_query(query, num_on_device * self.block_size, num_host * self.block_size)
         if num_host:
-            self._promote(match, taken[:num_host])
+            self._promote(match, block_ids[:num_host])
         if self.host_policy.after_hits:
             self._write_out(match, self.host_policy.after_hits)
-        return taken[num_host:]
+        return block_ids[num_host:]
 
     def copy_part(self, part: PartMatch, taken: Ids) -> int:
         """Add the move of the shared part into the first of `taken`, end its pin, and return its number of tokens."""
@@ -202,7 +202,7 @@ class BlockSpace:
     def match(self, tokens: Ids, namespace: bytes, priority: int = 0, num_left_over: int = 1) -> tuple[Match, int]:
         """Return the cached prefix of `tokens`, which does not count as a hit yet.
 
-        num_left_over: At least so many tokens are left to compute.
+        num_left_over: At least that many tokens are left to compute.
 
         Returns:
             The match, and how many host blocks were left out of it: they are likely computed faster than loaded.
@@ -215,7 +215,7 @@ class BlockSpace:
         return match, num_host
 
     def should_load(self, num_host: int) -> bool:
-        """Return whether so many host blocks are worth their way back."""
+        """Return whether `num_host` host blocks are worth their way back."""
         return self.rule is None or self.rule.should_load(num_host)
 
     @property

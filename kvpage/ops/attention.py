@@ -79,11 +79,11 @@ def paged_attention(
         TypeError: An argument is no tensor, no integer, no number, or not known.
         ValueError: Anything else is wrong, or a needed table entry names no block. Nothing is written then.
     """
-    held = bound(cache, layout, scales)
+    bound_cache = bound(cache, layout, scales)
     query = readable("query", query)
-    _check_query(query, held)
-    sequences = Sequences(held, query.shape[0], block_tables, seq_lens, query_lens, max_query_len, max_seq_len)
-    return attend(query, held, sequences, Attention.of(attention, options), out)
+    _check_query(query, bound_cache)
+    sequences = Sequences(bound_cache, query.shape[0], block_tables, seq_lens, query_lens, max_query_len, max_seq_len)
+    return attend(query, bound_cache, sequences, Attention.of(attention, options), out)
 
 
 def attend(
@@ -121,9 +121,9 @@ def attend(
     attention = _completed(attention, query, cache)
     shape = (*query.shape[:2], attention.value_size)
     if cache.library is not None and len(query):
-        found = cache.library.attend(query, cache, sequences, attention)
-        if found is not None:
-            return found if out is None else _checked_out(out, query, shape, cache).copy_(found)
+        result = cache.library.attend(query, cache, sequences, attention)
+        if result is not None:
+            return result if out is None else _checked_out(out, query, shape, cache).copy_(result)
     if out is None:
         out = query.new_empty(shape)
     else:
@@ -229,6 +229,6 @@ def _completed(attention: Attention, query: torch.Tensor, cache: BoundCache) -> 
 def _checked_positions(positions: torch.Tensor, num_tokens: int, device: torch.device) -> torch.Tensor:
     """Return them contiguous, on the CPU or on `device`; their values are checked where they are read on the CPU."""
     check_dense("query_positions", positions)
-    place = positions.device if positions.device.type == "cpu" else device
-    check_tensor("query_positions", positions, torch.int64, (num_tokens,), place)
+    expected_device = positions.device if positions.device.type == "cpu" else device
+    check_tensor("query_positions", positions, torch.int64, (num_tokens,), expected_device)
     return positions.contiguous()

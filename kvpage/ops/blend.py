@@ -36,7 +36,7 @@ def mix_rows(
         rows: [num_rows, heads, size] in fp32, bf16 or fp16. With `slots` they are blocks [num_blocks, block_size,
             heads, size], of which the slots are read. Any strides will do with the last dimension contiguous.
         out: The same for the rows to write, of the same dtype, with `out_slots`. It may be `rows`, each row onto
-            itself. Otherwise it must not share memory with what is read.
+            itself. Otherwise it must not share memory with the tensors that are read.
         rotation: Angles of num_rows rows; None to copy.
         fresh: [num_fresh, heads, size]; None without fresh rows.
         fresh_rows: int64 [num_rows], the fresh row that takes each row's place, or -1. Given together with `fresh`.
@@ -65,12 +65,13 @@ def mix_rows(
     if rows.is_cuda:
         blend_ops_cuda.mix_rows(rows, out, rotation, fresh, fresh_rows, slots, out_slots)
         return
-    held = [None if ids is None else ids.contiguous() for ids in (slots, out_slots, fresh_rows)]  # until it is over
+    # The list keeps them until the call is over.
+    id_tensors = [None if ids is None else ids.contiguous() for ids in (slots, out_slots, fresh_rows)]
     _C.mix_rows(
-        _place(rows, held[0]),
-        _place(out, held[1]),
+        _place(rows, id_tensors[0]),
+        _place(out, id_tensors[1]),
         _place(rows[:0] if fresh is None else fresh, None),
-        (0 if held[2] is None else held[2].data_ptr(), 0 if fresh is None else len(fresh)),
+        (0 if id_tensors[2] is None else id_tensors[2].data_ptr(), 0 if fresh is None else len(fresh)),
         ROW_TYPES[rows.dtype],
         (num_rows, shape[0], shape[1]),
         (0, 0, 0) if rotation is None else (rotation.first, rotation.num_pairs, int(rotation.is_interleaved)),
@@ -108,12 +109,12 @@ def row_deviation(
     check_tensor("valid", valid, torch.bool, (num_rows,), fresh.device)
     if fresh.is_cuda:
         return blend_ops_cuda.row_deviation(fresh, retrieved, valid)
-    held, out = valid.contiguous(), torch.zeros(num_rows)
+    mask, out = valid.contiguous(), torch.zeros(num_rows)
     if shape[0] * shape[1] > 0:
         _C.row_deviation(
             _place(fresh, None),
             _place(retrieved, None),
-            held.data_ptr(),
+            mask.data_ptr(),
             out.data_ptr(),
             ROW_TYPES[fresh.dtype],
             (num_rows, shape[0], shape[1]),

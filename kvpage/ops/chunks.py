@@ -150,8 +150,8 @@ def _check_scales(scales: Sequence[KVScales] | None, caches: Sequence[torch.Tens
         return
     if len(scales) != len(caches):
         raise ValueError(f"scales must be one for each of {len(caches)} layers, got {len(scales)}")
-    for cache, given in zip(caches, scales, strict=True):
-        check_given_scales("scales", given, cache, layout)
+    for cache, layer_scales in zip(caches, scales, strict=True):
+        check_given_scales("scales", layer_scales, cache, layout)
 
 
 def _by_token(chunk: torch.Tensor, fmt: str) -> torch.Tensor:
@@ -189,8 +189,8 @@ def _check_block_ids(
     check_plain("block_ids", block_ids)
     if block_ids.dim() != 1:
         raise ValueError(f"block_ids must be [num_blocks], got shape {tuple(block_ids.shape)}")
-    place = block_ids.device if block_ids.device.type == "cpu" else device
-    check_tensor("block_ids", block_ids, torch.int32, tuple(block_ids.shape), place)
+    expected_device = block_ids.device if block_ids.device.type == "cpu" else device
+    check_tensor("block_ids", block_ids, torch.int32, tuple(block_ids.shape), expected_device)
     room = len(block_ids) * layout.block_size
     if start < 0 or start + num_tokens > room:
         raise ValueError(
@@ -225,13 +225,13 @@ def _chunk_parts(
     rows: torch.Tensor,
     scales: Sequence[KVScales] | None,
 ) -> list[TokenPart]:
-    """Return the same of layers whose blocks are known, where what is stored may be other numbers than the rows'."""
+    """Return the same of layers whose blocks are known, where the stored numbers may differ from the rows'."""
     parts = []
     for layer, pair in enumerate(blocks):
-        given = (None, None) if scales is None else (scales[layer].key, scales[layer].value)
-        for part, (each, scale) in enumerate(zip(pair, given, strict=True)):
-            if each is not None:
-                parts.append(part_of(each, dtype, rows[layer, part], scale))
+        pair_scales = (None, None) if scales is None else (scales[layer].key, scales[layer].value)
+        for part, (part_blocks, scale) in enumerate(zip(pair, pair_scales, strict=True)):
+            if part_blocks is not None:
+                parts.append(part_of(part_blocks, dtype, rows[layer, part], scale))
     return parts
 
 

@@ -34,7 +34,7 @@ class BlockCopier:
         srcs: Caches to read, one tensor a layer, of its layout's generic shape.
         dsts: Caches to write, likewise.
         layout: How the tensors of both sides are to be read: one for all layers, or a sequence with one for each.
-        kernel_max_bytes: Between CUDA and pinned memory, a kernel copies extents of up to so many bytes on average,
+        kernel_max_bytes: Between CUDA and pinned memory, a kernel copies extents of up to that many bytes on average,
             all in one launch. The copy engines copy larger ones. With 0 they copy all. `kvpage.calibrate` finds the
             best limit.
         max_groups: Groups of 256 threads that this kernel may take. A multiprocessor holds at most eight.
@@ -124,8 +124,8 @@ class BlockCopier:
             ValueError: As in `run`, for a bad mapping.
         """
         pairs = _pairs(block_mapping)
-        found = self._native.executor(pairs.data_ptr(), len(pairs))
-        return "torch" if self._torch_only else found
+        name = self._native.executor(pairs.data_ptr(), len(pairs))
+        return "torch" if self._torch_only else name
 
     def split_layers(self) -> list["BlockCopier"]:
         """Return copiers of one layer each, in the order of the layers, with this copier's limits. They are made
@@ -237,9 +237,9 @@ def _layouts(layout: CacheLayout | Sequence[CacheLayout], num_layers: int) -> tu
     if not isinstance(layout, Sequence):
         check_layout(layout)
         return [layout] * num_layers, True
-    for each in layout:
-        check_layout(each)
-    dtypes = sorted({str(each.dtype) for each in layout})
+    for layer_layout in layout:
+        check_layout(layer_layout)
+    dtypes = sorted({str(layer_layout.dtype) for layer_layout in layout})
     if len(layout) != num_layers or len(dtypes) > 1:
         rule = f"layout must be one for each of {num_layers} layers, all of one dtype"
         raise ValueError(f"{rule}, got {len(layout)} of {', '.join(dtypes)}")

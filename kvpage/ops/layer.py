@@ -79,8 +79,8 @@ def _attend_on_host(
         return None
     if value_size is None or not 1 <= value_size <= most or attention.scale is None:
         return None
-    num_heads, given = query.shape[1], _host_options(attention, query.shape[1])
-    if given is None or not _are_slots(slots, num_tokens):
+    num_heads, host_options = query.shape[1], _host_options(attention, query.shape[1])
+    if host_options is None or not _are_slots(slots, num_tokens):
         return None
     if not key.shape[1] == value.shape[1] == num_kv_heads or num_heads == 0 or num_heads % num_kv_heads:
         return None
@@ -99,9 +99,9 @@ def _attend_on_host(
     )
     out = query.new_empty(1, num_tokens, num_heads, value_size)
     item = out.element_size()
-    place = out.data_ptr(), num_heads * value_size * item, value_size * item
-    asked = Queries(queries[:3], place, ROW_TYPES[query.dtype], num_tokens, num_heads, queries[5], value_size)
-    attend_queries(asked, cache, sequences, given)
+    out_rows = out.data_ptr(), num_heads * value_size * item, value_size * item
+    asked = Queries(queries[:3], out_rows, ROW_TYPES[query.dtype], num_tokens, num_heads, queries[5], value_size)
+    attend_queries(asked, cache, sequences, host_options)
     return out
 
 

@@ -65,7 +65,7 @@ def _unpack_scales(key: torch.Tensor | None, value: torch.Tensor | None) -> KVSc
 
 
 def _pack_layer_scales(scales: Sequence[KVScales] | None) -> Sequence[Any]:
-    return (None, None) if scales is None else ([each.key for each in scales], [each.value for each in scales])
+    return (None, None) if scales is None else ([pair.key for pair in scales], [pair.value for pair in scales])
 
 
 def _unpack_layer_scales(keys: list[torch.Tensor] | None, values: list[torch.Tensor] | None) -> list[KVScales] | None:
@@ -75,9 +75,9 @@ def _unpack_layer_scales(keys: list[torch.Tensor] | None, values: list[torch.Ten
     return [KVScales.unchecked(key, value) for key, value in zip(keys, values, strict=True)]
 
 
-def _check_both(what: str, key: object, value: object) -> None:
+def _check_both(suffix: str, key: object, value: object) -> None:
     if (key is None) != (value is None):
-        rule = f"key_{what} and value_{what} must both be given, or none"
+        rule = f"key_{suffix} and value_{suffix} must both be given, or none"
         raise ValueError(f"{rule}, got {type(key)} and {type(value)}")
 
 
@@ -234,22 +234,26 @@ def _packing(
     """Return what traced code calls in place of the function."""
     name, parameters = function.__name__, signature.parameters.values()
     has_options = "options" in signature.parameters
-    known = [each for each in parameters if each.name not in eager_only and each.kind is not each.VAR_KEYWORD]
-    places = [each.name for each in known if each.kind is not each.KEYWORD_ONLY]
-    defaults = {each.name: each.default for each in known if each.default is not each.empty}
-    names = {each.name for each in known}
+    known = [
+        parameter
+        for parameter in parameters
+        if parameter.name not in eager_only and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    places = [parameter.name for parameter in known if parameter.kind is not parameter.KEYWORD_ONLY]
+    defaults = {parameter.name: parameter.default for parameter in known if parameter.default is not parameter.empty}
+    names = {parameter.name for parameter in known}
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         options = {key: kwargs.pop(key) for key in list(kwargs) if key not in names} if has_options else {}
-        given = _bound(name, names, places, defaults, args, kwargs)
+        arguments = _bound(name, names, places, defaults, args, kwargs)
         if has_options:
-            options = _options(given.pop("attention"), options)
-        _unbind(given)
-        if make_out is not None and given["out"] is None:
-            given["out"] = make_out({**options, **given})
-        values = [value for key, form in forms.items() for value in form.pack(given[key])]
+            options = _options(arguments.pop("attention"), options)
+        _unbind(arguments)
+        if make_out is not None and arguments["out"] is None:
+            arguments["out"] = make_out({**options, **arguments})
+        values = [value for key, form in forms.items() for value in form.pack(arguments[key])]
         getattr(torch.ops.kvpage, name)(*values, **options)
-        return None if make_out is None else given["out"]
+        return None if make_out is None else arguments["out"]
 
     return traced
 
@@ -262,12 +266,14 @@ def _bound(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return all arguments by name; TypeError where they are not those of the function."""
+    """Return all arguments by name; TypeError where the function has other parameters."""
     placed = dict(zip(places, args, strict=False))
-    given = {**defaults, **placed, **kwargs}
-    if len(args) > len(places) or given.keys() != names or placed.keys() & kwargs.keys():
-        raise TypeError(f"arguments of {name} must be {', '.join(sorted(names))}, each once, got {', '.join(given)}")
-    return given
+    arguments = {**defaults, **placed, **kwargs}
+    if len(args) > len(places) or arguments.keys() != names or placed.keys() & kwargs.keys():
+        raise TypeError(
+            f"arguments of {name} must be {', '.join(sorted(names))}, each once, got {', '.join(arguments)}"
+        )
+    return arguments
 
 
 def _options(attention: Attention | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -282,11 +288,11 @@ def _options(attention: Attention | None, options: dict[str, Any]) -> dict[str, 
     return option_values(attention)
 
 
-def _unbind(given: dict[str, Any]) -> None:
+def _unbind(arguments: dict[str, Any]) -> None:
     """Put the parts of a bound cache in its place."""
-    cache = given.get("cache")
+    cache = arguments.get("cache")
     if not isinstance(cache, BoundCache):
         return
-    if given["layout"] is not None or given["scales"] is not None:
+    if arguments["layout"] is not None or arguments["scales"] is not None:
         raise ValueError("layout and scales must be None for a BoundCache, which has its own")
-    given.update(cache=cache.tensor, layout=cache.layout, scales=cache.scales)
+    arguments.update(cache=cache.tensor, layout=cache.layout, scales=cache.scales)

@@ -63,28 +63,28 @@ def reshape_and_cache(
         ValueError: Anything else is wrong, a slot is out of range, or one is named twice. On the host nothing has then
             been written.
     """
-    held = bound(cache, layout, scales)
-    if not held.is_writable:
-        held.check_writable()
-    if held.is_cuda and cuda.repeat_reshape(key, value, held, slot_mapping):
+    bound_cache = bound(cache, layout, scales)
+    if not bound_cache.is_writable:
+        bound_cache.check_writable()
+    if bound_cache.is_cuda and cuda.repeat_reshape(key, value, bound_cache, slot_mapping):
         return
     key = readable("key", key)
     value = None if value is None else readable("value", value)
     slots = readable("slot_mapping", slot_mapping)
-    if (value is None) != (held.value is None):
-        check_pair("", key, value, held.value is not None)
-    _check_rows("key", key, None, held)
+    if (value is None) != (bound_cache.value is None):
+        check_pair("", key, value, bound_cache.value is not None)
+    _check_rows("key", key, None, bound_cache)
     if value is not None:
-        _check_rows("value", value, key.shape[0], held)
+        _check_rows("value", value, key.shape[0], bound_cache)
     num_tokens = key.shape[0]
-    if slots.dtype != torch.int64 or slots.shape != (num_tokens,) or slots.device != held.device:
-        check_tensor("slot_mapping", slots, torch.int64, (num_tokens,), held.device)
+    if slots.dtype != torch.int64 or slots.shape != (num_tokens,) or slots.device != bound_cache.device:
+        check_tensor("slot_mapping", slots, torch.int64, (num_tokens,), bound_cache.device)
     slots = slots.contiguous()  # held until the call is over
-    if held.is_cuda:
-        cuda.reshape_and_cache(key, value, held, slots)
+    if bound_cache.is_cuda:
+        cuda.reshape_and_cache(key, value, bound_cache, slots)
         return
-    num_blocks, block_size, num_kv_heads, _ = held.shape
-    parts = native_parts(held, key, value)
+    num_blocks, block_size, num_kv_heads, _ = bound_cache.shape
+    parts = native_parts(bound_cache, key, value)
     _C.reshape_and_cache(
         parts, slots.data_ptr(), num_tokens, num_kv_heads, num_blocks, block_size, torch.get_num_threads()
     )
@@ -145,38 +145,42 @@ def gather_cache(
         ValueError: Anything else is wrong, or a needed table entry names no block. On the host nothing has then been
             written.
     """
-    held = bound(cache, layout, scales)
-    if out is not None and held.is_cuda and cuda.repeat_gather(held, block_tables, seq_lens, seq_starts, out):
+    bound_cache = bound(cache, layout, scales)
+    if (
+        out is not None
+        and bound_cache.is_cuda
+        and cuda.repeat_gather(bound_cache, block_tables, seq_lens, seq_starts, out)
+    ):
         return out
-    tensor, layout = held.tensor, held.layout
+    tensor, layout = bound_cache.tensor, bound_cache.layout
     block_tables = readable("block_tables", block_tables)
     tables = native_tables(tensor, block_tables, layout)
-    num_seqs, has_values = block_tables.shape[0], held.value is not None
+    num_seqs, has_values = block_tables.shape[0], bound_cache.value is not None
     if isinstance(seq_lens, torch.Tensor) and seq_lens.is_cuda:
         rows = check_device_lengths(seq_lens, seq_starts, num_seqs, tensor)
         out = check_open_out(out, num_seqs, has_values, tensor, layout)
-        cuda.gather_cache_by_device_lengths(held, block_tables, *rows, out)
+        cuda.gather_cache_by_device_lengths(bound_cache, block_tables, *rows, out)
         return out
     starts, lengths = _host_spans(seq_starts, seq_lens, num_seqs, block_tables.shape[1] * layout.block_size)
     if out is None:
-        out = _new_rows(sum(lengths), tensor, layout, held.row_dtypes, has_values, dtype)
-    _check_out(out, lengths, held)
-    if held.is_cuda:
-        cuda.gather_cache(held, block_tables, lengths, starts, out)
+        out = _new_rows(sum(lengths), tensor, layout, bound_cache.row_dtypes, has_values, dtype)
+    _check_out(out, lengths, bound_cache)
+    if bound_cache.is_cuda:
+        cuda.gather_cache(bound_cache, block_tables, lengths, starts, out)
     else:
-        _gather_on_host(held, tables, starts, lengths, out)
+        _gather_on_host(bound_cache, tables, starts, lengths, out)
     return out
 
 
 def _gather_on_host(
-    held: BoundCache,
+    cache: BoundCache,
     tables: tuple[int, int, int, int, int, int],
     starts: list[int],
     lengths: list[int],
     out: tuple[torch.Tensor, torch.Tensor | None],
 ) -> None:
-    parts, offsets = native_parts(held, *out), [out_offsets(rows, lengths) for rows in out]
-    _C.gather_cache(parts, tables, starts, lengths, offsets, held.layout.num_kv_heads, torch.get_num_threads())
+    parts, offsets = native_parts(cache, *out), [out_offsets(rows, lengths) for rows in out]
+    _C.gather_cache(parts, tables, starts, lengths, offsets, cache.layout.num_kv_heads, torch.get_num_threads())
 
 
 def _host_spans(

@@ -41,7 +41,7 @@ class GroupAllocation(NamedTuple):
 class GroupedManager:
     """Sequences of a target and of the model that drafts for it.
 
-    Each method gives all or nothing, as those of BlockManager do. Every method raises KeyError for an unknown sequence.
+    As in BlockManager, each method gives all or nothing. Every method raises KeyError for an unknown sequence.
     Other calls for one group, such as tables, slots, moves and statistics, go to that group's manager.
 
     Args:
@@ -78,7 +78,7 @@ class GroupedManager:
             namespace: Prefixes are shared within one namespace only.
             priority: 0 to 7. Blocks cached by a sequence of higher priority are evicted later.
             max_cached_tokens: The longest prefix to share; None for no limit.
-            num_left_over: At least so many tokens are left to compute.
+            num_left_over: At least that many tokens are left to compute.
 
         Returns:
             The blocks of both, and where each begins.
@@ -121,7 +121,7 @@ class GroupedManager:
             successors: The tokens after the draft model's positions, which follow those cached or committed before.
 
         Raises:
-            ValueError: There is no room for so many tokens or positions.
+            ValueError: There is no room for that many tokens or positions.
         """
         tokens, successors = as_tokens(tokens), as_tokens(successors)
         _check_room("tokens", self.target, seq_id, len(tokens))
@@ -161,13 +161,13 @@ class GroupedManager:
             namespace: Where to look.
         """
         tokens = some_tokens(tokens)
-        found, drafted = self.target.explain(tokens, namespace), self.drafts.reach(tokens, namespace)
+        explanation, drafted = self.target.explain(tokens, namespace), self.drafts.reach(tokens, namespace)
         both = (
-            found
+            explanation
             if drafted.num_tokens + 1 >= len(tokens)
             else self.target.explain(tokens[: drafted.num_tokens + 1], namespace)
         )
-        return Explanation(len(tokens), both.num_cached_tokens, (*found.groups, drafted), found.elsewhere)
+        return Explanation(len(tokens), both.num_cached_tokens, (*explanation.groups, drafted), explanation.elsewhere)
 
     def check(self) -> None:
         """Raise RuntimeError if an invariant of either group is broken. For tests."""
@@ -176,7 +176,7 @@ class GroupedManager:
 
 
 def _check_room(name: str, manager: BlockManager, seq_id: SeqId, count: int) -> None:
-    """Raise ValueError unless the sequence has room for so many more."""
+    """Raise ValueError unless the sequence has room for `count` more tokens."""
     state = manager.state(seq_id)
     if count > state.num_tokens - state.num_written:
         raise ValueError(f"{name} must be at most {state.num_tokens - state.num_written}, got {count} for {seq_id!r}")

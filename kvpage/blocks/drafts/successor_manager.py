@@ -32,7 +32,7 @@ _UNKNOWN = np.zeros(1, np.int32)  # the place of the token that is not sampled y
 class SuccessorManager(BlockManager):
     """Block tables of the sequences of a model that drafts.
 
-    Its methods and rules are those of BlockManager, with two differences. `allocate`, `swap_in` and `explain` take the
+    It has the methods and rules of BlockManager, with two differences. `allocate`, `swap_in` and `explain` take the
     target's tokens, and give room for as many positions. `commit` takes the successors of the positions written.
     Hints of `space`, such as `drop`, take what `successors` returns.
 
@@ -87,7 +87,7 @@ class SuccessorManager(BlockManager):
             namespace: Prefixes are shared within one namespace only.
             priority: 0 to 7. Blocks cached by a sequence of higher priority are evicted later.
             max_cached_tokens: The most positions to share; None for no limit.
-            num_left_over: At least so many positions are left to compute. The last one always is.
+            num_left_over: At least that many positions are left to compute. The last position always is.
             cache_at: There are no states to keep.
             num_spare: As for BlockManager.
             is_counted: As for BlockManager.
@@ -103,8 +103,9 @@ class SuccessorManager(BlockManager):
         num_left_over = as_integer("num_left_over", num_left_over)
         places, name = _places(tokens, namespace)
         left = num_left_over if num_left_over < 0 else max(num_left_over, 1)
-        about = places, name, priority, max_cached_tokens, left
-        return super().allocate(seq_id, *about, num_spare=num_spare, is_counted=is_counted)
+        return super().allocate(
+            seq_id, places, name, priority, max_cached_tokens, left, num_spare=num_spare, is_counted=is_counted
+        )
 
     def foresee(self, tokens: Tokens, namespace: bytes = b"", max_cached_tokens: int | None = None) -> int:
         """Return how many positions `allocate` would share now. It changes only how recently blocks were used.
@@ -186,9 +187,9 @@ class SuccessorManager(BlockManager):
         places, name = _places(tokens, namespace)
         if not self.enable_prefix_caching:
             return replace(super().explain(places, name).groups[0], group="successor")
-        found = reach_of_attention(self.tree, places[:-1], name, self.share_parts, self.space.rule)
-        differs_at = None if found.differs_at is None else found.differs_at + 1
-        return replace(found, group="successor", differs_at=differs_at)
+        reach = reach_of_attention(self.tree, places[:-1], name, self.share_parts, self.space.rule)
+        differs_at = None if reach.differs_at is None else reach.differs_at + 1
+        return replace(reach, group="successor", differs_at=differs_at)
 
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
         """Return how far cached positions reach into a prompt, and why not further. Nothing is changed.
@@ -203,11 +204,11 @@ class SuccessorManager(BlockManager):
 
     def _longest_elsewhere(self, tokens: Ids, namespace: bytes, num_tokens: int) -> tuple[bytes, int] | None:
         """Return the other namespace that has most positions of the prompt, if that is more than `num_tokens`."""
-        places, own = _places(tokens, namespace)
-        first = own[:_TOKEN_BYTES]
-        names = [name for name in self.tree.names(MOST_NAMESPACES) if name.startswith(first) and name != own]
-        found = [(self.tree.look(places[:-1], name)[1], name) for name in names]
-        most, name = max(found, default=(0, b""))
+        places, own_name = _places(tokens, namespace)
+        first = own_name[:_TOKEN_BYTES]
+        names = [name for name in self.tree.names(MOST_NAMESPACES) if name.startswith(first) and name != own_name]
+        matches = [(self.tree.look(places[:-1], name)[1], name) for name in names]
+        most, name = max(matches, default=(0, b""))
         return (name[_TOKEN_BYTES:], most) if most > num_tokens else None
 
 

@@ -94,7 +94,7 @@ class AllGroups:
         swapped, match = self._sequences.swapped[seq_id], self._match(prompt)
         try:
             ids = match.tier_block_ids()[:, : swapped.first_block]
-            if ids.shape[1] == swapped.first_block and all(one.can_return(seq_id, ids) for one in self._groups):
+            if ids.shape[1] == swapped.first_block and all(group.can_return(seq_id, ids) for group in self._groups):
                 return self._return(seq_id, prompt, match)
             hit = self._hit(prompt, match)
         except BaseException:

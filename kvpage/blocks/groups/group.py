@@ -80,7 +80,7 @@ C = TypeVar("C", bound=Claim)
 class GroupManager(ABC, Generic[C]):
     """What the sequences of one manager hold in one group. Not thread-safe.
 
-    Sequences are known by the manager's ids. The defaults are those of a group that has nothing to do.
+    Sequences are known by the manager's ids. The defaults are for a group that has nothing to do.
     """
 
     # --- beginning ---
@@ -93,7 +93,7 @@ class GroupManager(ABC, Generic[C]):
             ids: The tree's ids of the prompt's cached blocks.
             prompt: The prompt.
             most: Tokens.
-            learns: Whether what is learnt on the way may be noted. Else nothing is changed.
+            learns: Whether the group may note the ids that it learns on the way. Else nothing is changed.
         """
 
     def look_beyond(self, match: Match, prompt: Prompt, claim: C) -> C:
@@ -108,7 +108,7 @@ class GroupManager(ABC, Generic[C]):
     def begin(self, seq_id: SeqId, prompt: Prompt, ids: PathIds, claim: C, own_ids: Ids) -> None:
         """Begin a sequence at a claim, or one again that is swapped out.
 
-        own_ids: The manager's blocks after those of `ids`.
+        own_ids: The manager's blocks after the blocks of `ids`.
         """
 
     # --- while it runs ---

@@ -38,12 +38,12 @@ def hold(tree: PrefixTree, match: Match, windows: Sequence[WindowGroup]) -> Held
         match: The caller's; it is released with the result.
         windows: The groups.
     """
-    held = [window.hold(match.tier_block_ids()) for window in windows]
+    held_windows = [window.hold(match.tier_block_ids()) for window in windows]
 
     @uninterrupted
     def release() -> None:
         tree.release(match)
-        for window, blocks in zip(windows, held, strict=True):
+        for window, blocks in zip(windows, held_windows, strict=True):
             window.let_go(blocks)
 
-    return HeldBlocks(match.num_tokens, match.block_ids.copy(), held, release)
+    return HeldBlocks(match.num_tokens, match.block_ids.copy(), held_windows, release)

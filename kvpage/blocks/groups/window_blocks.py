@@ -1,6 +1,6 @@
 """WindowBlocks: the blocks of the layers that attend over one window: free, running sequences', or cached.
 
-K and V of such a layer stand for their whole prefix, as those of all layers do. The prefix tree has an exact prefix for
+K and V of such a layer stand for their whole prefix, as in all layers. The prefix tree has an exact prefix for
 each block that it caches. So a window's block is cached beside the tree's block of the same tokens, its anchor:
 
     the tree's block       17    4    9   30   12          full layers: all of them, on the device or on the host
@@ -138,11 +138,11 @@ class WindowBlocks:
         self.moves.add(kind, pairs)
 
     def first_block(self, num_tokens: int) -> int:
-        """Return the place of the first block that the token after so many attends to, or those before it."""
+        """Return the place of the first block that the token after `num_tokens` tokens attends to."""
         return max(num_tokens - self.window.num_tokens + 1, 0) // self.block_size
 
     def num_needed(self, num_tokens: int) -> int:
-        """Return how many blocks the last window before so many tokens has, whole blocks."""
+        """Return how many blocks the last window before `num_tokens` tokens has, whole blocks."""
         return num_tokens // self.block_size - min(self.first_block(num_tokens), num_tokens // self.block_size)
 
     def num_left_by(self, path: PathIds) -> int:
@@ -187,7 +187,7 @@ class WindowBlocks:
 
         Args:
             path: The tree's ids of a prefix, int32 [2, num_blocks].
-            positions: Tokens before each, at most those of the prefix and of a part of a block after it.
+            positions: Tokens before each, at most the tokens of the prefix and of a part of a block after it.
         """
         num_lacking = np.concatenate([[0], np.cumsum(~self.has(path))])
         ends = positions // self.block_size
@@ -345,8 +345,8 @@ class WindowBlocks:
             counts = {block_id: pool.ref_count(block_id) for block_id in range(pool.num_blocks)}
             if {block_id: count for block_id, count in counts.items() if count} != dict(holders):
                 raise RuntimeError(f"blocks of the window have references {counts} and holders {dict(holders)}")
-        held = set(held_ids)
-        unused = {block_id for block_id in self._anchor_of if block_id not in held}
+        used_ids = set(held_ids)
+        unused = {block_id for block_id in self._anchor_of if block_id not in used_ids}
         if unused != set(self._unused):
             raise RuntimeError(f"cached blocks {sorted(unused)} are not used, in the list are {sorted(self._unused)}")
         for tier, anchor_of in ((DEVICE, self._anchor_of), (HOST, self._on_host)):
@@ -359,7 +359,7 @@ class WindowBlocks:
     # --- inside ---
 
     def _drop_lost(self, tier: int, block_ids: Iterable[int]) -> None:
-        """Free those of the cached blocks of a tier that stand beside blocks that are gone."""
+        """Free the cached blocks of a tier that stand beside blocks that are gone."""
         ids = np.fromiter(block_ids, np.int32)
         of_tier: Mapping[int, int] = self._on_host if tier == HOST else self._anchor_of
         anchors = np.fromiter((of_tier[block_id] for block_id in ids.tolist()), np.int32, len(ids))
@@ -386,7 +386,7 @@ class WindowBlocks:
         """Bring blocks back from the host, each with a reference of the caller's. Their copies there stay."""
         host_ids = self._beside[HOST, anchors].tolist()
         for host_id in host_ids:
-            del self._on_host[host_id]  # what is evicted for them does not take their places
+            del self._on_host[host_id]  # blocks that are evicted for them do not take their places
         ids = self.take(len(anchors))
         self.moves.add("swap_in", zip(host_ids, ids, strict=True))
         for anchor, host_id, block_id in zip(anchors, host_ids, ids, strict=True):
@@ -396,7 +396,7 @@ class WindowBlocks:
         return ids
 
     def _evict(self, num_blocks: int) -> None:
-        """Free cached blocks that no sequence uses, those of pins last. They go to the host where it has room."""
+        """Free cached blocks that no sequence uses, the blocks of pins last. They go to the host where it has room."""
         pinned = self._pinned()
         order = sorted(self._unused, key=pinned.__contains__) if pinned else list(self._unused)
         for block_id in order[:num_blocks]:

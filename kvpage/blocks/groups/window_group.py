@@ -41,7 +41,7 @@ class HeldWindow:
 
 
 class WindowGroup(GroupManager[Claim]):
-    """The blocks of one window, those of sequences and cached ones.
+    """The blocks of one window: of sequences, and cached.
 
     Args:
         window: The window and its blocks.
@@ -129,7 +129,7 @@ class WindowGroup(GroupManager[Claim]):
         return max(table.first * self._size, self._written(seq_id))
 
     def move_on(self, seq_id: SeqId) -> None:
-        """Follow what is committed: cache the blocks that the tree has, give back those before the window."""
+        """Follow the committed tokens: cache the blocks that the tree has, give back those before the window."""
         state, table = self._sequences.state(seq_id), self._tables[seq_id]
         if table.num_cached < state.num_cached_blocks:
             table.cache(self._sequences.ids(seq_id)[: state.num_cached_blocks])
@@ -162,7 +162,7 @@ class WindowGroup(GroupManager[Claim]):
         self._tables[new_seq_id] = self._tables[seq_id].fork(num_tokens)
 
     def check_settled(self, seq_id: SeqId) -> None:
-        """Raise ValueError for a sequence without the blocks between its committed tokens and those of `skip_to`."""
+        """Raise ValueError for a sequence without the blocks from its committed tokens to the tokens of `skip_to`."""
         num_written, least = self._written(seq_id), self._tables[seq_id].num_arriving
         if num_written < least:
             raise ValueError(f"{seq_id!r} must have committed the {least} tokens of skip_to first, has {num_written}")
@@ -221,15 +221,15 @@ class WindowGroup(GroupManager[Claim]):
 
     @uninterrupted
     def hold(self, ids: PathIds) -> HeldWindow:
-        """Hold blocks beside those of a prefix while a thread reads them, see WindowBlocks.to_hold."""
+        """Hold blocks beside the blocks of a prefix while a thread reads them, see WindowBlocks.to_hold."""
         for seq_id in self._tables:
             self.move_on(seq_id)
         has = self.blocks.to_hold(ids)
         table = np.zeros(len(has), np.int32)
         table[has] = self.blocks.use(np.ascontiguousarray(ids[:, has]))
-        held = HeldWindow(table, has)
-        self._held.append(held)
-        return held
+        window = HeldWindow(table, has)
+        self._held.append(window)
+        return window
 
     @uninterrupted
     def let_go(self, held: HeldWindow) -> None:
@@ -315,7 +315,7 @@ class WindowGroup(GroupManager[Claim]):
         if set(self._swapped) != set(swapped):
             raise RuntimeError(f"windows know {list(self._swapped)} swapped, not {list(swapped)}")
         ids = [block_id for table in self._tables.values() for block_id in table.ids]
-        ids += [block_id for held in self._held for block_id in held.block_ids[held.has].tolist()]
+        ids += [block_id for window in self._held for block_id in window.block_ids[window.has].tolist()]
         self.blocks.check(ids, [host_id for swap in self._swapped.values() for host_id in swap.host_ids])
         for seq_id, table in self._tables.items():
             table.check(self._written(seq_id))

@@ -52,10 +52,10 @@ class WindowTable:
         """Return the table of a sequence that comes back with all of its tokens; see `needs_back`."""
         first = _first_back(blocks, num_written, swapped)
         table = cls(blocks, first, blocks.use(path[:, first : swapped.first]))
-        own = blocks.take(len(swapped.host_ids))
-        blocks.moves.add("swap_in", zip(swapped.host_ids, own, strict=True))
+        device_ids = blocks.take(len(swapped.host_ids))
+        blocks.moves.add("swap_in", zip(swapped.host_ids, device_ids, strict=True))
         blocks.host_pool.release(swapped.host_ids)
-        table.ids += own
+        table.ids += device_ids
         return table
 
     @property
@@ -69,8 +69,9 @@ class WindowTable:
         Args:
             full_ids: The tree's ids of the sequence's first places, int32.
         """
-        for place in range(max(self.num_cached, self.first), min(len(full_ids), self.end)):
-            self.ids[place - self.first] = self._blocks.cache(int(full_ids[place]), self.ids[place - self.first])
+        for block_index in range(max(self.num_cached, self.first), min(len(full_ids), self.end)):
+            index = block_index - self.first
+            self.ids[index] = self._blocks.cache(int(full_ids[block_index]), self.ids[index])
         self.num_cached = max(self.num_cached, len(full_ids))
 
     def leave(self, num_written: int) -> None:
@@ -84,9 +85,9 @@ class WindowTable:
 
     def shorten(self, end: int) -> None:
         """Give back the blocks from the place `end` on."""
-        kept = max(end - self.first, 0)
-        self._blocks.release(self.ids[kept:])
-        del self.ids[kept:]
+        num_kept = max(end - self.first, 0)
+        self._blocks.release(self.ids[num_kept:])
+        del self.ids[num_kept:]
 
     def num_to_extend(self, num_written: int, end: int) -> int:
         """Return how many blocks `extend` takes."""
@@ -100,11 +101,11 @@ class WindowTable:
     def extend(self, num_written: int, end: int) -> None:
         """Make room up to the place `end`. A partly filled block that a fork shares is replaced by a copy."""
         if self._is_shared(num_written):
-            place = num_written // self._blocks.block_size - self.first
-            shared, (own,) = self.ids[place], self._blocks.take(1)
-            self._blocks.moves.add("copy", [(shared, own)])
-            self._blocks.release([shared])
-            self.ids[place] = own
+            index = num_written // self._blocks.block_size - self.first
+            shared_id, (own_id,) = self.ids[index], self._blocks.take(1)
+            self._blocks.moves.add("copy", [(shared_id, own_id)])
+            self._blocks.release([shared_id])
+            self.ids[index] = own_id
         self.ids += self._blocks.take(max(end - self.end, 0))
 
     def num_to_skip(self, num_tokens: int) -> int:
@@ -112,12 +113,12 @@ class WindowTable:
         return max(num_tokens // self._blocks.block_size - max(self.end, self._first_before(num_tokens)), 0)
 
     def skip_to(self, num_tokens: int) -> None:
-        """Hold the last window before so many tokens alone: whole blocks, written from elsewhere where some lack."""
+        """Hold only the last window before `num_tokens` tokens: whole blocks, written from elsewhere if missing."""
         end, first = num_tokens // self._blocks.block_size, self._first_before(num_tokens)
-        kept = min(max(first - self.first, 0), len(self.ids))
-        self._blocks.release(self.ids[:kept])
-        self.ids = self.ids[kept:]
-        self.first = first if not self.ids else self.first + kept
+        num_passed = min(max(first - self.first, 0), len(self.ids))
+        self._blocks.release(self.ids[:num_passed])
+        self.ids = self.ids[num_passed:]
+        self.first = first if not self.ids else self.first + num_passed
         self.ids += self._blocks.take(max(end - self.end, 0))
         self.num_cached, self.num_arriving = max(self.num_cached, self.first), num_tokens
 
@@ -128,9 +129,9 @@ class WindowTable:
     def swap_out(self, num_written: int) -> SwappedWindow:
         """Give all blocks back. Those that are not cached go to the host, where there is room for them."""
         first = max(self.num_cached, self.first)
-        own = self.ids[first - self.first :][: self.num_own(num_written)]
-        host_ids = self._blocks.take_host(len(own))
-        self._blocks.moves.add("swap_out", zip(own, host_ids, strict=True))
+        own_ids = self.ids[first - self.first :][: self.num_own(num_written)]
+        host_ids = self._blocks.take_host(len(own_ids))
+        self._blocks.moves.add("swap_out", zip(own_ids, host_ids, strict=True))
         self.release()
         return SwappedWindow(first, host_ids)
 
@@ -184,15 +185,15 @@ class WindowTable:
             raise RuntimeError(f"a sequence needs blocks [{first}, {end}), has [{self.first}, {self.end})")
 
     def _first_before(self, num_tokens: int) -> int:
-        """Return the place of the first block of the last window before so many tokens, whole blocks."""
+        """Return the place of the first block of the last window before `num_tokens` tokens, whole blocks."""
         return min(self._blocks.first_block(num_tokens), num_tokens // self._blocks.block_size)
 
     def _is_shared(self, num_written: int) -> bool:
         """Whether the next token goes into a block that another sequence has, too."""
-        place, offset = divmod(num_written, self._blocks.block_size)
-        if offset == 0 or not self.first <= place < self.end:
+        block_index, offset = divmod(num_written, self._blocks.block_size)
+        if offset == 0 or not self.first <= block_index < self.end:
             return False
-        return self._blocks.pool.ref_count(self.ids[place - self.first]) > 1
+        return self._blocks.pool.ref_count(self.ids[block_index - self.first]) > 1
 
 
 def needs_back(blocks: WindowBlocks, path: PathIds, num_written: int, swapped: SwappedWindow) -> PathIds | None:

@@ -114,7 +114,7 @@ class Windows(Sequence[WindowGroup]):
 
         Raises:
             OutOfBlocks: The tokens do not fit into a window's group. No room is made.
-            ValueError: `num_tokens` or what is committed is out of range, or amid a block.
+            ValueError: `num_tokens` or the number of committed tokens is out of range, or amid a block.
         """
         self._checked_ends([seq_id], [num_tokens])
         num_written = self._sequences.state(seq_id).num_written
@@ -132,8 +132,8 @@ class Windows(Sequence[WindowGroup]):
             path: The tree's ids of the sequence's cached blocks, int32 [2, num_blocks].
             num_tokens: Tokens of these.
         """
-        each = [window.blocks for window in self._windows]
-        return all(blocks.num_left_by(path[:, blocks.first_block(num_tokens) :]) > 0 for blocks in each)
+        pools = [window.blocks for window in self._windows]
+        return all(blocks.num_left_by(path[:, blocks.first_block(num_tokens) :]) > 0 for blocks in pools)
 
     # --- inside ---
 

@@ -37,9 +37,9 @@ def begin(
         OutOfBlocks: The tokens do not fit. Nothing is changed.
     """
     try:
-        given = None
+        outcome = None
         if not space.tree.has_host_tier:
-            given = sequences.rows.begin(
+            outcome = sequences.rows.begin(
                 sequences.on_device,
                 seq_id,
                 tokens,
@@ -50,10 +50,20 @@ def begin(
                 num_spare,
                 is_counted,
             )
-        if given is None:
-            about = tokens, namespace, priority, num_left_over, share_parts, num_spare, is_counted
-            return _begin_by_moves(space, sequences, seq_id, *about)
-        num_cached, num_evicted, part_from, part_to, block_ids = given
+        if outcome is None:
+            return _begin_by_moves(
+                space,
+                sequences,
+                seq_id,
+                tokens,
+                namespace,
+                priority,
+                num_left_over,
+                share_parts=share_parts,
+                num_spare=num_spare,
+                is_counted=is_counted,
+            )
+        num_cached, num_evicted, part_from, part_to, block_ids = outcome
         if part_from >= 0:
             space.add_move("copy", [(part_from, part_to)])
         num_part = num_cached % space.block_size
@@ -88,15 +98,15 @@ def _begin_by_moves(
     try:
         space.check_room(num_blocks - match.num_device_blocks, num_spare)
         part = space.tree.match_part(match, tokens, num_left_over) if share_parts else None
-        taken = _with_or_without(space, part, give)
+        own_ids = _with_or_without(space, part, give)
     except BaseException:
         space.tree.release(match)
         raise
-    num_part = space.copy_part(part, taken) if part and not part.match.is_released else 0
+    num_part = space.copy_part(part, own_ids) if part and not part.match.is_released else 0
     num_matched = match.num_tokens
     num_cached = num_matched + num_part
     pending = tokens[num_matched:num_cached]
-    row = sequences.add(seq_id, match, taken, pending, len(tokens), num_cached, namespace)
+    row = sequences.add(seq_id, match, own_ids, pending, len(tokens), num_cached, namespace)
     return Allocation(num_cached, sequences.rows.ids(row))
 
 

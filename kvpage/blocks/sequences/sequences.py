@@ -32,7 +32,7 @@ class Sequences:
         return len(self.on_device) + len(self.swapped)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold so many tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def check_new(self, seq_id: SeqId) -> None:

@@ -61,11 +61,11 @@ def swap_in(
     match, _ = space.match(tokens, swapped.namespace, swapped.priority, num_left_over)
     try:
         num_blocks = max(sequences.blocks_for(len(tokens)) - _num_left(swapped, match), match.num_blocks)
-        taken = space.give(match, num_blocks, num_spare)
+        own_ids = space.give(match, num_blocks, num_spare)
     except BaseException:
         space.tree.release(match)
         raise
-    return resume(space, sequences, seq_id, tokens, match, taken, is_caching)
+    return resume(space, sequences, seq_id, tokens, match, own_ids, is_caching)
 
 
 def resume(
@@ -100,17 +100,17 @@ def _num_left(swapped: SwappedState, match: Match) -> int:
 
 
 def _bring_back(
-    space: BlockSpace, swapped: SwappedState, match: Match, taken: Ids, tokens: Ids, is_caching: bool
+    space: BlockSpace, swapped: SwappedState, match: Match, own_ids: Ids, tokens: Ids, is_caching: bool
 ) -> tuple[int, Ids]:
-    """Move host blocks into the first of `taken`, unless cached blocks before them are gone.
+    """Move host blocks into the first of `own_ids`, unless cached blocks before them are gone.
 
-    Return the number of written tokens, and those of them that are not in the tree.
+    Return the number of written tokens, and the written tokens that are not in the tree.
     """
     num_blocks = match.num_blocks
     num_written, pending = match.num_tokens, tokens[:0]
     if num_blocks >= swapped.first_block:
-        kept = swapped.host_ids[num_blocks - swapped.first_block :]
-        space.add_move("swap_in", zip(kept.tolist(), taken.tolist(), strict=False))
+        host_ids = swapped.host_ids[num_blocks - swapped.first_block :]
+        space.add_move("swap_in", zip(host_ids.tolist(), own_ids.tolist(), strict=False))
         if match.num_tokens < swapped.num_written:
             num_written = swapped.num_written
             is_shared = is_caching and not swapped.is_private

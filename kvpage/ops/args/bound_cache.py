@@ -139,7 +139,10 @@ class BoundCache:
         if self._geometry is None:
             tensors = [tensor for view in self.views if view is not None for tensor in (view.rows, view.scales)]
             scales = () if self.scales is None else (self.scales.key, self.scales.value)
-            described = [None if one is None else (one.dtype, one.shape, one.stride()) for one in (*tensors, *scales)]
+            described = [
+                None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
+                for tensor in (*tensors, *scales)
+            ]
             self._geometry = self.device, self.shape, self.value_size, self.row_dtypes, *described
         return self._geometry
 

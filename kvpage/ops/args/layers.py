@@ -60,12 +60,12 @@ class KnownLayers:
         known = None if places is None else self._known.get((layout, is_written, places))
         if known is not None:
             return known
-        found = _checked(caches, layout, is_written)
+        layers = _checked(caches, layout, is_written)
         if places is not None:
             if len(self._known) >= self._capacity:
                 self._known.clear()
-            self._known[layout, is_written, places] = found
-        return found
+            self._known[layout, is_written, places] = layers
+        return layers
 
 
 def _places(caches: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:

@@ -13,13 +13,13 @@ from kvpage.ops.args.tokens import Lengths, host_lengths, length_bound, native_t
 class Sequences:
     """Sequences in the blocks of caches on one device, all with the same number of blocks of the same size.
 
-    It keeps its tensors alive. Their contents are read at each call; those of lengths on the host when it is made.
+    It keeps its tensors alive. Their contents are read at each call; lengths on the host are read when it is made.
 
     Args:
         cache: A layer's cache; the others must have as many blocks of the same size.
         num_tokens: Rows of the query, of all sequences.
         block_tables: int32 [num_seqs, max_blocks] on the cache's device.
-        seq_lens: [num_seqs] tokens of each sequence in the cache, those of its queries included: on the host, or int32
+        seq_lens: [num_seqs] tokens of each sequence in the cache, its queries included: on the host, or int32
             or int64 on the cache's CUDA device.
         query_lens: [num_seqs] queries of each sequence, likewise. Default: one each.
         max_query_len: A bound of query_lens. Default: the largest, or num_tokens where the host does not know it.
@@ -76,8 +76,8 @@ class Sequences:
             self.seq_lens = host_lengths("seq_lens", seq_lens, num_seqs, capacity)
             self.query_lens = [1] * num_seqs
             if query_lens is not None or not num_tokens:
-                given = self.query_lens if query_lens is None else query_lens
-                self.query_lens = host_lengths("query_lens", given, num_seqs, num_tokens)
+                lengths = self.query_lens if query_lens is None else query_lens
+                self.query_lens = host_lengths("query_lens", lengths, num_seqs, num_tokens)
         counts = [1] if self.query_lens is None else self.query_lens
         self.max_query_len = length_bound("max_query_len", max_query_len, _listed(counts), num_tokens)
         self.max_seq_len = length_bound("max_seq_len", max_seq_len, _listed(self.seq_lens), capacity)
@@ -85,7 +85,7 @@ class Sequences:
         self._uploaded: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._host_lengths: tuple[list[int], list[int]] | None = None
         self.plans: dict[Any, Any] = {}
-        self.launches: dict[Any, Any] = {}  # those of layers so far, by the form of their rows
+        self.launches: dict[Any, Any] = {}  # of layers so far, by the form of their rows
 
     @classmethod
     def of_step(
@@ -136,7 +136,7 @@ class Sequences:
         return (self.seq_lens, self.query_lens) if isinstance(self.query_lens, list) else None
 
     def forget_host_lengths(self) -> None:
-        """Let nothing be planned by lengths of the host from now on: those of the device will be others."""
+        """Let nothing be planned by lengths of the host from now on: lengths of the device will differ."""
         self._host_lengths = None
 
     def check(self, cache: BoundCache, num_tokens: int) -> None:

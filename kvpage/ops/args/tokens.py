@@ -80,7 +80,7 @@ COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def row_dtypes(layout: CacheLayout) -> tuple[torch.dtype, ...]:
-    """What rows may be made of: the cache's dtype, or what is quantised on the way in and back on the way out."""
+    """The dtypes of rows: the cache's dtype, or dtypes that are quantised on the way in and restored after."""
     if not layout.is_quantized:
         return (layout.dtype,)
     return COMPUTE_DTYPES if layout.has_token_scales else (*COMPUTE_DTYPES, layout.dtype)

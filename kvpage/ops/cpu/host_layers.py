@@ -92,7 +92,7 @@ def host_rms_norm(
     rounds_before_weight: bool,
     num_threads: int,
 ) -> torch.Tensor | None:
-    """Return kvpage.ops.rms_norm of rows as above; None for all unusual weights. Arguments are as those of rms_norm."""
+    """Return kvpage.ops.rms_norm of rows as above; None for all unusual weights. Arguments are as of rms_norm."""
     dtype = rows.dtype
     if not is_host_weight(weight, dtype) or rows.shape[-1:] != weight.shape or not len(weight):
         return None

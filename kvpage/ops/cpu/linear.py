@@ -6,7 +6,7 @@
 Weights are read where they lie, so a change of a weight is seen at once. A row's result depends on this row and on the
 weights alone: it is the same, bit by bit, whatever other rows there are and however many threads.
 
-The core takes tensors on the CPU that need no gradient, whose dtypes are one of those of `has_fast_linear`. Whatever
+The core takes tensors on the CPU that need no gradient, of dtypes for which `has_fast_linear` is true. Whatever
 else comes goes to torch, with torch's own rounding and errors.
 """
 
@@ -65,17 +65,17 @@ def linear(
             memory. A tensor has no memory for its elements.
         RuntimeError: Shapes, dtypes or devices do not fit; these errors are torch's.
     """
-    given = (x, weight) if bias is None else (x, weight, bias)
-    if not _is_native(given) or not _fits(x, weight, bias):
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    if not _is_native(operands) or not _fits(x, weight, bias):
         check_memory(x=x, weight=weight, bias=bias, out=out)
         return written(F.linear(x, weight, bias), out)
-    if out is not None and meets(out, given):
+    if out is not None and meets(out, operands):
         return written(linear(x, weight, bias), out)
     out = target_of(x, weight.shape[0], out)
     rows, results = as_rows(x), as_rows(out)
-    held = weight if weight.stride(1) == 1 else weight.contiguous()
+    dense_weight = weight if weight.stride(1) == 1 else weight.contiguous()
     addend = None if bias is None else flat(bias)  # held until the call is over, as is the weight
-    _multiply(rows, held, None, addend, results, 0)
+    _multiply(rows, dense_weight, None, addend, results, 0)
     return out if results.data_ptr() == out.data_ptr() else out.copy_(results.view(out.shape))
 
 
@@ -112,7 +112,7 @@ def gated_linear(
         return written(gated_linear(x, gate, up, activation), out)
     out = target_of(x, gate.shape[0], out)
     rows, results = as_rows(x), as_rows(out)
-    weights = [each if each.stride(1) == 1 else each.contiguous() for each in (gate, up)]
+    weights = [weight if weight.stride(1) == 1 else weight.contiguous() for weight in (gate, up)]
     _multiply(rows, weights[0], weights[1], None, results, number)
     return out if results.data_ptr() == out.data_ptr() else out.copy_(results.view(out.shape))
 

@@ -131,10 +131,10 @@ def _is_norm_native(tensors: tuple[torch.Tensor, ...]) -> bool:
     return is_plain(tensors) and tensors[0].dtype in ROW_TYPES
 
 
-def _check_tensors(**given: object) -> None:
-    for name, one in given.items():
-        if not isinstance(one, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(one).__name__}")
+def _check_tensors(**tensors: object) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
 
 
 def _check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -112,8 +112,8 @@ def result_of(x: torch.Tensor, num_columns: int, out: torch.Tensor | None) -> to
     if out.requires_grad:
         raise ValueError("out must not require a gradient, got a tensor that does")
     if out.shape != shape or out.dtype != x.dtype or out.device != x.device:
-        found = f"{tuple(out.shape)} of {out.dtype} on {out.device}"
-        raise ValueError(f"out must be {shape} of {x.dtype} on {x.device}, got {found}")
+        description = f"{tuple(out.shape)} of {out.dtype} on {out.device}"
+        raise ValueError(f"out must be {shape} of {x.dtype} on {x.device}, got {description}")
     return out
 
 

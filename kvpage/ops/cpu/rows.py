@@ -14,14 +14,14 @@ def native_parts(cache: BoundCache, key: torch.Tensor, value: torch.Tensor | Non
     native = cache.native
     parts = [_part(cache, native.key_blocks, row_view(key), key.dtype, key.shape[-1], native.key_scale)]
     if value is not None:
-        place = row_view(value)
-        parts.append(_part(cache, native.value_blocks, place, value.dtype, value.shape[-1], native.value_scale))
+        value_rows = row_view(value)
+        parts.append(_part(cache, native.value_blocks, value_rows, value.dtype, value.shape[-1], native.value_scale))
     return parts
 
 
 def _part(
-    cache: BoundCache, blocks: _C.KVPart, place: Place, dtype: torch.dtype, size: int, scale: tuple[int, int]
+    cache: BoundCache, blocks: _C.KVPart, rows: Place, dtype: torch.dtype, size: int, scale: tuple[int, int]
 ) -> TokenPart:
     if dtype == cache.tensor.dtype:
-        return (blocks, *place, BITS, 0, size, 0, 0)
-    return (blocks, *place, ROW_TYPES[dtype], cache.native.codec, size, *scale)
+        return (blocks, *rows, BITS, 0, size, 0, 0)
+    return (blocks, *rows, ROW_TYPES[dtype], cache.native.codec, size, *scale)

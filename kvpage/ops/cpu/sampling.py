@@ -20,11 +20,11 @@ def sample_host_rows(logits: torch.Tensor, records: torch.Tensor, positions: tor
         if record.counts and not record.words:
             raise ValueError(f"records must have a table of words where tokens are counted, got none in row {row}")
     if any(record.words or record.biases for record in rules):
-        each = zip(logits, rules, positions.tolist(), strict=True)
-        logits = torch.stack([ruled_logits(row, record, position) for row, record, position in each])
-    place = (logits.data_ptr(), logits.stride(0) * logits.element_size(), ROW_TYPES[logits.dtype], *logits.shape)
+        triples = zip(logits, rules, positions.tolist(), strict=True)
+        logits = torch.stack([ruled_logits(row, record, position) for row, record, position in triples])
+    matrix = (logits.data_ptr(), logits.stride(0) * logits.element_size(), ROW_TYPES[logits.dtype], *logits.shape)
     chosen = np.empty(len(rules), np.int32)
-    _C.sample_rows(place, _numbers(records, positions), [], [], chosen, torch.get_num_threads())
+    _C.sample_rows(matrix, _numbers(records, positions), [], [], chosen, torch.get_num_threads())
     out.copy_(torch.from_numpy(chosen))
     for record, token in zip(rules, chosen.tolist(), strict=True):
         count_chosen(record, token, logits.shape[1])

@@ -1,4 +1,4 @@
-"""The choice of a token from each row of logits: on a CUDA device by Triton kernels that nobody waits for."""
+"""The choice of a token from each row of logits: on a CUDA device by Triton kernels, for which no call waits."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ def can_sample_rows(logits: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMemory:
-    """What `sample_rows` works in, for one call at a time. Its addresses stay, so that a CUDA graph may hold them.
+    """Memory in which `sample_rows` works, a call at a time. Its addresses stay, so that a CUDA graph may hold them.
 
     Args:
         vocab_size: logits of a row.
@@ -68,8 +68,7 @@ class SamplingMemory:
         shape = num_rows, num_surveyed_blocks(vocab_size)
         tops = torch.empty(shape, dtype=torch.float32, device=device)
         shares, lists = tops.new_empty(shape, dtype=torch.int64), tops.new_empty(shape, dtype=torch.int32)
-        held = lists.new_empty((num_rows, 2, CAPACITY))
-        return cls(vocab_size, tops, shares, lists, held)
+        return cls(vocab_size, tops, shares, lists, held=lists.new_empty((num_rows, 2, CAPACITY)))
 
     @classmethod
     def of(cls, logits: torch.Tensor, *tensors: torch.Tensor | None) -> "SamplingMemory | None":
@@ -85,18 +84,18 @@ class SamplingMemory:
         Raises:
             ValueError: some are missing, or they are not as `make` makes them for this vocabulary.
         """
-        given = [tensor for tensor in tensors if tensor is not None]
-        if not given:
+        parts = [tensor for tensor in tensors if tensor is not None]
+        if not parts:
             return None
         check_plain("logits", logits)
-        if len(given) != len(tensors) or logits.dim() != 2 or not logits.shape[1]:
-            raise ValueError(f"memory must be all of tops, shares, lists and held, for rows, got {len(given)} of them")
-        made = cls.make(max(len(given[0]), 1), logits.shape[1], "meta")
-        for tensor, name in zip(given, ("tops", "shares", "lists", "held"), strict=True):
+        if len(parts) != len(tensors) or logits.dim() != 2 or not logits.shape[1]:
+            raise ValueError(f"memory must be all of tops, shares, lists and held, for rows, got {len(parts)} of them")
+        made = cls.make(max(len(parts[0]), 1), logits.shape[1], "meta")
+        for tensor, name in zip(parts, ("tops", "shares", "lists", "held"), strict=True):
             like = getattr(made, name)
             check_writable(name, tensor)
             _check_column(name, tensor, tuple(like.shape), like.dtype, logits.device)
-        return cls(logits.shape[1], *given)
+        return cls(logits.shape[1], *parts)
 
     def serves(self, num_rows: int, vocab_size: int, device: torch.device) -> bool:
         """Return whether it is for such logits.
@@ -133,7 +132,7 @@ def sample_rows(
         positions: int64 [num_rows], contiguous: how many tokens each row's sequence has generated.
         out: int32 [num_rows], contiguous: takes the tokens; -1 for rows that hold NaN or +inf, or no finite number,
             before or after their rules.
-        memory: for at least so many rows and exactly this vocabulary. None on a CPU, which needs none.
+        memory: for at least that many rows and exactly this vocabulary. None on a CPU, which needs none.
 
     Raises:
         TypeError: an argument is no tensor.

@@ -140,8 +140,8 @@ def _parts(
 ) -> list[tuple[Any, KVView, torch.Tensor | None]]:
     """(rows, view, scale) of K and of V; of K alone where there is no value part."""
     views = layout.views(cache)
-    given = (None, None) if scales is None else (scales.key, scales.value)
-    return [(row, view, scale) for row, view, scale in zip(rows, views, given, strict=True) if view is not None]
+    part_scales = (None, None) if scales is None else (scales.key, scales.value)
+    return [(row, view, scale) for row, view, scale in zip(rows, views, part_scales, strict=True) if view is not None]
 
 
 def gather_into(
@@ -185,8 +185,8 @@ def store_chunk(
     """
     places = _places(block_ids, start, chunk.shape[2], layout)
     for layer, cache in enumerate(caches):
-        given = None if scales is None else scales[layer]
-        for part, (_, view, scale) in enumerate(_parts((None, None), cache, layout, given)):
+        layer_scales = None if scales is None else scales[layer]
+        for part, (_, view, scale) in enumerate(_parts((None, None), cache, layout, layer_scales)):
             if chunk.dtype == torch.int8 and view.scales is not None:
                 chunk[layer, part, ..., :-4] = view.read(*places, chunk.shape[4] - 4)
                 chunk[layer, part, ..., -4:] = view.scales[places].unsqueeze(2).view(torch.int8)
@@ -205,8 +205,8 @@ def load_chunk(
     """The tokens from `start` on of a sequence's blocks become chunk's; see store_chunk."""
     places = _places(block_ids, start, chunk.shape[2], layout)
     for layer, cache in enumerate(caches):
-        given = None if scales is None else scales[layer]
-        for part, (_, view, scale) in enumerate(_parts((None, None), cache, layout, given)):
+        layer_scales = None if scales is None else scales[layer]
+        for part, (_, view, scale) in enumerate(_parts((None, None), cache, layout, layer_scales)):
             rows = chunk[layer, part].to(cache.device)
             if rows.dtype == torch.int8 and view.scales is not None:
                 view.write(*places, rows[..., :-4])
@@ -236,7 +236,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Softmax attention of query_lens[i] tokens of each sequence to the keys that they see of its seq_lens[i] tokens.
 
-    All in fp32. The options are those of `attention`, or are given by name.
+    All in fp32. The options come in `attention`, or by name.
     """
     attention = Attention.of(attention, options)
     query_lens = torch.ones_like(seq_lens) if query_lens is None else query_lens
@@ -302,8 +302,8 @@ def mix_rows(
     if out_slots is None:
         out.copy_(mixed)
         return
-    kept = out_slots[out_slots >= 0]
-    out[kept // out.shape[1], kept % out.shape[1]] = mixed[out_slots >= 0]
+    used_slots = out_slots[out_slots >= 0]
+    out[used_slots // out.shape[1], used_slots % out.shape[1]] = mixed[out_slots >= 0]
 
 
 def rotated(rows: torch.Tensor, rotation: Rotation) -> torch.Tensor:

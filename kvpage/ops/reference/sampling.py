@@ -45,20 +45,20 @@ def ruled_logits(row: torch.Tensor, record: SamplingRecord, position: int) -> to
     """Return a row after the rules that name tokens, fp32; +inf for all that are no numbers, before or after."""
     row = row.float()
     is_number = row < math.inf
-    found = row
+    logits = row
     if record.biases:
-        found = found + _table(record.biases, len(row), torch.float32)
+        logits = logits + _table(record.biases, len(row), torch.float32)
     if record.words:
         words = _table(record.words, len(row), torch.int32)
         counts = (words & COUNT_BITS).float()
         taken_off = record.presence * (counts > 0).float() + record.frequency * counts
         repetition = torch.tensor(record.repetition)
-        scaled = torch.where(found < 0, found * repetition, found / repetition)
-        found = torch.where((words & (SEEN | COUNT_BITS)) != 0, scaled - taken_off, found)
+        scaled = torch.where(logits < 0, logits * repetition, logits / repetition)
+        logits = torch.where((words & (SEEN | COUNT_BITS)) != 0, scaled - taken_off, logits)
         barred = SUPPRESSED | (ENDS if position < record.barred_until else 0)
         barred |= NOT_FIRST if position == record.first_at else 0
-        found = torch.where((words & barred) != 0, -math.inf, found)
-    return torch.where(is_number & (found < math.inf), found, math.inf)
+        logits = torch.where((words & barred) != 0, -math.inf, logits)
+    return torch.where(is_number & (logits < math.inf), logits, math.inf)
 
 
 def sample_row(logits: torch.Tensor, record: SamplingRecord, position: int) -> int:

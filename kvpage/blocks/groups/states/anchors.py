@@ -51,11 +51,11 @@ class Anchors:
         ids: int32 [2, num_blocks].
         learns: Whether they learn the ids that they have got meanwhile. Otherwise nothing is changed.
         """
-        place, index = self.table.find_last(ids, ids.shape[1], learns)
-        while place >= 0:
+        block_index, index = self.table.find_last(ids, ids.shape[1], learns)
+        while block_index >= 0:
             if (anchor := self._at[index]) is not None:
                 yield anchor
-            place, index = self.table.find_last(ids, place, learns)
+            block_index, index = self.table.find_last(ids, block_index, learns)
 
     def seek(self, device_id: int, host_id: int) -> Anchor | None:
         """Return the valid anchor of a cached block. Nothing is changed."""

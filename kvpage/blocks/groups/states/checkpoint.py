@@ -67,11 +67,11 @@ class Anchor:
         start = self.num_blocks * block_size
         rest = tokens[start : min(most, start + block_size)].tobytes()
         longest = -1
-        found: Checkpoint | None = None
+        best: Checkpoint | None = None
         for tail, checkpoint in self.tails.items():
             if len(tail) > longest and rest.startswith(tail):
-                longest, found = len(tail), checkpoint
-        return found
+                longest, best = len(tail), checkpoint
+        return best
 
     def nearest(self, rest: bytes) -> bytes:
         """Return the tail that has most leading tokens in common with `rest`; an empty one if there are none.

@@ -47,18 +47,18 @@ class EvictedCheckpoints:
             block_size: Tokens of a block.
         """
         return [
-            one.num_tokens
-            for one in self._last
-            if one.namespace == namespace
-            and tokens[one.num_blocks * block_size : one.num_tokens].tobytes() == one.tail
-            and self._is_on_path(one, ids)
+            evicted.num_tokens
+            for evicted in self._last
+            if evicted.namespace == namespace
+            and tokens[evicted.num_blocks * block_size : evicted.num_tokens].tobytes() == evicted.tail
+            and self._is_on_path(evicted, ids)
         ]
 
-    def _is_on_path(self, one: Evicted, ids: Ids) -> bool:
-        place = one.num_blocks - 1
-        if place < 0 or place >= ids.shape[1]:
-            return place < 0
+    def _is_on_path(self, evicted: Evicted, ids: Ids) -> bool:
+        block_index = evicted.num_blocks - 1
+        if block_index < 0 or block_index >= ids.shape[1]:
+            return block_index < 0
         return any(
-            ids[tier, place] == block_id and self._is_current(tier, block_id, generation)
-            for tier, block_id, generation in one.uses
+            ids[tier, block_index] == block_id and self._is_current(tier, block_id, generation)
+            for tier, block_id, generation in evicted.uses
         )

@@ -1,6 +1,7 @@
-"""HeldCheckpoints: the checkpoints of a prompt, kept where they are while somebody reads them: a store, in a thread."""
+"""HeldCheckpoints: the checkpoints of a prompt, kept where they are while a store reads them in a thread."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvpage.blocks.states import Ids
 
 
 class HeldCheckpoint(NamedTuple):
-    """One of them.
+    """A checkpoint on the device, for a reader.
 
     Attributes:
         num_tokens: The position.
@@ -44,8 +45,8 @@ class HeldCheckpoints:
         self._match = space.tree.match(tokens, namespace, num_left_over=0, is_hit=False)
         if self._match.num_device_blocks < self._match.num_blocks:
             space.tree.trim(self._match)
-        found = sorted(_all_of(states, self._match, tokens, namespace), key=lambda one: one.num_tokens)
-        self._held = [one for one in found if not one.is_on_host]
+        checkpoints = sorted(_all_of(states, self._match, tokens, namespace), key=attrgetter("num_tokens"))
+        self._held = [checkpoint for checkpoint in checkpoints if not checkpoint.is_on_host]
         for checkpoint in self._held:
             states.hold(checkpoint)
         self.each = [self._held_one(checkpoint) for checkpoint in self._held]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from kvpage.blocks.groups.states.checkpoint import MarkKind
 from kvpage.checks.values import as_integer, as_list
 
-MIN_SAVED = 64  # tokens that a checkpoint saves, where nobody has named it: taking it costs as much as some 40
+MIN_SAVED = 64  # tokens that a checkpoint saves, where no caller has named it: taking it costs as much as some 40
 
 
 class Mark(NamedTuple):
@@ -58,7 +58,7 @@ def marks_of_prompt(
         num_tokens: Tokens of the prompt.
         wanted: Positions and kinds. Those up to `num_cached` are left out: their state is not passed any more.
         num_cached: Tokens that are not computed again.
-        every: Every so many tokens are marked, too; None: not.
+        every: Tokens from one regular mark to the next; None for no regular marks.
     """
     marks: dict[int, Mark] = {}
     positions = range((num_cached // every + 1) * every, num_tokens + 1, every) if every else ()

@@ -55,16 +55,17 @@ def reach_of_state(space: BlockSpace, states: StateSpace, tokens: Ids, namespace
     most, size = max(len(tokens) - 1, 0), space.block_size
     ids = space.tree.look(tokens, namespace)[0]
     positions = _positions(states.anchors, ids, tokens, namespace, size)
-    below = _begins_at([one for one in positions if one <= most], _num_on_device(ids), size, space.rule)
-    above = min((one for one in positions if one > below), default=None)
+    below = _begins_at([position for position in positions if position <= most], _num_on_device(ids), size, space.rule)
+    above = min((position for position in positions if position > below), default=None)
     reach = GroupReach("state", below, Ending.NO_CHECKPOINT, below=below or None, above=above)
     if below >= most:
         return replace(reach, ending=Ending.PROMPT)
     if above is not None and above <= most:
         return replace(reach, ending=Ending.NOT_WORTH_LOADING)
-    evicted = [one for one in states.evicted.positions(ids, tokens, namespace, size) if below < one <= most]
-    if evicted:
-        return replace(reach, ending=Ending.EVICTED, above=min(evicted))
+    evicted = states.evicted.positions(ids, tokens, namespace, size)
+    usable = [position for position in evicted if below < position <= most]
+    if usable:
+        return replace(reach, ending=Ending.EVICTED, above=min(usable))
     return reach
 
 
@@ -78,16 +79,16 @@ def _begins_at(positions: list[int], num_on_device: int, block_size: int, rule: 
     num_host = longest // block_size - num_on_device
     if num_host <= 0 or rule is None or rule.should_load(num_host):
         return longest
-    return max((one for one in positions if one // block_size <= num_on_device), default=0)
+    return max((position for position in positions if position // block_size <= num_on_device), default=0)
 
 
 def _positions(anchors: Anchors, ids: Ids, tokens: Ids, namespace: bytes, block_size: int) -> list[int]:
     """Return the positions of all checkpoints of a prompt."""
-    found = [anchors.root(namespace), *anchors.on_path(ids, learns=False)]
+    path = [anchors.root(namespace), *anchors.on_path(ids, learns=False)]
     return [
-        one.num_tokens
-        for anchor in found
+        checkpoint.num_tokens
+        for anchor in path
         if anchor is not None
-        for one in anchor.tails.values()
-        if tokens[anchor.num_blocks * block_size : one.num_tokens].tobytes() == one.tail
+        for checkpoint in anchor.tails.values()
+        if tokens[anchor.num_blocks * block_size : checkpoint.num_tokens].tobytes() == checkpoint.tail
     ]

@@ -100,7 +100,7 @@ class SequenceStates:
             if slot is not None:
                 running.reserved[mark.num_tokens] = slot
                 running.marks[mark.num_tokens] = mark._replace(tail=None)
-        return sorted(one for one in running.reserved.items() if start < one[0] <= end)
+        return sorted(item for item in running.reserved.items() if start < item[0] <= end)
 
     def mark(self, seq_id: SeqId, position: int) -> None:
         """Mark one more position, where a prompt parts from this one."""
@@ -113,8 +113,9 @@ class SequenceStates:
         seq, size = self._sequences.state(seq_id), self._sequences.block_size
         begin = seq.num_written - len(seq.pending)
         known = np.concatenate([seq.pending, tokens])
-        passed = [one for one in self.running[seq_id].reserved if seq.num_written < one <= begin + len(known)]
-        return {one: known[one - one % size - begin : one - begin].tobytes() for one in passed}
+        end, reserved = begin + len(known), self.running[seq_id].reserved
+        passed = [position for position in reserved if seq.num_written < position <= end]
+        return {position: known[position - position % size - begin : position - begin].tobytes() for position in passed}
 
     def set_tails(self, seq_id: SeqId, tails: dict[int, bytes]) -> None:
         """Note the tails of marks whose tokens are committed now, and copy their K and V while all blocks are there.
@@ -203,13 +204,13 @@ class SequenceStates:
         for seq_id, run in running.items():
             if run.slot is not None and run.is_on_host != (seq_id in sequences.swapped):
                 raise RuntimeError(f"the state of {seq_id!r} is in another tier than its sequence")
-        held = [slot for run in running.values() for slot in run.reserved.values()]
-        num_marks, held_on_host = len(held), list[int]()
+        device_slots = [slot for run in running.values() for slot in run.reserved.values()]
+        num_marks, host_slots = len(device_slots), list[int]()
         for run in running.values():
             if run.slot is not None:
-                (held_on_host if run.is_on_host else held).append(run.slot)
-        _check_tier("device", states.device, [*held, *states.read_slots])
-        _check_tier("host", states.host, held_on_host)
+                (host_slots if run.is_on_host else device_slots).append(run.slot)
+        _check_tier("device", states.device, [*device_slots, *states.read_slots])
+        _check_tier("host", states.host, host_slots)
         num_kept = states.device.num_checkpoints + len(states.held_slots) + num_marks
         if num_kept != states.num_kept or num_kept > states.most_kept:
             raise RuntimeError(
@@ -230,8 +231,8 @@ class SequenceStates:
         )
 
     def _shares(self, seq_id: SeqId, other_id: SeqId) -> bool:
-        one, other = self._sequences.state(seq_id), self._sequences.state(other_id)
-        return one.namespace == other.namespace and not other.is_private
+        seq, other = self._sequences.state(seq_id), self._sequences.state(other_id)
+        return seq.namespace == other.namespace and not other.is_private
 
     def _can_keep(self, seq_id: SeqId, position: int) -> bool:
         """Return whether others may find a state of the sequence: the blocks before it are in the tree."""
@@ -241,10 +242,10 @@ class SequenceStates:
 
     def _keep(self, seq_id: SeqId, slot: int, mark: Mark, is_mark: bool = False, goes_on: bool = False) -> Checkpoint:
         running = self.running[seq_id]
-        kept = self._states.keep(slot, self._prefix(seq_id, mark), running.last, is_mark, goes_on)
-        if not kept.is_dropped:
-            running.last = kept
-        return kept
+        checkpoint = self._states.keep(slot, self._prefix(seq_id, mark), running.last, is_mark, goes_on)
+        if not checkpoint.is_dropped:
+            running.last = checkpoint
+        return checkpoint
 
     def _prefix(self, seq_id: SeqId, mark: Mark) -> Prefix:
         assert mark.tail is not None, "its tokens are committed"
@@ -262,14 +263,14 @@ class SequenceStates:
         )
 
 
-def _check_tier(name: str, tier: SlotTier, held: list[int]) -> None:
-    kept = [slot for slot, checkpoint in enumerate(tier.checkpoints) if checkpoint is not None]
+def _check_tier(name: str, tier: SlotTier, held_slots: list[int]) -> None:
+    checkpoint_slots = [slot for slot, checkpoint in enumerate(tier.checkpoints) if checkpoint is not None]
     try:
-        tier.pool.check([*held, *kept])
+        tier.pool.check([*held_slots, *checkpoint_slots])
     except RuntimeError as error:
         raise RuntimeError(f"{name} slots: {error}") from error
-    if tier.num_checkpoints != len(kept):
-        raise RuntimeError(f"{tier.num_checkpoints} {name} slots have a rank, {len(kept)} are checkpoints")
+    if tier.num_checkpoints != len(checkpoint_slots):
+        raise RuntimeError(f"{tier.num_checkpoints} {name} slots have a rank, {len(checkpoint_slots)} are checkpoints")
 
 
 def _check_checkpoints(states: StateSpace) -> None:

@@ -154,7 +154,7 @@ class StateGroup(GroupManager[StateClaim]):
     def hold(self, tokens: Tokens, namespace: bytes = b"") -> HeldCheckpoints:
         """Keep the checkpoints of a prompt where they are, with the blocks before them, to read them beside steps.
 
-        Moves that are due come first, those of blocks and of states.
+        Due moves of blocks and of states come first.
 
         Args:
             tokens: The prompt.
@@ -212,7 +212,7 @@ class StateGroup(GroupManager[StateClaim]):
     # --- while it runs ---
 
     def committing(self, seq_id: SeqId, tokens: Ids) -> dict[int, bytes]:
-        """Return the tails of marks that the commit of these tokens passes. They stand for what is committed here."""
+        """Return the tails of marks that the commit of these tokens passes. They stand for the committed tokens."""
         return self._states.tails(seq_id, tokens)
 
     def committed(self, seq_id: SeqId, note: dict[int, bytes]) -> None:
@@ -315,13 +315,13 @@ class StateGroup(GroupManager[StateClaim]):
 
     # --- inside ---
 
-    def _blocks_at(self, seq_id: SeqId, place: int) -> list[int]:
+    def _blocks_at(self, seq_id: SeqId, block_index: int) -> list[int]:
         """Return the blocks of a sequence at a place, of the full layers and of each window."""
-        full = int(self._sequences.ids(seq_id)[place])
-        return [full, *(window.block_at(seq_id, place) for window in self._windows)]
+        full = int(self._sequences.ids(seq_id)[block_index])
+        return [full, *(window.block_at(seq_id, block_index) for window in self._windows)]
 
     def _num_tail_tokens(self, match: Match, prompt: Prompt) -> int:
-        """Return how many tokens after a match are those of a checkpoint's tail."""
+        """Return how many tokens after a match are a checkpoint's tail."""
         ids, start = match.tier_block_ids(max(match.num_blocks - 1, 0)), match.num_tokens
         anchor = self.space.anchors.last(ids, prompt.namespace)
         if anchor is None:
@@ -336,8 +336,8 @@ class StateGroup(GroupManager[StateClaim]):
             return self.space.take()
         tails: list[int] = []
         if checkpoint.tail:
-            place = claim.num_tokens // self._blocks.block_size
-            tails = [int(own_ids[0]), *(window.block_at(seq_id, place) for window in self._windows)]
+            block_index = claim.num_tokens // self._blocks.block_size
+            tails = [int(own_ids[0]), *(window.block_at(seq_id, block_index) for window in self._windows)]
         self.space.touch(checkpoint)
         self.space.counts["restored"] += 1
         if not self.space.can_take(checkpoint):

@@ -179,12 +179,12 @@ class StateSpace:
             learns: As for Anchors.on_path.
         """
         size = self._space.block_size
-        for one in self.anchors.on_path(ids[:, : most // size], learns):
-            if (found := one.longest(tokens, size, most)) is not None:
-                yield found
-        anchor = self.anchors.root(namespace)
-        if anchor is not None and (found := anchor.longest(tokens, size, most)) is not None:
-            yield found
+        for anchor in self.anchors.on_path(ids[:, : most // size], learns):
+            if (checkpoint := anchor.longest(tokens, size, most)) is not None:
+                yield checkpoint
+        root = self.anchors.root(namespace)
+        if root is not None and (checkpoint := root.longest(tokens, size, most)) is not None:
+            yield checkpoint
 
     def keep(
         self, slot: int, prefix: Prefix, parent: Checkpoint | None, is_mark: bool = False, goes_on: bool = False
@@ -203,19 +203,22 @@ class StateSpace:
         """
         self.num_kept -= is_mark
         anchor = self._anchor_of(prefix)
-        found = anchor.tails.get(prefix.tail)
-        if found is not None and not found.is_on_host:
+        checkpoint = anchor.tails.get(prefix.tail)
+        if checkpoint is not None and not checkpoint.is_on_host:
             self.device.release(slot)
         else:
-            found = self._keep_new(slot, anchor, prefix, parent) if found is None else self._bring_back(found, slot)
+            if checkpoint is None:
+                checkpoint = self._keep_new(slot, anchor, prefix, parent)
+            else:
+                checkpoint = self._bring_back(checkpoint, slot)
             if prefix.tail and not is_mark:
                 self.copy_tail(prefix.tail_blocks, slot)
-        self._refresh(found)
+        self._refresh(checkpoint)
         if self.num_kept > self.most_kept:
             self.drop_stale()
         while self.num_kept > self.most_kept:
-            self._evict_one(found if goes_on and self._victim(self.device, found) else None)
-        return found
+            self._evict_one(checkpoint if goes_on and self._victim(self.device, checkpoint) else None)
+        return checkpoint
 
     def copy_tail(self, block_ids: Sequence[int], slot: int) -> None:
         """Copy the blocks of each group that hold a tail to a device slot's tail blocks."""
@@ -261,7 +264,7 @@ class StateSpace:
         self._free(checkpoint)
 
     def is_held(self, checkpoint: Checkpoint) -> bool:
-        """Return whether somebody reads the checkpoint's slot."""
+        """Return whether a reader holds the checkpoint's slot."""
         return self._tier(checkpoint).pool.ref_count(checkpoint.slot) > 1
 
     @property
@@ -285,8 +288,8 @@ class StateSpace:
         if checkpoint.parent is not None:
             changed.append(checkpoint.parent)
         checkpoint.leave()
-        for one in changed:
-            self._tier(one).rank(one)
+        for neighbour in changed:
+            self._tier(neighbour).rank(neighbour)
 
     def drop_stale(self) -> None:
         """Forget the checkpoints whose K and V are gone."""
@@ -407,8 +410,8 @@ class StateSpace:
 
     def _victim(self, tier: SlotTier, besides: Checkpoint | None = None) -> Checkpoint | None:
         """Return the checkpoint to evict first. Those on a prefix that a user has pinned come last."""
-        place = besides.slot if besides is not None and self._tier(besides) is tier else None
-        return tier.victim(place, self._kept_slots(tier) if len(self._space.pins) else ())
+        slot = besides.slot if besides is not None and self._tier(besides) is tier else None
+        return tier.victim(slot, self._kept_slots(tier) if len(self._space.pins) else ())
 
     def _kept_slots(self, tier: SlotTier) -> list[int]:
         matches = self._space.pins.matches
@@ -458,6 +461,6 @@ class StateSpace:
 
 
 def _check_most(name: str, num_blocks: int) -> None:
-    """Raise ValueError unless the ids of so many blocks, the tail blocks included, fit into the tables."""
+    """Raise ValueError unless the ids of `num_blocks` blocks, the tail blocks included, fit into the tables."""
     if num_blocks > MOST_BLOCKS:
         raise ValueError(f"{name} must be at most {MOST_BLOCKS}, got {num_blocks}")

@@ -99,7 +99,7 @@ def _fitting(name: str, layout: CacheLayout, capability: int | None) -> list[Lib
     if name not in LIBRARY_NAMES:
         raise ValueError(f"attention_backend must be one of auto, kvpage, {', '.join(LIBRARY_NAMES)}, got {name!r}")
     named = [rules for rules in RULES if rules.name == name]
-    rules = next((one for one in named if layout.backend in one.backends), named[0])
+    rules = next((rules for rules in named if layout.backend in rules.backends), named[0])
     if not _is_installed(rules):
         raise ValueError(f"attention_backend {name!r} needs {rules.distributions[0]}, which is not installed")
     refusal = layout_refusal(rules, layout, capability)

@@ -1,4 +1,4 @@
-"""FlashAttention's calls: those of flash_attn 2.7 and 2.8, and those of flash_attn_3 3.0.
+"""FlashAttention's calls: of flash_attn 2.7 and 2.8, and of flash_attn_3 3.0.
 
     flash_attn     decodes   flash_attn_with_kvcache, one query each      the rest   flash_attn_varlen_func
     flash_attn_3   all       flash_attn_with_kvcache, queries of each sequence bounded by cu_seqlens_q
@@ -80,22 +80,24 @@ class FlashAttention2:
         return FixedCall(lengths, self._decode(part, lengths, options))
 
     def _decode(self, part: Part, lengths: torch.Tensor, options: PlanOptions) -> Run:
-        given = {**_options(options), "cache_seqlens": lengths, "block_table": part.block_tables}
+        keywords = {**_options(options), "cache_seqlens": lengths, "block_table": part.block_tables}
 
         def run(query: torch.Tensor, cache: BoundCache, out: torch.Tensor | None) -> torch.Tensor:
-            found: torch.Tensor = self._library.flash_attn_with_kvcache(query.unsqueeze(1), *_rows(cache), **given)
-            return found.squeeze(1)
+            result: torch.Tensor = self._library.flash_attn_with_kvcache(query.unsqueeze(1), *_rows(cache), **keywords)
+            return result.squeeze(1)
 
         return run
 
     def _rest(self, part: Part, options: PlanOptions) -> Run:
         bounds = [on_device(indptr(lengths), part.device) for lengths in (part.query_lens, part.seq_lens)]
         most = max(part.query_lens), max(part.seq_lens)
-        given = {**_options(options), "block_table": part.block_tables}
+        keywords = {**_options(options), "block_table": part.block_tables}
 
         def run(query: torch.Tensor, cache: BoundCache, out: torch.Tensor | None) -> torch.Tensor:
-            found: torch.Tensor = self._library.flash_attn_varlen_func(query, *_rows(cache), *bounds, *most, **given)
-            return found
+            result: torch.Tensor = self._library.flash_attn_varlen_func(
+                query, *_rows(cache), *bounds, *most, **keywords
+            )
+            return result
 
         return run
 
@@ -123,7 +125,7 @@ class FlashAttention3:
         return FixedCall(lengths, self._call(part, lengths, options))
 
     def _call(self, part: Part, lengths: torch.Tensor, options: PlanOptions) -> Run:
-        given = {
+        keywords = {
             **_options(options),
             "cache_seqlens": lengths,
             "page_table": part.block_tables,
@@ -132,7 +134,7 @@ class FlashAttention3:
         }
 
         def run(query: torch.Tensor, cache: BoundCache, out: torch.Tensor | None) -> torch.Tensor:
-            found: torch.Tensor = self._library.flash_attn_with_kvcache(query, *_rows(cache), **given)
-            return found
+            result: torch.Tensor = self._library.flash_attn_with_kvcache(query, *_rows(cache), **keywords)
+            return result
 
         return run

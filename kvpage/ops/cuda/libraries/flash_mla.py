@@ -34,7 +34,7 @@ class FlashMLA:
         metadata, num_splits = self._library.get_mla_metadata(lengths, options.num_heads, 1)
 
         def run(query: torch.Tensor, cache: BoundCache, out: torch.Tensor | None) -> torch.Tensor:
-            found, _ = self._library.flash_mla_with_kvcache(
+            result, _ = self._library.flash_mla_with_kvcache(
                 query.contiguous().unsqueeze(1),
                 cache.tensor.unsqueeze(2),
                 part.block_tables,
@@ -45,8 +45,8 @@ class FlashMLA:
                 softmax_scale=options.scale,
                 causal=True,
             )
-            sums: torch.Tensor = found
-            return sums.squeeze(1)
+            rows: torch.Tensor = result
+            return rows.squeeze(1)
 
         return run
 

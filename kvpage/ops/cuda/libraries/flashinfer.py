@@ -155,8 +155,8 @@ class FlashInferHeads:
         def run(query: torch.Tensor, cache: BoundCache, out: torch.Tensor | None) -> torch.Tensor:
             scales = cache.scale_numbers
             factors = {} if scales is None else {"k_scale": scales[0], "v_scale": scales[1]}
-            found: torch.Tensor = wrapper.wrapper.run(query, _pages(cache), out=out, **factors)
-            return found if out is None else out
+            result: torch.Tensor = wrapper.wrapper.run(query, _pages(cache), out=out, **factors)
+            return result if out is None else out
 
         return PlannedCall(wrapper, plan, run, part)
 
@@ -231,7 +231,7 @@ class FlashInferLatents:
                 tuple(rows[..., part] for rows in both)
                 for part in (slice(LATENT_RANK), slice(LATENT_RANK, LATENT_SIZE))
             )
-            found: torch.Tensor = wrapper.wrapper.run(latent, rotary, latents, rotaries, out=out)
-            return found if out is None else out
+            result: torch.Tensor = wrapper.wrapper.run(latent, rotary, latents, rotaries, out=out)
+            return result if out is None else out
 
         return PlannedCall(wrapper, plan, run, part)

@@ -80,10 +80,10 @@ class StepPlan:
             return self.calls[0][1](query, cache, None)
         out = query.new_empty(*query.shape[:2], self._value_size)
         for part, call in self.calls:
-            place = out[part.rows]
-            found = call(query[part.rows], cache, place)
-            if found is not place:
-                place.copy_(found)
+            rows = out[part.rows]
+            result = call(query[part.rows], cache, rows)
+            if result is not rows:
+                rows.copy_(result)
         return out
 
 

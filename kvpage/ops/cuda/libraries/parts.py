@@ -86,7 +86,7 @@ def num_blocks_of(part: Part, block_size: int) -> list[int]:
 
 
 def used_block_ids(part: Part, block_size: int) -> torch.Tensor:
-    """Return the block ids of all sequences, one after the other, without what is past their tokens.
+    """Return the block ids of all sequences, one after the other, without the blocks past their tokens.
 
     Args:
         part: The sequences.

@@ -153,8 +153,8 @@ def _shown(sizes: Container[int]) -> str:
 
 
 def _shown_blocks(rules: LibraryRules) -> str:
-    one = rules.block_multiple
-    return str(one) if rules.most_block == one else f"a multiple of {one}"
+    multiple = rules.block_multiple
+    return str(multiple) if rules.most_block == multiple else f"a multiple of {multiple}"
 
 
 def _shown_capability(rules: LibraryRules) -> str:
