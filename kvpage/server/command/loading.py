@@ -109,9 +109,11 @@ def engine_config(options: ServeOptions, model: Any) -> EngineConfig:
         enforce_eager=options.enforce_eager,
         attention_backend=cast(AttentionBackendName, options.attention_backend),
         tensor_parallel_size=options.tensor_parallel_size,
-        num_window_blocks=options.num_window_blocks,
+        num_window_blocks=options.window_blocks,
         states=StateConfig(
-            parse_size(options.state_memory), parse_size(options.host_state_memory), options.checkpoint_every
+            None if options.state_memory is None else parse_size(options.state_memory),
+            parse_size(options.host_state_memory),
+            options.checkpoint_every,
         ),
     )
 

@@ -32,7 +32,7 @@ def found_states(model: PreTrainedModel, config: EngineConfig) -> ModelStates | 
         ("tensor_parallel_size", config.tensor_parallel_size > 1, "1"),
         ("backend", config.cache_config.backend == "mla", "another than 'mla'"),
         ("blend", config.blend is not None, "None"),
-        ("num_window_blocks", config.num_window_blocks is not None, "None"),
+        ("num_window_blocks", isinstance(config.num_window_blocks, int), "None"),
     ):
         if is_given:
             raise OptionError(f"{option} must be {value} for a model whose layers keep states, {name} does")
