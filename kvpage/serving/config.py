@@ -88,6 +88,8 @@ class EngineConfig:
             attention backends than kvpage's, and latents; decode steps are neither captured nor begun ahead. "auto"
             lets `Engine.from_model` choose the number where it chooses `num_gpu_blocks`. It becomes None where
             `num_gpu_blocks` is given, or an option that excludes windows of their own.
+        kv_cache_memory: Bytes of the device, of one rank, for what `Engine.from_model` chooses the numbers of: blocks,
+            those of windows, checkpoints. None means as `cache_config` says. It excludes `num_gpu_blocks`.
 
     Raises:
         TypeError: A value is of another type.
@@ -123,6 +125,7 @@ class EngineConfig:
     rank_timeout: float = 60.0
     states: StateConfig = field(default_factory=StateConfig)
     num_window_blocks: int | Literal["auto"] | None = "auto"
+    kv_cache_memory: int | None = None
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
@@ -213,6 +216,10 @@ class EngineConfig:
         if self.max_model_len is not None and (not _is_integer(self.max_model_len) or self.max_model_len < 1):
             raise ValueError(f"max_model_len must be a positive integer or None, got {self.max_model_len!r}")
         check_at_least("pin_quota", self.pin_quota, 0)
+        if self.kv_cache_memory is not None:
+            check_at_least("kv_cache_memory", self.kv_cache_memory, 1)
+            if self.cache_config.num_gpu_blocks:
+                raise ValueError(f"kv_cache_memory must be None with num_gpu_blocks, got {self.kv_cache_memory}")
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         for name in ("residency_sample_rate", "store_deadline", "rank_timeout"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), numbers.Real):

@@ -9,6 +9,7 @@ free memory, the weights are loaded
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -54,8 +55,7 @@ def with_blocks(
         return _with_one_table(servable, config, agreed, make_capturer)
     num_blocks = min(most_blocks(servable, config), split.num_blocks or COUNTING_BLOCKS)
     logger.info("blocks of all tokens: %d, of each window: %d", num_blocks, split.num_window_blocks)
-    cache_config = replace(config.cache_config, num_gpu_blocks=num_blocks)
-    return replace(config, cache_config=cache_config, num_window_blocks=split.num_window_blocks)
+    return _sized(config, num_blocks, num_window_blocks=split.num_window_blocks)
 
 
 def _with_one_table(
@@ -71,14 +71,24 @@ def _with_one_table(
     block_bytes = _block_bytes(servable, config)
     num_blocks = agreed(min(most_blocks(servable, config), _num_fitting(block_bytes, num_bytes - (share or 0))))
     if num_blocks == 0:
-        raise ValueError(
-            f"num_gpu_blocks must be positive, {num_bytes / 2**20:.0f} MiB are left for blocks: lower "
-            f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}"
-        )
+        raise ValueError(_why_no_block(config, num_bytes))
     logger.info("blocks of all tokens: %d", num_blocks)
-    cache_config = replace(config.cache_config, num_gpu_blocks=num_blocks)
     states = config.states if share is None else replace(config.states, checkpoint_bytes=share)
-    return replace(config, cache_config=cache_config, states=states)
+    return _sized(config, num_blocks, states=states)
+
+
+def _sized(config: EngineConfig, num_blocks: int, **fields: Any) -> EngineConfig:
+    cache_config = replace(config.cache_config, num_gpu_blocks=num_blocks)
+    return replace(config, cache_config=cache_config, kv_cache_memory=None, **fields)
+
+
+def _why_no_block(config: EngineConfig, num_bytes: int) -> str:
+    if config.kv_cache_memory is not None:
+        return f"kv_cache_memory must hold a block, got {config.kv_cache_memory}"
+    return (
+        f"num_gpu_blocks must be positive, {num_bytes / 2**20:.0f} MiB are left for blocks: lower "
+        f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}"
+    )
 
 
 def _split_windows(servable: ServableModel, config: EngineConfig, num_bytes: int) -> WindowSplit | None:
@@ -133,6 +143,8 @@ def _bytes_for_blocks(
     servable: ServableModel, config: EngineConfig, make_capturer: Callable[[torch.device], Capturer]
 ) -> int:
     """Return the bytes for blocks, windows and checkpoints, 0 or more."""
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
     device = servable.runner.model.device
     if is_host(device):
         free = DeviceConfig(device).free_memory()
@@ -173,7 +185,7 @@ def _bytes_of_steps(
 
 
 def _with_one_block(config: EngineConfig) -> EngineConfig:
-    return replace(config, cache_config=replace(config.cache_config, num_gpu_blocks=1, num_cpu_blocks=0))
+    return _sized(replace(config, cache_config=replace(config.cache_config, num_cpu_blocks=0)), 1)
 
 
 def _bytes_of_states(servable: ServableModel, config: EngineConfig, free: int) -> int:
