@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,21 @@ CACHE_DTYPES = {
 }
 
 
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return how many bytes of host memory can be allocated now.
+
+    Pages of files that were read, such as a model's weights, count: the system gives them back.
+
+    Args:
+        meminfo: Where Linux tells; without MemAvailable in it, pages of files do not count.
+    """
+    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
     """The device of the device tier. On a CPU the device tier is host memory.
@@ -53,7 +69,7 @@ class DeviceConfig:
         device = torch.device(self.device)
         if device.type == "cuda":
             return torch.cuda.mem_get_info(device)[0]
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return available_bytes()
 
 
 @dataclass(frozen=True, slots=True)

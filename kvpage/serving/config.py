@@ -34,8 +34,9 @@ class EngineConfig:
     Attributes:
         cache_config: The cache of both tiers. With `num_gpu_blocks` 0 `Engine.from_model` takes as many as fit: on a
             GPU `gpu_memory_utilization` of the memory that weights, steps and captured steps leave free, by a trial
-            that compiles what they need; on a CPU 4 GiB or half of the free memory. The host tier, of `num_cpu_blocks`,
-            takes evicted and preempted blocks.
+            that compiles what they need; on a CPU 4 GiB or half of the free memory. Blocks of windows and checkpoints
+            of states are in this memory, too, unless their numbers are given. The host tier, of `num_cpu_blocks`, takes
+            evicted and preempted blocks.
             With the backend "mla" blocks keep the latents of models that have them (DeepSeek's and others with MLA), in
             a fraction of the bytes. With any other they keep the K and V of heads.
         max_num_seqs: Sequences that run at once.
@@ -84,14 +85,18 @@ class EngineConfig:
         num_window_blocks: Blocks of each group of layers with the same sliding window, apart from the blocks of the
             other layers. Sequences give back those behind the window. None means one table for all layers, whose blocks
             stay. With a host tier, each group has its share of blocks there. It excludes blending, other attention
-            backends than kvpage's, and latents; decode steps are neither captured nor begun ahead.
+            backends than kvpage's, and latents. "auto" lets `Engine.from_model` choose the number where it chooses
+            `num_gpu_blocks`. It becomes None where `num_gpu_blocks` is given, with several ranks, and with an option
+            that excludes windows of their own.
+        kv_cache_memory: Bytes of the device, of one rank, for what `Engine.from_model` chooses the numbers of: blocks,
+            those of windows, checkpoints. None means as `cache_config` says. It excludes `num_gpu_blocks`.
 
     Raises:
         TypeError: A value is of another type.
         ValueError: A value is out of its range, or two contradict each other.
     """
 
-    cache_config: CacheConfig
+    cache_config: CacheConfig = field(default_factory=CacheConfig)
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
@@ -119,7 +124,8 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     rank_timeout: float = 60.0
     states: StateConfig = field(default_factory=StateConfig)
-    num_window_blocks: int | None = None
+    num_window_blocks: int | Literal["auto"] | None = "auto"
+    kv_cache_memory: int | None = None
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
@@ -161,20 +167,34 @@ class EngineConfig:
                 raise ValueError(f"{name} must be {why} with several ranks, got it with tensor_parallel_size={size}")
 
     def _check_windows(self) -> None:
+        """Check the number of windows' blocks, and make "auto" None where there can only be one table."""
         if self.num_window_blocks is None:
             return
+        conflicts, num_blocks = self._window_conflicts(), self.cache_config.num_gpu_blocks
+        if isinstance(self.num_window_blocks, str) and self.num_window_blocks == "auto":
+            if conflicts or num_blocks or self.tensor_parallel_size > 1:
+                object.__setattr__(self, "num_window_blocks", None)
+            return
         check_at_least("num_window_blocks", self.num_window_blocks, 1)
-        library = None if self.attention_backend in ("auto", "kvpage") else self.attention_backend
-        if not self.cache_config.num_gpu_blocks:
+        if not num_blocks:
             raise ValueError("num_gpu_blocks must be positive with num_window_blocks, got 0")
+        if conflicts:
+            raise ValueError(conflicts[0])
+
+    def _window_conflicts(self) -> list[str]:
+        """Return the reasons for which windows cannot have blocks of their own."""
+        library = None if self.attention_backend in ("auto", "kvpage") else self.attention_backend
+        reasons = [
+            f"{name} must be {rule} with num_window_blocks, got {value}"
+            for name, value, rule in (
+                ("backend", self.cache_config.backend == "mla" and "'mla'", "another than 'mla'"),
+                ("attention_backend", library, "'auto' or 'kvpage'"),
+            )
+            if value
+        ]
         if self.blend is not None:
-            raise ValueError("blend must be None with num_window_blocks: windows give back the K and V of segments")
-        for name, refused, rule in (
-            ("backend", self.cache_config.backend == "mla" and "'mla'", "another than 'mla'"),
-            ("attention_backend", library, "'auto' or 'kvpage'"),
-        ):
-            if refused:
-                raise ValueError(f"{name} must be {rule} with num_window_blocks, got {refused}")
+            reasons.append("blend must be None with num_window_blocks: windows give back the K and V of segments")
+        return reasons
 
     def _check_graphs(self) -> None:
         """Check the sizes and the memory of captured steps, and keep the sizes as a tuple."""
@@ -198,6 +218,10 @@ class EngineConfig:
         if self.max_model_len is not None and (not _is_integer(self.max_model_len) or self.max_model_len < 1):
             raise ValueError(f"max_model_len must be a positive integer or None, got {self.max_model_len!r}")
         check_at_least("pin_quota", self.pin_quota, 0)
+        if self.kv_cache_memory is not None:
+            check_at_least("kv_cache_memory", self.kv_cache_memory, 1)
+            if self.cache_config.num_gpu_blocks:
+                raise ValueError(f"kv_cache_memory must be None with num_gpu_blocks, got {self.kv_cache_memory}")
         check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         for name in ("residency_sample_rate", "store_deadline", "rank_timeout"):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), numbers.Real):

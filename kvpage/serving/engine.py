@@ -8,6 +8,7 @@ The calls for requests and tokens are here, those for the engine as a whole in E
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -65,7 +66,7 @@ class Engine(EngineCore):
     def from_model(
         cls,
         model: PreTrainedModel,
-        config: EngineConfig,
+        config: EngineConfig | None = None,
         *,
         store: BlockStore | None = None,
         segments: SegmentCache | None = None,
@@ -75,7 +76,7 @@ class Engine(EngineCore):
 
         Args:
             model: A decoder in eval mode. It is tried out over a few blocks before it is accepted.
-            config: The settings.
+            config: The settings. None means an EngineConfig's own, with as many blocks as fit into memory.
             store: A store to ask, see `use_store`.
             segments: Keeps the segments for `config.blend`. None means `store`, if that is a KVStore of the cache's
                 dtype, or host memory.
@@ -93,7 +94,10 @@ class Engine(EngineCore):
             ModuleNotFoundError, zmq.ZMQError: Events cannot be published.
             RankLost: Not all ranks have come, or one has failed.
         """
+        config = EngineConfig() if config is None else config
         check_arguments(model, config, tokenizer)
+        if config.num_window_blocks == "auto" and isinstance(store, BlockStore) and not store.has_layers:
+            config = replace(config, num_window_blocks=None)
         if config.tensor_parallel_size == 1:
             return cls._made(model, config, store, segments, None, tokenizer)
         lead = Lead(Ranks.join(model, config, Role.LEADS, store))

@@ -50,11 +50,14 @@ class BlockStore(ABC):
         config: Tells the tokens of a chunk, and whether an engine stores generated tokens; None for the engine's own.
         waits_for_others: Whether loads wait for other workers: an engine gives each a thread of its own.
         groups: The chunks of each few layers, in the model's order; empty where records have all layers.
+        has_layers: Whether `layers` gives chunks. An engine that is made with another store keeps one table, unless
+            `num_window_blocks` is given.
     """
 
     config: KVStoreConfig | None = None
     waits_for_others: bool = False
     groups: Sequence[LayerChunks] = ()
+    has_layers: bool = False
 
     @property
     def metadata(self) -> KVStoreMetadata | None:

@@ -66,6 +66,8 @@ class KVStore(TieredStore, BlockStore):
         ValueError, ImportError, OSError: a tier or the codec cannot be made.
     """
 
+    has_layers: bool = True
+
     def __init__(
         self, config: KVStoreConfig, metadata: KVStoreMetadata, tiers: Sequence[Tier | Placed] | None = None
     ) -> None:

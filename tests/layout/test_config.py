@@ -151,6 +151,16 @@ def test_for_device_takes_its_part_of_free_memory(monkeypatch):
     assert (config.num_gpu_blocks, config.num_cpu_blocks, config.gpu_memory_utilization) == (25, 2, 0.25)
 
 
+def test_pages_of_files_count_as_free_memory(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemFree: 2 kB\nMemAvailable:       7 kB\n")
+    assert config_module.available_bytes(meminfo) == 7 * 1024
+    for text in ("", "MemFree: 2 kB\n"):
+        meminfo.write_text(text)
+        assert 7 * 1024 < config_module.available_bytes(meminfo) < 1 << 50
+    assert config_module.available_bytes(tmp_path / "none") > 7 * 1024
+
+
 def test_free_memory_of_the_cpu():
     assert 0 < DeviceConfig("cpu").free_memory() < 1 << 50
 

@@ -81,6 +81,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
                      | {"states": StateConfig()}),
     "EngineConfig, windows": (EngineConfig, {"cache_config": CacheConfig(4, 3), "num_window_blocks": 5}
                               | {"pin_quota": 0, "blend": None, "attention_backend": "auto"}),
+    "EngineConfig, open": (EngineConfig, {"num_window_blocks": "auto", "kv_cache_memory": 1 << 20, "max_num_seqs": 2}
+                           | {"states": StateConfig(None, 0, None)}),
     "EngineConfig, calibrated": (EngineConfig, {"cache_config": CacheConfig(4, 3, 2), "kv_scales": "calibrate"}
                                  | {"calibration_tokens": [1, 2, 3]}),
     "EventConfig": (EventConfig, {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": None, "topic": "", "window": 1}

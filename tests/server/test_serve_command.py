@@ -30,7 +30,7 @@ from kvpage.server.command import draining_server  # noqa: E402
 from kvpage.server.command import serve as serve_module  # noqa: E402
 from kvpage.server.command.bounded_http import MAX_HEAD_BYTES, BoundedHttp  # noqa: E402
 from kvpage.server.command.draining_server import DrainingServer  # noqa: E402
-from kvpage.server.command.loading import cache_config, engine_config, load  # noqa: E402
+from kvpage.server.command.loading import engine_config, load  # noqa: E402
 from kvpage.server.command.open_files import allow_open_files  # noqa: E402
 from kvpage.server.command.options import ServeOptions  # noqa: E402
 from kvpage.server.command.serve import bound_socket, first_command, server_config, url_of  # noqa: E402
@@ -57,6 +57,9 @@ def folder(tmp_path_factory) -> Path:
         ({"num_gpu_blocks": 0}, "--num-gpu-blocks must be an integer of at least 1, got 0"),
         ({"gpu_memory_utilization": 1.5}, r"--gpu-memory-utilization must be in \(0, 1\], got 1.5"),
         ({"kv_cache_memory": "much"}, "much"),
+        ({"num_window_blocks": "few"}, "--num-window-blocks must be auto, none or a positive integer, got 'few'"),
+        ({"num_window_blocks": "0"}, "--num-window-blocks must be auto, none or a positive integer, got '0'"),
+        ({"num_window_blocks": "4"}, "--num-window-blocks needs --num-gpu-blocks, the blocks of the other layers"),
         ({"state_memory": "-1"}, "a size must be like 8GiB, .* got '-1'"),
         ({"checkpoint_every": 0}, "--checkpoint-every must be an integer of at least 1, got 0"),
         ({"max_body_bytes": "none"}, "none"),
@@ -146,18 +149,33 @@ def test_limits_of_requests_are_options(folder):
 
 
 def test_blocks_are_as_many_as_asked_for_or_as_requests_can_fill(folder):
-    model = make_model("llama")
-    assert cache_config(ServeOptions(folder, num_gpu_blocks=7), model).num_gpu_blocks == 7
-    few = Engine.from_model(model, engine_config(ServeOptions(folder, max_num_seqs=2, max_model_len=40), model))
-    assert few.manager.num_blocks == 4 * 2 * 3
-    assert cache_config(ServeOptions(folder, kv_cache_memory="64KiB"), model).num_gpu_blocks < 64
+    def made(**fields) -> Engine:
+        return Engine.from_model(make_model("llama"), engine_config(ServeOptions(folder, **fields)))
+
+    assert made(num_gpu_blocks=7).manager.num_blocks == 7
+    assert made(max_num_seqs=2, max_model_len=40).manager.num_blocks == 4 * 2 * 3
+    assert made(kv_cache_memory="64KiB").manager.num_blocks == 64 // 6  # KiB: K and V of 16 tokens in three layers
+    with pytest.raises(ValueError, match="kv_cache_memory must hold a block, got 6143"):
+        made(kv_cache_memory="6143")
+
+
+def test_windows_have_blocks_of_their_own_unless_they_are_not_to(folder):
+    def num_window_blocks(**fields) -> int | None:
+        config = engine_config(ServeOptions(folder, max_num_seqs=2, max_num_batched_tokens=16, **fields))
+        return Engine.from_model(make_model("gemma3"), config).config.num_window_blocks
+
+    assert num_window_blocks() == 4 * 2 * 2 + 1
+    assert num_window_blocks(kv_cache_memory="128KiB") == 8  # half of it: 4 KiB in each of two layers
+    assert num_window_blocks(num_window_blocks="none") is None
+    assert num_window_blocks(num_gpu_blocks=8) is None
+    assert num_window_blocks(num_gpu_blocks=8, num_window_blocks="5") == 5
 
 
 def test_models_with_states_get_checkpoints_and_blocks(folder):
     for kind in ("mamba2", "lfm2"):
         model = make_state_model(kind)
         options = ServeOptions(folder, state_memory="1MiB", checkpoint_every=8, max_num_seqs=2, max_model_len=64)
-        config = engine_config(options, model)
+        config = engine_config(options)
         assert config.states == StateConfig(2**20, 0, 8)
         engine = Engine.from_model(model, config)
         assert engine.manager.num_blocks == 4 * 2 * 4

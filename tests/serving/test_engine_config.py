@@ -90,8 +90,8 @@ def test_an_engine_takes_its_settings_from_nowhere_else() -> None:
     model = make_model("llama")
     with pytest.raises(TypeError, match=r"config must be an EngineConfig, got CacheConfig: give EngineConfig\("):
         Engine.from_model(model, CACHE)
-    with pytest.raises(TypeError, match="config must be an EngineConfig, got NoneType$"):
-        Engine.from_model(model, None)
+    with pytest.raises(TypeError, match="config must be an EngineConfig, got str$"):
+        Engine.from_model(model, "auto")
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_num_seqs'"):
         Engine.from_model(model, EngineConfig(CACHE), max_num_seqs=2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_seqs'"):

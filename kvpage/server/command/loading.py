@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 import transformers
 
-from kvpage.layout.config import CacheConfig, ModelConfig
+from kvpage.layout.config import CacheConfig
 from kvpage.observe.events.config import EventConfig
 from kvpage.server.command.options import ServeOptions
 from kvpage.serving import AsyncEngine, AsyncEngineConfig, Engine, EngineConfig, StateConfig
@@ -56,9 +56,9 @@ def load(options: ServeOptions) -> Loaded:
     Raises:
         ValueError: The folder has no tokenizer or no whole model, or the model cannot be served, with the reason.
     """
+    config = engine_config(options)
     tokenizer = load_tokenizer_files(options.model, options.trust_remote_code)
     model = load_model(options)
-    config = engine_config(options, model)
     engine = Engine.from_model(model, config, tokenizer=tokenizer)
     store = open_store(options, engine, model)
     if engine.cache.device.type == "cuda":
@@ -94,10 +94,10 @@ def device_of(options: ServeOptions) -> torch.device:
     return device
 
 
-def engine_config(options: ServeOptions, model: Any) -> EngineConfig:
+def engine_config(options: ServeOptions) -> EngineConfig:
     """Return the settings of the engine."""
     return EngineConfig(
-        cache_config(options, model),
+        cache_config(options),
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=options.max_model_len,
@@ -109,9 +109,12 @@ def engine_config(options: ServeOptions, model: Any) -> EngineConfig:
         enforce_eager=options.enforce_eager,
         attention_backend=cast(AttentionBackendName, options.attention_backend),
         tensor_parallel_size=options.tensor_parallel_size,
-        num_window_blocks=options.num_window_blocks,
+        num_window_blocks=options.window_blocks,
+        kv_cache_memory=None if options.kv_cache_memory is None else parse_size(options.kv_cache_memory),
         states=StateConfig(
-            parse_size(options.state_memory), parse_size(options.host_state_memory), options.checkpoint_every
+            None if options.state_memory is None else parse_size(options.state_memory),
+            parse_size(options.host_state_memory),
+            options.checkpoint_every,
         ),
     )
 
@@ -123,25 +126,15 @@ def event_config(options: ServeOptions) -> EventConfig | None:
     return EventConfig(options.events, options.events_replay, options.events_topic)
 
 
-def cache_config(options: ServeOptions, model: Any) -> CacheConfig:
-    """Return the cache: of the blocks or the memory that the options name, or of as many blocks as the engine finds."""
-    fields: dict[str, Any] = {
-        "block_size": options.block_size,
-        "cache_dtype": options.kv_cache_dtype,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-    }
-    num_blocks = options.num_gpu_blocks or 0
-    shape = ModelConfig.from_hf(model.config, model.dtype)
-    if options.kv_cache_memory is not None and not shape.is_attention_free:
-        sized = CacheConfig.for_memory(parse_size(options.kv_cache_memory), shape, **fields)
-        num_blocks = min(sized.num_gpu_blocks, most_blocks(options, model))
-    return CacheConfig(num_gpu_blocks=num_blocks, num_cpu_blocks=options.num_cpu_blocks, **fields)
-
-
-def most_blocks(options: ServeOptions, model: Any) -> int:
-    """Return how many blocks a tiny model can make use of: four times the blocks of its longest requests."""
-    longest = options.max_model_len or getattr(model.config, "max_position_embeddings", None) or 1 << 20
-    return 4 * options.max_num_seqs * -(-longest // options.block_size)
+def cache_config(options: ServeOptions) -> CacheConfig:
+    """Return the cache: of the blocks that the options name, or of as many as the engine finds."""
+    return CacheConfig(
+        options.block_size,
+        options.num_gpu_blocks or 0,
+        options.num_cpu_blocks,
+        options.kv_cache_dtype,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+    )
 
 
 def open_store(options: ServeOptions, engine: Engine, model: Any) -> KVStore | None:

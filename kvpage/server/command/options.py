@@ -5,6 +5,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from kvpage.checks.values import check_at_least
 from kvpage.layout.model_folder import check_model_folder
@@ -15,6 +16,7 @@ from kvpage.store.placement import FACTORIES
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 ANY_TENANT = "*"
+WINDOW_WORDS: dict[str, Literal["auto"] | None] = {"auto": "auto", "none": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,10 @@ class ServeOptions:
     block_size: int = 16
     num_gpu_blocks: int | None = None
     num_cpu_blocks: int = 0
-    num_window_blocks: int | None = None
+    num_window_blocks: str = "auto"
     kv_cache_memory: str | None = None
     gpu_memory_utilization: float = 0.9
-    state_memory: str = "1GiB"
+    state_memory: str | None = None
     host_state_memory: str = "0"
     checkpoint_every: int | None = None
     max_model_len: int | None = None
@@ -88,10 +90,8 @@ class ServeOptions:
             raise ValueError("give --num-gpu-blocks or --kv-cache-memory, not both")
         if self.num_gpu_blocks is not None:
             check_at_least("--num-gpu-blocks", self.num_gpu_blocks, 1)
-        if self.num_window_blocks is not None:
-            check_at_least("--num-window-blocks", self.num_window_blocks, 1)
-            if self.num_gpu_blocks is None:
-                raise ValueError("--num-window-blocks needs --num-gpu-blocks, the blocks of the other layers")
+        if isinstance(self.window_blocks, int) and self.num_gpu_blocks is None:
+            raise ValueError("--num-window-blocks needs --num-gpu-blocks, the blocks of the other layers")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         memories = self.kv_cache_memory, self.state_memory, self.host_state_memory
@@ -118,6 +118,17 @@ class ServeOptions:
         for name, path in (("--chat-template", self.chat_template), ("--api-key-file", self.api_key_file)):
             if path is not None and not path.is_file():
                 raise ValueError(f"{name} must be a file, {path} is none")
+
+    @property
+    def window_blocks(self) -> int | Literal["auto"] | None:
+        """The blocks of each window, as EngineConfig names them."""
+        if self.num_window_blocks in WINDOW_WORDS:
+            return WINDOW_WORDS[self.num_window_blocks]
+        if not self.num_window_blocks.isdecimal() or not int(self.num_window_blocks):
+            raise ValueError(
+                f"--num-window-blocks must be auto, none or a positive integer, got {self.num_window_blocks!r}"
+            )
+        return int(self.num_window_blocks)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def follow(options: ServeOptions) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     model = load_model(options)
-    Engine.follow(model, engine_config(options, model))
+    Engine.follow(model, engine_config(options))
 
 
 def run(options: ServeOptions, config: ServerConfig, loaded: Loaded, bound: socket.socket) -> None:

@@ -2,20 +2,24 @@
 
 free memory, the weights are loaded
 '-- steps, at most --'-- graphs --'-- states --'-- blocks: gpu_memory_utilization of the rest ------'-- spare --'
-    of padding, over a cache of one block       and never more than requests can fill
+    of padding, over a cache of one block       windows and checkpoints among them, see memory_split;
+                                                and never more than requests can fill
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from kvpage.cache.state_cache import StateCache
-from kvpage.layout.config import DeviceConfig, ModelConfig, ParallelConfig, cache_block_bytes
+from kvpage.layout.config import DeviceConfig, ParallelConfig, cache_block_bytes
 from kvpage.serving.assembly.device_memory import bytes_taken, free_bytes
-from kvpage.serving.assembly.parts import ServableModel, make_cache, without_autocast
-from kvpage.serving.assembly.state_parts import SlotCounts
+from kvpage.serving.assembly.memory_split import SEQUENCES, WindowSplit, checkpoint_share, split_windows
+from kvpage.serving.assembly.parts import ServableModel, make_cache, takes_own_blocks, without_autocast
+from kvpage.serving.assembly.state_parts import SlotCounts, slot_bytes
+from kvpage.serving.assembly.window_groups import num_blocks_of_sequence, short_windows
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.graphs.capture import Capturer, CudaCapturer, is_out_of_memory
 from kvpage.serving.loop.graphs.decode_graphs import captures_decodes, graphs_of
@@ -27,7 +31,7 @@ from kvpage.serving.model.limits import limited_model_len
 logger = logging.getLogger(__name__)
 
 CPU_BYTES = 4 << 30  # of blocks on a CPU; half of the free memory at most
-STATE_BLOCKS = 1 << 16  # at most, of a model without K and V: they only count tokens, and take no memory
+COUNTING_BLOCKS = 1 << 16  # at most, where they have no K and V: they only count tokens, and take no memory
 """Bounds that hold where nothing else does."""
 
 
@@ -39,24 +43,83 @@ def with_blocks(
 ) -> EngineConfig:
     """Return the config with as many blocks as fit, unless it names a number.
 
+    Windows have blocks of their own where the config leaves it open, and more tokens fit so. Checkpoints of states are
+    in the same memory, where the config leaves their bytes open.
+
     agreed: gives the least number of all ranks. ValueError if not one block fits.
     """
     if config.cache_config.num_gpu_blocks:
         return config
+    if not takes_own_blocks(config, servable.attention, servable.runner.model, servable.states):
+        return _with_one_table(servable, config, agreed, make_capturer)
+    split = _split_windows(servable, config, _bytes_for_blocks(servable, config, make_capturer))
+    if split is None:
+        return _with_one_table(servable, config, agreed, make_capturer)
+    num_blocks = min(most_blocks(servable, config), split.num_blocks or COUNTING_BLOCKS)
+    logger.info("blocks of all tokens: %d, of each window: %d", num_blocks, split.num_window_blocks)
+    return _sized(config, num_blocks, num_window_blocks=split.num_window_blocks)
+
+
+def _with_one_table(
+    servable: ServableModel,
+    config: EngineConfig,
+    agreed: Callable[[int], int],
+    make_capturer: Callable[[torch.device], Capturer],
+) -> EngineConfig:
+    """Return the config with as many blocks of all layers as fit. See `with_blocks`."""
+    config = replace(config, num_window_blocks=None)
     num_bytes = _bytes_for_blocks(servable, config, make_capturer)
-    num_blocks = agreed(min(most_blocks(servable, config), _num_fitting(servable.config, config, num_bytes)))
+    share = _checkpoint_share(servable, config, num_bytes)
+    block_bytes = _block_bytes(servable, config)
+    num_blocks = agreed(min(most_blocks(servable, config), _num_fitting(block_bytes, num_bytes - (share or 0))))
     if num_blocks == 0:
-        raise ValueError(
-            f"num_gpu_blocks must be positive, {max(num_bytes, 0) / 2**20:.0f} MiB are left for blocks: lower "
-            f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}"
-        )
-    return replace(config, cache_config=replace(config.cache_config, num_gpu_blocks=num_blocks))
+        raise ValueError(_why_no_block(config, num_bytes))
+    logger.info("blocks of all tokens: %d", num_blocks)
+    states = config.states if share is None else replace(config.states, checkpoint_bytes=share)
+    return _sized(config, num_blocks, states=states)
+
+
+def _sized(config: EngineConfig, num_blocks: int, **fields: Any) -> EngineConfig:
+    cache_config = replace(config.cache_config, num_gpu_blocks=num_blocks)
+    return replace(config, cache_config=cache_config, kv_cache_memory=None, **fields)
+
+
+def _why_no_block(config: EngineConfig, num_bytes: int) -> str:
+    if config.kv_cache_memory is not None:
+        return f"kv_cache_memory must hold a block, got {config.kv_cache_memory}"
+    return (
+        f"num_gpu_blocks must be positive, {num_bytes / 2**20:.0f} MiB are left for blocks: lower "
+        f"max_num_batched_tokens={config.max_num_batched_tokens} or max_num_seqs={config.max_num_seqs}"
+    )
+
+
+def _split_windows(servable: ServableModel, config: EngineConfig, num_bytes: int) -> WindowSplit | None:
+    max_model_len = limited_model_len(servable.runner.model, config.max_model_len)
+    windows = short_windows(servable.attention.windows, max_model_len)
+    window_bytes = cache_block_bytes(config.cache_config, servable.config.with_caches_of(windows), ParallelConfig())
+    block_size = config.cache_config.block_size
+    num_sequence_blocks = num_blocks_of_sequence(max(windows.values()), block_size, max_model_len)
+    num_step_blocks = -(-config.max_num_batched_tokens // block_size)
+    block_bytes = _block_bytes(servable, config)
+    return split_windows(
+        num_bytes, block_bytes, window_bytes, num_sequence_blocks, config.max_num_seqs, num_step_blocks
+    )
+
+
+def _checkpoint_share(servable: ServableModel, config: EngineConfig, num_bytes: int) -> int | None:
+    """Return the bytes of checkpoints; None where the config names them, or the model keeps no states."""
+    if servable.states is None or config.states.checkpoint_bytes is not None:
+        return None
+    checkpoint_bytes = slot_bytes(config.cache_config, servable.states)
+    share = checkpoint_share(num_bytes, _block_bytes(servable, config), checkpoint_bytes, config.max_num_seqs)
+    logger.info("checkpoints of states: %d", share // checkpoint_bytes)
+    return share
 
 
 def most_blocks(servable: ServableModel, config: EngineConfig) -> int:
     """Return how many blocks requests can make use of: four times those of the longest ones that run at once."""
     longest = min(limited_model_len(servable.runner.model, config.max_model_len), 1 << 20)
-    return 4 * config.max_num_seqs * -(-longest // config.cache_config.block_size)
+    return SEQUENCES * config.max_num_seqs * -(-longest // config.cache_config.block_size)
 
 
 def is_host(device: torch.device) -> bool:
@@ -64,21 +127,34 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _num_fitting(shape: ModelConfig, config: EngineConfig, num_bytes: int) -> int:
-    block_bytes = cache_block_bytes(config.cache_config, shape, ParallelConfig())
-    return max(num_bytes, 0) // block_bytes if block_bytes else STATE_BLOCKS
+def _block_bytes(servable: ServableModel, config: EngineConfig) -> int:
+    """Return the bytes of a block of all tokens: without the layers whose windows have blocks of their own."""
+    shape = servable.config
+    if config.num_window_blocks is not None:
+        max_model_len = limited_model_len(servable.runner.model, config.max_model_len)
+        short = short_windows(servable.attention.windows, max_model_len)
+        shape = shape.with_caches_of(layer for layer in servable.attention.windows if layer not in short)
+    return cache_block_bytes(config.cache_config, shape, ParallelConfig())
+
+
+def _num_fitting(block_bytes: int, num_bytes: int) -> int:
+    return max(num_bytes, 0) // block_bytes if block_bytes else COUNTING_BLOCKS
 
 
 def _bytes_for_blocks(
     servable: ServableModel, config: EngineConfig, make_capturer: Callable[[torch.device], Capturer]
 ) -> int:
+    """Return the bytes for blocks, windows and checkpoints, 0 or more."""
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory
     device = servable.runner.model.device
     if is_host(device):
-        return min(CPU_BYTES, DeviceConfig(device).free_memory() // 2)
+        free = DeviceConfig(device).free_memory()
+        return max(min(CPU_BYTES, (free - _bytes_of_states(servable, config, free)) // 2), 0)
     free = free_bytes(device)
     needed = _bytes_of_steps(servable, config, free, make_capturer) + _bytes_of_states(servable, config, free)
     logger.info("steps need %.0f MiB of %.0f MiB that are free beside the weights", needed / 2**20, free / 2**20)
-    return int((free - needed) * config.cache_config.gpu_memory_utilization)
+    return max(int((free - needed) * config.cache_config.gpu_memory_utilization), 0)
 
 
 def _bytes_of_steps(
@@ -86,7 +162,8 @@ def _bytes_of_steps(
 ) -> int:
     """Return what steps and captured steps take besides blocks, by a trial with padding. ValueError if it fails."""
     runner, longest = servable.runner, limited_model_len(servable.runner.model, config.max_model_len)
-    longest = min(longest, max(_num_fitting(servable.config, config, free), 1) * config.cache_config.block_size)
+    num_fitting = max(_num_fitting(_block_bytes(servable, config), free), 1)
+    longest = min(longest, num_fitting * config.cache_config.block_size)
     num_seqs = config.max_num_seqs if servable.states is None else 1  # each would have a state more
     limits = StepLimits(num_seqs, config.max_num_batched_tokens, longest)
     try:
@@ -114,15 +191,18 @@ def _bytes_of_steps(
 
 
 def _with_one_block(config: EngineConfig) -> EngineConfig:
-    return replace(config, cache_config=replace(config.cache_config, num_gpu_blocks=1, num_cpu_blocks=0))
+    return _sized(replace(config, cache_config=replace(config.cache_config, num_cpu_blocks=0)), 1)
 
 
 def _bytes_of_states(servable: ServableModel, config: EngineConfig, free: int) -> int:
-    """Return the bytes of all state slots, with that of padding, and of tail blocks, which come beside the blocks."""
+    """Return the bytes of state slots, with that of padding, and of their tail blocks, which come beside the blocks.
+
+    Checkpoints are among them where the config names their bytes; else they get a share of what is left.
+    """
     if servable.states is None:
         return 0
-    num_blocks = min(most_blocks(servable, config), max(_num_fitting(servable.config, config, free), 1))
-    filled = replace(config, cache_config=replace(config.cache_config, num_gpu_blocks=num_blocks))
-    tail_bytes = cache_block_bytes(config.cache_config, servable.config, ParallelConfig())
-    slot_bytes = servable.states.layout.slot_bytes
-    return SlotCounts.of(filled, servable.states).device * (slot_bytes + tail_bytes) + slot_bytes
+    num_blocks = min(most_blocks(servable, config), max(_num_fitting(_block_bytes(servable, config), free), 1))
+    cache_config = replace(config.cache_config, num_gpu_blocks=num_blocks)
+    states = replace(config.states, checkpoint_bytes=config.states.checkpoint_bytes or 0)
+    counts = SlotCounts.of(replace(config, cache_config=cache_config, states=states), servable.states)
+    return counts.device * slot_bytes(cache_config, servable.states) + servable.states.layout.slot_bytes

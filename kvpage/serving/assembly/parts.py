@@ -29,7 +29,7 @@ from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.ops.cuda.served import check_served
 from kvpage.serving.assembly.found_states import found_states
 from kvpage.serving.assembly.state_parts import SlotCounts
-from kvpage.serving.assembly.window_groups import WindowGroups
+from kvpage.serving.assembly.window_groups import WindowGroups, short_windows
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
@@ -163,11 +163,21 @@ def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates
             model_config = padded(model_config)
         if model_config.use_mla:
             verify_latents(runner, cache_config, model_config)
-        takes_windows = config.num_window_blocks is not None
-        name = config.attention_backend
+        name, takes_windows = config.attention_backend, isinstance(config.num_window_blocks, int)
         attention = choose_attention(runner, cache_config, model_config, name, size, takes_windows)
+        if attention.library is not None and takes_own_blocks(config, attention, model, states):
+            attention = choose_attention(runner, cache_config, model_config, name, takes_windows=True)
     num_all_heads = model_config.num_kv_heads if size == 1 else of_all.num_kv_heads
     return ServableModel(runner, model_config, attention, num_all_heads, states)
+
+
+def takes_own_blocks(
+    config: EngineConfig, attention: ChosenAttention, model: PreTrainedModel, states: ModelStates | None
+) -> bool:
+    """Return whether "auto" gives the model's windows blocks of their own, where memory allows it."""
+    if config.num_window_blocks != "auto" or states is not None:
+        return False
+    return bool(short_windows(attention.windows, limited_model_len(model, config.max_model_len)))
 
 
 def padded(config: ModelConfig) -> ModelConfig:

@@ -5,12 +5,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvpage.blocks.groups.states.state_space import States
-from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
-from kvpage.layout.config import CacheConfig
+from kvpage.layout.config import CacheConfig, ParallelConfig, cache_block_bytes
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.model.states.model_states import ModelStates
 from kvpage.serving.model.states.slot_budget import slots_within
+
+
+def slot_bytes(cache: CacheConfig, states: ModelStates) -> int:
+    """Return the bytes of a state and of its tail block."""
+    return states.layout.slot_bytes + cache_block_bytes(cache, states.model_config, ParallelConfig())
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,10 @@ class SlotCounts:
         ValueError for a budget that is less than one slot, and not 0.
         """
         cache, budget = config.cache_config, config.states
-        slot_bytes = states.layout.slot_bytes
-        if not states.model_config.is_attention_free:
-            slot_bytes += CacheEngine.get_cache_block_size(cache, states.model_config)
-        num_kept = slots_within("checkpoint_bytes", budget.checkpoint_bytes, slot_bytes)
+        num_bytes = slot_bytes(cache, states)
+        num_kept = slots_within("checkpoint_bytes", budget.device_bytes, num_bytes)
         num_kept = min(num_kept, cache.num_gpu_blocks)
-        num_host = slots_within("host_checkpoint_bytes", budget.host_checkpoint_bytes, slot_bytes)
+        num_host = slots_within("host_checkpoint_bytes", budget.host_checkpoint_bytes, num_bytes)
         num_host = min(num_host, cache.num_gpu_blocks + cache.num_cpu_blocks)
         return cls(config.max_num_seqs + num_kept, num_kept, num_host, states.shares_answers)
 

@@ -20,6 +20,16 @@ from kvpage.serving.assembly.state_parts import SlotCounts
 from kvpage.serving.config import EngineConfig
 
 
+def short_windows(windows: Mapping[int, int | None], max_model_len: int) -> dict[int, int]:
+    """Return the windows of layers that have one. A window that holds all tokens of a request is none."""
+    return {layer: window for layer, window in windows.items() if window is not None and window < max_model_len}
+
+
+def num_blocks_of_sequence(window: int, block_size: int, max_model_len: int) -> int:
+    """Return how many blocks of a window a sequence needs at most, beside those of the portion that a step computes."""
+    return min(window // block_size + 2, -(-max_model_len // block_size))
+
+
 @dataclass(frozen=True, slots=True)
 class WindowGroups:
     """The groups of one model, for one EngineConfig.
@@ -37,19 +47,18 @@ class WindowGroups:
     def of(cls, config: EngineConfig, windows: Mapping[int, int | None], max_model_len: int) -> "WindowGroups | None":
         """Return the groups; None where all layers share one table. windows: of each layer, None for those without.
 
-        A window that holds all tokens of a request is none. ValueError if no layer has one that is shorter, or if a
-        sequence does not fit into the blocks of one.
+        ValueError if no layer has a short window, or if a sequence does not fit into the blocks of one.
         """
-        num_blocks, block_size = config.num_window_blocks, config.cache_config.block_size
-        if num_blocks is None:
+        num_blocks = config.num_window_blocks
+        if not isinstance(num_blocks, int):
             return None
-        short = {layer: window for layer, window in windows.items() if window is not None and window < max_model_len}
+        short = short_windows(windows, max_model_len)
         if not short:
             raise ValueError(
                 f"num_window_blocks must be None for a model without windows shorter than max_model_len="
                 f"{max_model_len}, got {num_blocks}"
             )
-        least = min(max(short.values()) // block_size + 2, -(-max_model_len // block_size))
+        least = num_blocks_of_sequence(max(short.values()), config.cache_config.block_size, max_model_len)
         if num_blocks < least:
             raise ValueError(
                 f"num_window_blocks must be at least {least}, which a sequence needs in a window of "

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from kvpage.checks.values import check_at_least
 
+CHECKPOINT_BYTES = 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class StateConfig:
@@ -16,7 +18,7 @@ class StateConfig:
         checkpoint_bytes: Memory of the device for checkpoints, at most: 0, or that of one checkpoint or more. There is
             no more than one for each block. With 0 no state is kept on the way through a prompt: the host gets ends of
             answers alone. With 0 on both tiers no prefix is found. `KVPageCachePool` has the states of its rows in this
-            memory, too.
+            memory, too. None means a share of the cache's memory where an engine chooses `num_gpu_blocks`, else 1 GiB.
         host_checkpoint_bytes: Memory of the host for checkpoints that the device has evicted, and for requests that
             are preempted.
         checkpoint_every: A checkpoint is also taken every so many tokens of a prompt; None for the ends of prompts and
@@ -26,12 +28,18 @@ class StateConfig:
         ValueError: A value is no integer, or out of its range.
     """
 
-    checkpoint_bytes: int = 2**30
+    checkpoint_bytes: int | None = None
     host_checkpoint_bytes: int = 0
     checkpoint_every: int | None = None
 
     def __post_init__(self) -> None:
-        check_at_least("checkpoint_bytes", self.checkpoint_bytes, 0)
+        if self.checkpoint_bytes is not None:
+            check_at_least("checkpoint_bytes", self.checkpoint_bytes, 0)
         check_at_least("host_checkpoint_bytes", self.host_checkpoint_bytes, 0)
         if self.checkpoint_every is not None:
             check_at_least("checkpoint_every", self.checkpoint_every, 1)
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of `checkpoint_bytes`, or 1 GiB."""
+        return CHECKPOINT_BYTES if self.checkpoint_bytes is None else self.checkpoint_bytes

@@ -127,6 +127,15 @@ def choose(name, num_ranks):
     return choose_attention(ModelRunner(model), blocks, sizes, name, num_ranks)
 
 
+def test_no_library_attends_where_windows_have_blocks_of_their_own(fakes):
+    model = make_half_model("gemma2")
+    for num_window_blocks, is_apart in (("auto", True), (None, False)):
+        config = EngineConfig(max_num_seqs=2, native_layers=False, num_window_blocks=num_window_blocks)
+        engine = Engine.from_model(model, config)
+        library = next(iter(engine.cache.bound_layers.values())).library
+        assert bool(engine.stats().windows) == (library is None) == is_apart
+
+
 def test_several_ranks_try_one_library(fakes, monkeypatch):
     """Each chooses for itself: a rank that tried another one would compute collectives that no other meets."""
     assert choose("auto", 2).library.name == "flash_attn_3"

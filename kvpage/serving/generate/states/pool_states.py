@@ -64,7 +64,7 @@ class PoolStates:
             raise ValueError(f"states must be in the cache, beside K and V, those of {name} are not")
         each = found.layout.slot_bytes + CacheEngine.get_cache_block_size(cache, found.kv_shape.model_config())
         num_most = 2 * cache.num_gpu_blocks
-        num_slots = min(slots_within("checkpoint_bytes", budget.checkpoint_bytes, each, least=1), num_most)
+        num_slots = min(slots_within("checkpoint_bytes", budget.device_bytes, each, least=1), num_most)
         num_host = slots_within("host_checkpoint_bytes", budget.host_checkpoint_bytes, each)
         num_host = min(num_host, num_most + cache.num_cpu_blocks)
         return cls(found, forwards, num_slots, num_host, budget.checkpoint_every)
