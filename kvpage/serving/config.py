@@ -84,7 +84,7 @@ class EngineConfig:
         num_window_blocks: Blocks of each group of layers with the same sliding window, apart from the blocks of the
             other layers. Sequences give back those behind the window. None means one table for all layers, whose blocks
             stay. With a host tier, each group has its share of blocks there. It excludes blending, several ranks, other
-            attention backends than kvpage's, and latents; decode steps are neither captured nor begun ahead.
+            attention backends than kvpage's, and latents.
 
     Raises:
         TypeError: A value is of another type.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kvpage.cache.state_cache import StateCache
-from kvpage.serving.model.states.mixer_forward import MixerForward
+from kvpage.serving.model.states.mixer import PieceForward
 from kvpage.serving.model.states.row_cuts import Cut
 from kvpage.serving.model.states.state_pass import PackedStates, Piece
 
@@ -33,5 +33,5 @@ class DecodePass(PackedStates):
         if list(query_lens) != [1] * self._num_tokens:
             raise ValueError(f"query_lens must be 1 for each of {self._num_tokens} sequences, got {list(query_lens)}")
 
-    def _pieces_of(self, forward: MixerForward) -> list[Piece]:
+    def _pieces_of(self, forward: PieceForward) -> list[Piece]:
         return [self._decodes]

@@ -21,7 +21,7 @@ import torch
 
 from kvpage.cache.state_cache import StateCache, StateKey
 from kvpage.ops.cuda.uploads import upload
-from kvpage.serving.model.states.mixer_forward import MixerForward
+from kvpage.serving.model.states.mixer import PieceForward
 from kvpage.serving.model.states.piece_cache import PieceCache, Slots
 from kvpage.serving.model.states.row_cuts import Cut, cut, join
 
@@ -77,7 +77,7 @@ class PackedStates(ABC):
         self._computed: set[StateKey] = set()
 
     @abstractmethod
-    def _pieces_of(self, forward: MixerForward) -> list[Piece]:
+    def _pieces_of(self, forward: PieceForward) -> list[Piece]:
         """Return the calls of a mixer, which together compute the packed row."""
 
     def check_done(self) -> None:
@@ -86,7 +86,7 @@ class PackedStates(ABC):
         if missing:
             raise ValueError(f"each state must be computed once in a step, {missing} were not")
 
-    def compute(self, forward: MixerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(self, forward: PieceForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a mixer gives for the packed row, and write its states.
 
         forward: of the mixer. args, kwargs: of the call, with the packed row; a cache among them is not used.
@@ -105,7 +105,7 @@ class PackedStates(ABC):
             self._keep(forward, cache, piece)
         return join(outputs, self._num_tokens, [piece.cut for piece in pieces])
 
-    def _keep(self, forward: MixerForward, cache: PieceCache, piece: Piece) -> None:
+    def _keep(self, forward: PieceForward, cache: PieceCache, piece: Piece) -> None:
         keys = forward.mixer.keys
         if cache.touched != keys:
             name = type(forward.mixer.module).__name__
@@ -145,7 +145,7 @@ class StatePass(PackedStates):
         if self._computed:
             raise ValueError("states must be those of one forward pass, these were computed before")
 
-    def _pieces_of(self, forward: MixerForward) -> list[Piece]:
+    def _pieces_of(self, forward: PieceForward) -> list[Piece]:
         """Return the calls of a mixer. A stepwise one goes on from a state one token after the other."""
         kind = is_apart, is_stepwise = forward.mixer.steps_apart, forward.is_stepwise
         if kind not in self._pieces:
