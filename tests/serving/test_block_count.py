@@ -10,12 +10,14 @@ from support.models import make_model
 from support.state_models import make_state_model
 
 from kvpage import CacheConfig
+from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.config import DeviceConfig
 from kvpage.serving import Engine, EngineConfig, SamplingParams, StateConfig
 from kvpage.serving.assembly import block_count
 from kvpage.serving.assembly.block_count import with_blocks
 from kvpage.serving.assembly.device_memory import bytes_taken
 from kvpage.serving.assembly.parts import check_servable
+from kvpage.serving.model.states.model_states import ModelStates
 
 MIB = 2**20
 BLOCK_BYTES = 2 * 3 * 16 * 2 * 8 * 4  # K and V, layers, tokens, KV heads, elements, fp32
@@ -40,10 +42,10 @@ class Capturer(CpuCapturer):
         self.memory.empty_cache()
 
 
-def sized(monkeypatch, memory, *, of_step=10 * MIB, of_modules=0, captures=(0, 0), **options) -> EngineConfig:
+def sized(monkeypatch, memory, *, of_step=10 * MIB, of_modules=0, captures=(0, 0), model=None, **options):
     """The config with blocks, of a model on a CPU that counts as a device: its steps take `of_step`."""
     config = EngineConfig(CacheConfig(16), **{"max_num_seqs": 2, "max_num_batched_tokens": 64, **options})
-    servable = check_servable(make_model("llama"), config)
+    servable = check_servable(model or make_model("llama"), config, takes_states=model is not None)
     compute, taken = block_count.prepare_steps, []
 
     def prepare_steps(steps, limits):
@@ -56,7 +58,7 @@ def sized(monkeypatch, memory, *, of_step=10 * MIB, of_modules=0, captures=(0, 0
     monkeypatch.setattr(block_count, "is_host", lambda device: False)
     monkeypatch.setattr(block_count, "most_blocks", lambda servable, config: 1 << 30)
     found = with_blocks(servable, config, make_capturer=lambda device: Capturer(memory, *captures))
-    assert [(limits.num_seqs, limits.num_tokens) for limits in taken] == [(2, 64)]
+    assert [(limits.num_seqs, limits.num_tokens) for limits in taken] == [(1 if model else 2, 64)]
     return found
 
 
@@ -74,6 +76,21 @@ def test_blocks_fill_what_steps_modules_and_captures_leave(monkeypatch, of_modul
     for num_bytes in captures:
         memory.keep(num_bytes)
     memory.take(10 * MIB)
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "lfm2"])
+def test_captures_over_states_are_tried_too(monkeypatch, kind):
+    """Over a slot of padding alone."""
+    model, captures = make_state_model(kind), (20 * MIB, 1 * MIB)
+    config, without = (
+        sized(
+            monkeypatch, Memory(monkeypatch, 100 * MIB), captures=of, model=model, states=StateConfig(MIB)
+        ).cache_config
+        for of in (captures, (0, 0))
+    )
+    block_bytes = CacheEngine.get_cache_block_size(config, ModelStates.of_model(model).model_config)
+    num_less = without.num_gpu_blocks - config.num_gpu_blocks
+    assert config.num_gpu_blocks > 0 and num_less == pytest.approx(sum(captures) * 0.9 / block_bytes, abs=1)
 
 
 def test_a_capture_that_does_not_fit_takes_nothing_from_blocks(monkeypatch):

@@ -1,7 +1,8 @@
 """Crowd: random requests to one engine. Each answer is a beginning of the known right one.
 
-There are two namespaces, priorities, samples, aborts, resets and failing steps. A kind of engine has its own prompts,
-options and invariants. All that belongs to nobody is poisoned now and then.
+There are two namespaces, priorities, samples, stop tokens, aborts, resets and failing steps. Half of the engines decode
+as on a device. A kind of engine has its own prompts, options and invariants. All that belongs to nobody is poisoned now
+and then.
 """
 
 import random
@@ -9,6 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from support.cpu_graphs import as_on_a_device
+from support.models import VOCAB
 from support.state_engines import greedy, own_tokens
 from transformers import PreTrainedModel
 
@@ -28,8 +31,9 @@ class Crowd:
     ) -> None:
         self.rng, self.engine, self.prompts = rng, engine, prompts
         self.expected = [own_tokens(model, prompt, MOST_TOKENS) for prompt in prompts]
-        layers = list(model.model.layers if hasattr(model, "model") else model.backbone.layers)
-        layers[-1].register_forward_pre_hook(self._fail)
+        if rng.random() < 0.5:
+            as_on_a_device(engine)
+        self._let_fail(engine.debug.runner.view)
         self.fails = False
         self.asked: dict[str, int] = {}
         self.figures = {"requests": 0, "cached tokens": 0, "failed steps": 0, "preemptions": 0}
@@ -64,7 +68,9 @@ class Crowd:
         rng, at = self.rng, self.rng.randrange(len(self.prompts))
         prompt = self.prompts[at]
         options = self.options(prompt)
-        params = greedy(rng.randint(1, MOST_TOKENS), n=rng.choice((1, 1, 1, 2)), priority=rng.randrange(3))
+        stops = rng.sample(range(VOCAB), rng.choice((0, 0, VOCAB // 8)))
+        fields = {"n": rng.choice((1, 1, 1, 2)), "priority": rng.randrange(3), "stop_token_ids": stops}
+        params = greedy(rng.randint(1, MOST_TOKENS), **fields)
         name = self.engine.add_request(
             prompt, params, namespace=rng.choice((b"", b"", b"a")), priority=rng.choice((0, 0, 1)), **options
         )
@@ -101,6 +107,14 @@ class Crowd:
             assert sample.finish_reason != "length" or sample.token_ids
         self.figures["cached tokens"] += output.num_cached_tokens
 
-    def _fail(self, module: torch.nn.Module, args: object) -> None:
-        if self.fails:
-            raise ArithmeticError("a layer has failed")
+    def _let_fail(self, view: torch.nn.Module) -> None:
+        """Let the last layer raise where it is told to: no hook, with which nothing is captured."""
+        layer = list(view.model.layers if hasattr(view, "model") else view.backbone.layers)[-1]
+        forward = layer.forward
+
+        def fail(*args: object, **kwargs: object) -> object:
+            if self.fails:
+                raise ArithmeticError("a layer has failed")
+            return forward(*args, **kwargs)
+
+        vars(layer)["forward"] = fail

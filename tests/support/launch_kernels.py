@@ -186,6 +186,7 @@ def root_of(error: BaseException) -> str:
 
 def send_error(name: str, pipe: Any) -> None:
     """Launch a case, and send the error, or None."""
+    torch.set_num_threads(1)  # the threads of the process that was forked are not here: work for them would never end
     try:
         launch(name)
         pipe.send(None)

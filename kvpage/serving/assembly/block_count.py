@@ -174,8 +174,8 @@ def _bytes_of_steps(
             of_steps = bytes_taken(cache.device, lambda: prepare_steps(steps, limits))
             if not captures_decodes(config):
                 return of_steps.most
-            found = servable.states
-            states = None if found is None else StateCache(found.layout, 1, device=cache.device)  # that of padding
+            layout = runner.state_layout
+            states = None if layout is None else StateCache(layout, 1, device=cache.device)  # that of padding
             caches = RankCaches(cache, states=states)
             graphs = graphs_of(runner, caches, make_capturer(cache.device), config, longest)
             of_graphs = bytes_taken(cache.device, graphs.capture)

@@ -307,6 +307,21 @@ def test_a_step_without_room_in_one_window_makes_none_in_the_others():
     life.check()
 
 
+def test_room_is_asked_for_before_the_full_layers_have_it():
+    """A call that is refused there cannot give their room back where a step under way writes into it."""
+    life = life_of(B, 6 * B, num_window_blocks=3)
+    life.begin(tokens_of(2 * B))
+    life.write(1, 2 * B)
+    before = life.manager.stats(), [window.blocks.num_free for window in life.manager.windows]
+    life.manager.windows.check_open([1], [3 * B])  # each window takes one block more
+    with pytest.raises(OutOfBlocks):
+        life.manager.windows.check_open([1], [4 * B])
+    assert (life.manager.stats(), [window.blocks.num_free for window in life.manager.windows]) == before
+    with pytest.raises(ValueError, match=r"ends must be in \[8, 8\], got 9 for 1"):
+        life.manager.windows.open([1], [2 * B + 1])
+    life.check()
+
+
 @pytest.mark.parametrize("num_window_blocks", [1, 2, 3, 5])
 @pytest.mark.parametrize("window", [1, B - 1, B, B + 1])
 def test_room_for_as_many_tokens_as_fit(window, num_window_blocks):

@@ -53,7 +53,7 @@ def test_a_namespace_must_be_bytes(call):
 # --- which sequences a call takes ---
 
 
-@pytest.mark.parametrize("call", ["slot_of", "keep", "give_up_marks"])
+@pytest.mark.parametrize("call", ["slot_of", "has_state", "keep", "give_up_marks"])
 def test_a_sequence_off_the_device_is_not_there(call):
     manager, tokens = manager_of(num_host_slots=1, num_host_blocks=8), prompt(B + 1)
     begin(manager, 0, tokens)
@@ -61,7 +61,7 @@ def test_a_sequence_off_the_device_is_not_there(call):
     manager.swap_out(0)
     for seq_id in (0, "nobody"):
         with pytest.raises(KeyError):
-            getattr(manager.states if call == "slot_of" else manager, call)(seq_id)
+            getattr(manager.states if call in ("slot_of", "has_state") else manager, call)(seq_id)
     assert manager.swap_in(0, tokens).num_cached_tokens == len(tokens)
     assert not manager.states._states.running[0].is_spoiled
     manager.check()
@@ -75,6 +75,19 @@ def test_a_sequence_comes_back_with_all_its_committed_tokens():
     with pytest.raises(ValueError, match="tokens must be at least the 9 committed ones, got 8"):
         manager.swap_in(0, tokens[:-1])
     assert manager.is_swapped(0) and manager.swap_in(0, tokens).num_cached_tokens == 9
+
+
+@pytest.mark.parametrize("call", ["keep_end", "give_up_marks"])
+def test_a_sequence_without_its_state(call):
+    manager, tokens = manager_of(), prompt(B + 1)
+    begin(manager, 0, tokens)
+    assert manager.states.has_state(0)
+    prefill(manager, 0, tokens, 0)
+    assert manager.states.has_state(0)
+    getattr(manager, call)(0)
+    assert not manager.states.has_state(0)
+    with pytest.raises(ValueError, match="slot_of needs the state of 0"):
+        manager.states.slot_of(0)
 
 
 def test_an_end_is_kept_once():

@@ -118,6 +118,7 @@ class StateGroup(GroupManager[StateClaim]):
         Args:
             seq_id: A sequence on the device.
         """
+        self._sequences.on_device[seq_id]  # KeyError
         running = self._states.running[seq_id]
         return running.slot is not None and not running.is_spoiled
 

@@ -80,17 +80,10 @@ class StaticInputs:
 
     def views(self, num_rows: int) -> DecodeViews:
         """Return the first rows."""
-        columns = self._columns[:, :num_rows]
+        columns, tables = self._columns[:, :num_rows], self._tables[:, :num_rows]
         token_ids, positions, seq_lens, state_slots = columns[:_NUM_SINGLE]
-        return DecodeViews(
-            token_ids,
-            positions,
-            seq_lens,
-            state_slots,
-            columns[_NUM_SINGLE:],
-            self._tables[:, :num_rows],
-            self.newest_tokens[:num_rows],
-        )
+        slots, newest_tokens = columns[_NUM_SINGLE:], self.newest_tokens[:num_rows]
+        return DecodeViews(token_ids, positions, seq_lens, state_slots, slots, tables, newest_tokens)
 
     def keep_newest(self, tokens: torch.Tensor) -> None:
         """Take tokens on the device as the newest ones, those of the first rows; nothing is copied if they are."""
