@@ -138,12 +138,12 @@ class EngineConfig:
         self._check_scales()
         self._check_graphs()
         self._check_ranks()
-        self._check_windows()
-        if self.blend is not None and not self.enable_prefix_caching:
-            raise ValueError("blend needs enable_prefix_caching, which keeps K and V until they are kept as segments")
         if self.attention_backend not in get_args(AttentionBackendName):
             names = ", ".join(get_args(AttentionBackendName))
             raise ValueError(f"attention_backend must be one of {names}, got {self.attention_backend!r}")
+        self._check_windows()
+        if self.blend is not None and not self.enable_prefix_caching:
+            raise ValueError("blend needs enable_prefix_caching, which keeps K and V until they are kept as segments")
         if self.generation_config not in get_args(GenerationDefaults):
             raise ValueError(f"generation_config must be 'model', 'served' or 'ignore', got {self.generation_config!r}")
 

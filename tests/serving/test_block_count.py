@@ -42,10 +42,12 @@ class Capturer(CpuCapturer):
         self.memory.empty_cache()
 
 
-def sized(monkeypatch, memory, *, of_step=10 * MIB, of_modules=0, captures=(0, 0), model=None, **options):
+def sized(
+    monkeypatch, memory, kind="llama", *, of_step=10 * MIB, of_modules=0, captures=(0, 0), model=None, **options
+) -> EngineConfig:
     """The config with blocks, of a model on a CPU that counts as a device: its steps take `of_step`."""
     config = EngineConfig(CacheConfig(16), **{"max_num_seqs": 2, "max_num_batched_tokens": 64, **options})
-    servable = check_servable(model or make_model("llama"), config, takes_states=model is not None)
+    servable = check_servable(model or make_model(kind), config)
     compute, taken = block_count.prepare_steps, []
 
     def prepare_steps(steps, limits):
@@ -102,6 +104,25 @@ def test_a_capture_that_does_not_fit_takes_nothing_from_blocks(monkeypatch):
 def test_eager_steps_leave_room_for_no_captures(monkeypatch):
     config = sized(monkeypatch, Memory(monkeypatch, 100 * MIB), captures=(20 * MIB, 0), enforce_eager=True)
     assert config.cache_config.num_gpu_blocks == int(90 * MIB * 0.9) // BLOCK_BYTES
+
+
+def test_windows_share_what_steps_leave_and_nothing_is_captured(monkeypatch):
+    config = sized(monkeypatch, Memory(monkeypatch, 100 * MIB), "gemma3", captures=(20 * MIB, 0))
+    layer_bytes = 2 * 16 * 2 * 16 * 4  # K and V, tokens, KV heads, elements, fp32; two layers of three have windows
+    num_windows = 4 * 2 * 2 + 64 // 16
+    assert config.num_window_blocks == num_windows
+    assert config.cache_config.num_gpu_blocks == (int(90 * MIB * 0.9) - num_windows * 2 * layer_bytes) // layer_bytes
+
+
+def test_one_table_is_sized_by_a_trial_of_its_own(monkeypatch):
+    """Little memory holds as many tokens in one table, whose steps are captured."""
+    memory = Memory(monkeypatch, 10 * MIB + 26000)
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=64)
+    servable, taken = check_servable(make_model("gemma3"), config), []
+    monkeypatch.setattr(block_count, "prepare_steps", lambda *of: taken.append(of) or memory.take(10 * MIB))
+    monkeypatch.setattr(block_count, "is_host", lambda device: False)
+    found = with_blocks(servable, config, make_capturer=lambda device: Capturer(memory, 0, 0))
+    assert (found.num_window_blocks, found.cache_config.num_gpu_blocks, len(taken)) == (None, 1, 2)
 
 
 @pytest.mark.parametrize(
