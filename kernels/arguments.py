@@ -13,9 +13,9 @@ from kvpage.layout.kv_view import KVView
 
 TILE_ELEMENTS = 2048  # of 4 warps: 16 for each thread; twice as many spill where rows are not aligned
 MAX_NUM_WARPS = 32  # of a thread block
-MAX_ROW_SIZE = 2**16  # elements: more would not fit into the registers of so many warps
+MAX_ROW_SIZE = 2**16  # elements: more would not fit into the registers of MAX_NUM_WARPS warps
 MAX_TILE_ROWS = 128  # one a thread: the addresses of more would not fit into registers
-SECTOR = 32  # bytes that memory moves at least: so many of neighbouring tokens should be in a tile
+SECTOR = 32  # bytes that memory moves at least: a tile should have this many of neighbouring tokens
 
 BAD_SLOT = 1  # bits of the error word
 BAD_BLOCK = 2
@@ -127,21 +127,23 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def cache_pointers(views: KVViews, scales: KVScales | None) -> tuple[torch.Tensor | None, ...]:
     """Return K's and V's elements, then their scales: the cache's own where it has some, else the given ones."""
-    given = (None, None) if scales is None else (scales.key, scales.value)
-    own = [None if view is None else view.scales for view in views]
+    scale_pair = (None, None) if scales is None else (scales.key, scales.value)
+    own_scales = [None if view is None else view.scales for view in views]
     elements = [None if view is None else view.rows for view in views]
-    return *elements, *[scale if mine is None else mine for mine, scale in zip(own, given, strict=True)]
+    return *elements, *[
+        scale if own_scale is None else own_scale for own_scale, scale in zip(own_scales, scale_pair, strict=True)
+    ]
 
 
 def cache_strides(views: KVViews, scales: KVScales | None) -> tuple[int, ...]:
     """Return K's strides, then V's: block, offset, head, run. Those of the scales follow, without runs."""
-    given = (None, None) if scales is None else (scales.key, scales.value)
+    scale_pair = (None, None) if scales is None else (scales.key, scales.value)
     elements = [(0,) * 4 if view is None else view.rows.stride()[:4] for view in views]
-    by_place = [_scale_strides(view, scale) for view, scale in zip(views, given, strict=True)]
+    by_place = [_scale_strides(view, scale) for view, scale in zip(views, scale_pair, strict=True)]
     return tuple(itertools.chain(*elements, *by_place))
 
 
-def _scale_strides(view: KVView | None, given: torch.Tensor | None) -> tuple[int, ...]:
+def _scale_strides(view: KVView | None, scale: torch.Tensor | None) -> tuple[int, ...]:
     if view is not None and view.scales is not None:
         return view.scales.stride()
-    return 0, 0, 0 if given is None or len(given) == 1 else 1
+    return 0, 0, 0 if scale is None or len(scale) == 1 else 1

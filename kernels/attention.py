@@ -120,7 +120,7 @@ def offsets_of_tile(key_tile, A: tl.constexpr):
 
 @triton.jit
 def report_unknown(table_row, low, begin, end, last, num_blocks, error_ptr, A: tl.constexpr):
-    """Report a block id out of range among those of the keys of tiles [begin, end), from `low` to `last`."""
+    """Report a block id out of range among the blocks of the keys of tiles [begin, end), from `low` to `last`."""
     TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
     BLOCK_SIZE: tl.constexpr = A.value.BLOCK_SIZE
     IDS: tl.constexpr = A.value.IDS
@@ -147,7 +147,7 @@ def seen_by_rows(key, wanted, position, window, EDGE: tl.constexpr, WINDOW: tl.c
 
 @triton.jit
 def made_finite(v, COMPUTE: tl.constexpr):
-    """Return the values with 0 for what is not finite, and the keys that have some of these."""
+    """Return the values with 0 for each that is not finite, and the keys that have such values."""
     finite = tl.abs(v.to(tl.float32)) < float("inf")
     return tl.where(finite, v, 0.0).to(COMPUTE), tl.min(finite.to(tl.int32), 1) == 0
 
@@ -227,18 +227,18 @@ def attend(
     TILE_KEYS: tl.constexpr = A.value.TILE_KEYS
     key = key_tile * TILE_KEYS + tl.arange(0, TILE_KEYS)
     entry = entry_of_keys(first, second, third, fourth, A)
-    wanted = are_known(entry, key, low, last, num_blocks, A)
+    known = are_known(entry, key, low, last, num_blocks, A)
     block_id, offset = entry.to(tl.int64), offsets_of_tile(key_tile, A)
     kv_head = kv_head.to(tl.int64)
     # The compiler learns what divides the result of an operation, but not that of a call.
     key_row = block_id * key_block_stride + offset * KEY_OFFSET_STRIDE + key_head
     key_row = tl.multiple_of(key_row, KEY_ALIGN)
-    scores, k, k_odd = score(q, q_odd, q_tail, q_tail_odd, key_ptr, key_row, wanted, key_run_stride, A)
+    scores, k, k_odd = score(q, q_odd, q_tail, q_tail_odd, key_ptr, key_row, known, key_run_stride, A)
     if A.value.TOKEN_SCALES:
-        place = at(block_id, offset, kv_head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride)
-        scores *= tl.load(key_scale_ptr + place, mask=wanted, other=0.0)[None, :]
+        scale_at = at(block_id, offset, kv_head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride)
+        scores *= tl.load(key_scale_ptr + scale_at, mask=known, other=0.0)[None, :]
     scores = scaled(scores, row_factor[:, None], softcap, A.value.SOFTCAP)
-    seen = seen_by_rows(key, wanted, position, window, EDGE, A.value.WINDOW)
+    seen = seen_by_rows(key, known, position, window, EDGE, A.value.WINDOW)
     scores = tl.where(seen, scores, float("-inf"))
     if A.value.SHARED:
         v, v_odd = k, k_odd
@@ -248,13 +248,13 @@ def attend(
         else:
             value_row = block_id * value_block_stride + offset * VALUE_OFFSET_STRIDE + value_head
             value_row = tl.multiple_of(value_row, VALUE_ALIGN)
-        v, v_odd = load_values(value_ptr, value_row, wanted, value_run_stride, A)
+        v, v_odd = load_values(value_ptr, value_row, known, value_run_stride, A)
     value_scales = None
     if A.value.TOKEN_SCALES:
-        place = at(
+        scale_at = at(
             block_id, offset, kv_head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride
         )
-        value_scales = tl.load(value_scale_ptr + place, mask=wanted, other=0.0)
+        value_scales = tl.load(value_scale_ptr + scale_at, mask=known, other=0.0)
     if A.value.SCALE_VALUES:  # a weight's product with a small scale would lose bits
         v = (v.to(tl.float32) * value_scales[:, None]).to(A.value.COMPUTE)
         if A.value.VALUE_PAIRS:
@@ -311,7 +311,7 @@ def paged_attention_kernel(
     capacity,  # keys that a row of the table has room for
     query_token_stride, query_head_stride,  # all strides in elements
     out_token_stride, out_head_stride, table_stride,
-    key_block_stride, key_head_stride, key_run_stride,  # those of a block's tokens are constants
+    key_block_stride, key_head_stride, key_run_stride,  # strides of a block's tokens are constants
     value_block_stride, value_head_stride, value_run_stride,
     key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
     value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,

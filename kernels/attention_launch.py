@@ -249,10 +249,10 @@ def _known(
     device: Device,
 ) -> _Known:
     values, lengths = key if value is None else value, sequences.seq_lens
-    given = lengths, sequences.query_lens, attention.sinks, attention.query_positions
+    tensors = lengths, sequences.query_lens, attention.sinks, attention.query_positions
     kind = (
         *(device.error.device, *device[1:], value is None, *map(form, (query, out, *key, *values))),
-        *(None if tensor is None else tensor.dtype for tensor in given),
+        *(None if tensor is None else tensor.dtype for tensor in tensors),
         *(attention.sliding_window is None, attention.softcap is None),
         *(key.data.data_ptr() % 2, values.data.data_ptr() % 2),
     )
@@ -361,7 +361,7 @@ def _run_size(rows: Rows) -> int:
 
 
 def _alignment(rows: torch.Tensor, num_dims: int) -> int:
-    """Elements, of 16 bytes at most, that divide the strides of the first dimensions: so many are loaded at once."""
+    """Elements, of 16 bytes at most, that divide the strides of the first dimensions: a load takes that many."""
     return math.gcd(16 // rows.element_size(), *rows.stride()[:num_dims])
 
 

@@ -50,7 +50,7 @@ def merge_splits_kernel(
     out_token_stride,
     out_head_stride,
     MERGED: tl.constexpr,
-    A: tl.constexpr,  # AttentionConstants, those of the attention kernel
+    A: tl.constexpr,  # AttentionConstants, of the attention kernel
 ):
     VALUE_SIZE: tl.constexpr = A.value.VALUE_SIZE
     VALUE_TILE: tl.constexpr = A.value.VALUE_TILE
@@ -89,5 +89,5 @@ def merge_splits_kernel(
         total = total * shrink + tl.sum(sums * weight, 0)
         largest = larger
     values = values / tl.where(total == 0.0, 1.0, total)
-    place = token.to(tl.int64) * out_token_stride + head * out_head_stride
-    tl.store(out_ptr + place + column, values, mask=column < VALUE_SIZE)
+    out_row = token.to(tl.int64) * out_token_stride + head * out_head_stride
+    tl.store(out_ptr + out_row + column, values, mask=column < VALUE_SIZE)

@@ -5,7 +5,7 @@ A tile's sums lie in registers; its queries, and the tiles of keys under way, in
 rows of a tile     TILE_TOKENS tokens of HEADS query heads of one KV head: token * HEADS + head of the group
                    a group of more heads than rows takes HEAD_TILES tiles, each of one token
 keys of a tile     TILE_KEYS at a time, of those that any of its rows sees
-pieces             few tiles over many keys would leave multiprocessors idle: all keys are cut into about so many
+pieces             few tiles over many keys would leave multiprocessors idle: all keys are cut into about this many
                    pieces, each sequence's into as many as its length asks for, and a second kernel merges partial sums
 """
 
@@ -22,7 +22,7 @@ SHARED_KEYS = 32  # of a tile of latents for 64 heads
 MIN_KEYS = 16  # of a tensor core's product
 NUM_STAGES = 3  # of the loop over keys: a tile is multiplied while the next one is under way, or the next two on sm_90
 # The same for latents that are read once, on sm_90. From Triton 3.9 on, the compiler keeps operands' addresses in
-# registers: beside those of a second tile under way, sums would not fit.
+# registers: beside the addresses of a second tile under way, sums would not fit.
 LATENT_STAGES = 2 if VERSION >= (3, 9) else NUM_STAGES
 BARRIER_BYTES = 512  # of shared memory, at most, for what the compiler adds
 
@@ -148,9 +148,9 @@ def _num_warps(rows: int, value_tile: int) -> int:
     return 8 if rows >= 64 or rows * value_tile >= 2**13 else 4
 
 
-def _rows(wanted: int, most: int) -> int:
+def _rows(num_rows: int, most: int) -> int:
     """Return the rows of a tile: of few sizes, since a kernel is compiled for each."""
-    return next(rows for rows in (MIN_ROWS, min(MIDDLE_ROWS, most), most) if rows >= min(wanted, most))
+    return next(rows for rows in (MIN_ROWS, min(MIDDLE_ROWS, most), most) if rows >= min(num_rows, most))
 
 
 def _most_rows(widest: int, sizes: Sizes, capability: int) -> int:

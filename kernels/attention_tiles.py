@@ -39,7 +39,7 @@ def queries_of(index, query_len_ptr, num_seqs):
 
 @triton.jit
 def query_tiles(queries, A: tl.constexpr):
-    """Return the tiles that hold so many queries of a sequence."""
+    """Return the tiles that hold `queries` queries of a sequence."""
     TILE_TOKENS: tl.constexpr = A.value.TILE_TOKENS
     return (queries + TILE_TOKENS - 1) // TILE_TOKENS
 
@@ -59,13 +59,13 @@ def span_of(index, seq_len_ptr, num_seqs, capacity, window, A: tl.constexpr):
 
 @triton.jit
 def splits_of(span, piece, A: tl.constexpr):
-    """Return the splits of sequences with so many tiles of keys, none of more than `piece` where MAX_SPLITS allows."""
+    """Return the splits of sequences with `span` tiles of keys, none of more than `piece` where MAX_SPLITS allows."""
     return tl.minimum(tl.maximum((span + piece - 1) // piece, 1), A.value.MAX_SPLITS)
 
 
 @triton.jit
 def piece_of(seq_len_ptr, query_len_ptr, num_seqs, capacity, window, num_pieces, A: tl.constexpr):
-    """Return the tiles of keys of a split: those that all tiles of queries read, over `num_pieces`."""
+    """Return the tiles of keys of a split: the keys that all tiles of queries read, over `num_pieces`."""
     SEARCH: tl.constexpr = A.value.SEARCH
     total = num_pieces.to(tl.int64) * 0
     for begin in range(0, num_seqs, SEARCH):
@@ -165,7 +165,7 @@ def positions_of_rows(
 
 @triton.jit
 def given_positions(position_ptr, first_row, first_query, num_queries, num_tokens, length, TILE_TOKENS: tl.constexpr):
-    """Return those of the tile's first query and of its last: at most the sequence's last token."""
+    """Return the positions of the tile's first and last query: at most the sequence's last token."""
     first = first_row + first_query
     last = first_row + tl.minimum(first_query + TILE_TOKENS, num_queries) - 1
     first = tl.load(position_ptr + first, mask=first < num_tokens, other=0)

@@ -47,15 +47,15 @@ def row_deviation_kernel(
     for head in range(0, NUM_HEADS):
         for begin in range(0, SIZE, COLUMNS):
             col = begin + tl.arange(0, COLUMNS)
-            wanted = valid[:, None] & (col < SIZE)[None, :]
+            mask = valid[:, None] & (col < SIZE)[None, :]
             a = tl.load(
                 fresh_ptr + (row * fresh_row_stride + head * fresh_head_stride)[:, None] + col[None, :],
-                mask=wanted,
+                mask=mask,
                 other=0,
             )
             b = tl.load(
                 retrieved_ptr + (row * retrieved_row_stride + head * retrieved_head_stride)[:, None] + col[None, :],
-                mask=wanted,
+                mask=mask,
                 other=0,
             )
             difference = to_fp32(a, ROW) - to_fp32(b, ROW)

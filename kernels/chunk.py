@@ -28,7 +28,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkConstants(Constants):
-    """Constants of a chunk's launch, besides those of its rows.
+    """Constants of a chunk's launch, besides the constants of its rows.
 
     SCALED: whether the cache has scales. SCALES_AS_BYTES: whether they follow each row in the chunk, as they are.
     WIDTH: bits of the cache's elements. ALIGNED: its addresses divide by 16.
@@ -137,22 +137,22 @@ def chunk_kernel(
         offset = position % BLOCK_SIZE
         known = (block_id >= 0) & (block_id < num_blocks)
         report(inside & (known == 0), error_ptr, CHUNK.value.BIT)
-        wanted = inside & known
+        mask = inside & known
         row = at(layer.to(tl.int64), token, head, chunk_layer_stride, chunk_token_stride, chunk_head_stride)
-        place = at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride)
+        cache_row = at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride)
         scale_at = at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride)
         move_part(
-            chunk_ptr, row, key_address, key_scale_address, place, key_run_stride, scale_at, inside, wanted,
+            chunk_ptr, row, key_address, key_scale_address, cache_row, key_run_stride, scale_at, inside, mask,
             KEY, ROWS, CHUNK,
         )  # fmt: skip
         if VALUE.value.EXISTS:
-            place = at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride)
+            cache_row = at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride)
             scale_at = at(
                 block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride
             )
             move_part(
-                chunk_ptr, row + chunk_part_stride, value_address, value_scale_address, place, value_run_stride,
-                scale_at, inside, wanted, VALUE, ROWS, CHUNK,
+                chunk_ptr, row + chunk_part_stride, value_address, value_scale_address, cache_row, value_run_stride,
+                scale_at, inside, mask, VALUE, ROWS, CHUNK,
             )  # fmt: skip
 
 
@@ -175,8 +175,8 @@ def move_chunk(
     places = _places(caches, views, scales)
     if one_by_one:
         for layer, addresses in enumerate(zip(*places, strict=True)):
-            one = part._replace(chunk=chunk[layer : layer + 1])
-            _launch(one, None, addresses, block_ids, start, error)
+            layer_part = part._replace(chunk=chunk[layer : layer + 1])
+            _launch(layer_part, None, addresses, block_ids, start, error)
         return
     table = _tables.on(error.device, places)
     if block_ids.device != error.device:
@@ -224,12 +224,12 @@ def _places(caches: Sequence[torch.Tensor], views: KVViews, scales: Sequence[KVS
     bases = [cache.data_ptr() for cache in caches]
     none = (0,) * len(bases)
     places = []
-    own = [None if view is None else view.scales for view in views]
-    for part in (views[0].rows, None if views[1] is None else views[1].rows, *own):
+    own_scales = [None if view is None else view.scales for view in views]
+    for part in (views[0].rows, None if views[1] is None else views[1].rows, *own_scales):
         offset = 0 if part is None else part.data_ptr() - bases[0]
         places.append(none if part is None else tuple([base + offset for base in bases]))
     if scales is not None:
-        places[2:] = [tuple([getattr(one, name).data_ptr() for one in scales]) for name in ("key", "value")]
+        places[2:] = [tuple([getattr(pair, name).data_ptr() for pair in scales]) for name in ("key", "value")]
     return tuple(places)
 
 

@@ -141,19 +141,19 @@ def gather_cache_kernel(
     offset = position % BLOCK_SIZE
     known = (block_id >= 0) & (block_id < num_blocks)
     report(inside & (known == 0), error_ptr, BIT)
-    wanted = inside & known
+    mask = inside & known
     out = at(seq, row, head, key_seq_stride, key_token_stride, key_head_stride)
-    place = at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride)
+    cache_row = at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride)
     scale_at = at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride)
-    out_of_cache(key_ptr, out, key_cache_ptr, place, key_run_stride, key_scale_ptr, scale_at, wanted, KEY, ROWS)
+    out_of_cache(key_ptr, out, key_cache_ptr, cache_row, key_run_stride, key_scale_ptr, scale_at, mask, KEY, ROWS)
     if VALUE.value.EXISTS:
         out = at(seq, row, head, value_seq_stride, value_token_stride, value_head_stride)
-        place = at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride)
+        cache_row = at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride)
         scale_at = at(
             block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride
         )
         out_of_cache(
-            value_ptr, out, value_cache_ptr, place, value_run_stride, value_scale_ptr, scale_at, wanted, VALUE, ROWS
+            value_ptr, out, value_cache_ptr, cache_row, value_run_stride, value_scale_ptr, scale_at, mask, VALUE, ROWS
         )
 
 

@@ -1,7 +1,7 @@
 """Prepared: a kernel with the arguments that many launches share, so that Triton compares them once.
 
     kernel(tensors ...,  numbers ...,   fixed ...)
-           new at each launch           strides and constants: those of one kind of launches
+           new at each launch           strides and constants of one kind of launches
 
 Triton derives from all arguments the machine code to run. This takes longer than most kernels here need on a device,
 and a model asks for the same once a layer and step. A repeated launch only reads addresses.
@@ -66,9 +66,9 @@ class Prepared:
         if (variants := rehearsed.get()) is not None:
             note(variants, self._kernel, arguments, self._options)
             return
-        found = self._kernel[grid](*arguments, **self._options)
-        if isinstance(found, CompiledKernel) and self._is_usual(addresses, numbers):
-            self._compiled = _Compiled.of(found, self._kernel, self._fixed)
+        kernel = self._kernel[grid](*arguments, **self._options)
+        if isinstance(kernel, CompiledKernel) and self._is_usual(addresses, numbers):
+            self._compiled = _Compiled.of(kernel, self._kernel, self._fixed)
 
     def repeat(self, grid: Grid, addresses: Sequence[int], numbers: tuple[float, ...]) -> bool:
         """Launch on tensors of these addresses, 0 for None. Return False, and do nothing, before the first launch."""
@@ -80,8 +80,8 @@ class Prepared:
 
     def _is_usual(self, addresses: Sequence[int], numbers: tuple[float, ...]) -> bool:
         bits = 0
-        for place in self._aligned:
-            bits |= addresses[place]
+        for index in self._aligned:
+            bits |= addresses[index]
         return bits % ALIGNMENT == 0 and max(numbers, default=0) <= LARGEST
 
 

@@ -67,8 +67,8 @@ def encode_fp8(numbers, scales, CODE: tl.constexpr):
     if scales is not None:
         magnitude = tl.div_rn(magnitude, tl.broadcast_to(scales[:, None], magnitude.shape))
     magnitude = tl.where(magnitude < MOST, magnitude, MOST)
-    kept = magnitude.to(tl.int32, bitcast=True)
-    normal = ((kept + ((1 << (SHIFT - 1)) - 1) + ((kept >> SHIFT) & 1)) >> SHIFT) - BIAS
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - BIAS
     subnormal = (magnitude + MAGIC).to(tl.int32, bitcast=True) & 0xFF
     code = tl.where(magnitude < NORMAL, subnormal, normal)
     code = tl.where(numbers == numbers, code, 0x7F)

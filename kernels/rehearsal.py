@@ -52,7 +52,7 @@ def note(variants: Variants, kernel: Any, arguments: tuple[Any, ...], options: d
 
 
 def key_of(variant: Variant) -> Hashable:
-    """Return what is equal for launches of the same machine code, and for no others."""
+    """Return a key that launches of the same machine code share, and no others."""
     forms = tuple(_form(*pair) for pair in zip(variant.kernel.params, variant.arguments, strict=True))
     return variant.kernel.fn.__qualname__, forms, tuple(sorted(variant.options.items()))
 

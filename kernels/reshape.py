@@ -48,23 +48,23 @@ def reshape_and_cache_kernel(
     token, head, inside = rows_of_tile(tl.program_id(0), num_tokens, NUM_HEADS, ROWS.value.TILE_ROWS, KEY.value.IN_RUNS)
     slot = tl.load(slot_ptr + token, mask=inside, other=-1)
     report((slot < -1) | (slot >= num_slots), error_ptr, BIT)
-    wanted = (slot >= 0) & (slot < num_slots)
+    mask = (slot >= 0) & (slot < num_slots)
     block_id = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
     row = token * key_token_stride + head * key_head_stride
-    place = at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride)
+    cache_row = at(block_id, offset, head, key_block_stride, key_offset_stride, key_cache_head_stride)
     scale_at = at(block_id, offset, head, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride)
     into_cache(
-        key_ptr, row, key_cache_ptr, place, key_run_stride, key_scale_ptr, scale_at, inside, wanted, KEY, ROWS
+        key_ptr, row, key_cache_ptr, cache_row, key_run_stride, key_scale_ptr, scale_at, inside, mask, KEY, ROWS
     )  # fmt: skip
     if VALUE.value.EXISTS:
         row = token * value_token_stride + head * value_head_stride
-        place = at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride)
+        cache_row = at(block_id, offset, head, value_block_stride, value_offset_stride, value_cache_head_stride)
         scale_at = at(
             block_id, offset, head, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride
         )
         into_cache(
-            value_ptr, row, value_cache_ptr, place, value_run_stride, value_scale_ptr, scale_at, inside, wanted,
+            value_ptr, row, value_cache_ptr, cache_row, value_run_stride, value_scale_ptr, scale_at, inside, mask,
             VALUE, ROWS,
         )  # fmt: skip
 

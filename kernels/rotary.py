@@ -21,7 +21,7 @@ from kvpage.kernels.rows import at, report, rows_of_tile
 from kvpage.layout.rotation import Rotation
 
 LINE = 128  # bytes of memory that are moved together
-BAD_FRESH_ROW = 8  # a bit of the error word, beside those of kvpage.kernels.arguments
+BAD_FRESH_ROW = 8  # a bit of the error word, beside the bits of kvpage.kernels.arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,10 @@ class MixConstants(Constants):
 def place_of(slot, head, block_stride, row_stride, head_stride, BLOCK_SIZE: tl.constexpr):
     """Return [rows] offsets of rows by their slots, or with BLOCK_SIZE 0 by their numbers."""
     if BLOCK_SIZE == 0:
-        place = slot * row_stride + head * head_stride
+        offset = slot * row_stride + head * head_stride
     else:
-        place = at(slot // BLOCK_SIZE, slot % BLOCK_SIZE, head, block_stride, row_stride, head_stride)
-    return place
+        offset = at(slot // BLOCK_SIZE, slot % BLOCK_SIZE, head, block_stride, row_stride, head_stride)
+    return offset
 
 
 @triton.jit
@@ -94,15 +94,15 @@ def wanted_rows(slot_ptr, slot, num_slots, out_slot_ptr, out_slot, num_out_slots
 
     An out slot of -1 is no place. Other slots out of range are reported.
     """
-    wanted = inside
+    mask = inside
     if slot_ptr is not None:
         known = (slot >= 0) & (slot < num_slots)
         report(inside & (known == 0), error_ptr, BIT)
-        wanted = wanted & known
+        mask = mask & known
     if out_slot_ptr is not None:
         report(inside & ((out_slot < -1) | (out_slot >= num_out_slots)), error_ptr, BIT)
-        wanted = wanted & (out_slot >= 0) & (out_slot < num_out_slots)
-    return wanted
+        mask = mask & (out_slot >= 0) & (out_slot < num_out_slots)
+    return mask
 
 
 @triton.jit
@@ -168,9 +168,9 @@ def copy_rest(row_ptr, row, out_ptr, place, fresh_ptr, fresh, wanted, is_fresh, 
     END: tl.constexpr = MIX.value.END
     for begin in range(0, SIZE, REST):
         rest = begin + tl.arange(0, REST)[None, :]
-        kept = (rest < FIRST) | ((rest >= END) & (rest < SIZE))
-        copied = load_either(row_ptr, row, fresh_ptr, fresh, rest, wanted, is_fresh, kept)
-        tl.store(out_ptr + place[:, None] + rest, copied, mask=wanted[:, None] & kept)
+        is_unpaired = (rest < FIRST) | ((rest >= END) & (rest < SIZE))
+        copied = load_either(row_ptr, row, fresh_ptr, fresh, rest, wanted, is_fresh, is_unpaired)
+        tl.store(out_ptr + place[:, None] + rest, copied, mask=wanted[:, None] & is_unpaired)
 
 
 # Arguments that change from call to call are not specialised on: each value would compile anew, amid serving.
@@ -197,22 +197,22 @@ def mix_rows_kernel(
     token, head, inside = rows_of_tile(tl.program_id(0), num_rows, NUM_HEADS, MIX.value.TILE_ROWS, False)
     slot = slot_of(slot_ptr, token, inside, 0)
     out_slot = slot_of(out_slot_ptr, token, inside, -1)
-    wanted = wanted_rows(slot_ptr, slot, num_slots, out_slot_ptr, out_slot, num_out_slots, inside, error_ptr, SLOT_BIT)
+    mask = wanted_rows(slot_ptr, slot, num_slots, out_slot_ptr, out_slot, num_out_slots, inside, error_ptr, SLOT_BIT)
     is_fresh = token < 0
     fresh = token
     if fresh_ptr is not None:
         fresh_row = tl.load(fresh_row_ptr + token, mask=inside, other=-1)
         bad = inside & ((fresh_row < -1) | (fresh_row >= num_fresh))
         report(bad, error_ptr, MIX.value.FRESH_BIT)
-        wanted = wanted & (bad == 0)
+        mask = mask & (bad == 0)
         is_fresh = fresh_row >= 0
         fresh = fresh_row * fresh_row_stride + head * fresh_head_stride
     row = place_of(slot, head, block_stride, row_stride, head_stride, MIX.value.BLOCK_SIZE)
-    place = place_of(out_slot, head, out_block_stride, out_row_stride, out_head_stride, MIX.value.OUT_BLOCK_SIZE)
+    out_row = place_of(out_slot, head, out_block_stride, out_row_stride, out_head_stride, MIX.value.OUT_BLOCK_SIZE)
     if MIX.value.ROTATES:
-        rotate_pairs(row_ptr, row, out_ptr, place, fresh_ptr, fresh, cos_ptr, sin_ptr, token, wanted, is_fresh, MIX)
+        rotate_pairs(row_ptr, row, out_ptr, out_row, fresh_ptr, fresh, cos_ptr, sin_ptr, token, mask, is_fresh, MIX)
     if MIX.value.COPIES:
-        copy_rest(row_ptr, row, out_ptr, place, fresh_ptr, fresh, wanted, is_fresh, MIX)
+        copy_rest(row_ptr, row, out_ptr, out_row, fresh_ptr, fresh, mask, is_fresh, MIX)
 
 
 def mix_rows(
@@ -291,8 +291,8 @@ def _whole(
     rows: torch.Tensor, out: torch.Tensor, fresh: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return rows that are only copied as rows of one head, where all heads are side by side everywhere."""
-    given = [part for part in (rows, out, fresh) if part is not None]
-    if rows.shape[-2] == 1 or any(part.stride(-2) != part.shape[-1] for part in given):
+    tensors = [part for part in (rows, out, fresh) if part is not None]
+    if rows.shape[-2] == 1 or any(part.stride(-2) != part.shape[-1] for part in tensors):
         return rows, out, fresh
     whole = [None if part is None else part.flatten(-2).unsqueeze(-2) for part in (rows, out, fresh)]
     return whole[0], whole[1], whole[2]

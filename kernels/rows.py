@@ -125,7 +125,7 @@ def into_cache(
 def out_of_cache(
     row_ptr, row, cache_ptr, place, run_stride, scale_ptr, scale_at, wanted, PART: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Read rows from their places in the cache; the arguments are those of into_cache."""
+    """Read rows from their places in the cache; the arguments are as of into_cache."""
     SIZE: tl.constexpr = PART.value.SIZE
     TILE: tl.constexpr = PART.value.TILE
     RUN: tl.constexpr = PART.value.RUN

@@ -92,12 +92,12 @@ def choose_one(
     mass = tl.sum(tl.where(block == drawn, masses, 0), 0)
     inside = target - tl.sum(tl.where(block == drawn, ends - masses, 0), 0)
     block_top = tl.max(tl.where(block == drawn, tops, float("-inf")), 0)
-    place = tl.arange(0, BLOCK)
-    logits = ruled_logits(logits_ptr, drawn * BLOCK + place, vocab_size, record_ptr, position, ROW)
+    offset = tl.arange(0, BLOCK)
+    logits = ruled_logits(logits_ptr, drawn * BLOCK + offset, vocab_size, record_ptr, position, ROW)
     parts = shares_of(logits, block_top, factor).to(tl.int64)
     target = target_of(inside.to(tl.float64), mass.to(tl.float64), tl.sum(parts, 0))
     drawn_place = tl.sum((tl.cumsum(parts, 0) <= target).to(tl.int32), 0)
-    likeliest_place = tl.min(tl.where(logits >= top, place, BLOCK), 0)
+    likeliest_place = tl.min(tl.where(logits >= top, offset, BLOCK), 0)
     return drawn * BLOCK + tl.where(is_drawn, drawn_place, likeliest_place)
 
 
@@ -123,9 +123,9 @@ def draw_listed(
         token = listed_tokens(list_ptr, begin, num_listed, SHAPE)
         keys = listed_keys(logits_ptr, token, vocab_size, record_ptr, position, top, SHAPE)
         ends = before + tl.cumsum(flat(weights_of(keys, last_key)), 0)
-        place = tl.sum((ends <= target).to(tl.int32), 0)
-        if place < GROUP * BLOCK:
-            drawn = tl.load(list_ptr + begin + place // BLOCK) * BLOCK + place % BLOCK
+        index = tl.sum((ends <= target).to(tl.int32), 0)
+        if index < GROUP * BLOCK:
+            drawn = tl.load(list_ptr + begin + index // BLOCK) * BLOCK + index % BLOCK
         before = tl.max(ends, 0)
         begin += GROUP
     return drawn

@@ -22,8 +22,8 @@ def listed_tokens(list_ptr, begin, num_listed, SHAPE: tl.constexpr):
     """Return the ids [GROUP, BLOCK] of the tokens of some listed blocks, ascending; of missing blocks, huge ones."""
     GROUP: tl.constexpr = SHAPE.value.GROUP
     BLOCK: tl.constexpr = SHAPE.value.BLOCK
-    place = begin + tl.arange(0, GROUP)
-    block = tl.load(list_ptr + place, mask=place < num_listed, other=0x7FFFFFFF // BLOCK - 1)
+    index = begin + tl.arange(0, GROUP)
+    block = tl.load(list_ptr + index, mask=index < num_listed, other=0x7FFFFFFF // BLOCK - 1)
     return block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
@@ -42,11 +42,11 @@ def flat(tile):
 @triton.jit
 def list_blocks(list_ptr, keys, block, limit):
     """List the blocks whose least key is at most `limit`, ascending. Return their number."""
-    wanted = keys <= limit
-    place = tl.cumsum(wanted.to(tl.int32), 0) - 1
-    tl.store(list_ptr + place, block, mask=wanted)
+    is_listed = keys <= limit
+    index = tl.cumsum(is_listed.to(tl.int32), 0) - 1
+    tl.store(list_ptr + index, block, mask=is_listed)
     tl.debug_barrier()
-    return tl.sum(wanted.to(tl.int32), 0)
+    return tl.sum(is_listed.to(tl.int32), 0)
 
 
 @triton.jit
@@ -71,12 +71,12 @@ def scan_keys(
         weight += tl.sum(flat(weights_of(keys, key - 1)), 0)
         if writes:
             in_order = flat(keys)
-            wanted = (in_order >= low) & (in_order < end)
-            place = num_written + tl.cumsum(wanted.to(tl.int32), 0) - 1
-            stored = wanted & (place < CAPACITY)
-            tl.store(key_ptr + place, in_order, mask=stored)
-            tl.store(id_ptr + place, flat(token), mask=stored)
-            num_written += tl.sum(wanted.to(tl.int32), 0)
+            in_range = (in_order >= low) & (in_order < end)
+            index = num_written + tl.cumsum(in_range.to(tl.int32), 0) - 1
+            stored = in_range & (index < CAPACITY)
+            tl.store(key_ptr + index, in_order, mask=stored)
+            tl.store(id_ptr + index, flat(token), mask=stored)
+            num_written += tl.sum(in_range.to(tl.int32), 0)
     tl.debug_barrier()
     return count, weight
 
@@ -102,11 +102,11 @@ def last_key_in(keys, masses, low, end, before, target):
     step = low * 0
     while (num_end - (sum_below & 0xFFFF) > 1) & (end - low > 1):
         middle = key_between(low, end, step)
-        found = tl.sum(tl.where(keys < middle, parts, 0), 0)
-        is_less = (before + (found >> 16)).to(tl.float64) < target
+        sum_middle = tl.sum(tl.where(keys < middle, parts, 0), 0)
+        is_less = (before + (sum_middle >> 16)).to(tl.float64) < target
         low = tl.where(is_less, middle, low)
-        sum_below = tl.where(is_less, found, sum_below)
-        num_end = tl.where(is_less, num_end, found & 0xFFFF)
+        sum_below = tl.where(is_less, sum_middle, sum_below)
+        num_end = tl.where(is_less, num_end, sum_middle & 0xFFFF)
         end = tl.where(is_less, end, middle)
         step += 1
     return end - 1
@@ -114,8 +114,8 @@ def last_key_in(keys, masses, low, end, before, target):
 
 @triton.jit
 def held_keys(key_ptr, num_held, SHAPE: tl.constexpr):
-    place = tl.arange(0, SHAPE.value.CAPACITY)
-    return tl.load(key_ptr + place, mask=place < num_held, other=NO_KEY)
+    index = tl.arange(0, SHAPE.value.CAPACITY)
+    return tl.load(key_ptr + index, mask=index < num_held, other=NO_KEY)
 
 
 @triton.jit

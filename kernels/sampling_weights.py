@@ -1,4 +1,4 @@
-"""Whole weights of tokens, and random numbers: bit for bit those of csrc/sampling, in kernels.
+"""Whole weights of tokens, and random numbers: bit for bit as csrc/sampling makes them, in kernels.
 
     share    2**25 * e**((logit - its block's greatest) / temperature), cut off after the point     int32
     weight   2**34 * e**score, cut off after the point                                              int64
