@@ -173,16 +173,8 @@ class BlockManager:
                 num_spare=num_spare,
                 is_counted=is_counted,
             )
-        prompt = Prompt(
-            tokens,
-            namespace,
-            priority,
-            num_left_over,
-            num_spare=num_spare,
-            is_counted=is_counted,
-            num_to_compute=int(num_to_compute > 0),
-            cache_at=as_cache_at(cache_at, len(tokens)),
-        )
+        marks, num_last = as_cache_at(cache_at, len(tokens)), int(num_to_compute > 0)
+        prompt = Prompt(tokens, namespace, priority, num_left_over, False, num_spare, is_counted, num_last, marks)
         return self._in_groups.begin(seq_id, prompt)
 
     def append(self, seq_ids: Sequence[SeqId], num_new_tokens: Sequence[int] | int = 1) -> None:

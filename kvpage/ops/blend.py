@@ -65,8 +65,7 @@ def mix_rows(
     if rows.is_cuda:
         blend_ops_cuda.mix_rows(rows, out, rotation, fresh, fresh_rows, slots, out_slots)
         return
-    # The list keeps them until the call is over.
-    id_tensors = [None if ids is None else ids.contiguous() for ids in (slots, out_slots, fresh_rows)]
+    id_tensors = [None if ids is None else ids.contiguous() for ids in (slots, out_slots, fresh_rows)]  # kept alive
     _C.mix_rows(
         _place(rows, id_tensors[0]),
         _place(out, id_tensors[1]),

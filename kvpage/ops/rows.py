@@ -146,11 +146,7 @@ def gather_cache(
             written.
     """
     bound_cache = bound(cache, layout, scales)
-    if (
-        out is not None
-        and bound_cache.is_cuda
-        and cuda.repeat_gather(bound_cache, block_tables, seq_lens, seq_starts, out)
-    ):
+    if out is not None and _is_repeated(bound_cache, block_tables, seq_lens, seq_starts, out):
         return out
     tensor, layout = bound_cache.tensor, bound_cache.layout
     block_tables = readable("block_tables", block_tables)
@@ -170,6 +166,17 @@ def gather_cache(
     else:
         _gather_on_host(bound_cache, tables, starts, lengths, out)
     return out
+
+
+def _is_repeated(
+    cache: BoundCache,
+    block_tables: torch.Tensor,
+    seq_lens: Lengths,
+    seq_starts: Lengths | None,
+    out: tuple[torch.Tensor, torch.Tensor | None],
+) -> bool:
+    """Return whether a device has done the call as it did one of these shapes before."""
+    return cache.is_cuda and cuda.repeat_gather(cache, block_tables, seq_lens, seq_starts, out)
 
 
 def _gather_on_host(

@@ -342,7 +342,7 @@ def _table(table: Any) -> object:
 def _about(blocks: WindowBlocks) -> object:
     """The blocks of a group: whose they are, what is cached, in which order it would go, and the moves to make."""
     counts = [blocks.pool.ref_count(block_id) for block_id in range(blocks.pool.num_blocks)]
-    moves = [(added.kind, added.pairs.tolist()) for added in blocks.moves._added]
+    moves = [(kind, pairs.tolist()) for kind, pairs in blocks.moves]
     host_counts = [blocks.host_pool.ref_count(block_id) for block_id in range(blocks.host_pool.num_blocks)]
     cached = dict(blocks._anchor_of), list(blocks._unused), list(blocks._on_host.items())
     return counts, host_counts, cached, moves

@@ -144,7 +144,7 @@ def test_checkpoints_share_the_memory_of_blocks(free: Any) -> None:
     slot_bytes = engine.states.layout.slot_bytes + layer_bytes
     slots = engine.stats().blocks.slots
     assert slots.num_slots - 2 == 4 * 4 * 2
-    free(2 * slot_bytes + 2 * 20 * slot_bytes)
+    free(2 * slot_bytes + engine.states.layout.slot_bytes + 2 * 20 * slot_bytes)  # a state is that of padding
     engine = Engine.from_model(model, EngineConfig(**SMALL))
     assert engine.stats().blocks.slots.num_slots == 2 + 10
     assert engine.config.states.checkpoint_bytes == 10 * slot_bytes

@@ -5,8 +5,7 @@ from transformers import PreTrainedModel
 from kvpage.checks.errors import OptionError
 from kvpage.layout.config import ModelConfig
 from kvpage.serving.config import EngineConfig
-from kvpage.serving.loop.ranks.sharding import check_divides
-from kvpage.serving.model.config_check import check_config
+from kvpage.serving.model.config_check import check_config, check_divides
 from kvpage.serving.model.states.model_states import ModelStates, check_states_are_cached, keeps_states
 
 

@@ -24,3 +24,12 @@ def check_config(model: PreTrainedModel, takes_states: bool = False) -> None:
     unknown = set(ModelConfig.from_hf(model.config).layer_types) - set(known)
     if unknown:
         raise ValueError(f"layers must be of {', '.join(known)}, {name} has {', '.join(sorted(unknown))}")
+
+
+def check_divides(name: str, num_all: int, size: int) -> None:
+    """Raise ValueError where a rank would have a part of a KV head: there the model's own forward fails.
+
+    name: of the model. num_all: the heads of all ranks.
+    """
+    if num_all % size:
+        raise ValueError(f"tensor_parallel_size must divide the {num_all} KV heads of {name}, got {size}")

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvpage.layout.config import CacheConfig, ModelConfig, ParallelConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.serving.model.attention_shapes import with_seen_shapes
+from kvpage.serving.model.config_check import check_divides
 from kvpage.serving.model.runner import ModelRunner
 
 
@@ -53,15 +54,6 @@ def of_this_rank(runner: ModelRunner, cache_config: CacheConfig, config: ModelCo
     seen = with_seen_shapes(runner, cache_config, config)
     check_heads(name, seen, config.num_kv_heads, size)
     return seen
-
-
-def check_divides(name: str, num_all: int, size: int) -> None:
-    """Raise ValueError where a rank would have a part of a KV head: there the model's own forward fails.
-
-    name: of the model. num_all: the heads of all ranks.
-    """
-    if num_all % size:
-        raise ValueError(f"tensor_parallel_size must divide the {num_all} KV heads of {name}, got {size}")
 
 
 def check_heads(name: str, seen: ModelConfig, num_all: int, size: int) -> None:
