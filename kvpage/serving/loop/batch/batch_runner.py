@@ -92,7 +92,7 @@ class BatchRunner:
             if self.graphs is not None and (replayed := self.graphs.run(inputs, packed.token_ids)) is not None:
                 self._count(inputs.num_seqs)
                 return replayed.logits
-            return self._of_newest(inputs, packed)
+            return self._forward(*self._newest_of(inputs, packed))
         if self.graphs is not None and len(batch.decodes):
             self.graphs.miss("prompts are computed beside it")
         if self._groups is not None:
@@ -100,7 +100,9 @@ class BatchRunner:
             seq_ids = [request.seq_id for request in batch.requests]
             return self._of_groups(seq_ids, packed, len(batch.decodes), nums_prompt)
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
-        return self._compute(np.concatenate([batch.decodes.rows, rows]), packed, written)
+        step, plan = self._begin(np.concatenate([batch.decodes.rows, rows]), packed)
+        step.tell(written)
+        return self._forward(step, plan)
 
     def _of_groups(
         self, seq_ids: Sequence[Hashable], packed: PackedTokens, num_decodes: int, nums_prompt: Sequence[int | None]
@@ -154,7 +156,7 @@ class BatchRunner:
             self._count(num_seqs)
             return logits
         packed = PackedTokens(token_ids, ends - 1, ends, np.arange(num_seqs), is_decode=True)
-        return self._of_newest(inputs, packed)
+        return self._forward(*self._newest_of(inputs, packed))
 
     def run(self, items: Sequence[BatchItem], blender: Blender | None = None) -> Computed:
         """Compute one forward pass over any sequences, as `compute`; return the logits of the wanted tokens.
@@ -166,7 +168,7 @@ class BatchRunner:
             return Computed(self._of_groups(seq_ids, packed, 0, [None] * len(seq_ids)), [])
         rows = self._manager.rows.of(seq_ids)
         if not any(item.reuse for item in items):
-            return Computed(self._compute(rows, packed), [])
+            return Computed(self._forward(*self._begin(rows, packed)), [])
         assert blender is not None, "a request is admitted with reused segments only where there is a blender"
         self._transfers.run()  # blending writes to all layers before the first one computes
         self._transfers.expected.wait()
@@ -177,9 +179,10 @@ class BatchRunner:
         self._count(len(packed.token_ids) - sum(counts.num_reused for counts in blended))
         return Computed(logits, blended)
 
-    def _of_newest(self, inputs: DecodeInputs, packed: PackedTokens) -> torch.Tensor:
+    def _newest_of(self, inputs: DecodeInputs, packed: PackedTokens) -> tuple[Step, StepPlan]:
+        """Return a step that computes the last token of each sequence, and what other ranks are told of it."""
         blocks = [GroupBlocks(group.slots, group.block_tables) for group in (inputs.full, *inputs.windows)]
-        return self._forward(self._newest(inputs, packed), StepPlan(packed, blocks, inputs.state_rows()))
+        return self._newest(inputs, packed), StepPlan(packed, blocks, inputs.state_rows())
 
     def _newest(self, inputs: DecodeInputs, packed: PackedTokens | None = None) -> Step:
         """Return a step that computes the last token of each sequence. packed: see Step.make."""
@@ -187,13 +190,6 @@ class BatchRunner:
         if self._groups is not None:
             self._groups.add_decodes(step, inputs)
         return step
-
-    def _compute(
-        self, rows: Rows, packed: PackedTokens, written: Callable[[int], object] | None = None
-    ) -> torch.Tensor:
-        step, plan = self._begin(rows, packed)
-        step.tell(written)
-        return self._forward(step, plan)
 
     def _forward(self, step: Step, plan: StepPlan) -> torch.Tensor:
         if self._others is None:
