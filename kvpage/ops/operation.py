@@ -206,6 +206,8 @@ def _writes_nothing(*args: Any, **kwargs: Any) -> None:
 def _unpacking(forms: Mapping[str, Form], run: Callable[..., Any], has_options: bool) -> Callable[..., None]:
     """Return what an operator runs. It is compiled from text: a loop over the parameters would take as long as binding.
 
+    The text holds names of parameters in our source alone, and no caller's values. It is run while kvpage is imported.
+
     def operator(key, value, cache, slot_mapping, layout, key_scale=None, value_scale=None):
         run(key=key, ..., layout=unpack_layout(layout), scales=unpack_scales(key_scale, value_scale))
     """

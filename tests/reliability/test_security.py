@@ -224,10 +224,15 @@ def test_no_data_becomes_code(path):
         assert not FORBIDDEN_MODULES.intersection(names), f"{path}:{node.lineno}"
         if isinstance(node, ast.Call):
             call = ast.unparse(node.func)
-            assert call not in FORBIDDEN_CALLS, f"{path}:{node.lineno} calls {call}"
+            is_allowed = (str(path.relative_to(ROOT)), call) in RUNS_OWN_TEXT
+            assert call not in FORBIDDEN_CALLS or is_allowed, f"{path}:{node.lineno} calls {call}"
             if call.endswith("import_module"):
                 assert path.name in IMPORTS_BY_NAME, f"{path}:{node.lineno} imports by name"
 
+
+RUNS_OWN_TEXT = {
+    ("ops/operation.py", "exec")
+}  # while kvpage is imported: the body of an operator, from the annotated parameters in our source and nothing else
 
 IMPORTS_BY_NAME = {
     "cli.py",

@@ -53,7 +53,6 @@ class Scheduler:
 
     window: of the attention of all layers; None if one of them sees everything.
     turns: what waiting requests get when their turns come.
-    outcome_ahead: tells of the step that was begun ahead of the last batch; by default there is none.
     reclaimers: asked for blocks, in order, where running requests cannot give any.
     """
 
@@ -81,7 +80,11 @@ class Scheduler:
         self._decodes = Decodes([], np.empty(0, np.int64))  # of the last step
         self._has_priorities = False
         self._turns, self.reclaimers = turns or Turns(), list(reclaimers)
-        self.outcome_ahead: Outcome = lambda request: None
+        self._outcome_ahead: Outcome = lambda request: None  # of the step that was begun ahead of the last batch
+
+    def use_outcomes(self, outcome_ahead: Outcome) -> None:
+        """Ask for the outcomes of steps that are begun ahead of the last batch; by default there are none."""
+        self._outcome_ahead = outcome_ahead
 
     def add(self, request: Request) -> None:
         """Queue a request. ValueError as `check`."""
@@ -282,7 +285,7 @@ class Scheduler:
         The step has computed the newest token, so this is committed, too. A request that goes on computes its newest
         token again, and no state can go back by a token. So its state is given up, as one that the step has spoiled.
         """
-        is_computed = self.outcome_ahead(request) if self._states.are_kept else None
+        is_computed = self._outcome_ahead(request) if self._states.are_kept else None
         if is_computed is None:
             return
         if is_computed and not goes_on and request.num_room == request.num_tokens:  # a failed one has no new token

@@ -75,7 +75,7 @@ class ServingLoop:
     def use_decoder(self, decoder: DeviceDecoder) -> None:
         """Have decodes computed by it from now on, as far as it takes them."""
         self.decoder = decoder
-        self._scheduler.outcome_ahead = decoder.has_computed
+        self._scheduler.use_outcomes(decoder.has_computed)
 
     def new_id(self) -> str:
         """Return an id that no unfinished request has."""
@@ -164,7 +164,10 @@ class ServingLoop:
                 finally:
                     self._connectors.end_step()
             except BaseException as error:  # an interrupt too must leave no request without its blocks, or a token
-                return self._failed(untaken, error)
+                requests = self._put_back(untaken)
+                if isinstance(error, RankLost) or not isinstance(error, Exception):
+                    raise  # from here: a call that raised it would hold it, and its frames, in a cycle
+                return self._blame(requests, error)
         return None
 
     def step_until(self, sink: deque[StepOutput], requests: Sequence[Request]) -> None:
@@ -249,15 +252,13 @@ class ServingLoop:
                 if self.requests.get(request.request_id) is request:
                     self.abort(request)
 
-    def _failed(self, untaken: Sequence[Request], error: BaseException) -> Exception | None:
-        """Put the requests of a failed batch back into the queue; return the error if a second try is worth it."""
+    def _put_back(self, untaken: Sequence[Request]) -> list[Request]:
+        """Put the requests of a failed batch back into the queue; return those that wait for another try."""
         ahead = () if self.decoder is None else self.decoder.drop()
         for request in untaken:
             request.take_back(request in ahead, request in self._scheduler.waiting)
         self._scheduler.requeue([*untaken, *(ahead if self._scheduler.keeps_states else ())])
-        if isinstance(error, RankLost) or not isinstance(error, Exception):
-            raise error
-        return self._blame([request for request in untaken if request in self._scheduler.waiting], error)
+        return [request for request in untaken if request in self._scheduler.waiting]
 
     def _take_batch(self, batch: Batch, untaken: list[Request]) -> None:
         """Compute a batch, and hand out its tokens. untaken: the requests that still lack theirs, kept up to date."""

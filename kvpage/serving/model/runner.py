@@ -95,7 +95,8 @@ class ModelRunner:
         # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.
         try:
             with self._no_grad, self._hooks(step), self._view.one_thread_in_torch(), self._around(step):
-                logits: torch.Tensor = (self._compiled or module)(**self._arguments(step, inputs)).logits[0]
+                model = module if self._compiled is None else self._compiled
+                logits: torch.Tensor = model(**self._arguments(step, inputs)).logits[0]
         except StepMissing:  # raised before anything is written, in the first forward: the check at load
             if not self._passes_step:
                 raise
