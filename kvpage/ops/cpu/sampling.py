@@ -15,7 +15,8 @@ if ROW_RULES != _C.ROW_RULES:
 
 def sample_host_rows(logits: torch.Tensor, records: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
     """See kvpage.ops.sample_rows, which has checked all but the numbers in the records. ValueError for these."""
-    rules = [SamplingRecord.of(words) for words in records]
+    fields = records.numpy().view(SAMPLING_RECORD)[:, 0]
+    rules = [SamplingRecord(*numbers) for numbers in fields.tolist()]
     for row, record in enumerate(rules):
         if record.counts and not record.words:
             raise ValueError(f"records must have a table of words where tokens are counted, got none in row {row}")
@@ -24,16 +25,16 @@ def sample_host_rows(logits: torch.Tensor, records: torch.Tensor, positions: tor
         logits = torch.stack([ruled_logits(row, record, position) for row, record, position in triples])
     matrix = (logits.data_ptr(), logits.stride(0) * logits.element_size(), ROW_TYPES[logits.dtype], *logits.shape)
     chosen = np.empty(len(rules), np.int32)
-    _C.sample_rows(matrix, _numbers(records, positions), [], [], chosen, torch.get_num_threads())
+    _C.sample_rows(matrix, _numbers(fields, positions.numpy()), [], [], chosen, torch.get_num_threads())
     out.copy_(torch.from_numpy(chosen))
     for record, token in zip(rules, chosen.tolist(), strict=True):
         count_chosen(record, token, logits.shape[1])
 
 
-def _numbers(records: torch.Tensor, positions: torch.Tensor) -> npt.NDArray[np.void]:
+def _numbers(fields: npt.NDArray[np.void], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
     """Return the rows as the extension takes them."""
-    numbers = np.empty(len(records), ROW_RULES)
-    numbers["position"] = positions.numpy()
+    numbers = np.empty(len(fields), ROW_RULES)
+    numbers["position"] = positions
     for name in DRAW:
-        numbers[name] = records.numpy().view(SAMPLING_RECORD)[:, 0][name]
+        numbers[name] = fields[name]
     return numbers
