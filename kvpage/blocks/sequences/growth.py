@@ -36,33 +36,13 @@ def begin(
     Raises:
         OutOfBlocks: The tokens do not fit. Nothing is changed.
     """
+    prompt = seq_id, tokens, namespace, priority, num_left_over, share_parts, num_spare, is_counted
     try:
         outcome = None
         if not space.tree.has_host_tier:
-            outcome = sequences.rows.begin(
-                sequences.on_device,
-                seq_id,
-                tokens,
-                namespace,
-                priority,
-                num_left_over,
-                share_parts,
-                num_spare,
-                is_counted,
-            )
+            outcome = sequences.rows.begin(sequences.on_device, *prompt)
         if outcome is None:
-            return _begin_by_moves(
-                space,
-                sequences,
-                seq_id,
-                tokens,
-                namespace,
-                priority,
-                num_left_over,
-                share_parts=share_parts,
-                num_spare=num_spare,
-                is_counted=is_counted,
-            )
+            return _begin_by_moves(space, sequences, *prompt)
         num_cached, num_evicted, part_from, part_to, block_ids = outcome
         if part_from >= 0:
             space.add_move("copy", [(part_from, part_to)])
