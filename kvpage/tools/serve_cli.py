@@ -33,7 +33,7 @@ def serve(
     ] = 0.9,
     state_memory: Annotated[str | None, typer.Option(help="memory of checkpoints of recurrent states")] = None,
     host_state_memory: Annotated[str, typer.Option(help="the same on the host, for evicted states")] = "0",
-    checkpoint_every: Annotated[int | None, typer.Option(help="a checkpoint every N tokens, too")] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="a checkpoint every N tokens, too; 0: none")] = 512,
     max_model_len: Annotated[int | None, typer.Option(help="tokens of a request at most")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = 64,
     max_num_batched_tokens: Annotated[int, typer.Option(help="tokens of one step at most")] = 2048,

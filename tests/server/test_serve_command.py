@@ -61,7 +61,7 @@ def folder(tmp_path_factory) -> Path:
         ({"num_window_blocks": "0"}, "--num-window-blocks must be auto, none or a positive integer, got '0'"),
         ({"num_window_blocks": "4"}, "--num-window-blocks needs --num-gpu-blocks, the blocks of the other layers"),
         ({"state_memory": "-1"}, "a size must be like 8GiB, .* got '-1'"),
-        ({"checkpoint_every": 0}, "--checkpoint-every must be an integer of at least 1, got 0"),
+        ({"checkpoint_every": -1}, "--checkpoint-every must be an integer of at least 0, got -1"),
         ({"max_body_bytes": "none"}, "none"),
         ({"max_open_bytes": "many"}, "a size must be like 8GiB, .* got 'many'"),
         ({"stores": ("nowhere",)}, "nowhere"),

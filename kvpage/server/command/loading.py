@@ -114,7 +114,7 @@ def engine_config(options: ServeOptions) -> EngineConfig:
         states=StateConfig(
             None if options.state_memory is None else parse_size(options.state_memory),
             parse_size(options.host_state_memory),
-            options.checkpoint_every,
+            options.checkpoint_every or None,
         ),
     )
 

@@ -46,7 +46,7 @@ class ServeOptions:
     gpu_memory_utilization: float = 0.9
     state_memory: str | None = None
     host_state_memory: str = "0"
-    checkpoint_every: int | None = None
+    checkpoint_every: int = 512
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -97,8 +97,7 @@ class ServeOptions:
         memories = self.kv_cache_memory, self.state_memory, self.host_state_memory
         for size in filter(None, (*memories, self.max_body_bytes, self.max_open_bytes)):
             parse_size(size)
-        if self.checkpoint_every is not None:
-            check_at_least("--checkpoint-every", self.checkpoint_every, 1)
+        check_at_least("--checkpoint-every", self.checkpoint_every, 0)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"):
             if (number := getattr(self, name)) is not None:
                 check_at_least(f"--{name.replace('_', '-')}", number, 1)

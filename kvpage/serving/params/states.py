@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvpage.checks.values import check_at_least
 
 CHECKPOINT_BYTES = 1 << 30
+CHECKPOINT_EVERY = 512  # tokens: a second prompt finds all that it shares but 511 at most, and scans are cut rarely
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,9 @@ class StateConfig:
             memory, too. None means a share of the cache's memory where an engine chooses `num_gpu_blocks`, else 1 GiB.
         host_checkpoint_bytes: Memory of the host for checkpoints that the device has evicted, and for requests that
             are preempted.
-        checkpoint_every: A checkpoint is also taken every so many tokens of a prompt; None for the ends of prompts and
-            answers, where prompts diverge, and `cache_at`.
+        checkpoint_every: A checkpoint is also taken each time that many tokens of a prompt are computed, as far as
+            slots are free, since the position where a second prompt will diverge is unknown. None for the ends of
+            prompts and answers, where prompts diverge, and `cache_at` alone.
 
     Raises:
         ValueError: A value is no integer, or out of its range.
@@ -30,7 +32,7 @@ class StateConfig:
 
     checkpoint_bytes: int | None = None
     host_checkpoint_bytes: int = 0
-    checkpoint_every: int | None = None
+    checkpoint_every: int | None = CHECKPOINT_EVERY
 
     def __post_init__(self) -> None:
         if self.checkpoint_bytes is not None:

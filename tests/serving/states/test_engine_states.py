@@ -22,6 +22,7 @@ from support.state_models import make_state_model
 
 from kvpage import CacheConfig
 from kvpage.blocks.explain import Ending
+from kvpage.server.command.options import ServeOptions
 from kvpage.serving import AsyncEngine, Engine, EngineConfig, SamplingParams, StateConfig
 
 KINDS = ["jamba", "lfm2", "mamba2", "qwen3_next"]
@@ -97,6 +98,17 @@ def test_checkpoints_every_so_many_tokens(every: int) -> None:
     ask(engine, PROMPT, 2)
     prompt = [*PROMPT[:14], PROMPT[14] % 90 + 1, 5]
     assert ask(engine, prompt, 4) == (own_tokens(model, prompt, 4), 14 // every * every)
+
+
+def test_a_second_prompt_finds_what_it_shares_without_marks() -> None:
+    assert ServeOptions.__dataclass_fields__["checkpoint_every"].default == StateConfig().checkpoint_every == 512
+    model = make_state_model("lfm2")
+    model.config.max_position_embeddings = 2048
+    shared = random_prompt(1100, 1)
+    for states, num_cached in ((StateConfig(), 1024), (StateConfig(checkpoint_every=None), 0)):
+        engine = make_engine(model, num_blocks=1024, states=states)
+        ask(engine, [*shared, *random_prompt(9, 2)], 2)
+        assert ask(engine, [*shared, *random_prompt(9, 3)], 2)[1] == num_cached
 
 
 class Failing:
