@@ -30,11 +30,15 @@ from kvpage.benchmarks.compiling_driver import SHARED_MEMORY, CompilingDriver, L
 from kvpage.kernels.attention_launch import Device, DeviceSequences, Rows, paged_attention  # noqa: E402
 from kvpage.kernels.blend import row_deviation  # noqa: E402
 from kvpage.kernels.chunk import move_chunk  # noqa: E402
+from kvpage.kernels.gate import gate  # noqa: E402
 from kvpage.kernels.gather import gather_cache, gather_cache_by_device_lengths  # noqa: E402
+from kvpage.kernels.norm import rms_norm  # noqa: E402
 from kvpage.kernels.reshape import reshape_and_cache  # noqa: E402
+from kvpage.kernels.rope import rope  # noqa: E402
 from kvpage.kernels.rotary import mix_rows  # noqa: E402
 from kvpage.kernels.sampling_launch import sample_rows  # noqa: E402
 from kvpage.layout.rotation import Rotation  # noqa: E402
+from kvpage.layout.row_grid import RowGrid  # noqa: E402
 from kvpage.ops import SAMPLING_RECORD_WORDS, SamplingMemory  # noqa: E402
 
 CPU, ERROR = torch.device("cpu"), torch.zeros(1, dtype=torch.int32)
@@ -91,6 +95,24 @@ def deviation() -> Call:
     return lambda: row_deviation(fresh, retrieved, valid)
 
 
+def norm(dtype: torch.dtype) -> Call:
+    x, weight = torch.zeros(NUM_TOKENS, 12, 128, dtype=dtype), torch.ones(128, dtype=dtype)
+    out = torch.empty(NUM_TOKENS, 8, 128, dtype=dtype)
+    return lambda: rms_norm(x[:, :8], RowGrid.of(x[:, :8]), weight, out, 1e-6, 0.0, True)
+
+
+def gated(activation: str) -> Call:
+    gates, ups = torch.zeros(NUM_TOKENS, 6144, dtype=BF16).chunk(2, -1)
+    return lambda: gate(gates, RowGrid.of(gates), ups, RowGrid.of(ups), torch.empty_like(gates), activation)
+
+
+def turned() -> Call:
+    query, key = torch.zeros(NUM_TOKENS, 24, 128, dtype=BF16).split([16, 8], 1)
+    cos, sin = torch.zeros(2, NUM_TOKENS, 128, dtype=BF16)
+    outs = [torch.empty(part.shape, dtype=BF16) for part in (query, key)]
+    return lambda: rope(query, key, cos, sin, *outs)
+
+
 def attention(name: str, arch: int = 90) -> Call:
     """Return a call of a case of attention_compiled, with splits of the keys, which are merged."""
     case = ATTENTION[name]
@@ -124,6 +146,11 @@ CASES: dict[str, tuple[int, Callable[[], Call]]] = {
     "mix rows": (90, partial(mix, False)),
     "mix rows, interleaved": (80, partial(mix, True)),
     "deviation": (90, deviation),
+    "norm": (90, partial(norm, BF16)),
+    "norm fp32": (80, partial(norm, FP32)),
+    "gate, silu": (90, partial(gated, "silu")),
+    "gate, gelu": (80, partial(gated, "gelu_tanh")),
+    "rope": (90, turned),
     "decode": (90, partial(attention, "decode")),
     "decode, all options": (80, partial(attention, "decode, all options", 80)),
     "decode e4m3": (90, partial(attention, "decode e4m3")),

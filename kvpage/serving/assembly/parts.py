@@ -42,6 +42,7 @@ from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.kv_calibration import choose_scales
 from kvpage.serving.model.latent_check import check_latents, verify_latents
 from kvpage.serving.model.limits import limited_model_len
+from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.paged_check import verify_model, verify_quantized
 from kvpage.serving.model.runner import ModelRunner
@@ -305,9 +306,11 @@ def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
     return RankParts(RankCaches(full, of_windows, states), defaults, max_model_len, groups, windows is None)
 
 
-def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | None:
-    is_native = config.native_layers and not config.compile_model and model.device.type == "cpu"
-    return NativeLayers() if is_native else None
+def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | DeviceLayers | None:
+    if not config.native_layers or config.compile_model:
+        return None
+    kinds = {"cpu": NativeLayers, "cuda": DeviceLayers}
+    return kinds[model.device.type]() if model.device.type in kinds else None
 
 
 def _model_config(model: PreTrainedModel, config: EngineConfig, states: ModelStates | None) -> ModelConfig:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvpage.checks.interrupts import interruptible
 from kvpage.serving.model.attention import IMPLEMENTATION, UNCOMPILED, StepMissing, current_step
 from kvpage.serving.model.latents.attention import LatentPass
+from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.states.mixer_forward import view_forwards
 from kvpage.serving.model.states.model_states import ModelStates
@@ -35,7 +36,7 @@ class ModelRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        native: NativeLayers | None = None,
+        native: NativeLayers | DeviceLayers | None = None,
         *,
         compiles: bool = False,
         holds_interrupts: bool = False,

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvpage.serving.model.attention import IMPLEMENTATION, register
+from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.layers import NativeLayers, is_wholly_native
 
 
@@ -41,7 +42,7 @@ class ModelView:
     def __init__(
         self,
         model: PreTrainedModel,
-        native: NativeLayers | None = None,
+        native: NativeLayers | DeviceLayers | None = None,
         implementation: str = IMPLEMENTATION,
         forwards: Mapping[nn.Module, Callable[[nn.Module], object] | None] | None = None,
     ) -> None:
@@ -106,7 +107,7 @@ class ModelView:
         self._switch()
         self._num_builds += 1
 
-    def _fuse(self, modules: Iterable[nn.Module], native: NativeLayers) -> None:
+    def _fuse(self, modules: Iterable[nn.Module], native: NativeLayers | DeviceLayers) -> None:
         """Give copies whose operations can be fewer another forward."""
         for module in modules:
             forward = native.fused_forward(module, self._copies[module])

@@ -59,6 +59,10 @@ def deviation(arch: int) -> Cost:
     return measured(tests.compiled_of(tests.row_deviation_kernel, arch, constants, BF16, {}), arch)
 
 
+def layer(kernel: str, arch: int) -> Cost:
+    return measured(compile_tests("test_layer_compile").compile_layer(kernel, BF16, arch), arch)
+
+
 def attention(name: str, arch: int) -> Cost:
     """The loop over tiles of keys, where no key is masked out."""
     from support.attention_compiled import CASES as ATTENTION
@@ -109,6 +113,9 @@ CASES = {
     "load chunk e4m3": Case("a tile", partial(rows, "load chunk", E4M3)),
     "mix rows bf16": Case("a tile", mix),
     "deviation bf16": Case("a tile", deviation),
+    "norm bf16": Case("a tile", partial(layer, "norm")),
+    "gate bf16": Case("a tile", partial(layer, "gate")),
+    "rope bf16": Case("a tile", partial(layer, "rope")),
     "decode bf16": Case("a tile of keys", partial(attention, "decode")),
     "decode e4m3": Case("a tile of keys", partial(attention, "decode e4m3")),
     "decode int8": Case("a tile of keys", partial(attention, "decode int8")),

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvpage.ops.cpu.host_layers import host_rms_norm
 from kvpage.serving.model.native.gated_mlp import GatedForward, activation_of
 from kvpage.serving.model.native.linear import NativeLinear, is_factor, product_of_torch
 from kvpage.serving.model.native.norm import NormKinds, is_native_norm
-from kvpage.serving.model.native.rotary import RotaryForward, RotaryKinds
+from kvpage.serving.model.native.plain import is_plain_call
+from kvpage.serving.model.native.rotary import RotaryForward, RotaryKinds, host_rope
 from kvpage.serving.model.native.torch_threads import TorchThreads
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -33,21 +35,12 @@ class NativeLayers:
         self.threads = TorchThreads()
         self._layers: dict[nn.Module, nn.Module | None] = {}
         self._product = product_of_torch()
-        self._norms, self._rotary = NormKinds(self.threads), RotaryKinds()
+        self._norms = NormKinds(is_plain_call, self._norm)
+        self._rotary = RotaryKinds(is_plain_call, host_rope)
 
     def containers(self, copied: Iterable[nn.Module]) -> list[nn.Module]:
-        """Return modules that must be copied, too, so that layers inside of them can be native.
-
-        copied: the modules that are copied anyway.
-        """
-        found = dict.fromkeys(copied)
-        given, left = len(found), [*found]
-        while left:
-            children = [child for child in [*left.pop()._modules.values()] if child is not None and child not in found]
-            inner = [child for child in children if _is_the_models(child) and _has_layers(child)]
-            found.update(dict.fromkeys(inner))
-            left += inner
-        return [*found][given:]
+        """Return modules that must be copied, too, so that layers inside of them can be native."""
+        return containers_of(copied)
 
     def stand_ins(self, copied: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
         """Return the native layers in place of children of copied modules, by the model's own layers."""
@@ -56,6 +49,12 @@ class NativeLayers:
             child: self._layers[child] if child in self._layers else self._make(child) for child in children
         }
         return {child: layer for child, layer in self._layers.items() if layer is not None}
+
+    def _norm(
+        self, rows: torch.Tensor, weight: Any, eps: float, weight_offset: float, rounds_before_weight: bool
+    ) -> torch.Tensor | None:
+        num_threads = self.threads.caller or torch.get_num_threads()
+        return host_rms_norm(rows, weight, eps, weight_offset, rounds_before_weight, num_threads)
 
     def _make(self, module: nn.Module) -> nn.Module | None:
         if type(module) is not nn.Linear:
@@ -70,6 +69,21 @@ class NativeLayers:
         if activation is None:
             return self._rotary.forward_of(module, copy)
         return GatedForward(copy, activation, is_factor, self.threads)
+
+
+def containers_of(copied: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules of the model's own code, in copied ones, that have linear layers inside.
+
+    copied: the modules that are copied anyway.
+    """
+    modules = dict.fromkeys(copied)
+    num_copied, left = len(modules), [*modules]
+    while left:
+        children = [child for child in [*left.pop()._modules.values()] if child is not None and child not in modules]
+        inner = [child for child in children if _is_the_models(child) and _has_layers(child)]
+        modules.update(dict.fromkeys(inner))
+        left += inner
+    return [*modules][num_copied:]
 
 
 def is_wholly_native(view: nn.Module) -> bool:

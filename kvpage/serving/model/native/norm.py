@@ -5,18 +5,18 @@
 Like NativeLinear, each shares all attributes with the model's norm.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import get_num_threads, nn
+from torch import nn
 
 from kvpage import ops
-from kvpage.ops.cpu.host_layers import host_rms_norm
 from kvpage.ops.cpu.operands import check_memory
-from kvpage.serving.model.native.plain import DTYPES, is_plain_call
-from kvpage.serving.model.native.torch_threads import TorchThreads
+from kvpage.serving.model.native.plain import DTYPES
 from kvpage.serving.model.native.trial import own_forward, random_rows, relative_error
 
+ComputeNorm = Callable[[torch.Tensor, Any, float, float, bool], torch.Tensor | None]
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
 """Names that models give to the epsilon of their norms."""
 MAX_ERROR = 1e-5  # of fp32 rows, relative
@@ -35,10 +35,16 @@ class NormFormula(NamedTuple):
 
 
 class NormKinds:
-    """Classes of norms for one view: a subclass for each class of the model's norms that it meets."""
+    """Classes of norms for one view: a subclass for each class of the model's norms that it meets.
 
-    def __init__(self, threads: TorchThreads) -> None:
-        self._threads = threads
+    Args:
+        is_plain: Tells whether a call has only to compute.
+        compute: Returns kvpage.ops.rms_norm of (rows, weight, eps, weight_offset, rounds_before_weight); None for rows
+            and weights that it does not take.
+    """
+
+    def __init__(self, is_plain: Callable[[torch.Tensor], bool], compute: ComputeNorm) -> None:
+        self._is_plain, self._compute = is_plain, compute
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
 
     def stand_in(self, source: nn.Module) -> nn.Module | None:
@@ -49,10 +55,10 @@ class NormKinds:
             return None
         kind = type(source)
         if kind not in self._classes:
-            self._classes[kind] = _native_class(kind)
+            self._classes[kind] = _native_class(kind, self._is_plain, self._compute)
         norm: nn.Module = self._classes[kind].__new__(self._classes[kind])
         object.__setattr__(norm, "__dict__", vars(source))
-        object.__setattr__(norm, "_native", (source, formula, kind.forward, self._threads))
+        object.__setattr__(norm, "_native", (source, formula, kind.forward))
         return norm
 
 
@@ -90,22 +96,24 @@ def _error(source: nn.Module, formula: NormFormula, dtype: torch.dtype) -> float
     return relative_error(formula(rows, weight, vars(source)[formula.epsilon]).float(), expected.float())
 
 
-def _native_class(kind: type[nn.Module]) -> type[nn.Module]:
+def _native_class(
+    kind: type[nn.Module], is_plain: Callable[[torch.Tensor], bool], compute: ComputeNorm
+) -> type[nn.Module]:
     """Return the subclass of a class of norms whose forward is native for plain calls.
 
     A forward that the class gets after the trial is called instead.
     """
 
     def forward(norm: Any, *args: Any, **kwargs: Any) -> Any:
-        source, formula, tried, threads = norm._native
+        source, formula, tried = norm._native
         is_as_tried = type(source) is kind and kind.forward is tried
-        if len(args) == 1 and not kwargs and is_as_tried and is_plain_call(args[0]):
+        if len(args) == 1 and not kwargs and is_as_tried and is_plain(args[0]):
             epsilon, offset, rounds = formula
-            held = vars(norm)
-            weight, num_threads = held["_parameters"].get("weight"), threads.caller or get_num_threads()
-            found = host_rms_norm(args[0], weight, held[epsilon], offset, rounds, num_threads)
-            if found is not None:
-                return found
+            attributes = vars(norm)
+            weight = attributes["_parameters"].get("weight")
+            output = compute(args[0], weight, attributes[epsilon], offset, rounds)
+            if output is not None:
+                return output
             check_memory(weight=weight)
         return type(source).forward(source, *args, **kwargs)
 

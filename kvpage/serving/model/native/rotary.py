@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from kvpage.serving.model.meaning import innermost, with_meaning
-from kvpage.serving.model.native.plain import is_plain_call
 from kvpage.serving.model.native.trial import random_rows, relative_error
 
+Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
 NAME = "apply_rotary_pos_emb"
 MAX_ERROR = 1e-5  # of fp32 rows, relative
 
@@ -39,9 +39,16 @@ class RotaryForward:
 
 
 class RotaryKinds:
-    """The forwards of one view that rotate otherwise, by the model's own: one for each class of attention."""
+    """The forwards of one view that rotate otherwise, by the model's own: one for each class of attention.
 
-    def __init__(self) -> None:
+    Args:
+        is_plain: Tells of queries whether a call has only to compute.
+        rotate: Returns rotated (query, key) of (query, key, cos, sin), whose shapes fit; None for those it does not
+            take.
+    """
+
+    def __init__(self, is_plain: Callable[[torch.Tensor], bool], rotate: Rotate) -> None:
+        self._is_plain, self._rotate = is_plain, rotate
         self._rotating: dict[FunctionType, FunctionType | None] = {}
 
     def forward_of(self, module: nn.Module, copy: nn.Module) -> RotaryForward | None:
@@ -50,19 +57,27 @@ class RotaryKinds:
         if type(own) is not FunctionType or innermost(own, NAME) is None or "forward" in vars(module):
             return None
         if own not in self._rotating:
-            self._rotating[own] = _rotating(own)
+            self._rotating[own] = self._made(own)
         rotating = self._rotating[own]
         return None if rotating is None else RotaryForward(copy, own, rotating)
 
+    def _made(self, own: FunctionType) -> FunctionType | None:
+        """Return the same function with another meaning of NAME; None if the model's rotates in another way."""
+        inner = innermost(own, NAME)
+        assert inner is not None
+        rotate = inner.__globals__.get(NAME)
+        if not callable(rotate) or not _rotates_halves(rotate):
+            return None
+        return with_meaning(own, NAME, partial(self._rotate_both, inner.__globals__, rotate))
 
-def _rotating(own: FunctionType) -> FunctionType | None:
-    """Return the same function with another meaning of NAME; None if the model's rotates in another way."""
-    inner = innermost(own, NAME)
-    assert inner is not None
-    rotate = inner.__globals__.get(NAME)
-    if not callable(rotate) or not _rotates_halves(rotate):
-        return None
-    return with_meaning(own, NAME, partial(_rotate_both, inner.__globals__, rotate))
+    def _rotate_both(self, names: dict[str, Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Rotate (query, key, cos, sin), if this is all that is given. names: of the model's file, which may change."""
+        current = names[NAME]
+        if current is own and len(args) == 4 and not kwargs and self._is_plain(args[0]) and _fit(*args):
+            both = self._rotate(*args)
+            if both is not None:
+                return both
+        return current(*args, **kwargs)
 
 
 def _rotates_halves(rotate: Callable[..., Any]) -> bool:
@@ -81,24 +96,12 @@ def _rotates_halves(rotate: Callable[..., Any]) -> bool:
     return all(relative_error(*pair) <= MAX_ERROR for pair in zip(found, expected, strict=True))
 
 
-def _rotate_both(names: dict[str, Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Rotate (query, key, cos, sin), if this is all that is given. names: of the model's file, which may change."""
-    current = names[NAME]
-    if current is not own or len(args) != 4 or kwargs or not _fit(*args):
-        return current(*args, **kwargs)
-    query, key, cos, sin = args
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return rotated(query, cos, sin), rotated(key, cos, sin)
-
-
 def _fit(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     """Whether all four are plain, of one dtype, and cos and sin are as wide as a head."""
-    if not is_plain_call(query):
-        return False
-    for given in (key, cos, sin):
-        if type(given) is not torch.Tensor or given.dtype is not query.dtype or given.layout is not torch.strided:
+    for part in (key, cos, sin):
+        if type(part) is not torch.Tensor or part.dtype is not query.dtype or part.layout is not torch.strided:
             return False
-        if not given.is_cpu or given.is_neg():
+        if part.device != query.device or part.is_neg():
             return False
     return (
         query.dim() == key.dim() == 4
@@ -107,6 +110,14 @@ def _fit(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.T
         and query.shape[3] == key.shape[3] == cos.shape[2]
         and cos.shape[2] % 2 == 0
     )
+
+
+def host_rope(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys rotated by torch's operators. cos, sin: [1, tokens, size]."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return rotated(query, cos, sin), rotated(key, cos, sin)
 
 
 def rotated(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

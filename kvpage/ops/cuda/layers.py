@@ -1,0 +1,105 @@
+"""Norms, activations and rotations of a model's layers in a CUDA device's memory: one launch each.
+
+    rows, weight ─┬─► of the usual form   new tensors, by Triton kernels
+                  └─► all else            None, with nothing done: the caller takes its own way
+
+`rows` are tensors of no subclass, strided, on one device, of a dtype in ROW_TYPES, not negated and without gradients:
+the caller has seen to that.
+"""
+
+from typing import Any
+
+import torch
+
+from kvpage.layout.row_grid import RowGrid
+from kvpage.ops.cuda.rows import _has_triton
+
+MOST_ELEMENTS = 2**15  # of a row: a larger one would not fit into the registers of a program
+PARAMETERS = (torch.nn.Parameter, torch.Tensor)
+
+
+def device_rms_norm(
+    rows: torch.Tensor, weight: Any, eps: float, weight_offset: float, rounds_before_weight: bool
+) -> torch.Tensor | None:
+    """Return kvpage.ops.rms_norm of rows on a device; None for all unusual rows and weights.
+
+    Args:
+        rows: [..., size], see above.
+        weight: Whatever a layer has as its weight: [size] in the rows' dtype, if it can be taken.
+        eps: As of rms_norm.
+        weight_offset: As of rms_norm.
+        rounds_before_weight: As of rms_norm.
+    """
+    if not _has_triton() or not _is_like(weight, rows) or weight.shape != rows.shape[-1:]:
+        return None
+    grid = RowGrid.of(rows)
+    if grid is None or not 1 <= grid.size <= MOST_ELEMENTS or not weight.is_contiguous():
+        return None
+    from kvpage.kernels import norm
+
+    out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    with torch.cuda.device(rows.device):
+        norm.rms_norm(rows, grid, weight, out, eps, weight_offset, rounds_before_weight)
+    return out
+
+
+def device_gate(gates: torch.Tensor, ups: torch.Tensor, activation: str) -> torch.Tensor | None:
+    """Return activation(gates) * ups, each rounded to the dtype; None for all unusual rows.
+
+    Args:
+        gates: [..., size], see above.
+        ups: The same.
+        activation: "silu" or "gelu_tanh".
+    """
+    if not _has_triton() or not _is_like(ups, gates) or ups.shape != gates.shape:
+        return None
+    grids = RowGrid.of(gates), RowGrid.of(ups)
+    if grids[0] is None or grids[1] is None or not (grids[0].is_plain and grids[1].is_plain):
+        return None
+    from kvpage.kernels import gate
+
+    out = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+    with torch.cuda.device(gates.device):
+        gate.gate(gates, grids[0], ups, grids[1], out, activation)
+    return out
+
+
+def device_rope(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return queries and keys rotated, as views of new tensors [1, tokens, heads, size]; None for unusual ones.
+
+    Args:
+        query: [1, heads, tokens, size], see above; size is even.
+        key: The same with heads of its own.
+        cos: [1, tokens, size].
+        sin: The same.
+    """
+    rows = query, key, cos, sin
+    if not _has_triton() or any(not _is_like(part, query) or part.stride(-1) != 1 for part in rows):
+        return None
+    num_tokens, size = query.shape[2:]
+    if len(query) != 1 or not 2 <= size <= MOST_ELEMENTS or key.shape[2:] != (num_tokens, size):
+        return None
+    if cos.shape != (1, num_tokens, size) or sin.shape != cos.shape:
+        return None
+    from kvpage.kernels import rope
+
+    by_token = query[0].transpose(0, 1), key[0].transpose(0, 1)
+    outs = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in by_token]
+    with torch.cuda.device(query.device):
+        rope.rope(*by_token, cos[0], sin[0], *outs)
+    query_out, key_out = (out.transpose(0, 1).unsqueeze(0) for out in outs)
+    return query_out, key_out
+
+
+def _is_like(tensor: Any, rows: torch.Tensor) -> bool:
+    """Return whether it is a tensor of no subclass with the rows' dtype, in memory of their device."""
+    return (
+        type(tensor) in PARAMETERS
+        and tensor.dtype is rows.dtype
+        and tensor.device == rows.device
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+    )

@@ -1,0 +1,55 @@
+"""Kernels of a model's layers as compiled for a GPU, against the reference and the model's own functions."""
+
+import torch
+import transformers as tf
+from support.ptx.archs import BOTH, every_case
+
+from kvpage.layout.row_grid import RowGrid
+from kvpage.ops import reference
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NORMS = {"heads": (BOTH, BF16, 64), "wide": ([90], FP16, 1536), "odd": ([80], FP32, 45)}
+GATES = {"silu": (BOTH, BF16, "silu", 96), "gelu": ([90], FP16, "gelu_tanh", 1100), "odd": ([80], FP32, "silu", 33)}
+ROPES = {"whole": (BOTH, BF16, 64), "fp32": ([90], FP32, 96), "odd": ([80], FP16, 10)}
+ROUNDING = {FP32: 1e-6, BF16: 8e-3, FP16: 1e-3}  # of a number that rounds the other way
+
+
+def close(got, want):
+    rounding = ROUNDING[want.dtype]
+    torch.testing.assert_close(got.float(), want.float(), rtol=rounding, atol=rounding)
+
+
+@every_case("dtype, size", NORMS)
+def test_norms(device, dtype, size):
+    from kvpage.kernels.norm import rms_norm
+
+    rows, weight = torch.randn(5, 6, size).to(dtype)[:, :4], torch.randn(size).to(dtype)
+    out = torch.full(rows.shape, 7.0).to(dtype)
+    for offset, rounds in ((0.0, True), (1.0, False)):
+        rms_norm(rows, RowGrid.of(rows), weight, out, 1e-6, offset, rounds)
+        close(out, reference.rms_norm(rows, weight, 1e-6, offset, rounds))
+
+
+@every_case("dtype, activation, size", GATES)
+def test_activations(device, dtype, activation, size):
+    from kvpage.kernels.gate import gate
+
+    gates, ups = torch.randn(3, 2 * size).to(dtype).chunk(2, -1)
+    out = torch.full(gates.shape, 7.0).to(dtype)
+    gate(gates, RowGrid.of(gates), ups, RowGrid.of(ups), out, activation)
+    function = torch.nn.functional.silu if activation == "silu" else torch.nn.functional.gelu
+    close(out, function(gates, **({} if activation == "silu" else {"approximate": "tanh"})) * ups)
+
+
+@every_case("dtype, size", ROPES)
+def test_rotations_are_the_models_bit_by_bit(device, dtype, size):
+    from kvpage.kernels.rope import rope
+
+    query, key = torch.randn(5, 6, size).to(dtype).split([4, 2], 1)
+    cos, sin = torch.randn(2, 5, size).to(dtype)
+    outs = [torch.full(part.shape, 7.0).to(dtype) for part in (query, key)]
+    rope(query, key, cos, sin, *outs)
+    rotate = tf.models.llama.modeling_llama.apply_rotary_pos_emb
+    want = rotate(*(part.transpose(0, 1)[None] for part in (query, key)), cos[None], sin[None])
+    for got, rows in zip(outs, want, strict=True):
+        assert torch.equal(got.view(torch.uint8), rows[0].transpose(0, 1).contiguous().view(torch.uint8))
