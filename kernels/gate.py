@@ -10,7 +10,7 @@ from kvpage.kernels.arguments import _ROWS
 from kvpage.kernels.constants import Constants
 from kvpage.kernels.prepared import Prepared, PreparedKinds
 from kvpage.kernels.quantize import from_fp32, to_fp32
-from kvpage.layout.row_grid import RowGrid
+from kvpage.kernels.row_grid import RowGrid
 
 TILE = 1024  # elements of a row that a program takes
 

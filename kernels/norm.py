@@ -15,7 +15,7 @@ from kvpage.kernels.arguments import _ROWS, TILE_ELEMENTS
 from kvpage.kernels.constants import Constants
 from kvpage.kernels.prepared import Prepared, PreparedKinds
 from kvpage.kernels.quantize import from_fp32, to_fp32
-from kvpage.layout.row_grid import RowGrid
+from kvpage.kernels.row_grid import RowGrid
 
 MOST_WARPS = 16
 

@@ -4,7 +4,7 @@ import torch
 import transformers as tf
 from support.ptx.archs import BOTH, every_case
 
-from kvpage.layout.row_grid import RowGrid
+from kvpage.kernels.row_grid import RowGrid
 from kvpage.ops import reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -18,7 +18,8 @@ MORE_ENTRIES = {
     "kvpage.store": (20, "a store is one noun with many parts"),
     "kvpage.layout": (17, "each part of a cache's description has a file"),
     "kvpage.serving.model": (23, "each feature of a model family has a file"),
-    "kvpage.kernels": (24, "Triton finds helpers only by their module's globals; folders would hide them"),
+    "kvpage.ops.cuda": (13, "each kind of kernel has a file, as have the ways to launch it"),
+    "kvpage.kernels": (28, "Triton finds helpers only by their module's globals; folders would hide them"),
 }
 NO_ENTRY = (INIT, "__main__")
 

@@ -16,7 +16,7 @@ if not INTERPRETED:
 
 from kvpage import CacheConfig
 from kvpage.kernels.prepared import Prepared
-from kvpage.layout.row_grid import RowGrid
+from kvpage.kernels.row_grid import RowGrid
 from kvpage.ops import reference
 from kvpage.ops.cuda.layers import device_gate, device_rms_norm, device_rope
 from kvpage.serving import Engine, EngineConfig, SamplingParams

@@ -36,9 +36,9 @@ from kvpage.kernels.norm import rms_norm  # noqa: E402
 from kvpage.kernels.reshape import reshape_and_cache  # noqa: E402
 from kvpage.kernels.rope import rope  # noqa: E402
 from kvpage.kernels.rotary import mix_rows  # noqa: E402
+from kvpage.kernels.row_grid import RowGrid  # noqa: E402
 from kvpage.kernels.sampling_launch import sample_rows  # noqa: E402
 from kvpage.layout.rotation import Rotation  # noqa: E402
-from kvpage.layout.row_grid import RowGrid  # noqa: E402
 from kvpage.ops import SAMPLING_RECORD_WORDS, SamplingMemory  # noqa: E402
 
 CPU, ERROR = torch.device("cpu"), torch.zeros(1, dtype=torch.int32)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from kvpage.layout.row_grid import RowGrid
 from kvpage.ops.cuda.rows import _has_triton
 
 MOST_ELEMENTS = 2**15  # of a row: a larger one would not fit into the registers of a program
@@ -32,11 +31,12 @@ def device_rms_norm(
     """
     if not _has_triton() or not _is_like(weight, rows) or weight.shape != rows.shape[-1:]:
         return None
+    from kvpage.kernels import norm
+    from kvpage.kernels.row_grid import RowGrid
+
     grid = RowGrid.of(rows)
     if grid is None or not 1 <= grid.size <= MOST_ELEMENTS or not weight.is_contiguous():
         return None
-    from kvpage.kernels import norm
-
     out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     with torch.cuda.device(rows.device):
         norm.rms_norm(rows, grid, weight, out, eps, weight_offset, rounds_before_weight)
@@ -53,11 +53,12 @@ def device_gate(gates: torch.Tensor, ups: torch.Tensor, activation: str) -> torc
     """
     if not _has_triton() or not _is_like(ups, gates) or ups.shape != gates.shape:
         return None
+    from kvpage.kernels import gate
+    from kvpage.kernels.row_grid import RowGrid
+
     grids = RowGrid.of(gates), RowGrid.of(ups)
     if grids[0] is None or grids[1] is None or not (grids[0].is_plain and grids[1].is_plain):
         return None
-    from kvpage.kernels import gate
-
     out = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     with torch.cuda.device(gates.device):
         gate.gate(gates, grids[0], ups, grids[1], out, activation)

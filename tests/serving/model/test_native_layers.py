@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from kvpage import CacheConfig
 from kvpage.ops import has_fast_linear
 from kvpage.serving import Engine, EngineConfig, SamplingParams
-from kvpage.serving.model.native import gated_mlp, norm
+from kvpage.serving.model.native import gated_mlp
+from kvpage.serving.model.native import layers as native_layers
 from kvpage.serving.model.native import linear as linear_layer
 from kvpage.serving.model.native.gated_mlp import GatedForward
 from kvpage.serving.model.native.layers import NativeLayers
@@ -31,7 +32,7 @@ CACHE = CacheConfig(block_size=4, num_gpu_blocks=64)
 COUNTED = (
     (linear_layer, "host_product", "linear"),
     (gated_mlp, "host_product", "gated_linear"),
-    (norm, "host_rms_norm", "rms_norm"),
+    (native_layers, "host_rms_norm", "rms_norm"),
 )
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 PER_LAYER = {"linear": 5, "gated_linear": 1, "rms_norm": 2}  # of a Llama: q, k, v, o, down; gate and up; two norms

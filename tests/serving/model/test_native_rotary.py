@@ -14,7 +14,8 @@ from transformers.models.phi3 import modeling_phi3
 
 from kvpage.serving.model.native import rotary
 from kvpage.serving.model.native.layers import NativeLayers
-from kvpage.serving.model.native.rotary import NAME, RotaryForward, rotated
+from kvpage.serving.model.native.plain import is_plain_call
+from kvpage.serving.model.native.rotary import NAME, RotaryForward, RotaryKinds, host_rope, rotated
 from kvpage.serving.model.view import ModelView
 
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -48,7 +49,7 @@ def test_the_rotation(dtype: torch.dtype, num_tokens: int) -> None:
 
 def rotating_of(kind: type[nn.Module]) -> object:
     """The function by which a copy's forward rotates."""
-    rotating = rotary._rotating(kind.forward)
+    rotating = RotaryKinds(is_plain_call, host_rope).rotating_of(kind.forward)
     assert rotating is not None
     return inspect.unwrap(rotating).__globals__[NAME]
 

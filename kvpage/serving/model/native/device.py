@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from kvpage.ops.cuda.layers import device_gate, device_rms_norm, device_rope
+from kvpage.serving.model.native.containers import containers_of
 from kvpage.serving.model.native.gated_mlp import activation_of
 from kvpage.serving.model.native.joined import PlainCall, join
-from kvpage.serving.model.native.layers import containers_of
 from kvpage.serving.model.native.norm import NormKinds
 from kvpage.serving.model.native.plain import is_plain_on_device, is_unwatched
 from kvpage.serving.model.native.rotary import RotaryKinds

@@ -16,16 +16,13 @@ import torch
 from torch import nn
 
 from kvpage.ops.cpu.host_layers import host_rms_norm
+from kvpage.serving.model.native.containers import containers_of, is_the_models
 from kvpage.serving.model.native.gated_mlp import GatedForward, activation_of
 from kvpage.serving.model.native.linear import NativeLinear, is_factor, product_of_torch
 from kvpage.serving.model.native.norm import NormKinds, is_native_norm
 from kvpage.serving.model.native.plain import is_plain_call
 from kvpage.serving.model.native.rotary import RotaryForward, RotaryKinds, host_rope
 from kvpage.serving.model.native.torch_threads import TorchThreads
-
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-LIBRARIES = ("transformers", "transformers_modules")
-"""Top-level packages of a model's own code. The second holds code that comes with weights."""
 
 
 class NativeLayers:
@@ -71,21 +68,6 @@ class NativeLayers:
         return GatedForward(copy, activation, is_factor, self.threads)
 
 
-def containers_of(copied: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules of the model's own code, in copied ones, that have linear layers inside.
-
-    copied: the modules that are copied anyway.
-    """
-    modules = dict.fromkeys(copied)
-    num_copied, left = len(modules), [*modules]
-    while left:
-        children = [child for child in [*left.pop()._modules.values()] if child is not None and child not in modules]
-        inner = [child for child in children if _is_the_models(child) and _has_layers(child)]
-        modules.update(dict.fromkeys(inner))
-        left += inner
-    return [*modules][num_copied:]
-
-
 def is_wholly_native(view: nn.Module) -> bool:
     """Return whether all products of a view with weights are those of native layers, by the kinds of its modules.
 
@@ -101,17 +83,8 @@ def _has_no_product(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     if forward is not None and type(forward) not in (GatedForward, RotaryForward):
         return False
-    if not _is_the_models(module) and not type(module).__module__.startswith("torch.nn.modules."):
+    if not is_the_models(module) and not type(module).__module__.startswith("torch.nn.modules."):
         return False
     tensors: list[torch.Tensor | None] = [*module._parameters.values()]
     tensors += [tensor for name, tensor in module._buffers.items() if not name.endswith("_cached")]
     return all(tensor is None or tensor.dim() < 2 for tensor in tensors)
-
-
-def _is_the_models(module: nn.Module) -> bool:
-    """Whether nobody but the model's own code sets attributes of the module, to all that is usual."""
-    return type(module) in CONTAINERS or type(module).__module__.split(".")[0] in LIBRARIES
-
-
-def _has_layers(module: nn.Module) -> bool:
-    return any(type(one) is nn.Linear for one in module.modules() if one is not module)

@@ -57,11 +57,11 @@ class RotaryKinds:
         if type(own) is not FunctionType or innermost(own, NAME) is None or "forward" in vars(module):
             return None
         if own not in self._rotating:
-            self._rotating[own] = self._made(own)
+            self._rotating[own] = self.rotating_of(own)
         rotating = self._rotating[own]
         return None if rotating is None else RotaryForward(copy, own, rotating)
 
-    def _made(self, own: FunctionType) -> FunctionType | None:
+    def rotating_of(self, own: FunctionType) -> FunctionType | None:
         """Return the same function with another meaning of NAME; None if the model's rotates in another way."""
         inner = innermost(own, NAME)
         assert inner is not None
