@@ -21,7 +21,7 @@ import numpy as np
 
 from kvpage import BlockManager
 from kvpage.benchmarks.cells import Row, shown
-from kvpage.benchmarks.figure import Figure, in_turns, own_seconds, thread_seconds
+from kvpage.benchmarks.figure import Figure, in_turns, result, thread_seconds
 from kvpage.benchmarks.memcmp import memcmp_seconds
 from kvpage.benchmarks.pictures import grouped
 from kvpage.benchmarks.script import finish, parse
@@ -140,7 +140,7 @@ def measure_steps(num_seqs: int, rounds: int) -> Iterator[Row]:
 
 def measure_admissions(rounds: int) -> Iterator[Row]:
     admissions = Admissions()
-    taken = in_turns(admissions.calls(), rounds, measure=own_seconds)
+    taken = in_turns(admissions.calls(), rounds, measure=result)
     admissions.manager.check()
     us = {name: Figure.of(each, 1e6) for name, each in taken.items()}
     for given, bound, target in (("array", "memcmp", 4.0), ("list", "numpy's conversion", 10.0)):

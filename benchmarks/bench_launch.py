@@ -12,8 +12,6 @@ and of a chunk of 256 tokens in 32 layers.
 
 Arguments and grids of repeated calls are compared with those of calls anew before anything is timed. Figures are
 medians of rounds with quartiles, of the thread's own time. Target: rows are written within 8 us.
-
-    python benchmarks/bench_launch.py [--rounds 15] [--number 100] [--plot PATH]
 """
 
 import itertools
@@ -123,12 +121,8 @@ def main() -> None:
     by_name = {row["operation"]: row for row in rows}
     met = all(by_name[name]["repeated us"].median <= target for name, target in TARGETS_US.items())
     series = {kind: [row[f"{kind} us"] for row in rows] for kind in ("repeated", "anew")}
-    finish(
-        options,
-        lambda path: grouped(path, list(by_name), series, "us of the host a call"),
-        rows=rows,
-        targets_met=met,
-    )
+    label = "us of the host a call"
+    finish(options, lambda path: grouped(path, list(by_name), series, label), rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def measure(rows: list[int], rounds: int, peer: PeerProcess | None) -> Iterator[
 def main() -> None:
     options = parse("linear", __doc__, rounds=7, threads=1, rows=ROWS, vllm=VLLM)
     torch.manual_seed(0)
-    with vllm_peer(options.vllm, "vllm_linear.py", options.threads) as peer:
+    with vllm_peer(options.vllm, "linear", options.threads) as peer:
         rows = shown(COLUMNS, measure(options.rows, options.rounds, peer))
     scales = {"xscale": "log", "ylabel": "GF/s", "style": "o"}
     finish(options, lambda path: panels(path, rows, "dtype", x="rows", values=SPEEDS, **scales), rows=rows)

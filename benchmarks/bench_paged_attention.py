@@ -13,6 +13,7 @@ without waiting).
 """
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -152,12 +153,6 @@ def measure(kind: str, name: str, case: Case, limits: dict[str, float], flush: t
     }
 
 
-def peer_rows(row: Row) -> Iterator[Row]:
-    """Yield what each peer of a case took, and how many times as fast kvpage is."""
-    for peer, taken in row["peers us"].items():
-        yield {**row, "peer": peer, "us": taken, "times": taken / row["us"]}
-
-
 def each_result(options: argparse.Namespace, limits: dict[str, float], flush: torch.Tensor) -> Iterator[Row]:
     """Measure what fits, with the peers that take it."""
     sizes = SIZES[options.sizes]
@@ -190,16 +185,13 @@ def main() -> None:
     limits = bounds(sizes, flush)
     print(f"copy {limits['bytes/s'] / 1e9:.0f} GB/s, bf16 product {limits['operations/s'] / 1e12:.0f} TFLOP/s\n")
     results = shown(COLUMNS, within(options.seconds, each_result(options, limits, flush)))
-    shown(PEER_COLUMNS, (found for row in results for found in peer_rows(row)))
+    peers = ((row, peer, us) for row in results for peer, us in row["peers us"].items())
+    shown(PEER_COLUMNS, ({**row, "peer": peer, "us": us, "times": us / row["us"]} for row, peer, us in peers))
     decoding = sorted((row for row in results if row["kind"] == "decode"), key=lambda row: row["keys"])
     labels = {"xscale": "log", "xlabel": "keys of a sequence", "ylabel": "decoding, part of the bound"}
-    finish(
-        options,
-        lambda path: curves(path, decoding, "keys", ["of bound"], ("model", "dtype", "seqs"), lines=[1.0], **labels),
-        machine=machine("cuda"),
-        **limits,
-        results=results,
-    )
+    by = ("model", "dtype", "seqs")
+    draw = functools.partial(curves, rows=decoding, x="keys", values=["of bound"], by=by, lines=[1.0], **labels)
+    finish(options, draw, machine=machine("cuda"), **limits, results=results)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Targets: 10 ns a block in batches of 100 and more; 400 ns for one block.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -82,16 +81,12 @@ def make_pools() -> tuple[BlockPool, ArrayPool, ListPool]:
     for part in np.array_split(ids, 1000):
         pool.release(part)
     pools = pool, ArrayPool(ids), ListPool(ids)
-    for each in pools:
-        verify(each)
+    for kind in pools:
+        first, second = kind.allocate(1000), kind.allocate(1000)
+        assert len({*map(int, first), *map(int, second)}) == 2000
+        kind.release(first)
+        kind.release(second)
     return pools
-
-
-def verify(pool: Any) -> None:
-    first, second = pool.allocate(1000), pool.allocate(1000)
-    assert len({*map(int, first), *map(int, second)}) == 2000
-    pool.release(first)
-    pool.release(second)
 
 
 def cycles(pools: tuple[BlockPool, ArrayPool, ListPool], batch: int | None) -> dict[str, Callable[[], object]]:
@@ -128,14 +123,9 @@ def main() -> None:
     print("ns a cycle: median (25th to 75th percentile)")
     rows = shown(COLUMNS, measure(options.rounds))
     met = rows[0]["pool_ns"].median <= 400 and all(row["a block"] <= 10 for row in rows[3:])
-    each = [{**row, **{kind: row[f"{kind}_ns"] * (1 / row["batch"]) for kind in KINDS}} for row in rows[1:]]
-    label = "ns a block, allocate and release"
-    finish(
-        options,
-        lambda path: curves(path, each, "batch", KINDS, lines=[10], xscale="log", yscale="log", ylabel=label),
-        rows=rows,
-        targets_met=met,
-    )
+    by_block = [{**row, **{kind: row[f"{kind}_ns"] * (1 / row["batch"]) for kind in KINDS}} for row in rows[1:]]
+    options_of = {"lines": [10], "xscale": "log", "yscale": "log", "ylabel": "ns a block, allocate and release"}
+    finish(options, lambda path: curves(path, by_block, "batch", KINDS, **options_of), rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvpage.benchmarks.cells import Row, shown
-from kvpage.benchmarks.figure import Figure, in_turns, own_seconds, seconds
+from kvpage.benchmarks.figure import Figure, in_turns, result, seconds
 from kvpage.benchmarks.peer_process import PeerProcess, vllm_peer
 from kvpage.benchmarks.pictures import curves
 from kvpage.benchmarks.script import VLLM, finish, option, parse
@@ -96,7 +96,7 @@ def measure(vocab_size: int, num_rows: int, name: str, rounds: int, peer: PeerPr
     }
     if peer is not None:
         clocks["vllm"] = lambda: peer.ask(**asked, prompt=NUM_PROMPT_TOKENS)["seconds"]
-    figures = {key: Figure.of(each, 1e3) for key, each in in_turns(clocks, rounds, measure=own_seconds).items()}
+    figures = {key: Figure.of(each, 1e3) for key, each in in_turns(clocks, rounds, measure=result).items()}
     return {"num_rows": num_rows, "vocab_size": vocab_size, "rules": name, **figures}
 
 
@@ -120,7 +120,7 @@ def main() -> None:
     print(f"milliseconds for one token a row, {options.threads} threads\n")
     columns = "{num_rows:>8} {vocab_size:>10} {rules:<24}" + "".join(f"{{{name}:>26.3f}}" for name in names)
     chosen = itertools.product(options.vocabs, options.rows, options.rules)
-    with vllm_peer(options.vllm, "vllm_sampler.py", options.threads) as peer:
+    with vllm_peer(options.vllm, "sampler", options.threads) as peer:
         rows = shown(columns, (measure(*case, options.rounds, peer) for case in chosen))
         version = {} if peer is None else peer.hello
     most = max(options.rows)

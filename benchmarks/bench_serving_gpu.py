@@ -131,16 +131,11 @@ def decode_row(model: Any, num_seqs: int, context: int, bandwidth: float, attent
 
 
 def contenders(model: Any, prompts: Prompts, options: argparse.Namespace) -> dict[str, Callable[[], Moments]]:
-    length = max(map(len, prompts)) + options.tokens
-    engine = make_engine(model, len(prompts), length, options.attention)
-    found: dict[str, Callable[[], Moments]] = {
-        "kvpage": functools.partial(serve_kvpage, engine, prompts, options.tokens)
-    }
+    engine = make_engine(model, len(prompts), max(map(len, prompts)) + options.tokens, options.attention)
+    runs: dict[str, Callable[[], Moments]] = {"kvpage": lambda: serve_kvpage(engine, prompts, options.tokens)}
     if has_batches():
-        found["generate_batch"] = functools.partial(
-            serve_generate_batch, model, BATCHED_TOKENS, prompts, options.tokens
-        )
-    return {name: run for name, run in found.items() if name not in options.without}
+        runs["generate_batch"] = lambda: serve_generate_batch(model, BATCHED_TOKENS, prompts, options.tokens)
+    return {name: run for name, run in runs.items() if name not in options.without}
 
 
 def served(model: Any, options: argparse.Namespace, seconds: float) -> dict[str, Row]:

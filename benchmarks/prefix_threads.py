@@ -26,9 +26,7 @@ from kvpage.benchmarks.figure import Figure
 B = 16
 NUM_THREADS = (1, 2, 4)
 NUM_PROMPTS = 8  # each thread has its own
-
 CONTROL = "control"
-
 Call = Callable[[], int]
 """Repeated by a thread; returns its number of calls."""
 Work = Callable[[int], Call]

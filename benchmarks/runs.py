@@ -1,6 +1,6 @@
 """The benchmarks whose results are kept: a name, the command that gives them, and the sources that they measure."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SOURCES = ("kvpage", "kernels", "csrc", "setup.py", "CMakeLists.txt")
 SERVED = {
@@ -11,25 +11,16 @@ SERVED = {
 WITHOUT_PLOT = ("pool", "token_trie")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """One benchmark. arguments: of `python`; the first is the script.
 
-    sources: what a result depends on, as git paths. It counts as today's until one of them has changed. Without any it
-    is of its own commit for good, also when its script changes.
+    sources: git paths on which a result depends, besides the script. It counts as today's until one of them has
+    changed. Without any it is of its own commit for good.
     """
 
     name: str
     arguments: tuple[str, ...]
     sources: tuple[str, ...] = SOURCES
-
-    @property
-    def script(self) -> str:
-        return self.arguments[0]
-
-    @property
-    def all_sources(self) -> tuple[str, ...]:
-        return (*self.sources, self.script) if self.sources else ()
 
     def command(self, folder: str) -> list[str]:
         """Return the command line, which draws into `folder`."""

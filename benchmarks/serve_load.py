@@ -56,7 +56,6 @@ class Target:
 
     @property
     def path(self) -> str:
-        """Where completions are asked for."""
         return PATHS[self.endpoint]
 
     def body(self, request: ServeRequest, stream: bool = True) -> dict[str, Any]:
@@ -70,10 +69,6 @@ class Target:
         if stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         return fields | dict(self.extra)
-
-    def bytes_of(self, request: ServeRequest) -> bytes:
-        """Return the bytes that ask for a stream."""
-        return self.client.request("POST", self.path, self.body(request))
 
 
 async def ask(target: Target, request: ServeRequest) -> Outcome:
@@ -90,11 +85,11 @@ async def run_load(
     Requests with times of arrival are sent then, the others at once. concurrency: how many are open at most; None for
     any number. Bytes are made before the load and read after it, so that a client on the server's cores costs little.
     """
-    data = [target.bytes_of(one) for one in requests]
+    data = [target.client.request("POST", target.path, target.body(request)) for request in requests]
     gate = asyncio.Semaphore(concurrency or len(requests))
     start = time.perf_counter()
 
-    async def one(request: ServeRequest, data: bytes) -> Reply:
+    async def send(request: ServeRequest, data: bytes) -> Reply:
         due = None if request.arrival is None else start + request.arrival
         if due is not None:
             await asyncio.sleep(due - time.perf_counter())
@@ -107,7 +102,7 @@ async def run_load(
         note()
         return reply
 
-    return [outcome_of(reply) for reply in await asyncio.gather(*map(one, requests, data))]
+    return [outcome_of(reply) for reply in await asyncio.gather(*map(send, requests, data))]
 
 
 def outcome_of(reply: Reply) -> Outcome:
@@ -115,8 +110,7 @@ def outcome_of(reply: Reply) -> Outcome:
     if reply.is_aborted:
         return Outcome("aborted", reply.begin, reply.end)
     try:
-        if reply.error or reply.status != 200:
-            raise ServeError(reply.error or reply.refusal())
+        reply.check()
         return _read(reply)
     except (ServeError, ValueError) as error:  # ValueError: the framing of chunks
         return Outcome("failed", reply.begin, reply.end, error=str(error))
@@ -134,16 +128,10 @@ def _read(reply: Reply) -> Outcome:
             texts.append(text_of(event))
     if usage is None:
         raise ServeError("the stream has no usage")
-    return Outcome(
-        "ok",
-        reply.begin,
-        reply.end,
-        tuple(times) or (reply.end,),  # tokens may have no text
-        usage.get("prompt_tokens") or 0,
-        usage.get("completion_tokens") or max(len(times), 1),
-        (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        "".join(texts),
-    )
+    num_prompt, num_output = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or max(len(times), 1)
+    num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    moments = tuple(times) or (reply.end,)  # tokens may have no text
+    return Outcome("ok", reply.begin, reply.end, moments, num_prompt, num_output, num_cached, "".join(texts))
 
 
 def text_of(answer: dict[str, Any]) -> str:
