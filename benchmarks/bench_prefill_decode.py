@@ -68,15 +68,14 @@ class Reader:
     def join(self) -> None:
         self._thread.join()
         output = self.request.output
-        assert output is not None
-        assert output.error is None, output.error
+        assert output is not None and output.error is None, output
 
     def _read(self) -> None:
         for items in self.request:
             now = time.perf_counter()
-            found = [item.token_id for item in items if item.token_id is not None]
-            self.tokens += found
-            self.moments += [now] * len(found)
+            tokens = [item.token_id for item in items if item.token_id is not None]
+            self.tokens += tokens
+            self.moments += [now] * len(tokens)
 
 
 def ask(engine: AsyncEngine, prompt: list[int]) -> tuple[Reader, float]:

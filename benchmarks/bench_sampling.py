@@ -36,6 +36,7 @@ RULES: dict[str, dict[str, Any]] = {
     "top-k 50": {"temperature": 0.8, "top_k": 50},
     "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
 }
+RULES |= {f"{name}, penalties": rules | PENALTIES for name, rules in RULES.items()}
 NUM_PROMPT_TOKENS, NUM_GENERATED = 512, 64
 Clock = Callable[[], float]
 
@@ -69,20 +70,16 @@ def verify(logits: torch.Tensor, requests: list[Request]) -> None:
     """The token of each row is torch's, or the exact reference's where torch's sums of floats have rounded."""
     pairs = zip(sample(logits, requests), sample_by_torch(logits, requests), strict=True)
     chosen = {row: token for row, (token, by_torch) in enumerate(pairs) if token != by_torch or row == 0}
-    some = [requests[row] for row in chosen]
-    assert exact_tokens(logits[list(chosen)], some) == list(chosen.values())
-
-
-def exact_tokens(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    """Return the reference's token of each row."""
+    logits, requests = logits[list(chosen)], [requests[row] for row in chosen]
     rows = DeviceRows(requests, Sampler(requests).records, logits.shape[1], logits.device)
     positions = [request.num_generated for request in requests]
     rows.hold(positions)
-    return reference.sample_rows(logits, rows.records, torch.tensor(positions)).tolist()
+    exact = reference.sample_rows(logits, rows.records, torch.tensor(positions)).tolist()
+    assert exact == list(chosen.values())
 
 
 def measure(vocab_size: int, num_rows: int, name: str, rounds: int, peer: PeerProcess | None) -> Row:
-    rules = cases()[name]
+    rules = RULES[name]
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1)) * 2
     requests = make_requests(num_rows, vocab_size, rules)
     verify(logits, requests)
@@ -100,11 +97,6 @@ def measure(vocab_size: int, num_rows: int, name: str, rounds: int, peer: PeerPr
     return {"num_rows": num_rows, "vocab_size": vocab_size, "rules": name, **figures}
 
 
-def cases() -> dict[str, dict[str, Any]]:
-    """Return the rules without penalties, then all of them with penalties."""
-    return RULES | {f"{name}, penalties": rules | PENALTIES for name, rules in RULES.items()}
-
-
 def main() -> None:
     options = parse(
         "sampling",
@@ -113,7 +105,7 @@ def main() -> None:
         threads=2,
         rows=[1, 64, 256],
         vocabs=[1024, 32_000, 151_936],
-        rules=option(list(cases()), choices=list(cases())),
+        rules=option(list(RULES), choices=list(RULES)),
         vllm=VLLM,
     )
     names = ["bound", "rows", "sample", "torch", *(["vllm"] if options.vllm else [])]

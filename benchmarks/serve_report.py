@@ -59,10 +59,7 @@ def percentiles(values: Sequence[float]) -> dict[int, float]:
 
 
 def show(rates: Mapping[str, Figure], summaries: Mapping[str, Sequence[Row]]) -> None:
-    """Print the counts and the times of each contender, and the errors of requests.
-
-    rates: tokens a second, by contender. summaries: of each server, one a round.
-    """
+    """Print the counts and the times of each contender, and the errors of requests. summaries: one a round."""
     shown(COUNTS, (counts_of(name, rate, summaries.get(name, ())) for name, rate in rates.items()))
     print()
     shown(TIMES, (row for name, each in summaries.items() for row in times_of(name, each)))

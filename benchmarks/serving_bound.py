@@ -46,10 +46,7 @@ def mkl_product(weight: torch.Tensor, num_tokens: int) -> Product:
 
 
 def kvpage_product(weight: torch.Tensor, num_tokens: int) -> Product:
-    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = vars(ops).get("linear")
-    if linear is None:
-        raise AttributeError("this kvpage has no ops.linear")
-    return lambda rows: linear(rows, weight)
+    return lambda rows: ops.linear(rows, weight)
 
 
 def fp32_product(weight: torch.Tensor, num_tokens: int) -> Product:

@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,16 +26,10 @@ class Moments(NamedTuple):
         """Return tokens a second; milliseconds to the first token and between two, as median and 99th percentile."""
         first = [1e3 * (each[0] - self.begin) for each in self.times]
         between = [1e3 * (b - a) for each in self.times for a, b in itertools.pairwise(each)] or [0.0]
-        return {
-            "tokens/s": sum(map(len, self.tokens)) / self.seconds,
-            **_percentiles("ttft", first),
-            **_percentiles("between", between),
-        }
-
-
-def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
-    median, high = np.percentile(values, (50, 99)).tolist()
-    return {f"{name} ms": median, f"{name} p99 ms": high}
+        summary = {"tokens/s": sum(map(len, self.tokens)) / self.seconds}
+        for name, values in (("ttft", first), ("between", between)):
+            summary[f"{name} ms"], summary[f"{name} p99 ms"] = np.percentile(values, (50, 99)).tolist()
+        return summary
 
 
 def serve_kvpage(engine: Engine, prompts: Prompts, max_tokens: int) -> Moments:
