@@ -127,7 +127,7 @@ def test_short_numbers_are_in_the_full_table() -> None:
     """Each is the same number, beside the same peers or more of them."""
     results = {name: result for name, (_, result) in record.read_all(ROOT).items()}
     templates = tables.read_templates(ROOT)
-    pages = ("README.md", "docs/benchmarks.md")
+    pages = ("README.md", "docs/notes/figures.md")
     short, full = (rows_of(templates[page, "numbers"].table(results)) for page in pages)
     for _, measured, beside in short:
         (peers,) = (row[2].split("; ") for row in full if row[1] == measured and beside.split("; ")[0] in row[2])
