@@ -64,12 +64,16 @@ def paged_contender(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int
     return complete
 
 
+def hf_answers(way: Callable[..., Tokens], model: Any, prompts: Prompts, max_tokens: int, draws: bool) -> Tokens:
+    return way(model, prompts, generation(max_tokens, draws))
+
+
 def measure(model: tf.PreTrainedModel, options: argparse.Namespace) -> dict[str, Any]:
     prompts = make_prompts(options.prompts, options.group, options.prompt_tokens)
     workload = Workload("rollouts", [prompts])
     runs = {"kvpage": paged_contender(model, prompts, options.tokens)}
     for name, way in {"generate": padded, **({"generate_batch": batched_tokens_of} if has_batches() else {})}.items():
-        runs[name] = lambda draws, way=way: way(model, prompts, generation(options.tokens, draws))
+        runs[name] = functools.partial(hf_answers, way, model, prompts, options.tokens)
     runs = {name: run for name, run in runs.items() if name not in options.without}
     answers = {name: Served([run(False)], 0.0) for name, run in runs.items()}
     bound = ProductsBound(model, batches_of(workload, options.tokens), CHOICE_ROUNDS)

@@ -40,7 +40,7 @@ from kvpage.benchmarks.figure import result, seconds
 from kvpage.benchmarks.pictures import bars
 from kvpage.benchmarks.script import VLLM, WITHOUT, finish, option, parse
 from kvpage.benchmarks.serving_bound import ProductsBound
-from kvpage.benchmarks.serving_contenders import local_contenders
+from kvpage.benchmarks.serving_contenders import Contender, local_contenders
 from kvpage.benchmarks.serving_peers import ServingPeer, serving_peers
 from kvpage.benchmarks.serving_tokens import TokenJudge
 from kvpage.benchmarks.serving_workloads import (
@@ -60,6 +60,10 @@ QUICK = {"rounds": 1, "requests": 8, "conversations": 4, "turns": 2}
 SLOW = ["generate_batch", "generate_copies"]  # left out by --quick
 
 
+def own_seconds(run: Contender) -> float:
+    return run().seconds
+
+
 def measure(
     model: tf.PreTrainedModel, judge: TokenJudge, workload: Workload, options: argparse.Namespace, peers: Peers
 ) -> Row:
@@ -71,7 +75,7 @@ def measure(
     answers = {name: run() for name, run in runs.items()}
     bound = ProductsBound(model, batches_of(workload, options.tokens), CHOICE_ROUNDS)
     calls: dict[str, Callable[[], float]] = {"bound": lambda: seconds(bound.run)}
-    calls |= {name: lambda run=run: run().seconds for name, run in runs.items()}
+    calls |= {name: functools.partial(own_seconds, run) for name, run in runs.items()}
     num_tokens = workload.num_answers * options.tokens
     figures = contest(judge, workload, answers, calls, num_tokens, options.rounds, measure=result, warmups=0)
     return {"workload": workload.name, "requests": workload.num_answers, **figures, "products": bound.chosen}

@@ -98,7 +98,8 @@ class Case:
         call = None if direction == "copy" else find_call()
         if call is not None:  # on a stream of its own: it takes no legacy one
             places = self.mapping * piece_bytes + torch.tensor([self.src.data_ptr(), self.dst.data_ptr()])
-            raw, stream = RawBatchCopy(call, *places.T.tolist(), piece_bytes), torch.cuda.Stream()
+            sources, targets = places.T.tolist()
+            raw, stream = RawBatchCopy(call, sources, targets, piece_bytes), torch.cuda.Stream()
             self.copiers["raw"] = lambda: raw.run(stream.cuda_stream)
 
     def check(self) -> None:
