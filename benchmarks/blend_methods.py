@@ -19,7 +19,7 @@ KV_SHARE = 0.2
 
 
 class Layer(NamedTuple):
-    """The inputs of a method. query: of all rows, the questions' after the documents'. fresh, retrieved: of documents' rows.
+    """The inputs of a method, of documents' rows. query: also of the questions' rows, which come after them.
 
     within: of each layer, the attention among a segment's rows when it was computed by itself, a mean over heads:
         [batch, segments, rows, rows].

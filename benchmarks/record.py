@@ -23,7 +23,7 @@ from typing import Any
 
 import kvpage
 from kvpage.benchmarks.cells import with_figures
-from kvpage.benchmarks.runs import RUNS, Run
+from kvpage.benchmarks.runs import NEED_FILES, RUNS, Run
 from kvpage.benchmarks.tables import read_templates
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -187,7 +187,7 @@ def main() -> None:
             return
         check_tree(ROOT)
         check_installed(ROOT, Path(kvpage.__path__[0]), kvpage.build_info().get("sources"))
-        for name in options.names or RUNS:
+        for name in options.names or [name for name in RUNS if name not in NEED_FILES]:
             measure(ROOT, RUNS[name], extra)
     except Refused as error:
         raise SystemExit(f"record: {error}") from error

@@ -73,7 +73,13 @@ LINES = {
     "blend_speed_2048": "blend --part speed --tokens 2048 --ratios 0.15 1.0 --rounds 3 --threads 1",
     "blend_speed_4096": "blend --part speed --tokens 4096 --ratios 0.15 --rounds 3 --threads 1",
     "blend_quality": "blend --part quality --threads 1",
+    "serve_chats": "serve --serve small --threads 2 --dataset sharegpt --rate 1 --num-requests 30"
+    " --goodput ttft:1000 tpot:100",
+    "serve_trace": "serve --serve small --threads 2 --dataset trace --scale 0.015625 --num-requests 120"
+    " --goodput ttft:1000 tpot:100",
 }
+NEED_FILES = ("serve_trace",)
+"""Runs that need a file of the caller's: `-- --trace FILE`."""
 OTHER_SOURCES = {
     "hybrid_prefix": "kvpage/blocks csrc/tree csrc/states benchmarks/hybrid_bounds.py benchmarks/hybrid_runs.py"
     " benchmarks/hybrid_traces.py",
