@@ -158,16 +158,17 @@ class Batch:
 
 
 def answers(batches: Sequence[Batch], method: Method) -> Answers:
-    rows = []
+    parts = []
     for batch in batches:
         blending, refers = batch.blending(method), batch.truth.refers
         said = batch.run(blending)
-        share_found = float((blending.chosen & refers).sum() / refers.sum())
-        share_computed = blending.num_computed / (refers.numel() * len(batch.retrieved))
-        rows.append((said == batch.answers, said == batch.full, batch.drawn, batch.cross, share_found, share_computed))
-    *answered, share_found, share_computed = zip(*rows, strict=True)
-    means = (sum(shares) / len(batches) for shares in (share_found, share_computed))
-    return Answers(*map(torch.cat, answered), *means)
+        found = float((blending.chosen & refers).sum() / refers.sum())
+        computed = blending.num_computed / (refers.numel() * len(batch.retrieved))
+        parts.append(Answers(said == batch.answers, said == batch.full, batch.drawn, batch.cross, found, computed))
+    names = "right", "agrees", "drawn", "cross"
+    right, agrees, drawn, cross = (torch.cat([getattr(part, name) for part in parts]) for name in names)
+    found, computed = (sum(getattr(part, name) for part in parts) / len(parts) for name in Answers._fields[4:])
+    return Answers(right, agrees, drawn, cross, found, computed)
 
 
 class Estimate(NamedTuple):
