@@ -16,7 +16,6 @@ medians of rounds with quartiles, of the thread's own time. Target: rows are wri
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -69,20 +68,20 @@ def make_calls(device: FakeDevice) -> dict[str, Call]:
 def check(device: FakeDevice, call: Call) -> int:
     """Return the number of launches of a call. AssertionError unless a repeated call launches what it does anew."""
     call()
-    found = []
+    launches = []
     for forget in (False, True):
         if forget:
             device.forget()
         device.launches.clear()
         call()
-        found.append([(name, grid, _small(arguments)) for name, grid, arguments in device.launches])
-    assert found[0] == found[1], "a repeated launch must be the one that is made anew"
-    return len(found[0])
-
-
-def _small(arguments: list[Any]) -> list[Any]:
-    """Without addresses: a call may allocate."""
-    return [value for value in arguments if not (isinstance(value, int) and value >= LEAST_ADDRESS)]
+        launches.append(  # without addresses: a call may allocate
+            [
+                (name, grid, [value for value in arguments if not isinstance(value, int) or value < LEAST_ADDRESS])
+                for name, grid, arguments in device.launches
+            ]
+        )
+    assert launches[0] == launches[1], "a repeated launch must be the one that is made anew"
+    return len(launches[0])
 
 
 def bound_of(device: FakeDevice, call: Call) -> Call:

@@ -89,7 +89,6 @@ def launch_seconds(call: Callable[[], object]) -> float:
     for _ in range(20):
         torch.cuda.synchronize()
         times.append(seconds(call))
-    torch.cuda.synchronize()
     return statistics.median(times)
 
 
@@ -122,12 +121,6 @@ def prefills(sizes: Sizes) -> Iterator[tuple[str, str, torch.dtype, int, int, in
                 yield "prefill", name, dtype, 1, length, num_new
 
 
-def has_peers(sizes: Sizes, num_seqs: int, length: int, num_queries: int) -> bool:
-    """Whether the case is one of those that libraries compute, too: each of them takes seconds to be compiled."""
-    most, keys = sizes.settled
-    return length == keys and num_seqs in (1, most) and num_queries in (1, keys)
-
-
 def measure(kind: str, name: str, case: Case, limits: dict[str, float], flush: torch.Tensor, rounds: int) -> Row:
     case.check_paged()
     contiguous = case.contiguous()
@@ -156,8 +149,10 @@ def measure(kind: str, name: str, case: Case, limits: dict[str, float], flush: t
 def each_result(options: argparse.Namespace, limits: dict[str, float], flush: torch.Tensor) -> Iterator[Row]:
     """Measure what fits, with the peers that take it."""
     sizes = SIZES[options.sizes]
+    most, keys = sizes.settled
     for kind, name, dtype, num_seqs, length, num_queries in cases(sizes):
-        takes_peers = has_peers(sizes, num_seqs, length, num_queries)
+        # Libraries compute few cases: each of them takes seconds to be compiled.
+        takes_peers = length == keys and num_seqs in (1, most) and num_queries in (1, keys)
         is_large = num_seqs * length * MODELS[name].token_bytes(dtype) > MOST_CACHE_BYTES
         if is_large or (options.cases == "peers" and not takes_peers):
             continue

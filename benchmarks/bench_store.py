@@ -80,15 +80,6 @@ def halves(num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     return source, target
 
 
-def check_loaded(engine: CacheEngine, source: torch.Tensor, target: torch.Tensor, load: Callable[[], object]) -> None:
-    """Load into the blocks `target`, and compare every bit with the blocks `source`."""
-    for cache in engine.gpu_cache:
-        cache[:, target.long()] = 0
-    load()
-    for cache in (cache.view(torch.int16) for cache in engine.gpu_cache):
-        assert torch.equal(cache[:, source.long()], cache[:, target.long()]), "not what was stored"
-
-
 class Moves:
     """A prompt between one half of an engine's blocks, the store, and the other half."""
 
@@ -108,10 +99,14 @@ class Moves:
             assert load.result() == len(self.tokens)
 
     def check(self, *loads: Callable[[], object]) -> None:
-        """Store, and compare what each of these loads."""
+        """Store, and compare every bit that each of these loads."""
         self.store_blocks()
         for load in loads:
-            check_loaded(self.engine, self.source, self.target, load)
+            for cache in self.engine.gpu_cache:
+                cache[:, self.target.long()] = 0
+            load()
+            for cache in (cache.view(torch.int16) for cache in self.engine.gpu_cache):
+                assert torch.equal(cache[:, self.source.long()], cache[:, self.target.long()]), "not what was stored"
 
 
 def measure(

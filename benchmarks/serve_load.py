@@ -73,8 +73,7 @@ class Target:
 
 async def ask(target: Target, request: ServeRequest) -> Outcome:
     """Send a request, and wait for its end."""
-    (outcome,) = await run_load(target, [request], None, lambda: None)
-    return outcome
+    return (await run_load(target, [request], None, lambda: None))[0]
 
 
 async def run_load(
