@@ -144,11 +144,7 @@ def run(name: str, smallest: pytest.MonkeyPatch, *more: str) -> dict[str, Any]:
 def test_it_runs_and_ends_in_json(name: str, smallest: pytest.MonkeyPatch) -> None:
     said = run(name, smallest)
     if "skipped" in said:
-        is_missing = (
-            MISSING
-            if name in ("prefill_decode", "store_redis")
-            else name in NEEDS_GPU and not torch.cuda.is_available()
-        )
+        is_missing = MISSING if name in NEEDS_REDIS else name in NEEDS_GPU and not torch.cuda.is_available()
         assert is_missing and "needs" in said["skipped"]
     else:
         assert any(isinstance(value, list | dict | float) and value for value in said.values())
@@ -175,18 +171,6 @@ def test_a_device_that_is_not_there_is_said(name: str, smallest: pytest.MonkeyPa
 def test_too_few_layers_to_blend(num_layers: str, smallest: pytest.MonkeyPatch) -> None:
     done = bench("blend_ops", "--layers", num_layers)
     assert done.exit_code == 2 and "--layers must be at least 3" in done.output
-
-
-POSITIVE = ["attention_steps", "engine_overhead", "linear", "sampling", "serving", "step_parts"]
-
-
-@pytest.mark.parametrize("option", ["--rounds", "--threads"])
-@pytest.mark.parametrize("name", POSITIVE)
-def test_a_number_that_is_not_positive_is_named(name: str, option: str, smallest: pytest.MonkeyPatch) -> None:
-    for text in ("0", "-1", "two"):
-        done = bench(name, option, text)
-        assert done.exit_code == 2
-        assert f"argument {option}: it must be a positive integer, got {text!r}" in done.output
 
 
 def test_a_package_that_is_not_there_is_named(smallest: pytest.MonkeyPatch) -> None:
