@@ -23,12 +23,11 @@ from typing import Any
 import torch
 import transformers as tf
 
-from kvpage.benchmarks.contest import contest, show_contest
 from kvpage.benchmarks.hf_ways import batched_tokens_of, generation, has_batches, padded
 from kvpage.benchmarks.pictures import bars
 from kvpage.benchmarks.script import WITHOUT, finish, option, parse
 from kvpage.benchmarks.serving_bound import ProductsBound
-from kvpage.benchmarks.serving_tokens import TokenJudge
+from kvpage.benchmarks.serving_tokens import TokenJudge, contest, show_contest
 from kvpage.benchmarks.serving_workloads import (
     MODELS,
     VOCAB,

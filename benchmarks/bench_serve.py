@@ -32,9 +32,8 @@ from random import Random
 from kvpage.benchmarks.cells import Row
 from kvpage.benchmarks.figure import Figure
 from kvpage.benchmarks.script import finish
-from kvpage.benchmarks.serve_checks import WrongAnswer, check, find_model
 from kvpage.benchmarks.serve_client import ServeClient, ServeError
-from kvpage.benchmarks.serve_load import Outcome, Target, run_load
+from kvpage.benchmarks.serve_load import Outcome, Target, WrongAnswer, check, find_model, run_load
 from kvpage.benchmarks.serve_options import STARTED, serve_options
 from kvpage.benchmarks.serve_process import start_servers
 from kvpage.benchmarks.serve_report import plot, show, summarize

@@ -35,14 +35,13 @@ import torch
 import transformers as tf
 
 from kvpage.benchmarks.cells import Row
-from kvpage.benchmarks.contest import contest, show_contest
 from kvpage.benchmarks.figure import result, seconds
 from kvpage.benchmarks.pictures import bars
 from kvpage.benchmarks.script import VLLM, WITHOUT, finish, option, parse
 from kvpage.benchmarks.serving_bound import ProductsBound
 from kvpage.benchmarks.serving_contenders import Contender, local_contenders
 from kvpage.benchmarks.serving_peers import ServingPeer, serving_peers
-from kvpage.benchmarks.serving_tokens import TokenJudge
+from kvpage.benchmarks.serving_tokens import TokenJudge, contest, show_contest
 from kvpage.benchmarks.serving_workloads import (
     DTYPES,
     MODELS,
