@@ -46,6 +46,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
                       {"PROMPT_TOKENS": 64, "CACHED_TOKENS": 32, "FEWEST_TOKENS": 20, "NUM_PROMPTS": 2}),
     "blend_ops": (["--layers", "3", "--tokens", "32", *ONCE], {}),
     "bytes": (["--tokens", "16", "--records", "2", "--layers", "2", "--threads", "1", *ONCE], {}),
+    "codec": (["--elements", "4096", "--layers", "2", "--hidden", "16", "--documents", "2", *ONCE], {}),
     "engine_overhead": (["--batches", "2", "--vocabs", "64", "128", "--steps", "2", *ONCE], {"NUM_WAITING": 3}),
     "events": ([], {"NUM_BLOCKS": 32, "BATCHES": [1, 16], "REPEATS": 2}),
     "generate_cache": (["--prefix", "16", "--batch", "1", *ONCE], {"NEW": 2}),
