@@ -27,7 +27,6 @@ from kvpage.benchmarks.blend_quality import Answers, Method
 from kvpage.benchmarks.cells import Row, fill, shown
 from kvpage.benchmarks.pictures import curve, drawn, groups
 from kvpage.benchmarks.script import DEVICE, finish, option, parse
-from kvpage.benchmarks.serving_workloads import Shape
 
 AGREEMENT = 0.98  # rows that differ by rounding alone may be chosen in another order
 TARGET_RATIO, TARGET_LOSS, TARGET_SPEEDUP, TARGET_CEILING = 0.15, 0.02, 3.0, 0.8
@@ -47,35 +46,28 @@ SEGMENT_TOKENS = {"quality": 40, "speed": 512}
 
 def quality(configs: Sequence[blend_model.TrainingConfig], num_documents: int, cache: Path) -> list[Row]:
     """Return a row for each method, over the documents of all models."""
-    found: dict[Method, list[Answers]] = {}
+    answers: dict[Method, list[Answers]] = {}
+    segment = SEGMENT_TOKENS["quality"]
     for config in configs:
         seed = config.seed
         model, attention = blend_model.load_or_train(config, cache)
-        batches = blend_quality.batches(
-            model, attention, num_documents, config.num_tokens, SEGMENT_TOKENS["quality"], seed
-        )
-        refers = torch.cat([batch.truth.refers for batch in batches]).float().mean().item()
-        print(
-            f"seed {seed}: {len(batches) * blend_quality.BATCH} documents, {refers:.1%} of their rows refer to others"
-        )
+        batches = blend_quality.batches(model, attention, num_documents, config.num_tokens, segment, seed)
+        refers, num = torch.cat([batch.truth.refers for batch in batches]), len(batches) * blend_quality.BATCH
+        print(f"seed {seed}: {num} documents, {refers.float().mean().item():.1%} of their rows refer to others")
         for name in list(blend_quality.ENGINES)[:2]:
-            agreement = blend_quality.engine_agreement(batches[0], SEGMENT_TOKENS["quality"], 0.2, name)
-            print(
-                f"seed {seed}, {name}: of {batches[0].answers.numel()} blended answers the engine gives "
-                f"{agreement.equal:.1%} as here, {agreement.right:.1%} right, {agreement.right_here:.1%} here",
-                flush=True,
-            )
+            agreement = blend_quality.engine_agreement(batches[0], segment, 0.2, name)
+            words = "of {} blended answers the engine gives {:.1%} as here, {:.1%} right, {:.1%} here"
+            print(f"seed {seed}, {name}:", words.format(batches[0].answers.numel(), *agreement), flush=True)
             assert agreement.equal > AGREEMENT, "the engine must answer as the blending that is measured here"
         for method in dict.fromkeys(blend_quality.methods(config.num_layers)):
-            found.setdefault(method, []).append(blend_quality.answers(batches, method))
-    return [quality_row(method, each, found) for method, each in found.items()]
+            answers.setdefault(method, []).append(blend_quality.answers(batches, method))
+    full = torch.cat([of_seed.right for of_seed in answers[Method("v", ((1, 1.0),))]])
+    return [quality_row(method, of_method, full) for method, of_method in answers.items()]
 
 
-def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, list[Answers]]) -> Row:
+def quality_row(method: Method, each: Sequence[Answers], full: torch.Tensor) -> Row:
     """Accuracies are over questions about any fact ("all"), and about those that refer to another segment ("cross")."""
-    exact = found[Method("v", ((1, 1.0),))]
     right, cross, drawn = (torch.cat([getattr(one, name) for one in each]) for name in ("right", "cross", "drawn"))
-    full = torch.cat([one.right for one in exact])
     if method.stages[-1][1] == 1.0:
         assert all(bool(one.agrees.all()) for one in each), "ratio 1 must answer as a full recompute does"
     return {
@@ -92,31 +84,17 @@ def quality_row(method: Method, each: Sequence[Answers], found: dict[Method, lis
     }
 
 
-def show_quality(rows: Sequence[Row]) -> None:
-    """Print all rows, estimates with their intervals."""
-    print()
-    names = [{name: "+".join(f"{one:.3g}" for one in row[name]) for name in ("check", "ratios")} for row in rows]
-    shown(QUALITY_COLUMNS, (row | named for row, named in zip(rows, names, strict=True)))
-
-
-def shape_on(device: str) -> Shape:
-    return blend_speed.LLAMA_3_8B if device == "cuda" else blend_speed.SMALL
-
-
-def warming(rounds: int, device: str) -> Row:
-    num_tokens = SEGMENT_TOKENS["speed"]
-    found = blend_speed.warming(shape_on(device), num_tokens, rounds, device)
-    print(fill(WARMING, {"num_tokens": num_tokens, **found}))
-    return found
-
-
-def speed(options: argparse.Namespace, tokens: Sequence[int]) -> list[Row]:
-    layer, shape = options.check_layer, shape_on(options.device)
+def speed(options: argparse.Namespace, tokens: Sequence[int]) -> tuple[Row, list[Row]]:
+    """Return the figures of warming a segment, and a row for each prompt and method."""
+    layer, device, segment = options.check_layer, options.device, SEGMENT_TOKENS["speed"]
+    shape = blend_speed.LLAMA_3_8B if device == "cuda" else blend_speed.SMALL
+    warm = blend_speed.warming(shape, segment, options.rounds, device)
+    print(fill(WARMING, {"num_tokens": segment, **warm}))
     chooses = "rows chosen before the first layer" if layer is None else f"check layer {layer}"
     print(f"\nLlama of {shape.layers} layers of {shape.hidden}, {chooses}")
-    how = options.ratios, layer, options.rounds, options.device, SEGMENT_TOKENS["speed"]
-    each = (blend_speed.measure(shape, num_tokens, *how) for num_tokens in tokens)
-    return shown(SPEED_COLUMNS, (row for rows in each for row in rows))
+    how = options.ratios, layer, options.rounds, device, segment
+    prompts = (blend_speed.measure(shape, num_tokens, *how) for num_tokens in tokens)
+    return warm, shown(SPEED_COLUMNS, (row for rows in prompts for row in rows))
 
 
 def verdicts(quality_rows: Sequence[Row], speed_rows: Sequence[Row]) -> dict[str, bool]:
@@ -160,8 +138,8 @@ def draw_quality(axes: Any, rows: Sequence[Row]) -> None:
     axes.set(ylabel="accuracy where the name is in another segment")
 
 
-def blend_options() -> argparse.Namespace:
-    return parse(
+def main() -> None:
+    options = parse(
         "blend",
         __doc__,
         rounds=3,
@@ -178,22 +156,22 @@ def blend_options() -> argparse.Namespace:
         check_layer=option(None, "of the prompts that are timed; by default none", type=int),
         cache=option(blend_model.CACHE, "where trained models are kept", type=Path),
     )
-
-
-def main() -> None:
-    options = blend_options()
     options.seeds = options.seeds or ([0, 1, 2] if options.full else [0])
     tokens = options.tokens or ([2048, 4096, 8192] if options.full else [2048, 4096])
     quality_rows, speed_rows, warm = list[Row](), list[Row](), None
     if options.part != "speed":
         configs = [blend_model.TrainingConfig(seed, options.layers, options.hidden) for seed in options.seeds]
         quality_rows = quality(configs, options.documents, options.cache)
-        show_quality(quality_rows)
+        print()
+        keys = "check", "ratios"
+        shown(
+            QUALITY_COLUMNS,
+            (row | {key: "+".join(f"{n:.3g}" for n in row[key]) for key in keys} for row in quality_rows),
+        )
     if options.part != "quality":
         if options.device == "cpu":
             print("\nLlama-3-8B's shape: skipped, needs --device cuda")
-        warm = warming(options.rounds, options.device)
-        speed_rows = speed(options, tokens)
+        warm, speed_rows = speed(options, tokens)
     said = verdicts(quality_rows, speed_rows)
     shown("{met:<7} {target}", ({"met": is_met, "target": target} for target, is_met in said.items()))
     draw = functools.partial(plot, quality_rows, speed_rows)

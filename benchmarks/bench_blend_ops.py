@@ -19,7 +19,6 @@ There it is the device's time, behind a delay until all is launched (benchmarks/
 that failed.
 """
 
-import argparse
 import functools
 import math
 import operator
@@ -211,17 +210,12 @@ def row(name: str, timings: Sequence[Timing], copied: Sequence[float], num_bytes
     }
 
 
-def too_few_layers(options: argparse.Namespace) -> str | None:
-    if options.layers >= 3:
-        return None
-    return f"--layers must be at least 3: layer 1 chooses rows, those behind it blend, got {options.layers}"
-
-
 def main() -> None:
+    words = "--layers must be at least 3: layer 1 chooses rows, those behind it blend, got {}"
     options = parse(
         "blend_ops",
         __doc__,
-        check=too_few_layers,
+        check=lambda options: None if options.layers >= 3 else words.format(options.layers),
         rounds=10,
         threads=torch.get_num_threads(),
         device=DEVICE,
@@ -233,15 +227,9 @@ def main() -> None:
     prompt = Prompt(options.layers, options.tokens, options.device)
     check(prompt)
     results = shown(COLUMNS, measure(prompt, options.device, options.rounds, options.seconds))
-    copies = {row["operation"]: row["copies"] for row in results}
-    label = "time, in copies of as many bytes"
-    finish(
-        options,
-        lambda path: bars(path, copies, label, [1.0, 2.0], xscale="log"),
-        heads=HEADS,
-        **{"head size": SIZE},
-        results=results,
-    )
+    copies, label = {row["operation"]: row["copies"] for row in results}, "time, in copies of as many bytes"
+    draw = functools.partial(bars, values=copies, label=label, lines=[1.0, 2.0], xscale="log")
+    finish(options, draw, heads=HEADS, **{"head size": SIZE}, results=results)
 
 
 if __name__ == "__main__":

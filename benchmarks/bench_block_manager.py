@@ -21,7 +21,7 @@ import numpy as np
 
 from kvpage import BlockManager
 from kvpage.benchmarks.cells import Row, shown
-from kvpage.benchmarks.figure import Figure, in_turns, own_seconds, thread_seconds
+from kvpage.benchmarks.figure import Figure, in_turns, result, thread_seconds
 from kvpage.benchmarks.memcmp import memcmp_seconds
 from kvpage.benchmarks.pictures import grouped
 from kvpage.benchmarks.script import finish, parse
@@ -75,19 +75,17 @@ class Steps:
 
     def verify(self) -> None:
         """Compare both managers' arguments with those made of each sequence's ids."""
-        slots, tables, lengths = self.by_rows.rows.inputs(self.rows)
+        *by_rows, lengths = self.by_rows.rows.inputs(self.rows)
         starts = [length - 1 for length in self.lengths]
         named_slots = self.by_names.slot_mappings(self.seq_ids, starts, self.lengths)
         assert lengths.tolist() == self.lengths
-        self._check(self.by_rows, slots, tables)
-        self._check(self.by_names, named_slots, self.by_names.block_tables(self.seq_ids))
-
-    def _check(self, manager: BlockManager, slots: np.ndarray, tables: np.ndarray) -> None:
-        manager.check()
-        for seq_id, length, slot, row in zip(self.seq_ids, self.lengths, slots, tables, strict=True):
-            ids = manager.block_ids(seq_id)
-            assert slot == int(ids[(length - 1) // B]) * B + (length - 1) % B
-            assert row[: len(ids)].tolist() == ids.tolist() and not row[len(ids) :].any()
+        by_names = named_slots, self.by_names.block_tables(self.seq_ids)
+        for manager, inputs in ((self.by_rows, by_rows), (self.by_names, by_names)):
+            manager.check()
+            for seq_id, length, slot, row in zip(self.seq_ids, self.lengths, *inputs, strict=True):
+                ids = manager.block_ids(seq_id)
+                assert slot == int(ids[(length - 1) // B]) * B + (length - 1) % B
+                assert row[: len(ids)].tolist() == ids.tolist() and not row[len(ids) :].any()
 
 
 class Admissions:
@@ -101,17 +99,17 @@ class Admissions:
         self.manager.release("first")
         self.prompt = np.append(self.prefix, -self.prefix[: PROMPT_TOKENS - CACHED_TOKENS] - 1)
         self.tokens = self.prompt.tolist()
-        for given in (self.prompt, self.tokens):
-            found = self.manager.allocate("one", given)
-            assert (found.num_cached_tokens, len(found.block_ids)) == (CACHED_TOKENS, PROMPT_TOKENS // B)
-            self.manager.release("one")
+        for prompt in (self.prompt, self.tokens):
+            allocation = self.manager.allocate("check", prompt)
+            assert (allocation.num_cached_tokens, len(allocation.block_ids)) == (CACHED_TOKENS, PROMPT_TOKENS // B)
+            self.manager.release("check")
 
-    def allocate(self, given: Any) -> float:
+    def allocate(self, prompt: Any) -> float:
         """Return the seconds of one call."""
         allocate = self.manager.allocate
         begin = time.thread_time()
         for seq_id in range(NUM_PROMPTS):
-            allocate(seq_id, given)
+            allocate(seq_id, prompt)
         spent = time.thread_time() - begin
         for seq_id in range(NUM_PROMPTS):
             self.manager.release(seq_id)
@@ -121,42 +119,38 @@ class Admissions:
         """Return what takes turns: the calls, and their bounds. Each gives its seconds."""
         copy = self.prefix.copy()
         return {
-            "array": functools.partial(self.allocate, self.prompt),
-            "list": functools.partial(self.allocate, self.tokens),
+            "allocate, array": functools.partial(self.allocate, self.prompt),
+            "allocate, list": functools.partial(self.allocate, self.tokens),
             "memcmp": lambda: memcmp_seconds(self.prefix, copy, lambda call: [thread_seconds(call, NUM_PROMPTS)])[0],
             "numpy's conversion": lambda: thread_seconds(lambda: np.array(self.tokens, np.int32), NUM_PROMPTS),
         }
 
 
-def measure_steps(num_seqs: int, rounds: int) -> Iterator[Row]:
-    steps = Steps(num_seqs, rounds)
-    calls = {"rows": steps.step_by_rows, "names": steps.step_by_names, "numpy copy": steps.copy}
-    taken = in_turns(calls, rounds, NUM_STEPS, thread_seconds)
+def measure(num_seqs: int, rounds: int) -> Iterator[Row]:
+    steps, admissions = Steps(num_seqs, rounds), Admissions()
+    calls = {"step by rows": steps.step_by_rows, "step by names": steps.step_by_names, "numpy copy": steps.copy}
+    times = in_turns(calls, rounds, NUM_STEPS, thread_seconds)
+    us = {name: Figure.of(spent, 1e6 / num_seqs) for name, spent in times.items()}
+    us |= {name: Figure.of(spent, 1e6) for name, spent in in_turns(admissions.calls(), rounds, measure=result).items()}
     steps.verify()
-    us = {name: Figure.of(each, 1e6 / num_seqs) for name, each in taken.items()}
-    for name, target in (("rows", 0.3), ("names", None)):
-        yield row(f"step by {name}", f"a sequence of {num_seqs}", us, name, "numpy copy", target)
-
-
-def measure_admissions(rounds: int) -> Iterator[Row]:
-    admissions = Admissions()
-    taken = in_turns(admissions.calls(), rounds, measure=own_seconds)
     admissions.manager.check()
-    us = {name: Figure.of(each, 1e6) for name, each in taken.items()}
-    for given, bound, target in (("array", "memcmp", 4.0), ("list", "numpy's conversion", 10.0)):
-        yield row(f"allocate, {given}", "a prompt", us, given, bound, target)
-
-
-def row(what: str, each: str, us: dict[str, Figure], name: str, bound: str, target: float | None) -> Row:
-    return {"what": what, "each": each, "us": us[name], "bound": bound, "bound us": us[bound], "target us": target}
+    for name, bound, target in (
+        ("step by rows", "numpy copy", 0.3),
+        ("step by names", "numpy copy", None),
+        ("allocate, array", "memcmp", 4.0),
+        ("allocate, list", "numpy's conversion", 10.0),
+    ):
+        unit = f"a sequence of {num_seqs}" if name in calls else "a prompt"
+        row = {"what": name, "each": unit, "us": us[name], "bound": bound, "bound us": us[bound]}
+        yield row | {"target us": target}
 
 
 def main() -> None:
     options = parse("block_manager", __doc__, rounds=21, seqs=256)
-    rows = shown(COLUMNS, [*measure_steps(options.seqs, options.rounds), *measure_admissions(options.rounds)])
-    met = all(one["us"].median <= one["target us"] for one in rows if one["target us"])
-    names = [f"{one['what']}, {one['each']}" for one in rows]
-    series = {"kvpage": [one["us"] for one in rows], "bound": [one["bound us"] for one in rows]}
+    rows = shown(COLUMNS, measure(options.seqs, options.rounds))
+    met = all(row["us"].median <= row["target us"] for row in rows if row["target us"])
+    names = [f"{row['what']}, {row['each']}" for row in rows]
+    series = {"kvpage": [row["us"] for row in rows], "bound": [row["bound us"] for row in rows]}
     finish(options, lambda path: grouped(path, names, series, "us", xscale="log"), rows=rows, targets_met=met)
 
 

@@ -12,6 +12,7 @@ Target: `pages` at least as fast as `blocks`.
 """
 
 import argparse
+import functools
 import itertools
 import os
 import tempfile
@@ -29,7 +30,6 @@ from kvpage.benchmarks.pictures import bars
 from kvpage.benchmarks.script import PATH, finish, option, parse
 from kvpage.store import ByteStore, ByteStoreConfig, KVStore, KVStoreConfig, PageView, metadata_of
 
-LAYERS = 32
 PARTS = ("memory", "disk")
 CALL_BYTES = 1 << 20
 COLUMNS = (
@@ -59,7 +59,7 @@ def memory_bound(num_bytes: int) -> Calls:
     return {"store copy_": lambda: target.copy_(source), "load copy_": lambda: source.copy_(target)}
 
 
-def disk_bound(num_bytes: int, folder: Path, pool: ThreadPoolExecutor, num_threads: int) -> Calls:
+def disk_bound(folder: Path, pool: ThreadPoolExecutor, num_threads: int, num_bytes: int) -> Calls:
     """Each thread of the pool has a part of the file, as the store's threads have records."""
     data, fd = np.random.default_rng(0).bytes(num_bytes), os.open(folder / "bound", os.O_CREAT | os.O_RDWR)
     view, room = memoryview(data), memoryview(bytearray(num_bytes))
@@ -78,7 +78,7 @@ def disk_bound(num_bytes: int, folder: Path, pool: ThreadPoolExecutor, num_threa
 
 def measure(part: str, num_tokens: int, folder: Path, options: argparse.Namespace) -> list[Row]:
     each = num_tokens // BLOCK_SIZE
-    engine = random_engine(2 * each * options.records, LAYERS)
+    engine = random_engine(2 * each * options.records, options.layers)
     view = PageView(engine.gpu_cache, page_dim=1)
     num_bytes = each * options.records * view.page_bytes
     size = 2 * num_bytes + (64 << 20)
@@ -96,25 +96,21 @@ def measure(part: str, num_tokens: int, folder: Path, options: argparse.Namespac
         moves.check(moves.load_blocks, pages.get)
         calls: Calls = {"store blocks": moves.store_blocks, "store pages": pages.put}
         calls |= {"load blocks": moves.load_blocks, "load pages": pages.get}
-        is_disk = part == "disk"
-        bounds = disk_bound(num_bytes, folder, pool, options.threads) if is_disk else memory_bound(num_bytes)
+        memory, disk = memory_bound, functools.partial(disk_bound, folder, pool, options.threads)
+        bounds = (disk if part == "disk" else memory)(num_bytes)
         taken = in_turns({**bounds, **calls}, options.rounds)
     return [row(part, bound, num_tokens, num_bytes, taken) for bound in bounds]
 
 
 def row(part: str, name: str, num_tokens: int, num_bytes: int, taken: dict[str, list[float]]) -> Row:
-    """name: of the bound, behind the verb that it bounds."""
+    """name: of the bound, after the verb that it bounds."""
     verb, bound = name.split()
     blocks, pages = taken[f"{verb} blocks"], taken[f"{verb} pages"]
     speeds = {"blocks GB/s": Figure.rate(num_bytes / 1e9, blocks), "of blocks": Figure.ratio(blocks, pages)}
-    return {
-        **speed_row(f"{part} {verb}", num_bytes, pages, bound, taken[name]),
-        **speeds,
-        "tokens": num_tokens,
-    }
+    return {**speed_row(f"{part} {verb}", num_bytes, pages, bound, taken[name]), **speeds, "tokens": num_tokens}
 
 
-def each_result(options: argparse.Namespace) -> Iterator[Row]:
+def results_of(options: argparse.Namespace) -> Iterator[Row]:
     for part, num_tokens in itertools.product(options.parts, options.tokens):
         with tempfile.TemporaryDirectory(dir=options.path) as folder:
             yield from measure(part, num_tokens, Path(folder), options)
@@ -128,10 +124,11 @@ def main() -> None:
         threads=torch.get_num_threads(),
         tokens=option([16, 256], "of a record"),
         records=16,
+        layers=option(32, "fewer ones make smaller records"),
         path=PATH,
         parts=option(PARTS, choices=PARTS),
     )
-    results = shown(COLUMNS, each_result(options))
+    results = shown(COLUMNS, results_of(options))
     shares = {f"{row['operation']}, {row['tokens']}": row["of blocks"] for row in results}
     finish(options, lambda path: bars(path, shares, "speed of pages, in that of blocks", [1.0]), results=results)
 

@@ -26,16 +26,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvpage.benchmarks import engine_stub
 from kvpage.benchmarks.cells import Row, shown
-from kvpage.benchmarks.engine_stub import (
-    NUM_ADMITTED,
-    PARTS,
-    PROMPT_LENS,
-    Admission,
-    Decoding,
-    decode_prompts,
-    make_model,
-)
+from kvpage.benchmarks.engine_stub import NUM_ADMITTED, PARTS, PROMPT_LENS, Admission, Decoding
 from kvpage.benchmarks.figure import Figure, in_turns, result
 from kvpage.benchmarks.part_clock import Spent, mean_spent
 from kvpage.benchmarks.peer_process import PeerProcess, vllm_peer
@@ -57,7 +50,7 @@ Calls = dict[str, Callable[[], Any]]
 
 def vllm_decoding(peer: PeerProcess, num_seqs: int, num_waiting: int, num_steps: int) -> Callable[[], Spent]:
     """Return a call that gives the time of a step of so many sequences by vLLM's scheduler."""
-    name, prompts = f"{num_seqs}, {num_waiting}", decode_prompts(num_seqs + num_waiting, ADMITTED_VOCAB)
+    name, prompts = f"{num_seqs}, {num_waiting}", engine_stub.decode_prompts(num_seqs + num_waiting, ADMITTED_VOCAB)
     peer.ask(call="make", name=name, prompts=prompts, num_seqs=num_seqs)
     return lambda: Spent(**peer.ask(call="steps", name=name, number=num_steps))
 
@@ -116,17 +109,16 @@ def figures(calls: Calls, num_rounds: int) -> Row:
 
     All take turns; the first turn does not count.
     """
-    spent = in_turns(calls, num_rounds, measure=result)
-    parts = spent.pop("parts", [])
-    found: Row = {}
-    for name, taken in spent.items():
-        found[f"{name} us"] = Figure.of((one.thread for one in taken), 1e6)
-        found[f"{name} wall us"] = Figure.of((one.wall for one in taken), 1e6)
-    if "vllm" in spent:
-        found["of vllm"] = Figure.ratio(*([one.thread for one in spent[name]] for name in ("vllm", "kvpage")))
+    turns = in_turns(calls, num_rounds, measure=result)
+    parts, row = turns.pop("parts", []), Row()
+    for name, times in turns.items():
+        row[f"{name} us"] = Figure.of((spent.thread for spent in times), 1e6)
+        row[f"{name} wall us"] = Figure.of((spent.wall for spent in times), 1e6)
+    if "vllm" in turns:
+        row["of vllm"] = Figure.ratio(*([spent.thread for spent in turns[name]] for name in ("vllm", "kvpage")))
     names = parts[0] if parts else ()
-    found["parts us"] = {name: Figure.of((part[name] for part in parts), 1e6) for name in names}
-    return found
+    row["parts us"] = {name: Figure.of((part[name] for part in parts), 1e6) for name in names}
+    return row
 
 
 def name_of(row: Row) -> str:
@@ -149,8 +141,8 @@ def main() -> None:
         vllm=VLLM,
     )
     with tempfile.TemporaryDirectory() as folder:
-        make_model(ADMITTED_VOCAB).config.save_pretrained(folder)
-        with vllm_peer(options.vllm, "vllm_scheduler.py", options.threads, folder) as peer:
+        engine_stub.make_model(ADMITTED_VOCAB).config.save_pretrained(folder)
+        with vllm_peer(options.vllm, "scheduler", options.threads, folder) as peer:
             rows = list(each_row(options, peer))
             version = peer.hello["vllm"] if peer else None
     print("us of a step (of a prompt): median (25th to 75th percentile), of the thread's own time")

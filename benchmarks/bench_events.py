@@ -54,12 +54,7 @@ def life(batch: int, follow: Follow | None, log: bool) -> float:
 def sha256() -> float:
     """Return microseconds for a block's hash alone."""
     digest, tokens = b"0" * 32, b"1" * (8 * BLOCK_SIZE)
-
-    def chain() -> None:
-        nonlocal digest
-        digest = hashlib.sha256(digest + tokens).digest()
-
-    return seconds(chain, NUM_BLOCKS) * 1e6
+    return seconds(lambda: hashlib.sha256(digest + tokens).digest(), NUM_BLOCKS) * 1e6
 
 
 def follower() -> Follow:

@@ -34,15 +34,8 @@ COLUMNS += " {saved:>19.2f} {of bound:>19.2f} {miss:>19.2f}"
 
 
 def generate(model: Any, ids: torch.Tensor, cache: transformers.Cache | None) -> torch.Tensor:
-    tokens: torch.Tensor = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=NEW,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return tokens
+    rules = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **rules)
 
 
 def over_blocks(pool: KVPageCachePool, ids: torch.Tensor, namespace: bytes) -> torch.Tensor:
@@ -77,23 +70,14 @@ def measure(model: Any, batch: int, num_prefix: int, rounds: int, working_bytes:
             tokens = call()
             times[name].append(time.process_time() - begin)
             assert torch.equal(tokens, expected), f"{name}: the tokens are not those of generate"
-    return summary(num_prefix, batch, times)
-
-
-def summary(num_prefix: int, batch: int, times: dict[str, list[float]]) -> Row:
-    """Milliseconds, and the ratios of one round's calls, which the machine treats alike."""
-
-    def ratio(above: str, below: str) -> Figure:
-        return Figure.ratio(times[above], times[below])
-
     return {
         "prefix": num_prefix,
         "batch": batch,
-        "rounds": len(times["generate"]),
-        **{f"{name} ms": Figure.of(taken, 1e3) for name, taken in times.items()},
-        "saved": ratio("generate", "prefix found"),
-        "of bound": ratio("prefix for nothing", "prefix found"),
-        "miss": ratio("nothing found", "generate"),
+        "rounds": rounds,
+        **{f"{name} ms": Figure.of(spent, 1e3) for name, spent in times.items()},
+        "saved": Figure.ratio(times["generate"], times["prefix found"]),
+        "of bound": Figure.ratio(times["prefix for nothing"], times["prefix found"]),
+        "miss": Figure.ratio(times["nothing found"], times["generate"]),
     }
 
 

@@ -86,11 +86,10 @@ def allocation_us() -> dict[str, Figure]:
     assert hybrid.states is not None
     for manager in (plain, hybrid):
         manager.allocate(0, tokens)
-    hybrid.states.reserve(0, 0, len(tokens))
-    for manager in (plain, hybrid):
+        if manager is hybrid:
+            hybrid.states.reserve(0, 0, len(tokens))
         manager.commit(0, tokens)
-    hybrid.keep(0)
-    for manager in (plain, hybrid):
+        manager.keep(0)
         manager.release(0)
 
     def allocate(manager: BlockManager) -> float:

@@ -12,13 +12,10 @@ and of a chunk of 256 tokens in 32 layers.
 
 Arguments and grids of repeated calls are compared with those of calls anew before anything is timed. Figures are
 medians of rounds with quartiles, of the thread's own time. Target: rows are written within 8 us.
-
-    python benchmarks/bench_launch.py [--rounds 15] [--number 100] [--plot PATH]
 """
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -71,20 +68,20 @@ def make_calls(device: FakeDevice) -> dict[str, Call]:
 def check(device: FakeDevice, call: Call) -> int:
     """Return the number of launches of a call. AssertionError unless a repeated call launches what it does anew."""
     call()
-    found = []
+    launches = []
     for forget in (False, True):
         if forget:
             device.forget()
         device.launches.clear()
         call()
-        found.append([(name, grid, _small(arguments)) for name, grid, arguments in device.launches])
-    assert found[0] == found[1], "a repeated launch must be the one that is made anew"
-    return len(found[0])
-
-
-def _small(arguments: list[Any]) -> list[Any]:
-    """Without addresses: a call may allocate."""
-    return [value for value in arguments if not (isinstance(value, int) and value >= LEAST_ADDRESS)]
+        launches.append(  # without addresses: a call may allocate
+            [
+                (name, grid, [value for value in arguments if not isinstance(value, int) or value < LEAST_ADDRESS])
+                for name, grid, arguments in device.launches
+            ]
+        )
+    assert launches[0] == launches[1], "a repeated launch must be the one that is made anew"
+    return len(launches[0])
 
 
 def bound_of(device: FakeDevice, call: Call) -> Call:
@@ -123,12 +120,8 @@ def main() -> None:
     by_name = {row["operation"]: row for row in rows}
     met = all(by_name[name]["repeated us"].median <= target for name, target in TARGETS_US.items())
     series = {kind: [row[f"{kind} us"] for row in rows] for kind in ("repeated", "anew")}
-    finish(
-        options,
-        lambda path: grouped(path, list(by_name), series, "us of the host a call"),
-        rows=rows,
-        targets_met=met,
-    )
+    label = "us of the host a call"
+    finish(options, lambda path: grouped(path, list(by_name), series, label), rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

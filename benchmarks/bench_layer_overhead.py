@@ -55,7 +55,7 @@ def replaced(make: Callable[[Callable[..., object]], Callable[..., object]]) -> 
             setattr(_C, name, own)
 
 
-def without_native(call: Callable[[], object], number: int) -> float:
+def without_native(call: Call, number: int) -> float:
     """Seconds of a call whose native calls return at once."""
     with replaced(lambda own: lambda *args: None):
         return thread_seconds(call, number)
@@ -82,10 +82,7 @@ class Layer:
         """The call that a model makes."""
         self.step.calls.clear()
         module: Any = self.module
-        output, _ = paged_attention(
-            module, self.query, self.key, self.value, None, scaling=self.scale, kvpage=self.step
-        )
-        return output
+        return paged_attention(module, self.query, self.key, self.value, None, scaling=self.scale, kvpage=self.step)[0]
 
     def attend_unbound(self) -> torch.Tensor:
         """The same operations, given tensors."""
@@ -94,9 +91,9 @@ class Layer:
         tables, lengths = self.step.block_tables, self.step.seq_lens
         return ops.paged_attention(query, self.cache, tables, lengths, self.layout, scale=self.scale)
 
-    def native_calls(self) -> tuple[list[Callable[[], object]], object]:
+    def native_calls(self) -> tuple[list[Call], object]:
         """The layer's calls of the extension, to be made again, and the output, which has to be held for them."""
-        made: list[Callable[[], object]] = []
+        made: list[Call] = []
 
         def record(own: Callable[..., object]) -> Callable[..., object]:
             def call(*args: Any) -> object:
@@ -119,24 +116,16 @@ class Layer:
             torch.testing.assert_close(output, want, rtol=tolerance, atol=tolerance)
 
 
-def calling(calls: list[Call]) -> Call:
-    return lambda: [call() for call in calls]
-
-
 def measure(shape: str, dtype: torch.dtype, num_seqs: int, rounds: int, number: int) -> Row:
     layer = Layer(shape, num_seqs, dtype)
     layer.check()
     native, held = layer.native_calls()
-    whole: dict[str, Call] = {"layer": layer.attend, "native": calling(native)}
+    whole: dict[str, Call] = {"layer": layer.attend, "native": lambda: [call() for call in native]}
     rest: dict[str, Call] = {"besides": layer.attend, "unbound": layer.attend_unbound}
     taken = in_turns(whole, rounds, number, thread_seconds) | in_turns(rest, rounds, number, without_native)
     del held
-    names = {
-        "model": shape,
-        "dtype": str(dtype).removeprefix("torch."),
-        "seqs": num_seqs,
-        "calls": num_calls(layer.attend),
-    }
+    names = {"model": shape, "dtype": str(dtype).removeprefix("torch."), "seqs": num_seqs}
+    names["calls"] = num_calls(layer.attend)
     return names | {f"{name} us": Figure.of(each, 1e6) for name, each in taken.items()}
 
 
@@ -154,13 +143,8 @@ def main() -> None:
     names = [f"{row['model']}, {row['dtype']}, {row['seqs']}" for row in rows]
     labels = {"a layer of a step": "besides us", "plain tensors": "unbound us"}
     series = {label: [row[column] for row in rows] for label, column in labels.items()}
-    title = "us besides the native calls"
-    finish(
-        options,
-        lambda path: grouped(path, names, series, title, [MAX_MICROSECONDS]),
-        rows=rows,
-        targets_met=met,
-    )
+    draw = functools.partial(grouped, names=names, series=series, label="us besides the native calls")
+    finish(options, lambda path: draw(path, lines=[MAX_MICROSECONDS]), rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

@@ -40,12 +40,9 @@ TURN = 0.004  # seconds of calls in one measurement
 FMA_ROUNDS = 500_000  # of some milliseconds in all
 
 
-def clock() -> Callable[[], float]:
-    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-
 def measured(calls: Mapping[str, Callable[[], object]], number: int, rounds: int) -> dict[str, list[float]]:
-    return in_turns(calls, rounds, number, functools.partial(seconds, clock=clock()))
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    return in_turns(calls, rounds, number, functools.partial(seconds, clock=clock))
 
 
 def peak_flops(rounds: int) -> Figure:
@@ -87,10 +84,9 @@ def measure_shape(
     bound = max(work / flops.median, num_bytes / read.median)
     number = max(1, int(TURN / (bound * 1.5)))
     taken = measured(calls, number, rounds)
+    row: Row = {"dtype": str(dtype).removeprefix("torch."), "rows": rows, "columns": columns, "size": size}
     if peer:
-        asked = {"rows": rows, "columns": columns, "size": size, "dtype": str(dtype).removeprefix("torch.")}
-        taken["vllm"] = peer.ask(**asked, number=number, rounds=rounds)["seconds"]
-    row = {"dtype": str(dtype).removeprefix("torch."), "rows": rows, "columns": columns, "size": size}
+        taken["vllm"] = peer.ask(**row, number=number, rounds=rounds)["seconds"]
     row |= {f"{name} GF/s": Figure.rate(work / 1e9, each) for name, each in taken.items()}
     return row | {
         "of bound": Figure.of(bound / each for each in taken["kvpage"]),
@@ -108,7 +104,7 @@ def measure(rows: list[int], rounds: int, peer: PeerProcess | None) -> Iterator[
 def main() -> None:
     options = parse("linear", __doc__, rounds=7, threads=1, rows=ROWS, vllm=VLLM)
     torch.manual_seed(0)
-    with vllm_peer(options.vllm, "vllm_linear.py", options.threads) as peer:
+    with vllm_peer(options.vllm, "linear", options.threads) as peer:
         rows = shown(COLUMNS, measure(options.rows, options.rounds, peer))
     scales = {"xscale": "log", "ylabel": "GF/s", "style": "o"}
     finish(options, lambda path: panels(path, rows, "dtype", x="rows", values=SPEEDS, **scales), rows=rows)

@@ -13,6 +13,7 @@ without waiting).
 """
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -88,7 +89,6 @@ def launch_seconds(call: Callable[[], object]) -> float:
     for _ in range(20):
         torch.cuda.synchronize()
         times.append(seconds(call))
-    torch.cuda.synchronize()
     return statistics.median(times)
 
 
@@ -121,12 +121,6 @@ def prefills(sizes: Sizes) -> Iterator[tuple[str, str, torch.dtype, int, int, in
                 yield "prefill", name, dtype, 1, length, num_new
 
 
-def has_peers(sizes: Sizes, num_seqs: int, length: int, num_queries: int) -> bool:
-    """Whether the case is one of those that libraries compute, too: each of them takes seconds to be compiled."""
-    most, keys = sizes.settled
-    return length == keys and num_seqs in (1, most) and num_queries in (1, keys)
-
-
 def measure(kind: str, name: str, case: Case, limits: dict[str, float], flush: torch.Tensor, rounds: int) -> Row:
     case.check_paged()
     contiguous = case.contiguous()
@@ -152,17 +146,13 @@ def measure(kind: str, name: str, case: Case, limits: dict[str, float], flush: t
     }
 
 
-def peer_rows(row: Row) -> Iterator[Row]:
-    """Yield what each peer of a case took, and how many times as fast kvpage is."""
-    for peer, taken in row["peers us"].items():
-        yield {**row, "peer": peer, "us": taken, "times": taken / row["us"]}
-
-
 def each_result(options: argparse.Namespace, limits: dict[str, float], flush: torch.Tensor) -> Iterator[Row]:
     """Measure what fits, with the peers that take it."""
     sizes = SIZES[options.sizes]
+    most, keys = sizes.settled
     for kind, name, dtype, num_seqs, length, num_queries in cases(sizes):
-        takes_peers = has_peers(sizes, num_seqs, length, num_queries)
+        # Libraries compute few cases: each of them takes seconds to be compiled.
+        takes_peers = length == keys and num_seqs in (1, most) and num_queries in (1, keys)
         is_large = num_seqs * length * MODELS[name].token_bytes(dtype) > MOST_CACHE_BYTES
         if is_large or (options.cases == "peers" and not takes_peers):
             continue
@@ -190,16 +180,13 @@ def main() -> None:
     limits = bounds(sizes, flush)
     print(f"copy {limits['bytes/s'] / 1e9:.0f} GB/s, bf16 product {limits['operations/s'] / 1e12:.0f} TFLOP/s\n")
     results = shown(COLUMNS, within(options.seconds, each_result(options, limits, flush)))
-    shown(PEER_COLUMNS, (found for row in results for found in peer_rows(row)))
+    peers = ((row, peer, us) for row in results for peer, us in row["peers us"].items())
+    shown(PEER_COLUMNS, ({**row, "peer": peer, "us": us, "times": us / row["us"]} for row, peer, us in peers))
     decoding = sorted((row for row in results if row["kind"] == "decode"), key=lambda row: row["keys"])
     labels = {"xscale": "log", "xlabel": "keys of a sequence", "ylabel": "decoding, part of the bound"}
-    finish(
-        options,
-        lambda path: curves(path, decoding, "keys", ["of bound"], ("model", "dtype", "seqs"), lines=[1.0], **labels),
-        machine=machine("cuda"),
-        **limits,
-        results=results,
-    )
+    by = ("model", "dtype", "seqs")
+    draw = functools.partial(curves, rows=decoding, x="keys", values=["of bound"], by=by, lines=[1.0], **labels)
+    finish(options, draw, machine=machine("cuda"), **limits, results=results)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ on the machine disturb less. The candidates take turns within a round.
 Targets: 10 ns a block in batches of 100 and more; 400 ns for one block.
 """
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -82,16 +83,12 @@ def make_pools() -> tuple[BlockPool, ArrayPool, ListPool]:
     for part in np.array_split(ids, 1000):
         pool.release(part)
     pools = pool, ArrayPool(ids), ListPool(ids)
-    for each in pools:
-        verify(each)
+    for kind in cast("tuple[Any, ...]", pools):
+        first, second = kind.allocate(1000), kind.allocate(1000)
+        assert len({*map(int, first), *map(int, second)}) == 2000
+        kind.release(first)
+        kind.release(second)
     return pools
-
-
-def verify(pool: Any) -> None:
-    first, second = pool.allocate(1000), pool.allocate(1000)
-    assert len({*map(int, first), *map(int, second)}) == 2000
-    pool.release(first)
-    pool.release(second)
 
 
 def cycles(pools: tuple[BlockPool, ArrayPool, ListPool], batch: int | None) -> dict[str, Callable[[], object]]:
@@ -128,14 +125,10 @@ def main() -> None:
     print("ns a cycle: median (25th to 75th percentile)")
     rows = shown(COLUMNS, measure(options.rounds))
     met = rows[0]["pool_ns"].median <= 400 and all(row["a block"] <= 10 for row in rows[3:])
-    each = [{**row, **{kind: row[f"{kind}_ns"] * (1 / row["batch"]) for kind in KINDS}} for row in rows[1:]]
+    by_block = [{**row, **{kind: row[f"{kind}_ns"] * (1 / row["batch"]) for kind in KINDS}} for row in rows[1:]]
+    draw = functools.partial(curves, rows=by_block, x="batch", values=KINDS, xscale="log", yscale="log", lines=[10])
     label = "ns a block, allocate and release"
-    finish(
-        options,
-        lambda path: curves(path, each, "batch", KINDS, lines=[10], xscale="log", yscale="log", ylabel=label),
-        rows=rows,
-        targets_met=met,
-    )
+    finish(options, lambda path: draw(path, ylabel=label), rows=rows, targets_met=met)
 
 
 if __name__ == "__main__":

@@ -68,45 +68,35 @@ class Reader:
     def join(self) -> None:
         self._thread.join()
         output = self.request.output
-        assert output is not None
-        assert output.error is None, output.error
+        assert output is not None and output.error is None, output
 
     def _read(self) -> None:
         for items in self.request:
             now = time.perf_counter()
-            found = [item.token_id for item in items if item.token_id is not None]
-            self.tokens += found
-            self.moments += [now] * len(found)
+            tokens = [item.token_id for item in items if item.token_id is not None]
+            self.tokens += tokens
+            self.moments += [now] * len(tokens)
 
 
-def ask(engine: AsyncEngine, prompt: list[int]) -> tuple[Reader, float]:
-    """Send a prompt, and wait for its answer. Returns when it was sent, too."""
+def run_turn(engine: AsyncEngine, prompt: list[int], num_busy: int) -> tuple[list[int], Turn]:
+    """Return the answer to a prompt, and the milliseconds of its first tokens.
+
+    num_busy: requests that decode meanwhile; then also with their pace before, and their longest gap.
+    """
+    params = SamplingParams(max_tokens=BUSY_TOKENS)
+    busy = [Reader(engine.submit([prompt[0], i + 1, *range(2, 16)], params)) for i in range(num_busy)]
+    for reader in busy:
+        reader.await_tokens(BEFORE)
     sent = time.perf_counter()
     reader = Reader(engine.submit(prompt, SamplingParams(max_tokens=NUM_TOKENS)))
     reader.join()
-    return reader, sent
-
-
-def idle_turn(engine: AsyncEngine, prompt: list[int]) -> tuple[list[int], Turn]:
-    """Return the answer to a prompt that comes to idle workers, and the milliseconds."""
-    reader, sent = ask(engine, prompt)
-    first, second = reader.moments[:2]
-    return reader.tokens, {"first": (first - sent) * 1e3, "second": (second - sent) * 1e3}
-
-
-def busy_turn(engine: AsyncEngine, prompt: list[int]) -> tuple[list[int], Turn]:
-    """Return the same while others decode, with the pace of those, and their longest gap meanwhile."""
-    params = SamplingParams(max_tokens=BUSY_TOKENS)
-    busy = [Reader(engine.submit([prompt[0], i + 1, *range(2, 16)], params)) for i in range(NUM_BUSY)]
-    for reader in busy:
-        reader.await_tokens(BEFORE)
-    reader, sent = ask(engine, prompt)
     for other in busy:
         other.request.abort()
     first, second = reader.moments[:2]
-    before = [gap for other in busy for gap in gaps(other.moments[2:], 0.0, sent)]
-    during = [gap for other in busy for gap in gaps(other.moments, sent, second)]
-    turn = {"first": first - sent, "second": second - sent, "pace": float(np.median(before)), "gap": max(during)}
+    turn = {"first": first - sent, "second": second - sent}
+    if busy:
+        turn["pace"] = float(np.median([gap for other in busy for gap in gaps(other.moments[2:], 0.0, sent)]))
+        turn["gap"] = max(gap for other in busy for gap in gaps(other.moments, sent, second))
     return reader.tokens, {name: seconds * 1e3 for name, seconds in turn.items()}
 
 
@@ -120,21 +110,19 @@ def measure(clients: dict[str, AsyncEngine], num_tokens: int, rounds: int) -> li
     """Return a row for each contender and each of "idle" and "busy"; all take turns, with the same prompts."""
     draw, taken = np.random.default_rng(0), dict[tuple[str, str], list[Turn]]()
     for turn in range(rounds + 1):
-        for kind, run in (("idle", idle_turn), ("busy", busy_turn)):
+        for kind, num_busy in (("idle", 0), ("busy", NUM_BUSY)):
             prompt = draw.integers(1, VOCAB, num_tokens).tolist()
             answers = []
             for name, engine in clients.items():
-                tokens, found = run(engine, prompt)
+                tokens, spent = run_turn(engine, prompt, num_busy)
                 answers.append(tokens)
                 if turn:  # the first round warms up
-                    taken.setdefault((name, kind), []).append(found)
+                    taken.setdefault((name, kind), []).append(spent)
             assert all(answer == answers[0] for answer in answers), "the contenders' tokens differ"
-    return [row(name, kind, turns) for (name, kind), turns in taken.items()]
-
-
-def row(name: str, kind: str, turns: list[Turn]) -> Row:
-    figures = {f"{key} ms": Figure.of(turn[key] for turn in turns) for key in turns[0]}
-    return {"contender": name, "workers": kind, **figures}
+    return [
+        {"contender": name, "workers": kind} | {f"{key} ms": Figure.of(turn[key] for turn in turns) for key in turns[0]}
+        for (name, kind), turns in taken.items()
+    ]
 
 
 @contextmanager

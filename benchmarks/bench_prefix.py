@@ -46,12 +46,12 @@ def times_of(call: Callable[[], object], repeat: int = 200) -> list[float]:
     return [seconds(call) for _ in range(repeat)]
 
 
-def timed(taken: list[float], call: Callable[[], Any]) -> Any:
+def timed(times: list[float], call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Return the result of a call, and note its seconds."""
     before = time.perf_counter()
-    found = call()
-    taken.append(time.perf_counter() - before)
-    return found
+    value = call(*arguments, **options)
+    times.append(time.perf_counter() - before)
+    return value
 
 
 def prompts(dtype: np.dtype) -> np.ndarray:
@@ -63,26 +63,19 @@ def prompts(dtype: np.dtype) -> np.ndarray:
     return tokens
 
 
-def expected_match(i: int) -> int:
-    if i == 0:
-        return 0
-    return NUM_COMMON + (NUM_GROUP if i % GROUP_SIZE else 0)
-
-
 def fill(rows: list[np.ndarray], from_root: bool, matches: list[float], inserts: list[float]) -> PrefixTree:
     """Match and insert every prompt; note the seconds of each match and each insert."""
     pool = BlockPool(NUM_PROMPTS * NUM_TOKENS // B)
     tree = PrefixTree(pool, B)
     for i, row in enumerate(rows):
-        match = timed(matches, functools.partial(tree.match, row))
-        assert match.num_tokens == expected_match(i)
+        match = timed(matches, tree.match, row)
+        assert match.num_tokens == (NUM_COMMON + (NUM_GROUP if i % GROUP_SIZE else 0) if i else 0)
         ids = pool.allocate(NUM_TOKENS // B - match.num_blocks)
         if from_root:
-            inserted = timed(inserts, functools.partial(tree.insert, row, np.append(match.block_ids, ids)))
+            inserted = timed(inserts, tree.insert, row, np.append(match.block_ids, ids))
             tree.release(match)
         else:
-            rest = row[match.num_tokens :]
-            inserted = timed(inserts, functools.partial(tree.insert, rest, ids, after=match))
+            inserted = timed(inserts, tree.insert, row[match.num_tokens :], ids, after=match)
         tree.release(inserted)
     tree.check(owned_ids=[])
     return tree
@@ -214,11 +207,11 @@ TARGETS = [  # what, its bound or None, and the target: a multiple of the bound,
 
 def verdict(result: dict[str, Figure], key: str, bound: str | None, target: float, is_ratio: bool) -> Row:
     """Return a row of the table. used: the share of the target."""
-    found: Row = {"what": key, "us": result[key], "target": target, "unit": "x" if is_ratio else "us"}
+    row: Row = {"what": key, "us": result[key], "target": target, "unit": "x" if is_ratio else "us"}
     if bound is not None:
-        found |= {"beside": result[bound].median, "ratio": result[key].median / result[bound].median}
-    used = (found["ratio"] if is_ratio else result[key].median) / target
-    return found | {"used": used, "met": used <= 1}
+        row |= {"beside": result[bound].median, "ratio": result[key].median / result[bound].median}
+    used = (row["ratio"] if is_ratio else result[key].median) / target
+    return row | {"used": used, "met": used <= 1}
 
 
 def main() -> None:

@@ -110,26 +110,20 @@ class Clock:
     def _seconds(self, call: Call, number: int) -> float:
         if self._clock is not None:
             return self._clock.time(call, call, CALLS).seconds
-        if torch.get_num_threads() > 1:
-            rest()
+        end = time.perf_counter() + (REST if torch.get_num_threads() > 1 else 0.0)
+        while time.perf_counter() < end:  # after a sleep a processor would awake slowly and with cold caches
+            pass
         return seconds(call)
 
     def _call_us(self, call: Call) -> Figure | None:
         """Return the host's time of one call: how long the device works is not in it. None on a CPU."""
         if self._clock is None:
             return None
-        taken = []
+        times = []
         for _ in range(20):
             torch.cuda.synchronize()
-            taken.append(seconds(call, CALLS))
-        return Figure.of(taken, 1e6)
-
-
-def rest() -> None:
-    """Waits without sleep, from which a processor would awake slowly and with cold caches."""
-    end = time.perf_counter() + REST
-    while time.perf_counter() < end:
-        pass
+            times.append(seconds(call, CALLS))
+        return Figure.of(times, 1e6)
 
 
 def in_rows(cache: torch.Tensor, layout: CacheLayout) -> list[torch.Tensor]:

@@ -23,15 +23,12 @@ from typing import Any
 import torch
 import transformers as tf
 
-from kvpage import CacheConfig
-from kvpage.benchmarks.contest import contest, show_contest
 from kvpage.benchmarks.hf_ways import batched_tokens_of, generation, has_batches, padded
 from kvpage.benchmarks.pictures import bars
 from kvpage.benchmarks.script import WITHOUT, finish, option, parse
 from kvpage.benchmarks.serving_bound import ProductsBound
-from kvpage.benchmarks.serving_tokens import TokenJudge
+from kvpage.benchmarks.serving_tokens import TokenJudge, contest, show_contest
 from kvpage.benchmarks.serving_workloads import (
-    BLOCK_SIZE,
     MODELS,
     VOCAB,
     Prompts,
@@ -39,10 +36,11 @@ from kvpage.benchmarks.serving_workloads import (
     Tokens,
     Workload,
     batches_of,
+    config_for,
     make_model,
-)
+)  # fmt: skip
 from kvpage.integrations.trl import PolicyEngine
-from kvpage.serving import EngineConfig, SamplingParams
+from kvpage.serving import SamplingParams
 
 CHOICE_ROUNDS = 3
 Contender = Callable[[bool], Tokens]
@@ -54,13 +52,9 @@ def make_prompts(num: int, group: int, num_tokens: int) -> Prompts:
     return [row for row in rows for _ in range(group)]
 
 
-def engine_config(prompts: Prompts, max_tokens: int) -> EngineConfig:
-    num_blocks = sum(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) + 1 for prompt in prompts)
-    return EngineConfig(CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_blocks), max_num_seqs=len(prompts))
-
-
 def paged_contender(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int) -> Contender:
-    policy = PolicyEngine(model, engine_config(prompts, max_tokens))
+    lengths = (len(prompt) + max_tokens for prompt in prompts)
+    policy = PolicyEngine(model, config_for(lengths, max_num_seqs=len(prompts)))
 
     def complete(draws: bool) -> Tokens:
         params = SamplingParams(max_tokens=max_tokens, temperature=1.0 if draws else 0.0, top_k=0)
@@ -69,24 +63,17 @@ def paged_contender(model: tf.PreTrainedModel, prompts: Prompts, max_tokens: int
     return complete
 
 
-def hf_contender(way: Callable[..., Tokens], model: Any, prompts: Prompts, max_tokens: int) -> Contender:
-    return lambda draws: way(model, prompts, generation(max_tokens, draws))
-
-
-def contenders(model: tf.PreTrainedModel, options: argparse.Namespace, prompts: Prompts) -> dict[str, Contender]:
-    found = {
-        "kvpage": paged_contender(model, prompts, options.tokens),
-        "generate": hf_contender(padded, model, prompts, options.tokens),
-    }
-    if has_batches():
-        found["generate_batch"] = hf_contender(batched_tokens_of, model, prompts, options.tokens)
-    return {name: run for name, run in found.items() if name not in options.without}
+def hf_answers(way: Callable[..., Tokens], model: Any, prompts: Prompts, max_tokens: int, draws: bool) -> Tokens:
+    return way(model, prompts, generation(max_tokens, draws))
 
 
 def measure(model: tf.PreTrainedModel, options: argparse.Namespace) -> dict[str, Any]:
     prompts = make_prompts(options.prompts, options.group, options.prompt_tokens)
     workload = Workload("rollouts", [prompts])
-    runs = contenders(model, options, prompts)
+    runs = {"kvpage": paged_contender(model, prompts, options.tokens)}
+    for name, way in {"generate": padded, **({"generate_batch": batched_tokens_of} if has_batches() else {})}.items():
+        runs[name] = functools.partial(hf_answers, way, model, prompts, options.tokens)
+    runs = {name: run for name, run in runs.items() if name not in options.without}
     answers = {name: Served([run(False)], 0.0) for name, run in runs.items()}
     bound = ProductsBound(model, batches_of(workload, options.tokens), CHOICE_ROUNDS)
     calls: dict[str, Callable[[], object]] = {"bound": bound.run}

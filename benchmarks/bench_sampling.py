@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvpage.benchmarks.cells import Row, shown
-from kvpage.benchmarks.figure import Figure, in_turns, own_seconds, seconds
+from kvpage.benchmarks.figure import Figure, in_turns, result, seconds
 from kvpage.benchmarks.peer_process import PeerProcess, vllm_peer
 from kvpage.benchmarks.pictures import curves
 from kvpage.benchmarks.script import VLLM, finish, option, parse
@@ -36,6 +36,7 @@ RULES: dict[str, dict[str, Any]] = {
     "top-k 50": {"temperature": 0.8, "top_k": 50},
     "top-p 0.9": {"temperature": 0.8, "top_p": 0.9},
 }
+RULES |= {f"{name}, penalties": rules | PENALTIES for name, rules in RULES.items()}
 NUM_PROMPT_TOKENS, NUM_GENERATED = 512, 64
 Clock = Callable[[], float]
 
@@ -69,20 +70,16 @@ def verify(logits: torch.Tensor, requests: list[Request]) -> None:
     """The token of each row is torch's, or the exact reference's where torch's sums of floats have rounded."""
     pairs = zip(sample(logits, requests), sample_by_torch(logits, requests), strict=True)
     chosen = {row: token for row, (token, by_torch) in enumerate(pairs) if token != by_torch or row == 0}
-    some = [requests[row] for row in chosen]
-    assert exact_tokens(logits[list(chosen)], some) == list(chosen.values())
-
-
-def exact_tokens(logits: torch.Tensor, requests: list[Request]) -> list[int]:
-    """Return the reference's token of each row."""
+    logits, requests = logits[list(chosen)], [requests[row] for row in chosen]
     rows = DeviceRows(requests, Sampler(requests).records, logits.shape[1], logits.device)
     positions = [request.num_generated for request in requests]
     rows.hold(positions)
-    return reference.sample_rows(logits, rows.records, torch.tensor(positions)).tolist()
+    exact = reference.sample_rows(logits, rows.records, torch.tensor(positions)).tolist()
+    assert exact == list(chosen.values())
 
 
 def measure(vocab_size: int, num_rows: int, name: str, rounds: int, peer: PeerProcess | None) -> Row:
-    rules = cases()[name]
+    rules = RULES[name]
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1)) * 2
     requests = make_requests(num_rows, vocab_size, rules)
     verify(logits, requests)
@@ -96,13 +93,8 @@ def measure(vocab_size: int, num_rows: int, name: str, rounds: int, peer: PeerPr
     }
     if peer is not None:
         clocks["vllm"] = lambda: peer.ask(**asked, prompt=NUM_PROMPT_TOKENS)["seconds"]
-    figures = {key: Figure.of(each, 1e3) for key, each in in_turns(clocks, rounds, measure=own_seconds).items()}
+    figures = {key: Figure.of(each, 1e3) for key, each in in_turns(clocks, rounds, measure=result).items()}
     return {"num_rows": num_rows, "vocab_size": vocab_size, "rules": name, **figures}
-
-
-def cases() -> dict[str, dict[str, Any]]:
-    """Return the rules without penalties, then all of them with penalties."""
-    return RULES | {f"{name}, penalties": rules | PENALTIES for name, rules in RULES.items()}
 
 
 def main() -> None:
@@ -113,14 +105,14 @@ def main() -> None:
         threads=2,
         rows=[1, 64, 256],
         vocabs=[1024, 32_000, 151_936],
-        rules=option(list(cases()), choices=list(cases())),
+        rules=option(list(RULES), choices=list(RULES)),
         vllm=VLLM,
     )
     names = ["bound", "rows", "sample", "torch", *(["vllm"] if options.vllm else [])]
     print(f"milliseconds for one token a row, {options.threads} threads\n")
     columns = "{num_rows:>8} {vocab_size:>10} {rules:<24}" + "".join(f"{{{name}:>26.3f}}" for name in names)
     chosen = itertools.product(options.vocabs, options.rows, options.rules)
-    with vllm_peer(options.vllm, "vllm_sampler.py", options.threads) as peer:
+    with vllm_peer(options.vllm, "sampler", options.threads) as peer:
         rows = shown(columns, (measure(*case, options.rounds, peer) for case in chosen))
         version = {} if peer is None else peer.hello
     most = max(options.rows)

@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import functools
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -31,9 +32,8 @@ from random import Random
 from kvpage.benchmarks.cells import Row
 from kvpage.benchmarks.figure import Figure
 from kvpage.benchmarks.script import finish
-from kvpage.benchmarks.serve_checks import WrongAnswer, check, find_model
 from kvpage.benchmarks.serve_client import ServeClient, ServeError
-from kvpage.benchmarks.serve_load import Outcome, Target, run_load
+from kvpage.benchmarks.serve_load import Outcome, Target, WrongAnswer, check, find_model, run_load
 from kvpage.benchmarks.serve_options import STARTED, serve_options
 from kvpage.benchmarks.serve_process import start_servers
 from kvpage.benchmarks.serve_report import plot, show, summarize
@@ -55,16 +55,8 @@ Targets = Mapping[str, Target]
 Loads = Sequence[Sequence[ServeRequest]]
 
 
-def loads_of(options: argparse.Namespace) -> Loads:
-    """Return the requests of each round: with other tokens in each, so that no cache knows them from before.
-
-    With --serve the first round does not count.
-    """
-    num_rounds = options.rounds + bool(options.serve)
-    return [requests_of(options, options.seed + number) for number in range(num_rounds)]
-
-
 def requests_of(options: argparse.Namespace, seed: int) -> Sequence[ServeRequest]:
+    """Return the requests of a round. Each seed gives other tokens, so that no cache knows them from before."""
     shape = Shape(options.vocab, options.input_len, options.output_len, options.prefix_len, options.num_prefixes, seed)
     if options.trace is None:
         requests = make_requests(options.dataset, options.num_requests, shape)
@@ -85,49 +77,46 @@ def concurrency_of(options: argparse.Namespace) -> int | None:
 
 
 def urls_of(options: argparse.Namespace, loads: Loads, stack: ExitStack) -> dict[str, str]:
-    """Return the URLs by name; start the servers that are to be started, until the stack ends."""
+    """Return the URLs by name. Servers that are started end with the stack."""
     named = [url.partition("=") if "=" in url.partition("//")[0] else (url, "=", url) for url in options.url]
-    found = {name: url for name, _, url in named}
+    urls = {name: url for name, _, url in named}
     if not options.serve:
-        return found
+        return urls
     num_seqs = concurrency_of(options) or DEFAULT_OPEN
-    longest = sorted((len(one.prompt) + one.max_tokens for requests in loads for one in requests), reverse=True)
-    num_blocks = sum(length // 16 + 2 for length in longest[:num_seqs]) + 64
-    return start_servers(options, num_blocks, num_seqs, stack) | found
+    lengths = (len(request.prompt) + request.max_tokens for requests in loads for request in requests)
+    num_blocks = sum(length // 16 + 2 for length in sorted(lengths, reverse=True)[:num_seqs]) + 64
+    return start_servers(options, num_blocks, num_seqs, stack) | urls
 
 
-async def target_of(options: argparse.Namespace, name: str, url: str) -> Target:
+async def target_of(options: argparse.Namespace, name: str, url: str, request: ServeRequest) -> Target:
+    """Return a server that answers a request rightly. WrongAnswer where it does not; other texts are named."""
     client = ServeClient(url, options.api_key, options.timeout)
     is_started = options.serve and name in STARTED
     model = await find_model(name, client, None if is_started else options.model)
-    return Target(name, client, model, options.endpoint, () if options.plain else (("ignore_eos", True),))
-
-
-async def run_local(client: ServeClient, name: str, requests: Sequence[ServeRequest]) -> tuple[float, list[str]]:
-    """Let the Engine, or the AsyncEngine, of the server's process run the requests: its seconds, and the texts."""
-    asked = {"prompts": [one.prompt for one in requests], "max_tokens": [one.max_tokens for one in requests]}
-    said = await client.call("POST", f"/bench/{name}", asked)
-    return said["seconds"], said["texts"]
+    target = Target(name, client, model, options.endpoint, () if options.plain else (("ignore_eos", True),))
+    short = replace(request, arrival=None, leaves_after=None, max_tokens=min(request.max_tokens, CHECKED_TOKENS))
+    if not await check(target, short):
+        message = f"{name}: the same prompt gives other texts when it is asked again, or as a stream"
+        if options.serve and name == OWN:
+            raise WrongAnswer(message)
+        print(message, file=sys.stderr)
+    return target
 
 
 class Measurement:
     """Rounds of all contenders: the servers, and with --compare the two ways without HTTP.
 
-    Args:
-        options: Of the command line.
-        note: Called at each end of a request.
-
     Attributes:
-        summaries, outcomes, rates: By contender, of all rounds. Those without HTTP have rates alone.
+        summaries, outcomes, rates: By contender, of all rounds. The ways without HTTP have rates alone.
         num_parted: Answers over HTTP whose text is not the Engine's.
     """
 
     def __init__(self, options: argparse.Namespace, note: Callable[[], object]) -> None:
-        self.options, self.note = options, note
-        self.summaries: dict[str, list[Row]] = {}
-        self.outcomes: dict[str, list[Outcome]] = {}
-        self.rates: dict[str, list[float]] = {}
-        self.num_parted = 0
+        """note: called at each end of a request."""
+        self.options, self.note, self.num_parted = options, note, 0
+        self.summaries: dict[str, list[Row]] = defaultdict(list)
+        self.outcomes: dict[str, list[Outcome]] = defaultdict(list)
+        self.rates: dict[str, list[float]] = defaultdict(list)
 
     async def round(self, names: Sequence[str], targets: Targets, requests: Sequence[ServeRequest]) -> None:
         """Let each run the requests."""
@@ -137,36 +126,37 @@ class Measurement:
             if self.options.serve and name in (*LOCAL, OWN):
                 await targets[OWN].client.call("POST", "/bench/forget", {})
             if name in LOCAL:
-                seconds, texts[name] = await run_local(targets[OWN].client, name, requests)
-                self._count(name, sum(one.max_tokens for one in requests) / seconds)
+                texts[name] = await self._local(name, targets[OWN].client, requests)
             else:
-                outcomes = await run_load(targets[name], requests, concurrency_of(self.options), self.note)
-                self._keep(name, outcomes)
-                texts[name] = [one.text for one in outcomes]
+                texts[name] = await self._remote(name, targets[name], requests)
         if self.options.compare:
             self.num_parted += sum(a != b for a, b in zip(texts["engine"], texts[OWN], strict=True))
 
-    def _keep(self, name: str, outcomes: Sequence[Outcome]) -> None:
-        summary = summarize(outcomes, dict(self.options.goodput))
-        self.outcomes.setdefault(name, []).extend(outcomes)
-        self.summaries.setdefault(name, []).append(summary)
-        self._count(name, summary["tokens_per_second"])
+    async def _local(self, name: str, client: ServeClient, requests: Sequence[ServeRequest]) -> list[str]:
+        """Let the Engine, or the AsyncEngine, of the server's process run the requests."""
+        lengths = [request.max_tokens for request in requests]
+        asked = {"prompts": [request.prompt for request in requests], "max_tokens": lengths}
+        answer = await client.call("POST", f"/bench/{name}", asked)
+        self.rates[name].append(sum(lengths) / answer["seconds"])
+        return answer["texts"]
 
-    def _count(self, name: str, rate: float) -> None:
-        self.rates.setdefault(name, []).append(rate)
+    async def _remote(self, name: str, target: Target, requests: Sequence[ServeRequest]) -> list[str]:
+        outcomes = await run_load(target, requests, concurrency_of(self.options), self.note)
+        summary = summarize(outcomes, dict(self.options.goodput))
+        self.outcomes[name] += outcomes
+        self.summaries[name].append(summary)
+        self.rates[name].append(summary["tokens_per_second"])
+        return [outcome.text for outcome in outcomes]
 
     def losses(self) -> dict[str, Figure]:
         """Return the share of the Engine's tokens a second that each other way through the same process lacks."""
-        engine = self.rates.get("engine", [])
-        ways = {name: self.rates[name] for name in ("live", OWN) if engine}
-        return {name: Figure.of(1 - a / b for a, b in zip(taken, engine, strict=True)) for name, taken in ways.items()}
+        rates, ways = self.rates, ("live", OWN) if "engine" in self.rates else ()
+        return {name: Figure.of(1 - a / b for a, b in zip(rates[name], rates["engine"], strict=True)) for name in ways}
 
 
 async def measure(options: argparse.Namespace, loads: Loads, urls: Mapping[str, str]) -> Measurement:
     """Check the servers, and measure all rounds; a first one that does not count is left out."""
-    targets = {name: await target_of(options, name, url) for name, url in urls.items()}
-    for target in targets.values():
-        await check_answers(options, target, loads[0][0])
+    targets = {name: await target_of(options, name, url, loads[0][0]) for name, url in urls.items()}
     names = [*(LOCAL if options.compare else ()), *targets]
     with progress(sum(map(len, loads)) * len(targets)) as note:
         for number, requests in enumerate(loads, options.rounds - len(loads)):
@@ -175,16 +165,6 @@ async def measure(options: argparse.Namespace, loads: Loads, urls: Mapping[str, 
             Random(number).shuffle(names)
             await measured.round(names, targets, requests)
     return measured
-
-
-async def check_answers(options: argparse.Namespace, target: Target, request: ServeRequest) -> None:
-    """Raise WrongAnswer where a server answers wrongly; name one whose texts differ."""
-    short = replace(request, arrival=None, leaves_after=None, max_tokens=min(request.max_tokens, CHECKED_TOKENS))
-    if not await check(target, short):
-        message = f"{target.name}: the same prompt gives other texts when it is asked again, or as a stream"
-        if options.serve and target.name == OWN:
-            raise WrongAnswer(message)
-        print(message, file=sys.stderr)
 
 
 @contextmanager
@@ -201,8 +181,9 @@ def progress(total: int) -> Iterator[Callable[[], object]]:
 
 def main() -> None:
     options = serve_options(__doc__)
+    num_rounds = options.rounds + bool(options.serve)  # with --serve the first one does not count
     try:
-        loads = loads_of(options)
+        loads = [requests_of(options, options.seed + number) for number in range(num_rounds)]
         with ExitStack() as stack:
             measured = asyncio.run(measure(options, loads, urls_of(options, loads, stack)))
     except (OSError, TraceError, WrongAnswer, ServeError, RuntimeError, TimeoutError, ValueError) as error:
@@ -213,10 +194,10 @@ def main() -> None:
         print(f"{name}: {loss:.1%} below the Engine's tokens a second")
     if measured.num_parted:
         print(f"kvpage: the texts of {measured.num_parted} requests are not the Engine's")
-    found = {"tokens_per_second": figures, "loss": losses, "parted": measured.num_parted}
-    found |= {"rate": options.rate and str(options.rate), "concurrency": concurrency_of(options)}  # JSON has no inf
+    results = {"tokens_per_second": figures, "loss": losses, "parted": measured.num_parted}
+    results |= {"rate": options.rate and str(options.rate), "concurrency": concurrency_of(options)}  # JSON has no inf
     draw = functools.partial(plot, measured.outcomes)
-    finish(options, draw, requests=len(loads[0]), **found, rounds=measured.summaries)
+    finish(options, draw, requests=len(loads[0]), **results, rounds=measured.summaries)
 
 
 if __name__ == "__main__":

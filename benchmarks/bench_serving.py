@@ -28,54 +28,44 @@ In bf16 torch's products are slow on a CPU without AVX-512: ask for few requests
 
 import argparse
 import functools
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers as tf
 
-from kvpage.benchmarks.contest import contest, show_contest
+from kvpage.benchmarks.cells import Row
+from kvpage.benchmarks.figure import result, seconds
 from kvpage.benchmarks.pictures import bars
 from kvpage.benchmarks.script import VLLM, WITHOUT, finish, option, parse
 from kvpage.benchmarks.serving_bound import ProductsBound
 from kvpage.benchmarks.serving_contenders import Contender, local_contenders
 from kvpage.benchmarks.serving_peers import ServingPeer, serving_peers
-from kvpage.benchmarks.serving_tokens import TokenJudge
+from kvpage.benchmarks.serving_tokens import TokenJudge, contest, show_contest
 from kvpage.benchmarks.serving_workloads import (
     DTYPES,
     MODELS,
     VOCAB,
-    Served,
     Workload,
     batches_of,
     make_model,
     make_workload,
-)
+)  # fmt: skip
 
 CHOICE_ROUNDS = 3  # of the products among which the bound takes the fastest
 WORKLOADS = ("separate", "shared", "multi-turn")
+Peers = dict[str, ServingPeer]
 QUICK = {"rounds": 1, "requests": 8, "conversations": 4, "turns": 2}
 SLOW = ["generate_batch", "generate_copies"]  # left out by --quick
 
 
-def run_bound(bound: ProductsBound) -> Served:
-    before = time.perf_counter()
-    bound.run()
-    return Served([], time.perf_counter() - before)
-
-
-def own_seconds(run: Contender, number: int) -> float:
+def own_seconds(run: Contender) -> float:
     return run().seconds
 
 
 def measure(
-    model: tf.PreTrainedModel,
-    judge: TokenJudge,
-    workload: Workload,
-    options: argparse.Namespace,
-    peers: dict[str, ServingPeer],
-) -> dict[str, Any]:
+    model: tf.PreTrainedModel, judge: TokenJudge, workload: Workload, options: argparse.Namespace, peers: Peers
+) -> Row:
     runs = local_contenders(model, workload, options.tokens)
     for name, peer in peers.items():
         peer.prepare(workload, options.tokens)
@@ -83,16 +73,17 @@ def measure(
     runs = {name: run for name, run in runs.items() if name not in options.without}
     answers = {name: run() for name, run in runs.items()}
     bound = ProductsBound(model, batches_of(workload, options.tokens), CHOICE_ROUNDS)
-    calls: dict[str, Contender] = {"bound": functools.partial(run_bound, bound), **runs}
+    calls: dict[str, Callable[[], float]] = {"bound": lambda: seconds(bound.run)}
+    calls |= {name: functools.partial(own_seconds, run) for name, run in runs.items()}
     num_tokens = workload.num_answers * options.tokens
-    found = contest(judge, workload, answers, calls, num_tokens, options.rounds, measure=own_seconds, warmups=0)
-    return {"workload": workload.name, "requests": workload.num_answers, **found, "products": bound.chosen}
+    figures = contest(judge, workload, answers, calls, num_tokens, options.rounds, measure=result, warmups=0)
+    return {"workload": workload.name, "requests": workload.num_answers, **figures, "products": bound.chosen}
 
 
-def show(result: dict[str, Any]) -> None:
-    print(f"\n{result['workload']}")
-    show_contest(result)
-    print("  products of the bound: " + "; ".join(f"{shape}: {name}" for shape, name in result["products"].items()))
+def show(row: Row) -> None:
+    print(f"\n{row['workload']}")
+    show_contest(row)
+    print("  products of the bound: " + "; ".join(f"{shape}: {name}" for shape, name in row["products"].items()))
 
 
 def serving_options() -> argparse.Namespace:

@@ -18,9 +18,10 @@ On a CPU it shows that it runs, with --device cpu --shape tiny and small numbers
 
 import argparse
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -28,13 +29,12 @@ import transformers as tf
 
 from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, within
-from kvpage.benchmarks.hf_ways import has_batches
+from kvpage.benchmarks.hf_ways import batched, generation, has_batches
 from kvpage.benchmarks.pictures import add_curves, drawn
 from kvpage.benchmarks.script import DEVICE, WITHOUT, finish, option, parse
-from kvpage.benchmarks.serving_latency import Moments, serve_generate_batch, serve_kvpage
 from kvpage.benchmarks.serving_step_bound import copy_bandwidth, step_bound
 from kvpage.benchmarks.serving_tokens import TokenJudge, compare_answers
-from kvpage.benchmarks.serving_workloads import Prompts, Served, Workload, engine_for, random_prompts
+from kvpage.benchmarks.serving_workloads import Prompts, Served, Tokens, Workload, engine_for, random_prompts
 from kvpage.serving import Engine, SamplingParams
 from kvpage.serving.config import AttentionBackendName
 
@@ -60,6 +60,53 @@ SERVED_COLUMNS = (
     "{between p99 ms.median:>21.1f} {parted:>7}"
 )
 COPY_BYTES = {"cuda": 512 << 20, "cpu": 1 << 20}
+
+
+class Moments(NamedTuple):
+    """tokens: of each request. begin: when all were asked for. times: of each request's tokens, on the same clock."""
+
+    tokens: Tokens
+    begin: float
+    times: list[list[float]]
+
+    @property
+    def seconds(self) -> float:
+        return max(map(max, self.times)) - self.begin
+
+    def summary(self) -> dict[str, float]:
+        """Return tokens a second; milliseconds to the first token and between two, as median and 99th percentile."""
+        first = [1e3 * (each[0] - self.begin) for each in self.times]
+        between = [1e3 * (b - a) for each in self.times for a, b in itertools.pairwise(each)] or [0.0]
+        summary = {"tokens/s": sum(map(len, self.tokens)) / self.seconds}
+        for name, values in (("ttft", first), ("between", between)):
+            summary[f"{name} ms"], summary[f"{name} p99 ms"] = np.percentile(values, (50, 99)).tolist()
+        return summary
+
+
+def serve_kvpage(engine: Engine, prompts: Prompts, max_tokens: int) -> Moments:
+    """Ask for all at once, and step until all are answered."""
+    engine.reset_prefix_cache()
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    tokens: dict[str, list[int]] = {engine.add_request(prompt, params): [] for prompt in prompts}
+    times: dict[str, list[float]] = {request_id: [] for request_id in tokens}
+    while engine.has_unfinished:
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            if output.token_id is None:
+                raise SystemExit(f"kvpage ended a request: {output.error}")
+            tokens[output.request_id].append(output.token_id)
+            times[output.request_id].append(now)
+    return Moments(list(tokens.values()), begin, list(times.values()))
+
+
+def serve_generate_batch(model: Any, batched_tokens: int, prompts: Prompts, max_tokens: int) -> Moments:
+    """Serve by transformers' continuous batching. It captures graphs before the first request; that is not counted."""
+    is_cuda = model.device.type == "cuda"
+    outputs = batched(model, prompts, generation(max_tokens), batched_tokens, record_timestamps=True, warmup=is_cuda)
+    begin = min(output.created_time for output in outputs)
+    return Moments([list(one.generated_tokens) for one in outputs], begin, [list(one.timestamps) for one in outputs])
 
 
 def make_model(shape: str, device: str) -> Any:
@@ -131,16 +178,11 @@ def decode_row(model: Any, num_seqs: int, context: int, bandwidth: float, attent
 
 
 def contenders(model: Any, prompts: Prompts, options: argparse.Namespace) -> dict[str, Callable[[], Moments]]:
-    length = max(map(len, prompts)) + options.tokens
-    engine = make_engine(model, len(prompts), length, options.attention)
-    found: dict[str, Callable[[], Moments]] = {
-        "kvpage": functools.partial(serve_kvpage, engine, prompts, options.tokens)
-    }
+    engine = make_engine(model, len(prompts), max(map(len, prompts)) + options.tokens, options.attention)
+    runs: dict[str, Callable[[], Moments]] = {"kvpage": lambda: serve_kvpage(engine, prompts, options.tokens)}
     if has_batches():
-        found["generate_batch"] = functools.partial(
-            serve_generate_batch, model, BATCHED_TOKENS, prompts, options.tokens
-        )
-    return {name: run for name, run in found.items() if name not in options.without}
+        runs["generate_batch"] = lambda: serve_generate_batch(model, BATCHED_TOKENS, prompts, options.tokens)
+    return {name: run for name, run in runs.items() if name not in options.without}
 
 
 def served(model: Any, options: argparse.Namespace, seconds: float) -> dict[str, Row]:

@@ -98,8 +98,8 @@ class Clocked:
     asides: of the parts of a prefill that a checkpoint can add to. decode_asides: of those of the decodes.
     """
 
-    def __init__(self, engine: Engine, given: Iterator[list[int]], max_tokens: int) -> None:
-        self._engine, self._given = engine, given
+    def __init__(self, engine: Engine, prompts: Iterator[list[int]], max_tokens: int) -> None:
+        self._engine, self._prompts = engine, prompts
         self._params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         self.prefills: list[float] = []
         self.decodes: list[float] = []
@@ -108,19 +108,20 @@ class Clocked:
 
     def answer(self) -> None:
         with PartClock(PARTS, time.process_time) as clock:
-            begin = time.process_time()
-            self._engine.add_request(next(self._given), self._params)
-            while not self._engine.step():
-                pass
-            first = time.process_time()
+            self.prefills.append(seconds(self._prefill, clock=time.process_time))
         self.asides.append(clock.seconds["engine"] + clock.seconds["mixers"] + clock.seconds["one"])
-        self.prefills.append(first - begin)
         with PartClock(PARTS, time.process_time) as clock:
-            begin = time.process_time()
-            while self._engine.has_unfinished:
-                self._engine.step()
-            self.decodes.append(time.process_time() - begin)
+            self.decodes.append(seconds(self._decode, clock=time.process_time))
         self.decode_asides.append(clock.seconds["engine"] + clock.seconds["mixers"])
+
+    def _prefill(self) -> None:
+        self._engine.add_request(next(self._prompts), self._params)
+        while not self._engine.step():
+            pass
+
+    def _decode(self) -> None:
+        while self._engine.has_unfinished:
+            self._engine.step()
 
 
 def check_answers(model: Any, engine: Engine, prompt: list[int]) -> None:
@@ -154,35 +155,30 @@ def measure(kind: str, options: argparse.Namespace) -> Row:
     engines = {name: Clocked(one, given, options.tokens) for name, one in (("without", without), ("with", kept))}
     in_turns({name: one.answer for name, one in engines.items()}, options.rounds, rotates=True)
     copies = in_turns(restores(states), 3 * options.rounds, COPIES, functools.partial(seconds, clock=time.process_time))
+    with_, plain = engines["with"], engines["without"]
+    prefills = {name: Figure.of(engine.prefills[1:]) for name, engine in engines.items()}
     return {
         "family": kind,
         "states": FAMILIES[kind][0],
-        "parameters": sum(one.numel() for one in model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "slot_bytes": slot_bytes,
-        "prefill": {name: Figure.of(one.prefills[1:]) for name, one in engines.items()},
-        "prefill_added": share(engines["with"].asides, engines["without"].asides, engines["without"].prefills),
-        "decode_added": share(
-            engines["with"].decode_asides, engines["without"].decode_asides, engines["without"].decodes
-        ),
-        "whole_prefill_added": added(engines["with"].prefills, engines["without"].prefills),
-        "whole_decode_added": added(engines["with"].decodes, engines["without"].decodes),
-        "bound_added": Figure.of(one / Figure.of(engines["without"].prefills[1:]).median for one in copies["bound"]),
+        "prefill": prefills,
+        "prefill_added": share(with_.asides, plain.asides, plain.prefills),
+        "decode_added": share(with_.decode_asides, plain.decode_asides, plain.decodes),
+        "whole_prefill_added": share(with_.prefills, plain.prefills, plain.prefills),
+        "whole_decode_added": share(with_.decodes, plain.decodes, plain.decodes),
+        "bound_added": Figure.of(copies["bound"], 1 / prefills["without"].median),
         "restore_us": Figure.of(copies["restore"], 1e6),
         "bound_us": Figure.of(copies["bound"], 1e6),
-        "prefill ms": 1e3 * Figure.of(engines["without"].prefills[1:]).median,
+        "prefill ms": 1e3 * prefills["without"].median,
         "MiB": slot_bytes / 2**20,
     }
-
-
-def added(first: list[float], second: list[float]) -> Figure:
-    """Return by which share the first takes longer, turn by turn, without the first turn."""
-    return Figure.of(one / other - 1 for one, other in zip(first[1:], second[1:], strict=True))
 
 
 def share(first: list[float], second: list[float], whole: list[float]) -> Figure:
     """Return the difference as a share of the whole, turn by turn, without the first turn."""
     turns = zip(first[1:], second[1:], whole[1:], strict=True)
-    return Figure.of((one - other) / all_of_it for one, other, all_of_it in turns)
+    return Figure.of((more - less) / total for more, less, total in turns)
 
 
 def draw(rows: Sequence[Row], path: str) -> None:

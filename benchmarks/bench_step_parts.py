@@ -14,7 +14,8 @@ The first step of all must generate the token of the model's own forward. Median
 quartiles. The clocks themselves take less than a microsecond a part.
 """
 
-import gc
+import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ import torch.nn.functional as F
 import transformers as tf
 
 import kvpage._C as _C
-from kvpage.benchmarks.cells import shown
+from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.engine_stub import random_prompt
-from kvpage.benchmarks.figure import Figure
+from kvpage.benchmarks.figure import Figure, in_turns, result
 from kvpage.benchmarks.part_clock import PartClock
 from kvpage.benchmarks.pictures import stacked
 from kvpage.benchmarks.script import finish, option, parse
@@ -59,19 +60,20 @@ class Steps:
     def __init__(self, model: tf.PreTrainedModel, num_decodes: int) -> None:
         lengths = [PREFILL_LEN, *[PREFIX_LEN + TAIL_LEN + num_decodes + BLOCK_SIZE] * NUM_SEQS]
         self._engine = engine_for(model, lengths, max_num_batched_tokens=BATCHED_TOKENS)
-        self._vocab, self._rng, self._model = model.config.vocab_size, np.random.default_rng(0), model
+        self._params = SamplingParams(max_tokens=num_decodes + BLOCK_SIZE, ignore_eos=True)
+        self._prompt = functools.partial(random_prompt, np.random.default_rng(0), model.config.vocab_size)
+        self._check(model)
 
     def prefill(self) -> Parts:
         """Return the seconds of each part of a new prompt's step."""
-        self._engine.add_request(self._prompt(PREFILL_LEN), SamplingParams(max_tokens=1, ignore_eos=True))
+        self._engine.add_request(self._prompt(PREFILL_LEN), replace(self._params, max_tokens=1))
         return self.step()
 
-    def begin_decodes(self, num_decodes: int) -> None:
+    def begin_decodes(self) -> None:
         """Compute the prompts of the sequences that the steps go on with."""
         prefix = self._prompt(PREFIX_LEN)
         for _ in range(NUM_SEQS):
-            params = SamplingParams(max_tokens=num_decodes + BLOCK_SIZE, ignore_eos=True)
-            self._engine.add_request(prefix + self._prompt(TAIL_LEN), params)
+            self._engine.add_request(prefix + self._prompt(TAIL_LEN), self._params)
         while len(self._engine.step()) < NUM_SEQS:
             pass
 
@@ -81,47 +83,30 @@ class Steps:
             assert self._engine.step(), "tokens"
         return clock.seconds
 
-    def check(self) -> None:
+    def _check(self, model: tf.PreTrainedModel) -> None:
         """AssertionError unless a prompt's first token is the model's."""
         prompt = self._prompt(TAIL_LEN)
         with torch.no_grad():
-            logits = self._model(torch.tensor([prompt])).logits[0, -1].float()
-        (output,) = self._engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+            logits = model(torch.tensor([prompt])).logits[0, -1].float()
+        (output,) = self._engine.generate([prompt], replace(self._params, max_tokens=1))
         assert logits.max() - logits[output.token_ids[0]] < 0.2, "the likeliest token, or one as likely"
 
-    def _prompt(self, num_tokens: int) -> list[int]:
-        return random_prompt(self._rng, self._vocab, num_tokens)
 
-
-def measure(model: tf.PreTrainedModel, rounds: int) -> list[dict[str, Any]]:
-    """Return the figures of both kinds of step; the first round does not count."""
+def measure(model: tf.PreTrainedModel, rounds: int) -> list[Row]:
+    """Return the figures of both kinds of step."""
     steps = Steps(model, rounds + 1)
-    steps.check()
-    gc.collect()
-    gc.disable()
-    try:
-        prefills = [steps.prefill() for _ in range(rounds + 1)][1:]
-        steps.begin_decodes(rounds + 1)
-        decodes = [steps.step() for _ in range(rounds + 1)][1:]
-    finally:
-        gc.enable()
-    return [figures("decode", decodes), figures("prefill", prefills)]
+    turns = in_turns({"prefill": steps.prefill}, rounds, measure=result)
+    steps.begin_decodes()
+    turns |= in_turns({"decode": steps.step}, rounds, measure=result)
+    return [figures(step, turns[step]) for step in ("decode", "prefill")]
 
 
-def figures(step: str, rounds: list[Parts]) -> dict[str, Any]:
-    parts = {part: Figure.of((one[part] for one in rounds), 1e6) for part in PARTS}
-    return {"step": step, "us": Figure.of((sum(one.values()) for one in rounds), 1e6), "parts us": parts}
+def figures(step: str, rounds: list[Parts]) -> Row:
+    parts = {part: Figure.of((spent[part] for spent in rounds), 1e6) for part in PARTS}
+    return {"step": step, "us": Figure.of((sum(spent.values()) for spent in rounds), 1e6), "parts us": parts}
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        print(f"\n{row['step']}: {row['us']:.0f} us")
-        shares = shares_of(row)
-        parts = [{"part": part, "us": us, "%": shares[part]} for part, us in row["parts us"].items()]
-        shown("  {part:<24} {us:>24.0f} {%:>5.1f}", parts)
-
-
-def shares_of(row: dict[str, Any]) -> dict[str, float]:
+def shares_of(row: Row) -> dict[str, float]:
     """Return the percents of a step that its parts take."""
     return {part: 100 * us.median / row["us"].median for part, us in row["parts us"].items()}
 
@@ -136,7 +121,10 @@ def main() -> None:
         dtype=option("fp32", choices=DTYPES),
     )
     rows = measure(make_model(MODELS[options.model], DTYPES[options.dtype], VOCAB), options.rounds)
-    show(rows)
+    for row in rows:
+        print(f"\n{row['step']}: {row['us']:.0f} us")
+        parts = [{"part": part, "us": row["parts us"][part], "%": share} for part, share in shares_of(row).items()]
+        shown("  {part:<24} {us:>24.0f} {%:>5.1f}", parts)
     steps = {f"{row['step']}, {row['us'].median / 1000:.1f} ms": shares_of(row) for row in rows}
     finish(options, lambda path: stacked(path, steps, "% of a step"), rows=rows)
 

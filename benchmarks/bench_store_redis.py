@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import redis
@@ -50,17 +50,19 @@ def redis_server() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", place, "--save", ""]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
-            while True:
-                try:
-                    redis.Redis(port=port).ping()
-                    break
-                except redis.exceptions.ConnectionError:
-                    time.sleep(0.01)
+            while not _answers(port):
+                time.sleep(0.01)
             yield process, port
         finally:
             process.send_signal(signal.SIGCONT)
             process.kill()
             process.wait()
+
+
+def _answers(port: int) -> bool:
+    with suppress(redis.exceptions.ConnectionError):
+        return bool(redis.Redis(port=port).ping())
+    return False
 
 
 def records(size: int, count: int) -> dict[bytes, bytes]:
@@ -115,14 +117,6 @@ def measure(tier: Tier, peer: redis.Redis, size: int, rounds: int) -> Iterator[R
         yield row(operation, size, len(keys), times)
 
 
-def measure_contains(tier: Tier, peer: redis.Redis, rounds: int) -> Row:
-    keys = [hashlib.sha256(b"%d" % i).digest() for i in range(NUM_KEYS)]
-    names = ["kvpage:" + key.hex() for key in keys]
-    peer_exists = pipelined(peer, "exists", ((name,) for name in names))
-    times = in_turns({"tier": lambda: tier.contains(keys), "redis-py": peer_exists}, 20 * rounds)
-    return row("contains", 0, NUM_KEYS, times)
-
-
 def row(operation: str, size: int, count: int, times: dict[str, list[float]]) -> Row:
     return {
         "operation": operation,
@@ -135,10 +129,13 @@ def row(operation: str, size: int, count: int, times: dict[str, list[float]]) ->
     }
 
 
-def each_result(tier: Tier, peer: redis.Redis, rounds: int) -> Iterator[Row]:
+def results_of(tier: Tier, peer: redis.Redis, rounds: int) -> Iterator[Row]:
     for size in SIZES:
         yield from measure(tier, peer, size, rounds)
-    yield measure_contains(tier, peer, rounds)
+    keys = [hashlib.sha256(b"%d" % i).digest() for i in range(NUM_KEYS)]
+    peer_exists = pipelined(peer, "exists", (("kvpage:" + key.hex(),) for key in keys))
+    times = in_turns({"tier": lambda: tier.contains(keys), "redis-py": peer_exists}, 20 * rounds)
+    yield row("contains", 0, NUM_KEYS, times)
 
 
 def lateness(url: str, server: subprocess.Popen[bytes], rounds: int) -> dict[str, float]:
@@ -167,7 +164,7 @@ def main() -> None:
     with redis_server() as (server, port):
         url = f"redis://127.0.0.1:{port}/0"
         tier, peer = from_url(url), redis.Redis(port=port)
-        results = shown(COLUMNS, each_result(tier, peer, options.rounds))
+        results = shown(COLUMNS, results_of(tier, peer, options.rounds))
         tier.close()
         late = lateness(url, server, 5)
     print("late by, ms, at a timeout of: " + ", ".join(f"{t} ms: {ms:.1f}" for t, ms in late.items()))

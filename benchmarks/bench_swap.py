@@ -77,22 +77,8 @@ class Memory:
         self.other = torch.empty_like(self.device)
 
     def sides(self, direction: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return {
-            "in": (self.host, self.device),
-            "out": (self.device, self.host),
-            "copy": (self.device, self.other),
-        }[direction]
-
-
-class RawSwap:
-    """The driver's batched copy of a case's pieces, on a stream of its own: it takes no legacy one."""
-
-    def __init__(self, call: Any, src: torch.Tensor, dst: torch.Tensor, mapping: torch.Tensor, size: int) -> None:
-        sources, targets = ((mapping * size) + torch.tensor([src.data_ptr(), dst.data_ptr()])).T.tolist()
-        self._copy, self._stream = RawBatchCopy(call, sources, targets, size), torch.cuda.Stream()
-
-    def run(self, mapping: torch.Tensor) -> None:
-        self._copy.run(self._stream.cuda_stream)
+        sides = {"in": (self.host, self.device), "out": (self.device, self.host), "copy": (self.device, self.other)}
+        return sides[direction]
 
 
 class Case:
@@ -105,18 +91,22 @@ class Case:
         self.num_bytes = num_pieces * piece_bytes
         self.mapping = torch.stack([torch.randperm(num_pieces), torch.randperm(num_pieces) + 1], 1)
         limits = {"engine": NEVER, "kernel": ALWAYS} if direction != "copy" else {"kernel": NEVER}
-        self.copiers: dict[str, BlockCopier | RawSwap] = {
-            name: BlockCopier([self.src], [self.dst], layout, limit, groups) for name, limit in limits.items()
+        self.copiers: dict[str, Callable[[], object]] = {
+            name: functools.partial(BlockCopier([self.src], [self.dst], layout, limit, groups).run, self.mapping)
+            for name, limit in limits.items()
         }
         call = None if direction == "copy" else find_call()
-        if call is not None:
-            self.copiers["raw"] = RawSwap(call, self.src, self.dst, self.mapping, piece_bytes)
+        if call is not None:  # on a stream of its own: it takes no legacy one
+            places = self.mapping * piece_bytes + torch.tensor([self.src.data_ptr(), self.dst.data_ptr()])
+            sources, targets = places.T.tolist()
+            raw, stream = RawBatchCopy(call, sources, targets, piece_bytes), torch.cuda.Stream()
+            self.copiers["raw"] = lambda: raw.run(stream.cuda_stream)
 
     def check(self) -> None:
         for name, copier in self.copiers.items():
             self.dst.fill_(255)
             torch.cuda.synchronize()
-            copier.run(self.mapping)
+            copier()
             torch.cuda.synchronize()
             src, dst, mapping = self.src.cuda(), self.dst.cuda(), self.mapping.cuda()
             if not torch.equal(dst[mapping[:, 1]], src[mapping[:, 0]]):
@@ -141,35 +131,25 @@ def medians(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, tu
     return {name: tuple(map(statistics.median, zip(*of, strict=True))) for name, of in times.items()}
 
 
-def one_copy(memory: Memory, direction: str, num_bytes: int) -> Callable[[], object]:
-    src, dst = memory.sides(direction)
-    return lambda: dst[:num_bytes].copy_(src[:num_bytes], non_blocking=True)
-
-
-def chosen(direction: str, piece_bytes: int, calibration: Calibration) -> str:
-    most = {"in": calibration.max_bytes_in, "out": calibration.max_bytes_out, "copy": ALWAYS}[direction]
-    return "kernel" if piece_bytes <= most else "engine"
-
-
 def measure(
     memory: Memory, direction: str, size: int, count: int, calibration: Calibration, rounds: int, large_bytes: int
 ) -> Row:
     case = Case(memory, direction, size, count, calibration.max_groups)
     case.check()
-    bodies: dict[str, Callable[[], object]] = {
-        name: functools.partial(copier.run, case.mapping) for name, copier in case.copiers.items()
-    }
-    bodies["large"] = one_copy(memory, direction, large_bytes)
-    bodies["same"] = one_copy(memory, direction, case.num_bytes)
-    found = medians(bodies, rounds)
-    rates = {name: case.num_bytes / found[name][1] / 1e9 for name in (*case.copiers, "same")}
-    best, bound = chosen(direction, size, calibration), large_bytes / found["large"][1] / 1e9
+    bodies = dict(case.copiers)
+    src, dst = memory.sides(direction)
+    bodies["large"] = lambda: dst[:large_bytes].copy_(src[:large_bytes], non_blocking=True)
+    bodies["same"] = lambda: dst[: case.num_bytes].copy_(src[: case.num_bytes], non_blocking=True)
+    times = medians(bodies, rounds)
+    rates = {name: case.num_bytes / times[name][1] / 1e9 for name in (*case.copiers, "same")}
+    most = {"in": calibration.max_bytes_in, "out": calibration.max_bytes_out, "copy": ALWAYS}[direction]
+    best, bound = "kernel" if size <= most else "engine", large_bytes / times["large"][1] / 1e9
     target = TARGETS.get((direction, size)) if case.num_bytes >= SETTLED_BYTES else None
     return {
         "direction": direction, "piece_bytes": size, "num_pieces": count, "engine": rates.get("engine"),
         "kernel": rates["kernel"], "raw": rates.get("raw"), "chosen": best, "chosen_gb_per_s": rates[best],
         "same_bytes": rates["same"],
-        "bound": bound, "of_bound": rates[best] / bound, "enqueue_us": found[best][0] * 1e6,
+        "bound": bound, "of_bound": rates[best] / bound, "enqueue_us": times[best][0] * 1e6,
         "of_raw": rates[best] / rates["raw"] if "raw" in rates else None,
         "target": target, "is_met": None if target is None else rates[best] / bound >= target,
     }  # fmt: skip

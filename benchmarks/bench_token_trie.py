@@ -8,7 +8,6 @@ times as large. Medians with their quartiles.
 """
 
 import functools
-import gc
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -16,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from kvpage.benchmarks.cells import Row, shown
-from kvpage.benchmarks.figure import Figure, seconds
+from kvpage.benchmarks.figure import Figure, in_turns
 from kvpage.benchmarks.script import finish, parse
 from kvpage.extras.token_trie import DynamicTokenTrie, TokenTrie
 
@@ -46,12 +45,8 @@ def times_ms(call: Callable[[Any], object], make: Callable[[], Any] = lambda: No
     """Return the milliseconds of each call, on a fresh result of `make`; the collector runs between, not within."""
     times = []
     for _ in range(repeat):
-        given = make()
-        gc.collect()
-        gc.disable()
-        times.append(seconds(functools.partial(call, given)) * 1e3)
-        gc.enable()
-    return times
+        times += in_turns({"call": functools.partial(call, make())}, 1, warmups=0)["call"]
+    return [1e3 * spent for spent in times]
 
 
 def ms(call: Callable[[Any], object], make: Callable[[], Any] = lambda: None, repeat: int = 15) -> Figure:

@@ -5,11 +5,12 @@ and retrieved; the share `ratio` of the rows with the largest scores is computed
 recompute would have given.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
+from kvpage.benchmarks import blend_task as task
 from kvpage.benchmarks.blend_model import Rows
 from kvpage.blend.selection import SEAM, seam_weights
 
@@ -17,11 +18,12 @@ KV_SHARE = 0.2
 """The share of K and V in the weights of a layer of blend_model's Llama: 2 of 4 + 3 * 2 squares of the hidden size."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """The inputs of a method. query: of all rows, the questions' after the documents'. fresh, retrieved: of
-    the documents' rows. number: of the layer. within: of each layer, how the rows of a segment attended to each other
-    when it was computed by itself, a mean over heads: [batch, segments, rows, rows]."""
+class Layer(NamedTuple):
+    """The inputs of a method, of documents' rows. query: also of the questions' rows, which come after them.
+
+    within: of each layer, the attention among a segment's rows when it was computed by itself, a mean over heads:
+        [batch, segments, rows, rows].
+    """
 
     number: int
     query: torch.Tensor
@@ -30,13 +32,12 @@ class Layer:
     within: Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Truth:
+class Truth(NamedTuple):
     """Facts about each document row that an oracle knows, and those that a method knows without looking at K and V.
 
     deviation: over all layers. refers: the row's meaning depends on a segment before its own. offset: in its segment.
-    sensitivity: behind each probe of blend_probes, how much V changed, as kvpage.blend measures it when a segment is
-        kept; 0 in a document's first segment, before which nothing stands here either.
+    sensitivity: after each of `probes`, how much V changed, as kvpage.blend measures it when a segment is kept; 0 in a
+        document's first segment, before which nothing stands here either.
     """
 
     deviation: torch.Tensor
@@ -47,6 +48,7 @@ class Truth:
 
 Score = Callable[[Layer, Truth], torch.Tensor]
 """fp32 [batch, rows]."""
+Stages = Sequence[tuple[int, float]]
 
 
 def squares(layer: Layer, part: int) -> torch.Tensor:
@@ -161,6 +163,26 @@ KNOWN_BEFORE = {name for name in METHODS if name.startswith("behind ") and name 
 """Methods whose inputs are known before any layer is computed."""
 
 
+def probes(segments: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names of probes, and for each segment the tokens to put before it, which know nothing of its document.
+
+    segments: int64 [num_documents, num_segments, segment_tokens].
+    """
+    size, draw = segments.shape[2], torch.Generator().manual_seed(8)
+    yield "itself", segments
+    yield "half of itself", segments[..., size // 2 :]
+    yield "itself reversed", segments.flip(2)
+    yield "random tokens", torch.randint(task.VOCAB_SIZE, segments.shape, generator=draw)
+    yield "a stranger", _of_another_document(segments, draw)
+    yield "two strangers", torch.cat([_of_another_document(segments, draw) for _ in range(2)], dim=2)
+
+
+def _of_another_document(segments: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    count, places, _ = segments.shape
+    others = (torch.arange(count)[:, None] + torch.randint(1, count, (count, places), generator=draw)) % count
+    return segments[others, torch.randint(places, (count, places), generator=draw)]
+
+
 def largest(score: torch.Tensor, ratio: float, among: torch.Tensor) -> torch.Tensor:
     """bool [batch, rows]: the share `ratio` of all rows, at least one, out of those `among`; of equals the first."""
     num_rows = score.shape[1]
@@ -177,13 +199,8 @@ class Blending:
     """
 
     def __init__(
-        self,
-        retrieved: Sequence[Rows],
-        within: Sequence[torch.Tensor],
-        truth: Truth,
-        score: Score,
-        stages: Sequence[tuple[int, float]],
-    ):
+        self, retrieved: Sequence[Rows], within: Sequence[torch.Tensor], truth: Truth, score: Score, stages: Stages
+    ) -> None:
         self._retrieved, self._within, self._truth = retrieved, within, truth
         self._score, self._stages = score, dict(stages)
         self.chosen = torch.ones_like(truth.refers)

@@ -11,9 +11,8 @@ from transformers import LlamaForCausalLM
 
 from kvpage import CacheConfig
 from kvpage.benchmarks import blend_task as task
-from kvpage.benchmarks.blend_methods import KNOWN_BEFORE, KV_SHARE, METHODS, Blending, Truth
+from kvpage.benchmarks.blend_methods import KNOWN_BEFORE, KV_SHARE, METHODS, Blending, Truth, probes
 from kvpage.benchmarks.blend_model import Rows, RowSwap, Swap, pack, some_facts
-from kvpage.benchmarks.blend_probes import probes
 from kvpage.benchmarks.blend_speed import first_token
 from kvpage.blend import BlendConfig, RotaryTables
 from kvpage.blend.sensitivity import measure_sensitivity
@@ -103,16 +102,16 @@ class Batch:
         self._attention.swap = None
         return logits
 
-    def _seen(self, mask: torch.Tensor | None, **inputs: torch.Tensor) -> Iterator[Seen]:
-        """Yield Q, K and V of each layer."""
+    def _seen(self, **inputs: torch.Tensor) -> list[Seen]:
+        """Return Q, K and V of each layer, of rows that see all before them."""
         seen: list[Seen] = []
 
         def keep(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Rows:
             seen.append((query, key, value))
             return key, value
 
-        self._forward(keep, mask, **inputs)
-        return iter(seen)
+        self._forward(keep, None, **inputs)
+        return seen
 
     def _retrieve(self, tokens: torch.Tensor, segment: int) -> list[Rows]:
         """K and V of each segment computed by itself from position 0 on, K rotated to the place of the segment; and how
@@ -123,7 +122,7 @@ class Batch:
         frequencies = self._model.model.rotary_emb.inv_freq
         rotary = RotaryTables.of_frequencies(frequencies, config.hidden_size // config.num_attention_heads)
         rows: list[Rows] = []
-        for query, key, value in self._seen(None, input_ids=tokens.reshape(-1, segment)):
+        for query, key, value in self._seen(input_ids=tokens.reshape(-1, segment)):
             whole = [part.unflatten(0, (count, -1)).transpose(1, 2).flatten(2, 3) for part in (key, value)]
             rows.append((rotary.rotate(whole[0], old, new, token_dim=2), whole[1]))
             scores = query @ key.transpose(2, 3) / key.shape[-1] ** 0.5
@@ -136,18 +135,17 @@ class Batch:
         """[num_documents, num_tokens]. segments, probe: [num_documents, num_segments, their number of tokens]."""
         count, num_segments, num_before = probe.shape
         tokens = torch.cat([probe, segments], dim=2).flatten(0, 1)
-        behind = [value[:, :, num_before:].transpose(1, 2) for _, _, value in self._seen(None, input_ids=tokens)]
-        alone = [
-            value.transpose(1, 2).unflatten(1, (num_segments, -1)).flatten(0, 1).contiguous()
-            for _, value in self.retrieved
+        behind = [value[:, :, num_before:].transpose(1, 2) for _, _, value in self._seen(input_ids=tokens)]
+        values = (value.transpose(1, 2).unflatten(1, (num_segments, -1)) for _, value in self.retrieved)
+        alone = [value.flatten(0, 1).contiguous() for value in values]
+        changes = [
+            measure_sensitivity((before[number], now[number]) for before, now in zip(alone, behind, strict=True))
+            for number in range(count * num_segments)
         ]
-        each = [
-            measure_sensitivity((before[one], now[one]) for before, now in zip(alone, behind, strict=True))
-            for one in range(count * num_segments)
-        ]
-        found = torch.stack([one for one in each if one is not None]).unflatten(0, (count, num_segments))
-        found[:, 0] = 0.0  # it has no new tokens before it
-        return found.flatten(1)
+        sensitivity = torch.stack([change for change in changes if change is not None])
+        sensitivity = sensitivity.unflatten(0, (count, num_segments))
+        sensitivity[:, 0] = 0.0  # it has no new tokens before it
+        return sensitivity.flatten(1)
 
     def _deviation(self, fresh: Sequence[Rows]) -> torch.Tensor:
         """Over all layers, K's and V's each in units of their size in that layer."""
@@ -160,17 +158,17 @@ class Batch:
 
 
 def answers(batches: Sequence[Batch], method: Method) -> Answers:
-    right, agrees, found, computed = [], [], [], []
+    parts = []
     for batch in batches:
-        blending = batch.blending(method)
+        blending, refers = batch.blending(method), batch.truth.refers
         said = batch.run(blending)
-        right.append(said == batch.answers)
-        agrees.append(said == batch.full)
-        found.append(float((blending.chosen & batch.truth.refers).sum() / batch.truth.refers.sum()))
-        computed.append(blending.num_computed / (batch.truth.refers.numel() * len(batch.retrieved)))
-    drawn, cross = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("drawn", "cross"))
-    means = (sum(shares) / len(batches) for shares in (found, computed))
-    return Answers(torch.cat(right), torch.cat(agrees), drawn, cross, *means)
+        found = float((blending.chosen & refers).sum() / refers.sum())
+        computed = blending.num_computed / (refers.numel() * len(batch.retrieved))
+        parts.append(Answers(said == batch.answers, said == batch.full, batch.drawn, batch.cross, found, computed))
+    names = "right", "agrees", "drawn", "cross"
+    right, agrees, drawn, cross = (torch.cat([getattr(part, name) for part in parts]) for name in names)
+    found, computed = (sum(getattr(part, name) for part in parts) / len(parts) for name in Answers._fields[4:])
+    return Answers(right, agrees, drawn, cross, found, computed)
 
 
 class Estimate(NamedTuple):

@@ -39,9 +39,8 @@ def row_flops(shape: Shape, mean_keys: float) -> tuple[float, float]:
 
 
 def full_flops(shape: Shape, cached: int, num_tokens: int) -> float:
-    """Return the operations of all rows after `cached` tokens, each of which attends to those before it."""
-    _, row = row_flops(shape, (cached + num_tokens) / 2)
-    return shape.layers * (num_tokens - cached) * row
+    """Return the operations of all rows after `cached` tokens, each of which attends to the tokens before it."""
+    return blend_flops(shape, cached, num_tokens, None, num_tokens - cached)
 
 
 def blend_flops(shape: Shape, cached: int, num_tokens: int, check_layer: int | None, num_chosen: int) -> float:

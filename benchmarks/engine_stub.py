@@ -1,6 +1,7 @@
 """An engine whose model returns logits that were made before: what is left of a step is the engine's own."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,21 +28,21 @@ Prompt = list[int]
 
 
 class PreparedLogits:
-    """Logits for each step. last: those of the last one, [rows, vocab]; None as long as the model computes."""
+    """Logits for each step, which an engine's copy of the model shares. last: those of the last step, [rows, vocab];
+    None as long as the model computes.
+    """
 
     def __init__(self) -> None:
         self.last: torch.Tensor | None = None
-        self._sets: Sequence[torch.Tensor] = ()
+        self._sets: Iterator[torch.Tensor] = iter(())
 
     def make(self, num_rows: int, vocab: int) -> None:
         """From now on the model is a stub."""
-        self._sets = torch.randn(NUM_SETS, num_rows, vocab, generator=torch.Generator().manual_seed(0)).unbind()
-        self.last = self._sets[0]
+        logits = torch.randn(NUM_SETS, num_rows, vocab, generator=torch.Generator().manual_seed(0))
+        self._sets, self.last = itertools.cycle(logits.unbind()), logits[0]
 
     def take(self, num_rows: int) -> torch.Tensor:
-        first, *others = self._sets
-        self._sets = (*others, first)
-        self.last = first[:num_rows]
+        self.last = next(self._sets)[:num_rows]
         return self.last
 
 
@@ -98,7 +99,7 @@ def make_model(vocab: int) -> StubbedLlama:
 
 
 def make_engine(model: StubbedLlama, num_seqs: int, num_tokens: int) -> Engine:
-    """Args: num_tokens: of a sequence at most."""
+    """Return an engine whose model is a stub. num_tokens: of a sequence at most."""
     cache = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=num_seqs * (num_tokens // BLOCK_SIZE + 2))
     config = EngineConfig(cache, max_num_seqs=num_seqs, max_num_batched_tokens=BATCHED_TOKENS)
     engine = Engine.from_model(model, config)
@@ -126,7 +127,7 @@ class Decoding:
         self._check()
 
     def spent(self, num_steps: int) -> Spent:
-        """Return the time of a step, a mean."""
+        """Return the mean time of a step."""
         return spent_by(self._engine.step, num_steps)
 
     def parts(self, num_steps: int) -> dict[str, float]:
@@ -170,8 +171,7 @@ class Admission:
     def spent(self, as_array: bool) -> Spent:
         """Return the time from token ids to a scheduled request, a mean of some: an array, or a list."""
         prompts = [self.prompt() for _ in range(NUM_ADMITTED)]
-        each = [self._admit(np.array(prompt, np.int32) if as_array else prompt) for prompt in prompts]
-        return mean_spent(each)
+        return mean_spent([self._admit(np.array(prompt, np.int32) if as_array else prompt) for prompt in prompts])
 
     def _admit(self, tokens: Tokens) -> Spent:
         params, engine, name = SamplingParams(max_tokens=1, ignore_eos=True), self._engine, "again"

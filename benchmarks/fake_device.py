@@ -47,7 +47,8 @@ class FakeDevice(CompilingDriver):
     def take(self, launch: Launch, source: Any, metadata: Any) -> None:
         if self.keeps:
             function, grid, _, arguments = launch
-            self.launches.append((function, grid, [_place(value) for value in arguments]))
+            places = [value.data_ptr() if isinstance(value, torch.Tensor) else value or 0 for value in arguments]
+            self.launches.append((function, grid, places))
 
     def bound(self, tensor: torch.Tensor, layout: CacheLayout) -> ops.BoundCache:
         """Return a cache whose operations launch kernels."""
@@ -65,8 +66,10 @@ class FakeDevice(CompilingDriver):
         rows._launches, rows._gathers = Launches(), Gathers()
 
 
-def _place(value: Any) -> Any:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else value or 0
+_STATE = [
+    *((module, "_kinds") for module in KERNELS),
+    *((rows, "_launches"), (rows, "_gathers"), (attention_launch, "_plans")),
+]
 
 
 @contextlib.contextmanager
@@ -106,9 +109,3 @@ def _forget_code() -> None:
             for kernel in vars(module).values():
                 if isinstance(kernel, JITFunction):
                     kernel.device_caches.pop(NUMBER, None)
-
-
-_STATE = [
-    *((module, "_kinds") for module in KERNELS),
-    *((rows, "_launches"), (rows, "_gathers"), (attention_launch, "_plans")),
-]

@@ -72,11 +72,6 @@ def thread_seconds(call: Callable[[], object], number: int = 1) -> float:
     return seconds(call, number, time.thread_time)
 
 
-def own_seconds(call: Callable[[], Any], number: int = 1) -> float:
-    """Return the seconds that a call returns, which measures itself; a mean over `number`."""
-    return float(sum(call() for _ in range(number)) / number)
-
-
 def result(call: Callable[[], Any], number: int = 1) -> Any:
     """Return the measure that a call itself returns."""
     return call()
@@ -90,19 +85,16 @@ def in_turns(
     warmups: int = 1,
     rotates: bool = False,
 ) -> dict[str, list[Any]]:
-    """Return the measure of each call in each round; all take turns, so that a noisy moment meets them all.
+    """Return the measure of each call in each round. All take turns, so that a noisy moment meets them all.
 
     The garbage collector is off meanwhile: it would charge one call for the garbage of another.
 
     Args:
-        calls: By name.
-        rounds: Measures of each.
-        number: Handed to `measure`.
-        measure: Makes the calls, and returns their measure; by default the seconds of one.
+        measure: Makes a call `number` times, and returns its measure; by default the seconds of one.
         warmups: Rounds before, which do not count.
         rotates: Whether each round begins with the next call, so that none always follows the same one.
     """
-    taken: dict[str, list[Any]] = {name: [] for name in calls}
+    measures: dict[str, list[Any]] = {name: [] for name in calls}
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -112,15 +104,15 @@ def in_turns(
             for name, call in [*islice(calls.items(), first, None), *islice(calls.items(), first)]:
                 spent = measure(call, number)
                 if turn >= warmups:
-                    taken[name].append(spent)
+                    measures[name].append(spent)
     finally:
         if was_enabled:
             gc.enable()
-    return taken
+    return measures
 
 
 def within(seconds: float, results: Iterable[Any]) -> Iterator[Any]:
-    """Yield results until `seconds` have passed, at least one; say so where some are left out."""
+    """Yield results until `seconds` have passed, at least one; print where others are left out."""
     deadline = time.monotonic() + seconds
     for result in results:
         yield result

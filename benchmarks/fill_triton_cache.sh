@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a machine without a GPU: fills .tcache with the kernels that the GPU benchmarks launch, as the Triton of another
-# machine would compile them. Then nothing is compiled there before the first figure: see docs/gpu.md.
+# machine would compile them. Then nothing is compiled there before the first figure: see docs/notes/gpu_run.md.
 # Usage, with kvpage installed from this very tree: benchmarks/fill_triton_cache.sh [TRITON [PYTHON [OPTION...]]]
 # TRITON and PYTHON are the other machine's versions, 3.6.0 and 3.12 by default. Options are those of
 # fill_triton_cache.py, such as --capability 90. TRITON_CACHE_DIR names another folder.

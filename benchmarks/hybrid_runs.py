@@ -1,7 +1,7 @@
 """Runs of a trace: by BlockManager, and by the policy that keeps states at block borders only."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvpage.benchmarks.hybrid_traces import Request
 from kvpage.blocks.groups.states.state_space import States
@@ -11,27 +11,21 @@ BLOCK_SIZE = 16
 PORTION = 2048  # most tokens of one prompt that the other policy computes at once
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What the requests of a trace have found.
+class Run(NamedTuple):
+    """Figures of a trace.
 
-    Attributes:
-        found: Tokens of each prompt that need no computation.
-        num_kept: States that it had at the end.
+    num_found: tokens of all prompts that need no computation. num_hits: requests with any of them. num_kept: states at
+        the end.
     """
 
-    found: list[int]
+    num_found: int
+    num_hits: int
     num_kept: int
 
-    @property
-    def num_found(self) -> int:
-        """Tokens of all prompts that need no computation."""
-        return sum(self.found)
-
-    @property
-    def num_hits(self) -> int:
-        """Requests that have found any token."""
-        return sum(one > 0 for one in self.found)
+    @classmethod
+    def of(cls, found: list[int], num_kept: int) -> "Run":
+        """found: tokens of each prompt that need no computation."""
+        return cls(sum(found), sum(num > 0 for num in found), num_kept)
 
 
 def run_manager(requests: list[Request], num_slots: int | None, is_marked: bool) -> Run:
@@ -43,7 +37,7 @@ def run_manager(requests: list[Request], num_slots: int | None, is_marked: bool)
     manager.check()
     stats = manager.stats().slots
     assert stats is not None and stats.num_checkpoints <= most + 1
-    return Run(found, stats.num_checkpoints)
+    return Run.of(found, stats.num_checkpoints)
 
 
 def _serve(manager: BlockManager, number: int, request: Request, is_marked: bool) -> int:
@@ -89,7 +83,7 @@ def run_borders(requests: list[Request], num_slots: int | None, block_size: int,
                 kept.move_to_end(tokens[:end].tobytes())
         while num_slots is not None and len(kept) > num_slots:
             kept.popitem(last=False)
-    return Run(all_found, len(kept))
+    return Run.of(all_found, len(kept))
 
 
 def _ends(start: int, borders: range) -> list[int]:

@@ -52,11 +52,7 @@ def agents(rng: np.random.Generator) -> list[Request]:
 
 
 TRACES: dict[str, Callable[[np.random.Generator], list[Request]]] = {
-    "aligned": aligned,
-    "shifted": shifted,
-    "short": short,
-    "chats": chats,
-    "agents": agents,
+    make.__name__: make for make in (aligned, shifted, short, chats, agents)
 }
 
 

@@ -21,18 +21,3 @@ def answer_lines(answers: TextIO, hello: dict[str, Any], answer: Answer) -> None
     print(json.dumps(hello), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), file=answers, flush=True)
-
-
-def answer_by_vllm(make: Callable[..., Answer], **environment: str) -> None:
-    """Answer by what `make` returns, with vLLM's version as the first line.
-
-    `make` is called with the script's arguments but the first, which is the number of threads.
-    """
-    answers = own_output()
-    num_threads, *arguments = sys.argv[1:]
-    os.environ |= {"OMP_NUM_THREADS": num_threads, "VLLM_LOGGING_LEVEL": "WARNING", **environment}
-    import torch
-    import vllm
-
-    torch.set_num_threads(int(num_threads))
-    answer_lines(answers, {"vllm": vllm.__version__}, make(*arguments))

@@ -3,14 +3,19 @@
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 TCMALLOC = "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"
 HIDDEN = ("PYTHONPATH", "PYTHONSAFEPATH", "LD_PRELOAD")
 """Of the environment, what a peer does not see: it finds its own packages, and peer_answers.py beside its script."""
+VLLM_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}  # fmt: skip
 
 
 class PeerProcess:
@@ -26,18 +31,20 @@ class PeerProcess:
     @classmethod
     @contextmanager
     def start(
-        cls, python: Path, script: str, arguments: Sequence[str], preload: Sequence[Path] = (), path: str | None = None
+        cls,
+        python: Path,
+        script: str,
+        arguments: Sequence[str],
+        preload: Sequence[Path] = (),
+        added: Mapping[str, str] = MappingProxyType({}),
     ) -> Iterator["PeerProcess"]:
-        """Args: python: an interpreter. script: its path, from this folder. preload: libraries to load before others.
-        path: its PYTHONPATH.
+        """Start a script of this folder. preload: libraries to load before others. added: to its environment.
 
         Raises:
             RuntimeError: The script ended; its own words are above.
         """
         environment = {name: value for name, value in os.environ.items() if name not in HIDDEN}
-        environment["KMP_BLOCKTIME"] = "0"  # the threads of Intel's OpenMP sleep while others are measured
-        if path:
-            environment["PYTHONPATH"] = path
+        environment |= {"KMP_BLOCKTIME": "0", **added}  # threads of Intel's OpenMP sleep while others are measured
         if preload:
             environment["LD_PRELOAD"] = ":".join(map(str, preload))
         command = [str(python), str(Path(__file__).parent / script), *arguments]
@@ -66,25 +73,24 @@ class PeerProcess:
 
 @contextmanager
 def vllm_peer(
-    python: Path | None, script: str, *arguments: Any, preloads: bool = False
+    python: Path | None, kind: str, num_threads: int, *arguments: str, preloads: bool = False
 ) -> Iterator[PeerProcess | None]:
-    """Give a peer that vLLM's interpreter runs, and None where there is none.
+    """Give a peer of a kind in vllm_peer.py, and None without an interpreter that has vLLM.
 
-    script: from this folder. arguments: its own; the first is the number of threads. preloads: whether it has the
-    libraries that vLLM's guide has its users preload.
+    preloads: whether it has the libraries that vLLM's guide has its users preload.
     """
     if python is None:
         yield None
         return
-    libraries = recommended(python) if preloads else []
-    with PeerProcess.start(python, script, list(map(str, arguments)), libraries) as peer:
+    libraries, added = (
+        recommended(python) if preloads else [],
+        {**VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(num_threads)},
+    )
+    with PeerProcess.start(python, "vllm_peer.py", [kind, str(num_threads), *arguments], libraries, added) as peer:
         yield peer
 
 
 def recommended(python: Path) -> list[Path]:
-    """Return the libraries that vLLM's guide for CPUs has its users preload, as far as they are there.
-
-    python: an interpreter, whose environment may have the OpenMP of Intel's compiler.
-    """
-    wanted = [Path(TCMALLOC), python.parent.parent / "lib" / "libiomp5.so"]
-    return [path for path in wanted if path.exists()]
+    """Return those of the libraries that vLLM's guide for CPUs has its users preload that are in the environment."""
+    libraries = [Path(TCMALLOC), python.parent.parent / "lib" / "libiomp5.so"]
+    return [path for path in libraries if path.exists()]

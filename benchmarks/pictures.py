@@ -19,13 +19,7 @@ GRAY = {"color": "gray", "linewidth": 0.8}
 
 @contextmanager
 def drawn(path: str | Path, *grid: int, size: tuple[float, float], **options: Any) -> Iterator[Any]:
-    """Give axes to draw on, and write them into the file afterwards.
-
-    Args:
-        *grid: Rows and columns of axes; none for a single one.
-        size: In inches.
-        **options: As of pyplot.subplots.
-    """
+    """Give axes to draw on, and write them into the file afterwards. size: in inches. options: of pyplot.subplots."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -38,15 +32,9 @@ def drawn(path: str | Path, *grid: int, size: tuple[float, float], **options: An
     pyplot.close(figure)
 
 
-def median_of(value: Value) -> float:
-    """Return a figure's median, or the number."""
-    return value.median if isinstance(value, Figure) else value
-
-
-def spread_of(values: Iterable[Value]) -> list[list[float]]:
-    """Return how far the quartiles are below the medians, and above them."""
-    figures = [value if isinstance(value, Figure) else Figure(value, value, value, 1) for value in values]
-    return [[one.median - one.low for one in figures], [one.high - one.median for one in figures]]
+def figure_of(value: Value) -> Figure:
+    """Return the figure, or that of a number."""
+    return value if isinstance(value, Figure) else Figure(value, value, value, 1)
 
 
 def bars(
@@ -64,17 +52,14 @@ def grouped(
     lines: Iterable[float] = (),
     **options: Any,
 ) -> None:
-    """Draw bars beside each other for each name, the first at the top.
-
-    Args:
-        names: Of the groups.
-        series: By the words of the legend, a value for each name.
-    """
+    """Draw bars beside each other for each name, the first at the top. series: by the legend, a value for each name."""
     with drawn(path, size=(7, 0.3 * len(names) * max(len(series) / 2, 1) + 1)) as axes:
         height = 0.8 / len(series)
         for number, (words, values) in enumerate(series.items()):
             places = [place + number * height for place in range(len(names))]
-            axes.barh(places, list(map(median_of, values)), height, xerr=spread_of(values), label=words)
+            figures = [figure_of(value) for value in values]
+            spread = [[each.median - each.low for each in figures], [each.high - each.median for each in figures]]
+            axes.barh(places, [each.median for each in figures], height, xerr=spread, label=words)
         for line in lines:
             axes.axvline(line, **GRAY)
         axes.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], names, fontsize="small")
@@ -98,17 +83,17 @@ def stacked(path: str | Path, steps: Mapping[str, Mapping[str, float]], label: s
 
 
 def groups(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Return the rows that have the same values of these names, by these values, in their order."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    """Return the rows by their values of these names."""
+    by_values: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
-    return found
+        by_values.setdefault(tuple(row[name] for name in names), []).append(row)
+    return by_values
 
 
 def curve(axes: Any, rows: Sequence[Row], x: str, y: str, style: str = "o-", **options: Any) -> None:
     """Draw the medians of a value over another value, of the rows that have it. options: as of Axes.plot."""
     having = [row for row in rows if row.get(y) is not None]
-    axes.plot([row[x] for row in having], [median_of(row[y]) for row in having], style, **options)
+    axes.plot([row[x] for row in having], [figure_of(row[y]).median for row in having], style, **options)
 
 
 def add_curves(
@@ -137,21 +122,13 @@ def add_curves(
 def curves(
     path: str | Path, rows: Sequence[Row], x: str, values: Sequence[str], by: Sequence[str] = (), **options: Any
 ) -> None:
-    """Draw curves, for each group of rows that have the same values of some names.
-
-    Args:
-        rows: With all values.
-        x: The name of the values on the horizontal axis.
-        values: The names of the values on the other one.
-        by: The names that tell the groups apart.
-        **options: Also style, as of Axes.plot.
-    """
+    """Draw the named values over those of `x`, with a curve for each group of rows that are alike in the names `by`."""
     with drawn(path, size=(8, 4.5)) as axes:
         add_curves(axes, rows, x, values, by, **options)
 
 
 def panels(path: str | Path, rows: Sequence[Row], panel: str, **options: Any) -> None:
-    """Draw as `curves` does, on axes for each value of a name. panel: the name. options: as of `curves`."""
+    """Draw as `curves` does, on axes for each value of the name `panel`."""
     parts = groups(rows, panel)
     with drawn(path, 1, len(parts), size=(4.5 * len(parts), 4), squeeze=False) as grid:
         for axes, ((name,), fitting) in zip(grid[0], parts.items(), strict=True):

@@ -26,9 +26,7 @@ from kvpage.benchmarks.figure import Figure
 B = 16
 NUM_THREADS = (1, 2, 4)
 NUM_PROMPTS = 8  # each thread has its own
-
 CONTROL = "control"
-
 Call = Callable[[], int]
 """Repeated by a thread; returns its number of calls."""
 Work = Callable[[int], Call]
@@ -36,7 +34,7 @@ Work = Callable[[int], Call]
 
 
 def in_turns(work: Work, num_works: int) -> Work:
-    """Return the work of one thread that takes turns at what so many threads would do."""
+    """Return the work of one thread that takes turns at the work of several."""
 
     def all_works(_: int) -> Call:
         calls = itertools.cycle([work(thread) for thread in range(num_works)])
@@ -46,7 +44,7 @@ def in_turns(work: Work, num_works: int) -> Work:
 
 
 def repeated(call: Callable[[], object], number: int = 20) -> Call:
-    """Return a loop of so many calls."""
+    """Return a loop of a number of calls."""
 
     def loop() -> int:
         for _ in range(number):
@@ -107,11 +105,7 @@ def matching(num_tokens: int) -> Work:
     """Match and release a cached prompt."""
     _, tree, prompts = shared_tree(num_tokens)
 
-    def work(thread: int) -> Call:
-        match, release, prompt = tree.match, tree.release, prompts[thread]
-        return repeated(lambda: release(match(prompt)))
-
-    return work
+    return lambda thread: repeated(lambda: tree.release(tree.match(prompts[thread])))
 
 
 def inserting(num_tokens: int) -> Work:
@@ -134,8 +128,7 @@ def inserting(num_tokens: int) -> Work:
 def pooling(num_blocks: int) -> Work:
     """Allocate and release."""
     pool = BlockPool(1 << 16)
-    allocate, release = pool.allocate, pool.release
-    return lambda _: repeated(lambda: release(allocate(num_blocks)))
+    return lambda _: repeated(lambda: pool.release(pool.allocate(num_blocks)))
 
 
 CASES: dict[str, Callable[[], Work]] = {
@@ -159,17 +152,15 @@ def measure_threads(rounds: int = 9, seconds: float = 0.1) -> list[dict[str, Any
     rows = []
     for name, make in CASES.items():
         work = make()
-        rates: dict[int, list[float]] = {num: [] for num in NUM_THREADS}
-        alone: dict[int, list[float]] = {1: rates[1]} | {num: [] for num in NUM_THREADS if num > 1}
+        rates: dict[int, list[tuple[float, float]]] = {num: [] for num in NUM_THREADS}
         for _ in range(rounds):
             for num in NUM_THREADS:
-                rates[num].append(rate(work, num, seconds))
-                if num > 1:
-                    alone[num].append(rate(in_turns(work, num), 1, seconds))
+                calls_s = rate(work, num, seconds)
+                rates[num].append((calls_s, calls_s if num == 1 else rate(in_turns(work, num), 1, seconds)))
         for num in NUM_THREADS:
-            figures = {"calls_s": Figure.of(rates[num]), "alone_calls_s": Figure.of(alone[num])}
-            figures["ratio"] = Figure.ratio(rates[num], alone[num])
-            rows.append({"case": name, "threads": num, **figures})
+            shared, alone = zip(*rates[num], strict=True)
+            figures = {"calls_s": Figure.of(shared), "alone_calls_s": Figure.of(alone)}
+            rows.append({"case": name, "threads": num, **figures, "ratio": Figure.ratio(shared, alone)})
     return rows
 
 

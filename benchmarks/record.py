@@ -23,7 +23,7 @@ from typing import Any
 
 import kvpage
 from kvpage.benchmarks.cells import with_figures
-from kvpage.benchmarks.runs import RUNS, Run
+from kvpage.benchmarks.runs import NEED_FILES, RUNS, Run
 from kvpage.benchmarks.tables import read_templates
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,9 +72,9 @@ def digest(root: Path) -> str:
 
 def check_result(root: Path, run: Run, commit: str) -> None:
     """Raises: Refused: a source of the result has changed since `commit`."""
+    sources = (*run.sources, run.arguments[0]) if run.sources else ()
     try:
         git(root, "merge-base", "--is-ancestor", commit, "HEAD")
-        sources = run.all_sources
         changed = git(root, "diff", "--name-only", commit, "HEAD", "--", *sources).split() if sources else []
     except subprocess.CalledProcessError:
         raise Refused(f"{run.name} was measured at {commit}, which is no ancestor of this commit") from None
@@ -136,27 +136,9 @@ def read_result(root: Path, name: str) -> tuple[str, dict[str, Any]]:
     return commit, json.loads(lines[-1], object_hook=with_figures)
 
 
-def missing_results(root: Path) -> list[str]:
-    """Return the names of runs that have no result."""
-    return [name for name in RUNS if not (root / RESULTS / f"{name}.txt").is_file()]
-
-
 def read_all(root: Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return what `read_result` gives of each run, by its name; without those not measured yet."""
-    missing = missing_results(root)
-    return {name: read_result(root, name) for name in RUNS if name not in missing}
-
-
-def commits_of(root: Path) -> str:
-    """Return a sentence that names the commit of each result, one for all where all are of one; and what has none."""
-    names: dict[str, list[str]] = {}
-    for name, (commit, _) in read_all(root).items():
-        names.setdefault(commit, []).append(name)
-    missing = missing_results(root)
-    if len(names) == 1 and not missing:
-        return f"All were measured at commit `{next(iter(names))}`."
-    said = [f"Measured at commit `{commit}`: {', '.join(of)}." for commit, of in names.items()]
-    return " ".join([*said, f"Not measured yet: {', '.join(missing)}."] if missing else said)
+    """Return what `read_result` gives of each run that was measured, by its name."""
+    return {name: read_result(root, name) for name in RUNS if (root / RESULTS / f"{name}.txt").is_file()}
 
 
 def with_numbers(page: str, numbers: str, name: str) -> str:
@@ -170,21 +152,21 @@ def with_numbers(page: str, numbers: str, name: str) -> str:
 
 
 def pages_with_numbers(root: Path) -> dict[str, str]:
-    """Return each page's text with the tables that the results make, by the page's path. Those of numbers say when."""
+    """Return each page's text with the tables that the results make, by the page's path."""
     results, pages = {name: result for name, (_, result) in read_all(root).items()}, dict[str, str]()
     for (page, name), template in read_templates(root).items():
-        said = f"\n\n{commits_of(root)}" if name == "numbers" else ""
         text = pages.get(page) or (root / page).read_text()
-        pages[page] = with_numbers(text, template.table(results) + said, name)
+        pages[page] = with_numbers(text, template.table(results), name)
     return pages
 
 
 def write_numbers(root: Path) -> None:
     """Raises: Refused: a result is of other sources than this commit's, or missing."""
-    if missing := missing_results(root):
-        raise Refused(f"{missing[0]} has no result: run `python benchmarks/record.py run {missing[0]}`")
-    for name, (commit, _) in read_all(root).items():
-        check_result(root, RUNS[name], commit)
+    results = read_all(root)
+    for name, run in RUNS.items():
+        if name not in results:
+            raise Refused(f"{name} has no result: run `python benchmarks/record.py run {name}`")
+        check_result(root, run, results[name][0])
     for page, text in pages_with_numbers(root).items():
         (root / page).write_text(text)
 
@@ -205,7 +187,7 @@ def main() -> None:
             return
         check_tree(ROOT)
         check_installed(ROOT, Path(kvpage.__path__[0]), kvpage.build_info().get("sources"))
-        for name in options.names or RUNS:
+        for name in options.names or [name for name in RUNS if name not in NEED_FILES]:
             measure(ROOT, RUNS[name], extra)
     except Refused as error:
         raise SystemExit(f"record: {error}") from error

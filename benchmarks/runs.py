@@ -1,6 +1,6 @@
 """The benchmarks whose results are kept: a name, the command that gives them, and the sources that they measure."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SOURCES = ("kvpage", "kernels", "csrc", "setup.py", "CMakeLists.txt")
 SERVED = {
@@ -11,25 +11,16 @@ SERVED = {
 WITHOUT_PLOT = ("pool", "token_trie")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """One benchmark. arguments: of `python`; the first is the script.
 
-    sources: what a result depends on, as git paths. It counts as today's until one of them has changed. Without any it
-    is of its own commit for good, also when its script changes.
+    sources: git paths on which a result depends, besides the script. It counts as today's until one of them has
+    changed. Without any it is of its own commit for good.
     """
 
     name: str
     arguments: tuple[str, ...]
     sources: tuple[str, ...] = SOURCES
-
-    @property
-    def script(self) -> str:
-        return self.arguments[0]
-
-    @property
-    def all_sources(self) -> tuple[str, ...]:
-        return (*self.sources, self.script) if self.sources else ()
 
     def command(self, folder: str) -> list[str]:
         """Return the command line, which draws into `folder`."""
@@ -82,7 +73,13 @@ LINES = {
     "blend_speed_2048": "blend --part speed --tokens 2048 --ratios 0.15 1.0 --rounds 3 --threads 1",
     "blend_speed_4096": "blend --part speed --tokens 4096 --ratios 0.15 --rounds 3 --threads 1",
     "blend_quality": "blend --part quality --threads 1",
+    "serve_chats": "serve --serve small --threads 2 --dataset sharegpt --rate 1 --num-requests 30"
+    " --goodput ttft:1000 tpot:100",
+    "serve_trace": "serve --serve small --threads 2 --dataset trace --scale 0.015625 --num-requests 120"
+    " --goodput ttft:1000 tpot:100",
 }
+NEED_FILES = ("serve_trace",)
+"""Runs that need a file of the caller's: `-- --trace FILE`."""
 OTHER_SOURCES = {
     "hybrid_prefix": "kvpage/blocks csrc/tree csrc/states benchmarks/hybrid_bounds.py benchmarks/hybrid_runs.py"
     " benchmarks/hybrid_traces.py",

@@ -25,12 +25,8 @@ def positive(text: str) -> int:
 
 
 class Option(NamedTuple):
-    """An option of a benchmark. Its type follows from its default; integers are positive.
-
-    Args:
-        default: Its value; several in a list or tuple, of an option that takes several; False of a flag.
-        help: What it says.
-        more: As of add_argument.
+    """An option of a benchmark. Its type follows from its default: integers are positive, a list or tuple takes several
+    values, False is a flag. more: as of add_argument.
     """
 
     default: Any
@@ -69,17 +65,13 @@ def parse(
     has_plot: bool = True,
     **options: Any,
 ) -> argparse.Namespace:
-    """Return the options of `kvpage bench NAME`. Torch has as many threads as they say.
-
-    The script ends where a device is asked for that is not there.
+    """Return the options of `kvpage bench NAME`, and set torch's threads. Without a device that they name, it ends.
 
     Args:
-        name: The benchmark's.
         about: The words of --help.
         arguments: By default the command line's.
-        check: Returns what is wrong about the options together.
-        has_plot: Whether there is --plot.
-        **options: By name: an option, or its default. An option of the default None is none.
+        check: Returns an error of the options together, or None.
+        **options: By name: an option, or its default.
     """
     parser = argparse.ArgumentParser(
         prog=f"kvpage bench {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -90,26 +82,18 @@ def parse(
     for key, value in options.items():
         made = value if isinstance(value, Option) else Option(value, "of torch" if key == "threads" else "")
         made.add_to(parser, key.replace("_", "-"))
-    found = parser.parse_args(arguments)
-    if wrong := check(found) or _refusal(found):
-        parser.error(wrong)
-    _use(found)
-    return found
-
-
-def _refusal(options: argparse.Namespace) -> str | None:
-    is_out = "kvpage" in getattr(options, "without", [])
-    return "--without must leave kvpage in, with whose tokens all are compared" if is_out else None
-
-
-def _use(options: argparse.Namespace) -> None:
-    """Take the threads that are asked for, and the device, or end."""
-    if isinstance(getattr(options, "threads", None), int):
+    parsed = parser.parse_args(arguments)
+    if error := check(parsed):
+        parser.error(error)
+    if "kvpage" in getattr(parsed, "without", []):
+        parser.error("--without must leave kvpage in, with whose tokens all are compared")
+    if isinstance(getattr(parsed, "threads", None), int):
         import torch
 
-        torch.set_num_threads(options.threads)
-    if getattr(options, "device", "cpu") == "cuda":
+        torch.set_num_threads(parsed.threads)
+    if getattr(parsed, "device", "cpu") == "cuda":
         need_device("; --device cpu tries the script without one")
+    return parsed
 
 
 def need_device(words: str = ": nothing was measured") -> None:
@@ -135,24 +119,15 @@ def skip(words: str) -> NoReturn:
     sys.exit(0)
 
 
-def finish(options: argparse.Namespace, draw: Callable[[Path], object] | None = None, **found: Any) -> None:
-    """Draw, where --plot asks for it, and end with a line of JSON.
-
-    Args:
-        options: Of the command line; the settings among them are in the line, too.
-        draw: Draws into a file; None where there is nothing to draw.
-        **found: What was measured.
-    """
+def finish(options: argparse.Namespace, draw: Callable[[Path], object] | None = None, **figures: Any) -> None:
+    """Draw into the file of --plot, and end with a line of JSON: settings, and the measurements."""
     if draw is not None and options.plot:
         draw(options.plot)
     about = {"benchmark": options.benchmark, "machine": machine(getattr(options, "device", "cpu"))}
     for package in ("torch", "transformers"):
         if package in sys.modules:
             about[package] = sys.modules[package].__version__
-    print(dumps({**about, **_settings(options), **found}))
-
-
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what sets the work: no paths, addresses or keys, and no number that JSON lacks."""
+    # No paths, addresses or keys, and no number that JSON lacks.
     named = {name: value for name, value in vars(options).items() if name not in NO_SETTINGS and value is not None}
-    return {name: value for name, value in named.items() if not isinstance(value, Path) and value != math.inf}
+    settings = {name: value for name, value in named.items() if not isinstance(value, Path) and value != math.inf}
+    print(dumps({**about, **settings, **figures}))

@@ -10,6 +10,7 @@ import ssl
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -63,42 +64,37 @@ class Reply:
         """Return the body."""
         return b"".join(part for _, part in self.parts())
 
-    def body(self) -> dict[str, Any]:
-        """Return the JSON object of a body. ServeError for another status than 200, with the server's words."""
+    def check(self) -> None:
+        """Raise ServeError for another status than 200, with the words of the server's error."""
+        if self.error:
+            raise ServeError(self.error)
         if self.status != 200:
-            raise ServeError(self.refusal())
-        return as_object(self.text())
-
-    def refusal(self) -> str:
-        """Return the status, and the words of the server's error."""
-        text = self.text()
-        try:
-            words = words_of(as_object(text))
-        except ServeError:
-            words = text[:MOST_WORDS].decode(errors="replace")
-        return f"status {self.status}: {words}"
+            text = self.text()
+            try:
+                words = words_of(as_object(text))
+            except ServeError:
+                words = text[:MOST_WORDS].decode(errors="replace")
+            raise ServeError(f"status {self.status}: {words}")
 
     def events(self) -> list[tuple[float, Any]]:
         """Return the events of a stream but for [DONE]: when the last byte of each came, and its JSON."""
         places = [at for begin, part in self.parts() for at in range(begin, begin + len(part))]
-        read_ends, found = list(accumulate(len(data) for _, data in self.reads)), []
+        read_ends, events = list(accumulate(len(data) for _, data in self.reads)), []
         for event in EVENT.finditer(self.text()):
             text = event[1].partition(b"data:")[2].strip()
             if text and text != b"[DONE]":
                 when, _ = self.reads[bisect_right(read_ends, places[event.end() - 1])]
-                found.append((when, as_object(text)))
-        return found
+                events.append((when, as_object(text)))
+        return events
 
 
 def as_object(text: bytes) -> dict[str, Any]:
     """Return the JSON object of a text. ServeError for anything else."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ServeError(f"{text[:200]!r} is no JSON object")
-    return found
+    with suppress(ValueError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    raise ServeError(f"{text[:200]!r} is no JSON object")
 
 
 def words_of(answer: dict[str, Any]) -> str:
@@ -155,7 +151,9 @@ class ServeClient:
 
     async def call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         """Send a request; return the JSON object of the answer. ServeError as for `send`, or for a refusal."""
-        return (await self.send(self.request(method, path, body))).body()
+        reply = await self.send(self.request(method, path, body))
+        reply.check()
+        return as_object(reply.text())
 
     async def send(self, request: bytes, begin: float | None = None, leaves_after: int | None = None) -> Reply:
         """Send the bytes of a request; return the whole answer. ServeError: nobody answers, or not in time.

@@ -3,6 +3,8 @@
 open     each request is sent at its time of arrival, whether the server keeps up or not
 closed   so many are open at once; the next is sent when one has ended
 both     as open, but a request waits while so many are open; its time counts from its arrival
+
+A server that answers wrongly is not measured: see `check`.
 """
 
 import asyncio
@@ -56,7 +58,6 @@ class Target:
 
     @property
     def path(self) -> str:
-        """Where completions are asked for."""
         return PATHS[self.endpoint]
 
     def body(self, request: ServeRequest, stream: bool = True) -> dict[str, Any]:
@@ -71,15 +72,10 @@ class Target:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         return fields | dict(self.extra)
 
-    def bytes_of(self, request: ServeRequest) -> bytes:
-        """Return the bytes that ask for a stream."""
-        return self.client.request("POST", self.path, self.body(request))
-
 
 async def ask(target: Target, request: ServeRequest) -> Outcome:
     """Send a request, and wait for its end."""
-    (outcome,) = await run_load(target, [request], None, lambda: None)
-    return outcome
+    return (await run_load(target, [request], None, lambda: None))[0]
 
 
 async def run_load(
@@ -90,11 +86,11 @@ async def run_load(
     Requests with times of arrival are sent then, the others at once. concurrency: how many are open at most; None for
     any number. Bytes are made before the load and read after it, so that a client on the server's cores costs little.
     """
-    data = [target.bytes_of(one) for one in requests]
+    data = [target.client.request("POST", target.path, target.body(request)) for request in requests]
     gate = asyncio.Semaphore(concurrency or len(requests))
     start = time.perf_counter()
 
-    async def one(request: ServeRequest, data: bytes) -> Reply:
+    async def send(request: ServeRequest, data: bytes) -> Reply:
         due = None if request.arrival is None else start + request.arrival
         if due is not None:
             await asyncio.sleep(due - time.perf_counter())
@@ -107,7 +103,62 @@ async def run_load(
         note()
         return reply
 
-    return [outcome_of(reply) for reply in await asyncio.gather(*map(one, requests, data))]
+    return [outcome_of(reply) for reply in await asyncio.gather(*map(send, requests, data))]
+
+
+class WrongAnswer(Exception):
+    """The first thing that is wrong about a server's answers."""
+
+
+async def find_model(name: str, client: ServeClient, asked: str | None) -> str:
+    """Return the model that is asked for, else the first that the server names.
+
+    Raises:
+        WrongAnswer: The server lacks the model, or names none.
+        ServeError: The server does not answer.
+    """
+    try:
+        models = [str(one["id"]) for one in (await client.call("GET", "/v1/models"))["data"]]
+    except (KeyError, TypeError):
+        models = []
+    if not models:
+        raise WrongAnswer(f"{name}: /v1/models lists no models")
+    if asked is not None and asked not in models:
+        raise WrongAnswer(f"{name}: model must be one of {', '.join(models)}, got {asked!r}")
+    return asked or models[0]
+
+
+async def check(target: Target, request: ServeRequest) -> bool:
+    """Ask for one prompt twice, and once as a stream. Return whether the text was the same each time.
+
+    Raises:
+        WrongAnswer: The numbers of usage do not add up, or a stream does not come to its end.
+        ServeError: The server does not answer, or refuses the request.
+    """
+    whole = [await target.client.call("POST", target.path, target.body(request, stream=False)) for _ in "12"]
+    usages = [answer.get("usage") or {} for answer in whole]
+    streamed = await ask(target, request)
+    wrong = [_fault_of_usage(target, request, usage) for usage in usages]
+    if streamed.status != "ok":
+        wrong.append(f"a stream ends with {streamed.status}: {streamed.error}")
+    numbers = usages[0].get("prompt_tokens"), usages[0].get("completion_tokens")
+    if (streamed.num_prompt_tokens, streamed.num_output_tokens) != numbers:
+        wrong.append("a stream and a whole answer differ in usage")
+    if said := next(filter(None, wrong), None):
+        raise WrongAnswer(f"{target.name}: {said}")
+    return len({streamed.text, *map(text_of, whole)}) == 1
+
+
+def _fault_of_usage(target: Target, request: ServeRequest, usage: dict[str, Any]) -> str | None:
+    num_prompt, num_output, total = (usage.get(f"{name}_tokens", -1) for name in ("prompt", "completion", "total"))
+    if -1 in (num_prompt, num_output, total) or num_prompt + num_output != total:
+        return f"usage must add up, got {usage}"
+    if target.endpoint == "completions" and num_prompt != len(request.prompt):
+        return f"a prompt of {len(request.prompt)} tokens is counted as {num_prompt}"
+    is_exact = dict(target.extra).get("ignore_eos") and num_output != request.max_tokens
+    if num_output > request.max_tokens or is_exact:
+        return f"{request.max_tokens} tokens were asked for, {num_output} are counted"
+    return None
 
 
 def outcome_of(reply: Reply) -> Outcome:
@@ -115,8 +166,7 @@ def outcome_of(reply: Reply) -> Outcome:
     if reply.is_aborted:
         return Outcome("aborted", reply.begin, reply.end)
     try:
-        if reply.error or reply.status != 200:
-            raise ServeError(reply.error or reply.refusal())
+        reply.check()
         return _read(reply)
     except (ServeError, ValueError) as error:  # ValueError: the framing of chunks
         return Outcome("failed", reply.begin, reply.end, error=str(error))
@@ -134,16 +184,10 @@ def _read(reply: Reply) -> Outcome:
             texts.append(text_of(event))
     if usage is None:
         raise ServeError("the stream has no usage")
-    return Outcome(
-        "ok",
-        reply.begin,
-        reply.end,
-        tuple(times) or (reply.end,),  # tokens may have no text
-        usage.get("prompt_tokens") or 0,
-        usage.get("completion_tokens") or max(len(times), 1),
-        (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
-        "".join(texts),
-    )
+    num_prompt, num_output = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or max(len(times), 1)
+    num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    moments = tuple(times) or (reply.end,)  # tokens may have no text
+    return Outcome("ok", reply.begin, reply.end, moments, num_prompt, num_output, num_cached, "".join(texts))
 
 
 def text_of(answer: dict[str, Any]) -> str:

@@ -13,13 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kvpage.benchmarks.peer_process import recommended
+from kvpage.benchmarks.peer_process import VLLM_ENVIRONMENT, recommended
 
 START_TIMEOUT = 300.0
-VLLM_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING",
-    "KMP_BLOCKTIME": "0",
-}  # fmt: skip
 
 
 def start_servers(options: argparse.Namespace, num_blocks: int, num_seqs: int, stack: ExitStack) -> dict[str, str]:
@@ -57,7 +53,8 @@ def _vllm_server(options: argparse.Namespace, folder: str, num_seqs: int) -> Ite
         "--enforce-eager", "--disable-uvicorn-access-log",
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {**VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads)}
+    environment |= {**VLLM_ENVIRONMENT, "KMP_BLOCKTIME": "0", "OMP_NUM_THREADS": str(options.threads)}
+    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # the server has processes of its own
     if preload := ":".join(map(str, recommended(options.vllm))):
         environment["LD_PRELOAD"] = preload
     with _running([str(options.vllm), *arguments], environment, port) as url:

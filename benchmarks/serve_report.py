@@ -59,10 +59,7 @@ def percentiles(values: Sequence[float]) -> dict[int, float]:
 
 
 def show(rates: Mapping[str, Figure], summaries: Mapping[str, Sequence[Row]]) -> None:
-    """Print the counts and the times of each contender, and the errors of requests.
-
-    rates: tokens a second, by contender. summaries: of each server, one a round.
-    """
+    """Print the counts and the times of each contender, and the errors of requests. summaries: one a round."""
     shown(COUNTS, (counts_of(name, rate, summaries.get(name, ())) for name, rate in rates.items()))
     print()
     shown(TIMES, (row for name, each in summaries.items() for row in times_of(name, each)))
@@ -74,18 +71,14 @@ def show(rates: Mapping[str, Figure], summaries: Mapping[str, Sequence[Row]]) ->
 def counts_of(name: str, rate: Figure, each: Sequence[Row]) -> Row:
     """Return a contender's counts, over all rounds; its tokens a second alone where it has no summaries."""
     row: Row = {"contender": name, "tokens/s": rate}
-    if not each:
-        return row
-    names = ("ok", "aborted", "failed", "prompt_tokens", "cached_tokens")
-    sums = {key: sum(one[key] for one in each) for key in names}
-    goodputs = [one["goodput"] for one in each if one["goodput"] is not None]
-    return {
-        **row,
-        **sums,
-        "cached": sums["cached_tokens"] / sums["prompt_tokens"] if sums["prompt_tokens"] else None,
-        "requests/s": statistics.median(one["requests_per_second"] for one in each),
-        "goodput": statistics.median(goodputs) if goodputs else None,
-    }
+    if each:
+        row |= {key: sum(summary[key] for summary in each) for key in ("ok", "aborted", "failed")}
+        num_prompt, num_cached = (sum(summary[f"{key}_tokens"] for summary in each) for key in ("prompt", "cached"))
+        row["cached"] = num_cached / num_prompt if num_prompt else None
+        row["requests/s"] = statistics.median(summary["requests_per_second"] for summary in each)
+        goodputs = [summary["goodput"] for summary in each if summary["goodput"] is not None]
+        row["goodput"] = statistics.median(goodputs) if goodputs else None
+    return row
 
 
 def times_of(name: str, each: Sequence[Row]) -> Iterator[Row]:

@@ -22,7 +22,7 @@ MEDIANS, SIGMAS, MOST = (100, 140), (1.2, 0.9), 1024
 
 @dataclass(frozen=True, slots=True)
 class ServeRequest:
-    """One request. arrival: seconds after the beginning; None where the load decides. leaves_after: see Load."""
+    """One request. arrival: seconds after the beginning; None where the load decides. leaves_after: reads."""
 
     prompt: list[int]
     max_tokens: int

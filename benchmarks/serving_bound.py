@@ -31,10 +31,6 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 Weights = list[torch.Tensor]
 
 
-def torch_product(weight: torch.Tensor, num_tokens: int) -> Product:
-    return lambda rows: F.linear(rows, weight)
-
-
 def packed_product(weight: torch.Tensor, num_tokens: int) -> Product:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")
@@ -45,13 +41,6 @@ def mkl_product(weight: torch.Tensor, num_tokens: int) -> Product:
     return lambda rows: torch.ops.mkl._mkl_linear(rows, packed, weight, None, num_tokens)
 
 
-def kvpage_product(weight: torch.Tensor, num_tokens: int) -> Product:
-    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = vars(ops).get("linear")
-    if linear is None:
-        raise AttributeError("this kvpage has no ops.linear")
-    return lambda rows: linear(rows, weight)
-
-
 def fp32_product(weight: torch.Tensor, num_tokens: int) -> Product:
     if weight.dtype == torch.float32:
         raise AttributeError("weights are fp32 already")
@@ -59,11 +48,11 @@ def fp32_product(weight: torch.Tensor, num_tokens: int) -> Product:
     return lambda rows: F.linear(rows.float(), wide).to(weight.dtype)
 
 
-CANDIDATES = {
-    "torch": torch_product,
+CANDIDATES: dict[str, Callable[[torch.Tensor, int], Product]] = {
+    "torch": lambda weight, num_tokens: lambda rows: F.linear(rows, weight),
     "oneDNN packed": packed_product,
     "MKL packed": mkl_product,
-    "kvpage": kvpage_product,
+    "kvpage": lambda weight, num_tokens: lambda rows: ops.linear(rows, weight),
     "fp32": fp32_product,
 }
 

@@ -44,24 +44,7 @@ class KVPageServer:
 
 def num_tokens_of(workload: Workload, max_tokens: int) -> int:
     """Return the tokens of all requests at the end, without sharing, each in whole blocks."""
-    inputs = (len(tokens) + max_tokens + BLOCK_SIZE for prompts in workload.turns for tokens in prompts)
-    return sum(inputs)
-
-
-def in_time(answer: Answer) -> Callable[[Prompts], tuple[Tokens, float]]:
-    """Return the same with its seconds."""
-
-    def timed(prompts: Prompts) -> tuple[Tokens, float]:
-        before = time.perf_counter()
-        tokens = answer(prompts)
-        return tokens, time.perf_counter() - before
-
-    return timed
-
-
-def kvpage_way(server: KVPageServer, max_tokens: int) -> Answer:
-    server.forget()
-    return functools.partial(server.answer, max_tokens=max_tokens)
+    return sum(len(tokens) + max_tokens + BLOCK_SIZE for prompts in workload.turns for tokens in prompts)
 
 
 def generate(model: Any, num_shared: int, max_tokens: int) -> Answer:
@@ -118,14 +101,24 @@ def shared_copy(cache: tf.DynamicCache) -> tf.DynamicCache:
 def local_contenders(model: tf.PreTrainedModel, workload: Workload, max_tokens: int) -> dict[str, Contender]:
     """Return those that run in this process, by name. Each begins with what it keeps from turn to turn."""
     server = KVPageServer(model, num_tokens_of(workload, max_tokens))
-    ways: list[Callable[[Any, int, int], Answer]] = [generate]
+
+    def kvpage(model: Any, num_shared: int, max_tokens: int) -> Answer:
+        server.forget()
+        return functools.partial(server.answer, max_tokens=max_tokens)
+
+    ways: list[Callable[[Any, int, int], Answer]] = [kvpage, generate]
     ways += [generate_prefix, generate_copies] if workload.prefix_len else []
     ways += [generate_kept] if len(workload.turns) > 1 else []
     ways += [generate_batch] if has_batches() else []
-    makers = {way.__name__: functools.partial(way, model, workload.prefix_len, max_tokens) for way in ways}
-    makers = {"kvpage": functools.partial(kvpage_way, server, max_tokens), **makers}
 
-    def serve(make: Callable[[], Answer]) -> Served:
-        return converse(workload, in_time(make()))
+    def serve(way: Callable[[Any, int, int], Answer]) -> Served:
+        answer = way(model, workload.prefix_len, max_tokens)
 
-    return {name: functools.partial(serve, make) for name, make in makers.items()}
+        def timed(prompts: Prompts) -> tuple[Tokens, float]:
+            before = time.perf_counter()
+            tokens = answer(prompts)
+            return tokens, time.perf_counter() - before
+
+        return converse(workload, timed)
+
+    return {way.__name__: functools.partial(serve, way) for way in ways}

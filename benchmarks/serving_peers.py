@@ -18,8 +18,7 @@ class ServingPeer:
     """A process that answers prompts. hello: its first line, with its version."""
 
     def __init__(self, peer: PeerProcess, needs_room: bool) -> None:
-        self._peer, self._needs_room = peer, needs_room
-        self.hello = peer.hello
+        self._peer, self._needs_room, self.hello = peer, needs_room, peer.hello
 
     def prepare(self, workload: Workload, max_tokens: int) -> None:
         """Make room for a workload."""
@@ -32,9 +31,9 @@ class ServingPeer:
 
         def answer(prompts: Prompts) -> tuple[Tokens, float]:
             nonlocal is_first
-            said = self._peer.ask(prompts=prompts, max_tokens=max_tokens, is_first=is_first)
+            answers = self._peer.ask(prompts=prompts, max_tokens=max_tokens, is_first=is_first)
             is_first = False
-            return said["tokens"], said["seconds"]
+            return answers["tokens"], answers["seconds"]
 
         return converse(workload, answer)
 
@@ -43,22 +42,19 @@ class ServingPeer:
 def serving_peers(
     model: tf.PreTrainedModel, num_threads: int, vllm: Path | None, preload: Sequence[Path]
 ) -> Iterator[dict[str, ServingPeer]]:
-    """Start the peers over a model's weights, and end them with the block. RuntimeError: one ended; its own words are
-    above.
+    """Start the peers over a model's weights, and end them with the block. RuntimeError: one ended.
 
-    vllm: an interpreter; None to leave it out. preload: libraries for a kvpage of its own process; none to leave it
-    out.
+    vllm: an interpreter that has it; None without vLLM. preload: libraries of kvpage's own process; none without it.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        arguments = [str(num_threads), folder, str(model.dtype).removeprefix("torch.")]
-        found: dict[str, ServingPeer] = {}
+        dtype, peers = str(model.dtype).removeprefix("torch."), dict[str, ServingPeer]()
         if preload or vllm:
             model.save_pretrained(folder)
         if preload:
-            own = PeerProcess.start(
-                Path(sys.executable), "kvpage_peer.py", arguments, preload, os.environ.get("PYTHONPATH")
-            )
-            found["kvpage_preloaded"] = ServingPeer(stack.enter_context(own), needs_room=True)
-        if other := stack.enter_context(vllm_peer(vllm, "vllm_peer.py", *arguments, preloads=True)):
-            found["vllm"] = ServingPeer(other, needs_room=False)
-        yield found
+            path = {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
+            arguments = [str(num_threads), folder, dtype]
+            process = PeerProcess.start(Path(sys.executable), "kvpage_peer.py", arguments, preload, path)
+            peers["kvpage_preloaded"] = ServingPeer(stack.enter_context(process), needs_room=True)
+        if peer := stack.enter_context(vllm_peer(vllm, "serving", num_threads, folder, dtype, preloads=True)):
+            peers["vllm"] = ServingPeer(peer, needs_room=False)
+        yield peers

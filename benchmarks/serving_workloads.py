@@ -66,10 +66,14 @@ def make_model(shape: Shape, dtype: torch.dtype, vocab: int, **fields: Any) -> t
     return tf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval().to(dtype)
 
 
+def config_for(lengths: Iterable[int], **options: Any) -> EngineConfig:
+    """Return the config of an engine with room for sequences of these lengths. options: of EngineConfig."""
+    return EngineConfig(CacheConfig(BLOCK_SIZE, sum(length // BLOCK_SIZE + 2 for length in lengths)), **options)
+
+
 def engine_for(model: tf.PreTrainedModel, lengths: Iterable[int], **options: Any) -> Engine:
     """Return an engine with room for sequences of these lengths. options: of EngineConfig."""
-    cache = CacheConfig(BLOCK_SIZE, sum(length // BLOCK_SIZE + 2 for length in lengths))
-    return Engine.from_model(model, EngineConfig(cache, **options))
+    return Engine.from_model(model, config_for(lengths, **options))
 
 
 def random_prompts(lengths: Iterable[int], vocab: int, seed: int = 0) -> Prompts:

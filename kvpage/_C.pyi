@@ -149,6 +149,18 @@ def norm_kernels() -> list[str]:
 def has_fast_linear(row_type: int, /) -> bool:
     """Return whether `linear` is to compute this type on this machine: see kvpage.ops.has_fast_linear."""
 
+def exponent_kernels() -> list[str]:
+    """Return the kernels for floats with their exponents apart that this machine runs, the best first."""
+
+def most_payload_bytes(kind: int, raw_bytes: int) -> int:
+    """Return the bytes that encode_exponents needs room for. kind: FloatKind of csrc/codec/exponent_kernel.h."""
+
+def encode_exponents(kind: int, raw: int, raw_bytes: int, out: Any, kernel: str = "") -> int:
+    """Write floats with their exponents apart into `out`, and return their bytes. raw: address of raw_bytes bytes."""
+
+def decode_exponents(kind: int, payload: int, num_bytes: int, out: Any, kernel: str = "") -> None:
+    """Fill `out` with the floats of a payload at an address. ValueError for a payload that no encoding writes."""
+
 def store_chunk(
     parts: list[_TokenPart],  # of each layer
     block_ids: int,  # address of int32 [num_block_ids]

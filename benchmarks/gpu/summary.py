@@ -1,7 +1,7 @@
 """The table that a run ends with: how the parts went, and beside each prediction and target what a device says.
 
-Predictions follow from machine code and bytes, for a copy of 4.3 TB/s and products of 790 TFLOP/s. docs/gpu.md explains
-them, and has the same table.
+Predictions follow from machine code and bytes, for a copy of 4.3 TB/s and products of 790 TFLOP/s.
+docs/notes/machine_code.md explains them, and has the same table.
 """
 
 from collections.abc import Sequence

@@ -91,7 +91,7 @@ class KVStoreConfig:
     Attributes:
         chunk_size: tokens of a chunk.
         tiers: URLs, the fastest first; reading asks them in this order.
-        codec: "raw", "zstd" or "fp8".
+        codec: "raw", "zstd", "split" or "fp8".
         save_decode_cache: whether an engine stores generated tokens, too.
         deadline: seconds of a call on a tier that names none; None for no limit.
         num_threads: threads for one call; 0 for torch's number.

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-from kvpage.benchmarks import blend_methods, blend_model, blend_probes, blend_quality, blend_speed
+from kvpage.benchmarks import blend_methods, blend_model, blend_quality, blend_speed
 from kvpage.benchmarks import blend_task as task
 from kvpage.benchmarks.blend_quality import Method
 from kvpage.blend import select_tokens
@@ -157,8 +157,8 @@ def test_warming_is_timed_through_the_engine() -> None:
 def test_probes_know_nothing_of_the_document() -> None:
     """Each document has tokens of its own."""
     segments = torch.arange(3 * 2 * 4).view(3, 2, 4) + 1000 * torch.arange(3).view(3, 1, 1)
-    found = dict(blend_probes.probes(segments))
-    assert {name for name, _ in blend_probes.probes(segments)} == set(found)
+    found = dict(blend_methods.probes(segments))
+    assert {name for name, _ in blend_methods.probes(segments)} == set(found)
     for name, tokens in found.items():
         assert tokens.shape[:2] == (3, 2)
         for document in range(3):
@@ -172,13 +172,13 @@ def test_probes_know_nothing_of_the_document() -> None:
                     )
                 else:
                     assert mine <= own
-        assert torch.equal(tokens, dict(blend_probes.probes(segments))[name])
+        assert torch.equal(tokens, dict(blend_methods.probes(segments))[name])
 
 
 def test_sensitivity_is_how_far_v_is_behind_the_probe(batch: blend_quality.Batch) -> None:
     tokens = batch.ids[:, : CONFIG.num_tokens]
     segments = tokens.unflatten(1, (-1, SEGMENT))
-    for name, probe in blend_probes.probes(segments):
+    for name, probe in blend_methods.probes(segments):
         found = batch.truth.sensitivity[name]
         assert not found[:, :SEGMENT].any() and (found[:, SEGMENT] > 0).all()
         for document, place in ((0, 1), (2, 3)):

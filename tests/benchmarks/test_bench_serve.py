@@ -140,36 +140,30 @@ def test_another_text_is_named() -> None:
     assert said(done) and "a: the same prompt gives other texts" in done.output
 
 
+def wrong_answers(*parts: Any) -> Any:
+    """Return a server that lists its models, and gives these parts for each answer that is no stream."""
+    return lambda path, body: completions(path, body) if body is None else parts
+
+
+def wrong_streams(usage: Any) -> Any:
+    """Return a server whose streams alone have another usage."""
+    return lambda path, body: (
+        stream(text_events("aaa", usage)) if body and "stream" in body else completions(path, body)
+    )
+
+
+FEW_TOKENS = {"choices": [], "usage": usage_of({"prompt": [1] * 4, "max_tokens": 1})}
 WRONG = {
     "no models": (lambda path, body: [whole({"data": []})], "a: /v1/models lists no models"),
     "other JSON": (lambda path, body: [whole({"models": []})], "a: /v1/models lists no models"),
     "a web page": (lambda path, body: [b"HTTP/1.1 200 OK\r\n\r\n<html>"], "b'<html>' is no JSON object"),
     "a key": (lambda path, body: [whole({"error": {"message": "no key"}}, 401)], "status 401: no key"),
     "not found": (lambda path, body: [whole({"detail": "Not Found"}, 404)], "status 404: {'detail': 'Not Found'}"),
-    "usage": (
-        lambda path, body: (
-            completions(path, body) if body is None else [whole({"choices": [{"text": "a"}], "usage": {}})]
-        ),
-        "usage must add up",
-    ),
-    "too few tokens": (
-        lambda path, body: (
-            completions(path, body)
-            if body is None
-            else [whole({"choices": [], "usage": usage_of({**body, "max_tokens": 1})})]
-        ),
-        "3 tokens were asked for, 1 are counted",
-    ),
-    "a stream without usage": (
-        lambda path, body: stream(text_events("aaa", None)) if body and "stream" in body else completions(path, body),
-        "a stream ends with failed: the stream has no usage",
-    ),
+    "usage": (wrong_answers(whole({"choices": [{"text": "a"}], "usage": {}})), "usage must add up"),
+    "too few tokens": (wrong_answers(whole(FEW_TOKENS)), "3 tokens were asked for, 1 are counted"),
+    "a stream without usage": (wrong_streams(None), "a stream ends with failed: the stream has no usage"),
     "a stream of another usage": (
-        lambda path, body: (
-            stream(text_events("aaa", usage_of({"prompt": [1], "max_tokens": 3})))
-            if body and "stream" in body
-            else completions(path, body)
-        ),
+        wrong_streams(usage_of({"prompt": [1], "max_tokens": 3})),
         "a stream and a whole answer differ in usage",
     ),
 }

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 tf = pytest.importorskip("transformers")
 
 from kvpage.benchmarks import bench_serving_gpu as bench  # noqa: E402
-from kvpage.benchmarks.serving_latency import Moments, serve_kvpage  # noqa: E402
+from kvpage.benchmarks.bench_serving_gpu import Moments, serve_kvpage  # noqa: E402
 from kvpage.benchmarks.serving_step_bound import StepBound, copy_bandwidth, kv_bytes, step_bound, weight_bytes  # noqa: E402
 from kvpage.serving import SamplingParams  # noqa: E402
 

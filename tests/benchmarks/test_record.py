@@ -127,25 +127,16 @@ def test_short_numbers_are_in_the_full_table() -> None:
     """Each is the same number, beside the same peers or more of them."""
     results = {name: result for name, (_, result) in record.read_all(ROOT).items()}
     templates = tables.read_templates(ROOT)
-    pages = ("README.md", "docs/benchmarks.md")
+    pages = ("README.md", "docs/notes/figures.md")
     short, full = (rows_of(templates[page, "numbers"].table(results)) for page in pages)
     for _, measured, beside in short:
         (peers,) = (row[2].split("; ") for row in full if row[1] == measured and beside.split("; ")[0] in row[2])
         assert set(beside.split("; ")) <= set(peers)
 
 
-def test_the_commits_of_results_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence where all are of one commit, one for each commit otherwise."""
-    (tmp_path / record.RESULTS).mkdir(parents=True)
-    monkeypatch.setattr(record, "RUNS", {name: runs.Run(name, (f"benchmarks/{name}.py",)) for name in ("a", "b", "c")})
-    for name, measured_at in (("a", "1111"), ("b", "1111"), ("c", "1111")):
-        (tmp_path / record.RESULTS / f"{name}.txt").write_text(f"commit {measured_at}\n\n{{}}")
-    assert record.commits_of(tmp_path) == "All were measured at commit `1111`."
-    (tmp_path / record.RESULTS / "b.txt").write_text("commit 2222\n\n{}")
-    assert record.commits_of(tmp_path) == "Measured at commit `1111`: a, c. Measured at commit `2222`: b."
-    (tmp_path / record.RESULTS / "a.txt").unlink()
-    said = "Measured at commit `2222`: b. Measured at commit `1111`: c. Not measured yet: a."
-    assert record.commits_of(tmp_path) == said
+def test_a_run_without_a_result_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RUNS", {"a": runs.Run("a", ("benchmarks/a.py",))})
+    assert record.read_all(tmp_path) == {}
     with pytest.raises(Refused, match="a has no result: run `python benchmarks/record.py run a`"):
         record.write_numbers(tmp_path)
 
@@ -155,7 +146,5 @@ def test_every_number_of_the_pages_is_measured() -> None:
     """The tables are made of the results that are kept, and of nothing else."""
     for name, text in record.pages_with_numbers(ROOT).items():
         assert text == (ROOT / name).read_text(), name
-    missing = record.missing_results(ROOT)
-    for name, run in runs.RUNS.items():
-        assert (ROOT / run.script).is_file(), name
-        assert name in missing or record.read_result(ROOT, name)[1]
+    assert all(result for _, result in record.read_all(ROOT).values())
+    assert all((ROOT / run.arguments[0]).is_file() for run in runs.RUNS.values())

@@ -18,8 +18,15 @@ def test_types_follow_from_defaults() -> None:
     options = parse("x", None, arguments, **defaults)
     assert (options.name, options.sizes, options.names, options.share, options.rounds) == ("a", [4, 5], ["c"], 1.0, 3)
     assert options.is_quick and not parse("x", None, [], **defaults).is_quick
-    with pytest.raises(SystemExit):
-        parse("x", None, ["--sizes", "0"], **defaults)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two"])
+def test_a_number_that_is_not_positive_is_named(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for option_name in ("--rounds", "--sizes"):
+        with pytest.raises(SystemExit):
+            parse("x", None, [option_name, text], rounds=3, sizes=(1, 2))
+        words = f"argument {option_name}: it must be a positive integer, got {text!r}"
+        assert words in capsys.readouterr().err
 
 
 def test_kvpage_is_not_left_out(capsys: pytest.CaptureFixture[str]) -> None:

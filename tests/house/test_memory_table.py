@@ -1,4 +1,4 @@
-"""The table of context's memory in docs/serving.md is that of the arithmetic."""
+"""The table of context's memory in docs/notes/memory.md is that of the arithmetic."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ import pytest
 import transformers as tf
 from support.memory_table import MODELS, table, table_of
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/serving.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/notes/memory.md"
 
 
 @pytest.mark.skipif(not hasattr(tf, "Qwen3NextConfig"), reason="this version of transformers lacks a type of the table")
 def test_the_page_has_the_table() -> None:
-    """`python tests/support/memory_table.py --write docs/serving.md` writes it."""
+    """`python tests/support/memory_table.py --write docs/notes/memory.md` writes it."""
     assert table_of(PAGE.read_text()) == table()
 
 

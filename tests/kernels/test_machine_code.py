@@ -1,4 +1,4 @@
-"""Machine code of each kernel against the table in docs/gpu.md: a change that makes a tile dearer is seen here."""
+"""Machine code of each kernel against the table in docs/notes/machine_code.md: a tile that gets dearer is seen here."""
 
 import os
 from pathlib import Path
@@ -14,9 +14,9 @@ from support.machine_code.cost import Cost, occupancy  # noqa: E402
 from support.machine_code.machine_code import MachineCode  # noqa: E402
 from support.machine_code.table import read_table, text_of  # noqa: E402
 
-VERSION, TABLE = read_table((Path(__file__).parents[2] / "docs" / "gpu.md").read_text())
+VERSION, TABLE = read_table((Path(__file__).parents[2] / "docs" / "notes" / "machine_code.md").read_text())
 TOLERANCE = 0.05
-WRITE = "python tests/support/machine_code/table.py --write docs/gpu.md"
+WRITE = "python tests/support/machine_code/table.py --write docs/notes/machine_code.md"
 
 
 def test_the_table_has_all_cases():

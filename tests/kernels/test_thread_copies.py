@@ -1,4 +1,4 @@
-"""Loads and stores by threads can fill the memory of an H200: what docs/gpu.md says about them, from its own table."""
+"""Loads and stores by threads can fill the memory of an H200: the arithmetic of docs/notes/machine_code.md."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from support.machine_code.table import read_table  # noqa: E402
 
-_, TABLE = read_table((Path(__file__).parents[2] / "docs" / "gpu.md").read_text())
+_, TABLE = read_table((Path(__file__).parents[2] / "docs" / "notes" / "machine_code.md").read_text())
 MULTIPROCESSORS, CLOCK, SCHEDULERS, BANDWIDTH, LATENCY = 132, 1.755e9, 4, 4.8e12, 0.8e-6
 WARPS, TILE_BYTES, LOADED_BYTES = 4, 16 * 1024, 2 * 32 * 16  # of a program; both ways; of a warp at once
 SEARCH = 25  # instructions of a step of the search for a token's sequence

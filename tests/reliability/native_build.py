@@ -61,6 +61,8 @@ NUMERIC = [
     "chunks/stretch_copy",
     "chunks/stretch_reader",
     "chunks/stretch_writer",
+    "codec/exponent_codec",
+    "codec/exponent_kernel",
     "hash/xxh3",
     "hash/xxh3_constants",
     "hash/xxh3_kernel",
@@ -80,6 +82,7 @@ NUMERIC = [
 ]
 FAMILIES = [
     "attention/attention_kernel",
+    "codec/exponent_kernel",
     "hash/xxh3_kernel",
     "linear/linear_kernel",
     "linear/norm_kernel",

@@ -1,4 +1,4 @@
-"""FaultTable: docs/store.md's tables of errors, made from what the tiers do.
+"""FaultTable: docs/notes/store_errors.md's tables of errors, made from what the tiers do.
 
     python tests/support/fault_table.py        prints them
 

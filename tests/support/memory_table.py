@@ -1,4 +1,4 @@
-"""python tests/support/memory_table.py --write docs/serving.md: the memory of context, by models' configs alone.
+"""python tests/support/memory_table.py --write docs/notes/memory.md: the memory of context, by models' configs alone.
 
 Shapes are those of released models. Weights do not matter, so there are none; the state of a model is measured on four
 of its layers, which are tiny but for the heads of the state.

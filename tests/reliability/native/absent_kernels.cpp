@@ -1,6 +1,7 @@
 // Tables of kernels for the instruction sets that the experiments leave out: no machine has an instruction set of this
 // name. "base" is the same source.
 #include "attention/attention_kernel.h"
+#include "codec/exponent_kernel.h"
 #include "hash/xxh3_kernel.h"
 #include "linear/linear_kernel.h"
 #include "linear/norm_kernel.h"
@@ -12,6 +13,7 @@ namespace kvpage {
 
 #if defined(__x86_64__)
 const AttentionKernel attention_kernel_avx2 = {.name = "absent"}, attention_kernel_avx512 = {.name = "absent"};
+const ExponentKernel exponent_kernel_avx2 = {.name = "absent"}, exponent_kernel_avx512 = {.name = "absent"};
 const LinearKernel linear_kernel_avx2 = {.name = "absent"}, linear_kernel_avx512 = {.name = "absent"};
 const LinearKernel linear_kernel_avx512bf16 = {.name = "absent"}, linear_kernel_pairs_model = {.name = "absent"};
 const NormKernel norm_kernel_avx2 = {.name = "absent"}, norm_kernel_avx512 = {.name = "absent"};

@@ -1,6 +1,6 @@
-// numeric SEED NUM_OPERATIONS: attention over shared tables, products, norms, sampling, and copies between many places
-// and one or a file, of random sizes, by the pool of workers and from several callers at once. Each array is a heap
-// block of its own that ends where its last element does. Prints figures as JSON.
+// numeric SEED NUM_OPERATIONS: attention over shared tables, products, norms, sampling, copies between many places and
+// one or a file, and a codec of floats, of random sizes, by the pool of workers and from several callers at once. Each
+// array is a heap block of its own that ends where its last element does. Prints figures as JSON.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -21,6 +21,7 @@
 #include "chunks/stretch_copy.h"
 #include "chunks/stretch_reader.h"
 #include "chunks/stretch_writer.h"
+#include "codec/exponent_codec.h"
 #include "linear/rms_norm.h"
 #include "sampling/sample_rows.h"
 #include "trial.h"
@@ -335,6 +336,26 @@ void fork_a_child(Random& rng) {
   expect(child > 0 && waitpid(child, &status, 0) == child && status == 0, "a child came to another end");
 }
 
+// Floats with their exponents apart come back. A payload with other bytes is refused, or gives any floats.
+void take_exponents_apart(Random& rng) {
+  const auto kind = static_cast<FloatKind>(rng.below(4));
+  const int64_t num_bytes = static_cast<int64_t>(rng.below(rng.below(4) ? 700 : 20000));
+  Bytes raw = bytes(rng, num_bytes);
+  if (rng.below(4))
+    for (int64_t i = 1; i < num_bytes; i += parts_of(kind).width) raw[i] = std::byte{0x3c} | (raw[i] & std::byte{0x83});
+  Bytes room(most_payload_bytes(kind, num_bytes));
+  const int64_t size = encode_exponents(kind, at(raw), num_bytes, at(room), "");
+  Bytes payload(room.begin(), room.begin() + size), back(raw.size());
+  decode_exponents(kind, at(payload), size, at(back), num_bytes, "");
+  expect(back == raw, "floats did not come back");
+  for (int64_t i = static_cast<int64_t>(rng.below(4)); i > 0 && size > 0; --i)
+    payload[rng.below(rng.below(2) ? size : std::min<int64_t>(size, 8))] = static_cast<std::byte>(rng.next());
+  payload.resize(rng.below(4) ? size : rng.below(size + 1));
+  payload.shrink_to_fit();
+  outcome_of(
+      [&] { decode_exponents(kind, at(payload), static_cast<int64_t>(payload.size()), at(back), num_bytes, ""); });
+}
+
 void fail_in_shares(Random& rng) {
   const int num_shares = 2 + static_cast<int>(rng.below(5)), failing = static_cast<int>(rng.below(num_shares));
   std::atomic<int> num_done = 0;
@@ -361,6 +382,7 @@ void work(uint64_t seed, int64_t num_operations, bool forks) {
     copy_stretches(rng, max_threads);
     read_stretches_of_a_file(rng, max_threads, fileno(file));
     fault_pages_in(rng, max_threads);
+    take_exponents_apart(rng);
     fail_in_shares(rng);
     if (forks && i % 8 == 0) fork_a_child(rng);
   }

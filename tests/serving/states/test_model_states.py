@@ -18,7 +18,7 @@ from kvpage.serving.assembly.parts import check_servable
 from kvpage.serving.model.probe import relative_error
 from kvpage.serving.model.states.model_states import ModelStates, are_states_served
 
-PAGE = Path(__file__).parents[3] / "docs" / "hybrid.md"
+PAGE = Path(__file__).parents[3] / "docs" / "notes" / "state_models.md"
 CONFIG = EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=16))
 
 

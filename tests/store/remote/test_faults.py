@@ -1,4 +1,4 @@
-"""Faults: a key's error is its own miss, and few open the breaker. The tables of docs/store.md say what tiers do."""
+"""Faults: a key's error is its own miss, and few open the breaker. docs/notes/store_errors.md has the tables."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from kvpage.store.remote.options import RemoteOptions  # noqa: E402
 from kvpage.store.remote.remote_tier import RemoteTier  # noqa: E402
 from kvpage.store.tiers.tier import TierError, TierRests  # noqa: E402
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "store.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "notes" / "store_errors.md"
 K = [key(i) for i in range(8)]
 
 

@@ -1,4 +1,4 @@
-"""Kernels whose machine code is held against the table in docs/gpu.md. A new kernel is one line more in CASES."""
+"""Kernels whose machine code is held against docs/notes/machine_code.md. A new kernel is one line more in CASES."""
 
 import importlib.util
 import shutil

@@ -1,5 +1,5 @@
-"""python tests/support/machine_code/table.py [--write docs/gpu.md]: instructions, registers and warps of each kernel,
-from the machine code that is compiled for sm_80 and sm_90.
+"""python tests/support/machine_code/table.py [--write docs/notes/machine_code.md]: instructions, registers and
+warps of each kernel, from the machine code that is compiled for sm_80 and sm_90.
 """
 
 import argparse
