@@ -1,14 +1,15 @@
-"""Runs of a trace: by BlockManager, and by the policy that keeps states at block borders only."""
+"""Runs of a trace: by BlockManager, by vLLM's scheduler, and by a policy that keeps states at all block borders."""
 
 from collections import OrderedDict
 from typing import NamedTuple
 
 from kvpage.benchmarks.hybrid_traces import Request
+from kvpage.benchmarks.peer_process import PeerProcess
 from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.manager import BlockManager
+from kvpage.serving import StateConfig
 
 BLOCK_SIZE = 16
-PORTION = 2048  # most tokens of one prompt that the other policy computes at once
 
 
 class Run(NamedTuple):
@@ -28,11 +29,17 @@ class Run(NamedTuple):
         return cls(sum(found), sum(num > 0 for num in found), num_kept)
 
 
-def run_manager(requests: list[Request], num_slots: int | None, is_marked: bool) -> Run:
-    """Serve the trace, one request after the other. num_slots: for checkpoints; None keeps all."""
-    most = 3 * len(requests) if num_slots is None else num_slots
+def run_manager(
+    requests: list[Request], num_slots: int | None, is_marked: bool, every: int | None = StateConfig().checkpoint_every
+) -> Run:
+    """Serve the trace, one request after the other.
+
+    num_slots: for checkpoints; None keeps all. every: tokens from one regular checkpoint to the next; None for none.
+    """
     num_tokens = sum(len(request.computed) + BLOCK_SIZE for request in requests)
-    manager = BlockManager(num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, groups=[States(most + 1)])
+    most = 3 * len(requests) + (num_tokens // every if every else 0) if num_slots is None else num_slots
+    states = States(most + 1, checkpoint_every=every)
+    manager = BlockManager(num_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, groups=[states])
     found = [_serve(manager, number, request, is_marked) for number, request in enumerate(requests)]
     manager.check()
     stats = manager.stats().slots
@@ -63,12 +70,8 @@ def _make_moves(manager: BlockManager) -> None:
     manager.states.do_moves(lambda move: None)
 
 
-def run_borders(requests: list[Request], num_slots: int | None, block_size: int, only_ends: bool) -> Run:
-    """Serve the trace with states at block borders, the least recently used evicted first. num_slots: None keeps all.
-
-    only_ends: whether a request leaves the states of its last border, and of those at which a portion of its prefill
-    ends; otherwise that of each border.
-    """
+def run_borders(requests: list[Request], num_slots: int | None, block_size: int) -> Run:
+    """Serve the trace with states at all block borders, the least recently used evicted first. None keeps all."""
     kept: OrderedDict[bytes, None] = OrderedDict()
     all_found = []
     for request in requests:
@@ -76,8 +79,7 @@ def run_borders(requests: list[Request], num_slots: int | None, block_size: int,
         borders = range(block_size, len(request.prompt), block_size)
         found = next((end for end in reversed(borders) if tokens[:end].tobytes() in kept), 0)
         all_found.append(found)
-        passed = range(found + block_size, len(tokens) + 1, block_size)
-        for end in [found, *(_ends(found, passed) if only_ends else passed)]:
+        for end in [found, *range(found + block_size, len(tokens) + 1, block_size)]:
             if end:
                 kept[tokens[:end].tobytes()] = None
                 kept.move_to_end(tokens[:end].tobytes())
@@ -86,10 +88,13 @@ def run_borders(requests: list[Request], num_slots: int | None, block_size: int,
     return Run.of(all_found, len(kept))
 
 
-def _ends(start: int, borders: range) -> list[int]:
-    """Return the borders at which portions end, each as long as it can be, and the last one."""
-    ends = []
-    while reached := [border for border in borders if start < border <= start + PORTION]:
-        start = reached[-1]
-        ends.append(start)
-    return ends
+def run_vllm(peer: PeerProcess, requests: list[Request], block_size: int) -> Run:
+    """Serve the trace by vLLM's own scheduler, in memory for all. The better of hashes of blocks, and of 16 tokens."""
+    prompts, answers = (
+        [part.tolist() for part in parts] for parts in ([r.prompt for r in requests], [r.answer for r in requests])
+    )
+    runs = [
+        Run.of(peer.ask(prompts=prompts, answers=answers, block_size=block_size, unit=unit)["found"], 0)
+        for unit in (None, BLOCK_SIZE)
+    ]
+    return max(runs, key=lambda run: run.num_found)

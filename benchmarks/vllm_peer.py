@@ -290,7 +290,90 @@ def scheduler(folder: str) -> Answer:
     return answer
 
 
-KINDS = {make.__name__: make for make in (attention, linear, serving, sampler, scheduler)}
+class StateScheduler:
+    """A scheduler with its KV manager, without a model, of one group of layers that attend and one with states.
+
+    States are kept as by default: "align", at borders of blocks where a step ends. unit: tokens of a hash; None for a
+    block.
+    """
+
+    def __init__(self, folder: str, block_size: int, unit: int | None, num_blocks: int) -> None:
+        from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import (
+            get_request_block_hasher,
+            init_none_hash,
+            resolve_kv_cache_block_sizes,
+        )
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        config = VllmConfig(
+            model_config=ModelConfig(
+                model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN, seed=0
+            ),
+            cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=True, prefix_match_unit=unit),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=8, max_num_batched_tokens=BATCHED_TOKENS, max_model_len=MAX_MODEL_LEN,
+                enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=False,
+            ),
+        )  # fmt: skip
+        cache = config.cache_config
+        cache.num_gpu_blocks, cache.block_size = num_blocks, block_size
+        cache.mamba_cache_mode, cache.mamba_block_size = "align", block_size
+        rows = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        states = MambaSpec(
+            block_size=block_size, shapes=((2, 2),), dtypes=(torch.float32,), mamba_cache_mode="align",
+            page_size_padded=rows.page_size_bytes,
+        )  # fmt: skip
+        blocks = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["rows"], rows), KVCacheGroupSpec(["states"], states)])
+        scheduled, hashed = resolve_kv_cache_block_sizes(blocks, config)
+        cache.hash_block_size = hashed
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(hashed, sha256)
+        self._scheduler = Scheduler(
+            config, blocks, StructuredOutputManager(config), block_size=scheduled, hash_block_size=hashed
+        )
+        self._numbers = count()
+
+    def serve(self, prompt: list[int], answer: list[int]) -> int:
+        """Return how many of a prompt's tokens were found. The answer is computed, token by token."""
+        from vllm import SamplingParams
+        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.request import Request
+
+        name = str(next(self._numbers))
+        params = SamplingParams(max_tokens=len(answer), ignore_eos=True, detokenize=False)
+        request = Request(name, prompt, params, None, block_hasher=self._hasher)
+        self._scheduler.add_request(request)
+        num_cached, num_done = -1, 0
+        while self._scheduler.has_unfinished_requests():
+            scheduled = self._scheduler.schedule()
+            if num_cached < 0:
+                num_cached = scheduled.scheduled_new_reqs[0].num_computed_tokens
+            is_done = request.num_computed_tokens >= len(prompt) + num_done
+            tokens = [answer[num_done]] if is_done else []
+            num_done += is_done
+            output = ModelRunnerOutput(req_ids=[name], req_id_to_index={name: 0}, sampled_token_ids=[tokens])
+            self._scheduler.update_from_output(scheduled, output)
+        return num_cached
+
+
+def states(folder: str) -> Answer:
+    """Each line is a trace: prompts and answers, one after the other. The tokens found of each prompt."""
+
+    def answer(
+        prompts: list[list[int]], answers: list[list[int]], block_size: int, unit: int | None
+    ) -> dict[str, list[int]]:
+        num_tokens = sum(map(len, prompts)) + sum(map(len, answers))
+        scheduler = StateScheduler(folder, block_size, unit, num_tokens // block_size * 3 + 64 * len(prompts))
+        return {"found": [scheduler.serve(*pair) for pair in zip(prompts, answers, strict=True)]}
+
+    return answer
+
+
+KINDS = {make.__name__: make for make in (attention, linear, serving, sampler, scheduler, states)}
 
 
 def main() -> None:
