@@ -61,9 +61,9 @@ class EngineConfig:
         generation_config: Parameters of requests that are None are taken from the model's generation config. "model"
             refuses a config that asks for features that are not served. "served" leaves these out. "ignore" takes the
             end-of-sequence tokens only.
-        native_layers: On a CPU, compute the model's linear layers, RMS norms and gated MLPs with kvpage's operations,
-            over the model's weights. The model does not change. Layers of other kinds compute as ever. False means
-            that all do.
+        native_layers: Compute the model's RMS norms, gated MLPs and rotations with kvpage's operations, on a CPU its
+            linear layers, too, over the model's weights. On a GPU the weights of layers with one input are put side by
+            side; nothing else of the model changes. Layers of other kinds compute as ever. False means that all do.
         enforce_eager: On a GPU, compute every step by the model's Python. False lets `Engine.warmup` capture decode
             steps as CUDA graphs. There are none on a CPU.
         cudagraph_capture_sizes: The numbers of sequences for which decode steps are captured, each at most
