@@ -40,14 +40,6 @@ def test_out_of_blocks_names_both_numbers_and_changes_nothing(num_blocks, n):
     assert drain(pool) == list(range(num_blocks))
 
 
-def test_allocate_one_of_none():
-    pool = BlockPool(1)
-    assert pool.allocate_one() == 0
-    with pytest.raises(OutOfBlocks, match="needed 1 blocks, 0 are free"):
-        pool.allocate_one()
-    assert state(pool) == (0, [1])
-
-
 REFUSED = [
     ("share", [0, 4], "cannot share block 4: no reference is left"),
     ("share", [0, 8], "between 0 and num_blocks - 1 = 7, got 8"),

@@ -40,13 +40,6 @@ def test_an_edge_that_is_split_or_grows_is_another():
     tree.check(owned_ids=[])
 
 
-def test_a_prompt_that_was_computed_again_is_cached():
-    pool, tree = filled(TOKENS)
-    tree.evict(4)
-    tree.release(tree.insert(TOKENS, pool.allocate(4)))
-    assert tree.look(TOKENS)[1:] == (4 * B, None, False)
-
-
 def test_what_is_on_the_host_or_was_dropped_is_not_evicted():
     pool, tree = filled(TOKENS, num_host_blocks=4)
     tree.demote(4)

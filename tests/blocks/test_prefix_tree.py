@@ -22,16 +22,6 @@ def state(pool: BlockPool, tree: PrefixTree) -> tuple:
 # --- matching -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, B - 1, B, B + 1, 2 * B, 2 * B + 1, 3 * B, 3 * B + 1, 9 * B])
-def test_one_token_is_always_left(num_tokens):
-    pool, tree = made()
-    ids = cached(tree, pool, list(range(3 * B)))
-    prompt = list(range(num_tokens))
-    assert matched(tree, prompt) == ids[: min(3, max(num_tokens - 1, 0) // B)]
-    assert matched(tree, prompt, b"other") == []
-    tree.check(owned_ids=[])
-
-
 def test_an_empty_match():
     pool, tree = made()
     match = tree.match([])
@@ -107,34 +97,7 @@ def test_tokens_of_every_kind(kind):
     assert matched(tree, [*tokens, 5]) == [1, 0]
 
 
-def test_long_calls_without_the_gil():
-    pool, tree = made(1024, 16)
-    tokens = np.arange(1024 * 16)
-    match = tree.insert(tokens, pool.allocate(1024))
-    assert match.block_ids.tolist() == list(range(1024))
-    tree.release(match)
-    assert len(matched(tree, tokens)) == 1023
-    with pytest.raises(ValueError, match="fit into 32 bits, got 4294967296 at 0"):
-        tree.match(tokens + 2**32)
-    assert tree.evict(5000) == 1024 and pool.num_free == 1024
-
-
 # --- pins -----------------------------------------------------------------------------------------------------------
-
-
-def test_block_ids_from_any_block():
-    pool, tree = made()
-    for num_blocks in range(1, 6):
-        cached(tree, pool, list(range(num_blocks * B)))
-        cached(tree, pool, list(range(num_blocks * B - B)) + [-num_blocks] * B)
-    match = tree.match(list(range(5 * B + 1)))
-    assert tree.num_nodes > 5
-    for start in range(6):
-        assert match.block_ids_from(start).tolist() == match.block_ids.tolist()[start:]
-    for bad in (-1, 6):
-        with pytest.raises(ValueError, match=f"start_block must be between 0 and num_blocks = 5, got {bad}"):
-            match.block_ids_from(bad)
-    tree.release(match)
 
 
 def test_release_is_once():
@@ -159,14 +122,6 @@ def test_release_is_once():
 
 
 # --- insertion ------------------------------------------------------------------------------------------------------
-
-
-def test_a_duplicate_goes_back_and_the_trees_block_stands():
-    pool, tree = made()
-    cached(tree, pool, [1] * B)
-    match = tree.insert([1] * B + [2] * B, pool.allocate(2))
-    assert match.block_ids.tolist() == [0, 2] and pool.ref_count(1) == 0
-    tree.check(owned_ids=[])
 
 
 def test_a_conversation_grown_block_by_block_is_one_edge():

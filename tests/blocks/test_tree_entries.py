@@ -66,22 +66,6 @@ def test_looking_changes_nothing():
     tree.check(owned_ids=[])
 
 
-def test_both_tiers_and_priorities():
-    pool, host_pool = BlockPool(8), BlockPool(8)
-    tree = PrefixTree(pool, B, host_pool)
-    match = tree.insert(np.arange(4 * B), pool.allocate(4), priority=3)
-    (entry,) = tree.entries(9)
-    assert entry.block_ids.tolist() == [0, 1, 2, 3] and entry.host_block_ids.tolist() == [-1] * 4
-    assert (entry.num_pins, entry.priority, entry.last_used) == (1, 3, None)
-    tree.release(match)
-    _, pairs = tree.demote(3)
-    (entry,) = tree.entries(9)
-    on_host = dict(pairs.tolist())
-    assert entry.block_ids.tolist() == [0]
-    assert entry.host_block_ids.tolist() == [-1, *(on_host[i] for i in (1, 2, 3))]
-    assert {array.dtype for array in (entry.tokens, entry.block_ids, entry.host_block_ids)} == {np.dtype(np.int32)}
-
-
 def test_beside_other_threads():
     pool = BlockPool(256)
     tree = PrefixTree(pool, B)

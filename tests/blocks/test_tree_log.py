@@ -85,53 +85,6 @@ def test_every_kind_of_change():
     assert [change[0] for change in taken(tree)] == ["INSERTED", "LEFT_DEVICE"]
 
 
-def test_a_refused_insertion_is_no_change():
-    pool, _, tree = make_tree()
-    tree.take_changes()
-    shared = pool.allocate(1)
-    pool.share(shared)
-    with pytest.raises(ValueError):
-        tree.insert([1, 2], shared)
-    assert taken(tree) == []
-
-
-def test_an_insertion_on_a_block_that_is_on_the_host_only_is_a_promotion():
-    pool, _, tree = make_tree()
-    cache(tree, pool, [1, 2, 3, 4])
-    tree.demote(2)
-    tree.take_changes()
-    cache(tree, pool, [1, 2, 3, 4, 5, 6])
-    changes = taken(tree)
-    assert [change[0] for change in changes] == ["PROMOTED", "PROMOTED", "INSERTED"]
-    assert changes[2][2] == changes[1][1]
-
-
-def test_a_restart_is_everything_parents_first():
-    pool, host_pool, tree = make_tree()
-    cache(tree, pool, [1, 2, 3, 4], b"a")
-    cache(tree, pool, [1, 2, 5, 6], b"a")
-    cache(tree, pool, [7, 8], b"b")
-    tree.demote(2)  # the first path's second block, then its fork's
-    held = tree.match([7, 8, 0], b"b")
-    tree.write_out(held)
-    changes = TreeChanges(*tree.take_changes())
-    assert changes.is_restart and sorted(changes.namespaces) == [b"a", b"b"]
-    tokens, names = iter(changes.tokens.tolist()), iter(changes.namespaces)
-    device: dict[int, tuple] = {}
-    host: dict[int, tuple] = {}
-    for kind, block_id, value in changes.changes.tolist():
-        if kind == ChangeKind.WRITTEN:
-            host[block_id] = device[value]
-            continue
-        reference = before(value)
-        path = (next(names),) if reference is None else (device if reference[0] else host)[reference[1]]
-        (device if kind == ChangeKind.INSERTED else host)[block_id] = (*path, *next(tokens))
-    assert sorted(device.values()) == [(b"a", 1, 2), (b"b", 7, 8)]
-    assert sorted(host.values()) == [(b"a", 1, 2, 3, 4), (b"a", 1, 2, 5, 6), (b"b", 7, 8)]
-    assert len(host) == host_pool.num_blocks - host_pool.num_free
-    assert taken(tree) == []
-
-
 @pytest.mark.parametrize("max_bytes, is_lost", [(24 + 8 + 32, False), (24 + 8 + 31, True)])
 def test_the_bound(max_bytes, is_lost):
     pool, _, tree = make_tree(max_bytes=max_bytes)

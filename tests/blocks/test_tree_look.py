@@ -33,41 +33,6 @@ def test_a_generation_is_odd_in_use_and_grows_with_each_change():
     pool.check()
 
 
-def test_refused_releases_leave_generations_as_they_were():
-    pool = BlockPool(4)
-    ids = pool.allocate(3)
-    for refused in ([3, 0, 1], [0, 1, 0], [9, 0]):
-        with pytest.raises(ValueError):
-            pool.release(refused)
-    assert pool.generations(ids).tolist() == [1, 1, 1]
-    pool.check()
-
-
-def test_caching_keeps_a_generation_and_eviction_ends_it():
-    pool, host, tree, tokens = filled(num_host_blocks=2)
-    assert pool.generations([0, 1, 2]).tolist() == [1, 1, 1]
-    _, pairs = tree.demote(2)
-    left, on_host = pairs.T.copy()
-    assert sorted(left.tolist()) == [1, 2]
-    assert pool.generations(left).tolist() == [2, 2] and host.generations(on_host).tolist() == [1, 1]
-    tree.evict_host(2)
-    assert host.generations(on_host).tolist() == [2, 2]
-    tree.check(owned_ids=[], owned_host_ids=[])
-
-
-def test_a_duplicate_that_the_tree_releases_has_another_generation():
-    pool, _, tree, tokens = filled()
-    surplus = pool.allocate(3)
-    match = tree.insert(tokens, surplus)
-    assert match.block_ids.tolist() == [0, 1, 2] and pool.generations(surplus).tolist() == [2, 2, 2]
-    tree.release(match)
-    kept = pool.allocate(2)
-    with pytest.raises(ValueError):
-        tree.insert(tokens[: 2 * B], [kept[0], 7])  # 7 is free: the other stays the caller's
-    assert pool.generations(kept).tolist() == [3, 3]
-    pool.check()
-
-
 def test_ids_in_both_tiers():
     pool, host, tree, tokens = filled(num_host_blocks=2)
     pairs = dict(tree.demote(2)[1].tolist())
