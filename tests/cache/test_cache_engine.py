@@ -64,14 +64,6 @@ def test_shapes_strides_zeros_and_bytes(names):
         assert allocated == num_blocks * block
 
 
-def test_a_packed_block_is_one_run_of_memory():
-    made = engine(layer_layout="packed")
-    numbered(made.gpu_cache, 1)
-    slab = torch.empty(0, dtype=torch.float16).set_(made.gpu_cache[0].untyped_storage()).view(7, 3, -1)
-    for block_id, layer in itertools.product(range(7), range(3)):
-        assert bool((slab[block_id, layer] == 1 + 100 * layer + block_id).all())
-
-
 class Turned(FlashBackend):
     """A stride order that is not its own inverse: in memory [num_blocks, block_size, 2, heads, head_size]."""
 
@@ -112,24 +104,6 @@ def test_swaps_and_copies(names):
     assert numbers(made.cpu_cache, dim) == [[100 * i + n for n in (7, 51, 52, 53, 1)] for i in range(3)]
 
 
-def test_errors_change_nothing():
-    made = engine()
-    numbered(made.gpu_cache, 1)
-    before = numbers(made.gpu_cache, 1)
-    for call, mapping, message in (
-        (made.swap_out, pairs((0, 0), (7, 1)), r"source blocks in \[0, 7\), got 7"),
-        (made.swap_out, pairs((0, 0), (1, 5)), r"destination blocks in \[0, 5\), got 5"),
-        (made.swap_in, pairs((5, 1)), r"source blocks in \[0, 5\), got 5"),
-        (made.swap_in, pairs((0, 1), (0, 1)), "each destination once"),
-        (made.copy, pairs((0, 1), (1, 2)), "must not read a block that it also writes"),
-        (made.copy, torch.zeros(1, 2), "dtype must be torch.int64"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call(mapping)
-    assert numbers(made.gpu_cache, 1) == before
-    assert not any(cache.any() for cache in made.cpu_cache)
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -146,18 +120,6 @@ def test_configs_of_another_type_are_named(change, message):
         CacheEngine(**configs | change)
     with pytest.raises(TypeError, match=message):
         CacheEngine.get_cache_block_size(**configs | change)
-
-
-@pytest.mark.parametrize("device", ["cpu", "", torch.device("cpu")])
-def test_a_device_is_no_device_config(device):
-    with pytest.raises(TypeError, match="device_config must be a DeviceConfig, got (str|device)"):
-        CacheEngine(CacheConfig(4, 7, 5), MODEL, None, device)
-
-
-def test_a_mixed_model_gets_caches_for_its_attention_layers_only():
-    jamba = ModelConfig(8, 2, ("mamba", "attention", "mamba", "attention"))
-    made = engine(jamba)
-    assert made.layer_ids == [1, 3] and len(made.gpu_cache) == len(made.cpu_cache) == 2
 
 
 def test_a_model_without_attention_holds_nothing_and_still_checks():
@@ -180,24 +142,6 @@ def test_parallel_ranks_share_out_heads_layers_and_blocks():
         assert tuple(part.gpu_cache[0].shape) == (2, 4, 4, 2, 8) and tuple(part.cpu_cache[0].shape) == (2, 3, 4, 2, 8)
     (one_head,) = {tuple(c.shape) for c in engine(model, ParallelConfig(16)).gpu_cache}
     assert one_head[3] == 1
-
-
-def test_no_blocks():
-    made = engine(num_gpu_blocks=0, num_cpu_blocks=0)
-    for call in (made.swap_in, made.swap_out, made.copy):
-        call(pairs())
-        with pytest.raises(ValueError, match=r"source blocks in \[0, 0\), got 0"):
-            call(pairs((0, 0)))
-
-
-@pytest.mark.parametrize("layer_layout", ["separate", "packed"])
-def test_latents(layer_layout):
-    model = ModelConfig(24, 1, ("full_attention",) * 2, use_mla=True)
-    made = engine(model, backend="mla", layer_layout=layer_layout)
-    assert tuple(made.gpu_cache[0].shape) == (7, 4, 24)
-    numbered(made.cpu_cache, 0)
-    made.swap_in(pairs((4, 6)))
-    assert numbers(made.gpu_cache, 0) == [[0] * 6 + [100 * layer + 5] for layer in range(2)]
 
 
 class Recorder(FlashBackend):
