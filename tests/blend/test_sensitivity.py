@@ -55,19 +55,6 @@ def test_what_does_not_change_has_none_and_what_is_no_number_is_not_known() -> N
         assert measure_sensitivity(zip(alone, behind, strict=True)) is None
 
 
-def test_what_cannot_be_measured() -> None:
-    with pytest.raises(ValueError, match="layers must be at least one, got none"):
-        measure_sensitivity([])
-    with pytest.raises(ValueError, match=r"layers must hold V of one shape, got \[5, 3, 8\] and \[4, 3, 8\]"):
-        measure_sensitivity([(rows(5)[0], rows(4)[0])])
-    with pytest.raises(ValueError, match="layers must be of the same tokens, got 5 and 1"):
-        measure_sensitivity([(rows(5)[0], rows(5)[0]), (rows(1)[0], rows(1)[0])])
-    with pytest.raises(ValueError, match="alone must have 3 dimensions"):
-        measure_sensitivity([(rows(5), rows(5))])
-    with pytest.raises(TypeError, match="after must be a "):
-        measure_sensitivity([(rows(5)[0], None)])
-
-
 # --- compared --------------------------------------------------------------------------------------------------------
 
 
@@ -90,14 +77,6 @@ def test_ranks_are_shares_of_the_rows_of_a_kind(given_rows: list[tuple[float, in
 def test_it_must_be_finite_and_not_negative(values: list[float]) -> None:
     with pytest.raises(ValueError, match="sensitivity must be finite and not negative"):
         segment(3, sensitivity=torch.tensor(values))
-
-
-def test_it_must_be_a_number_a_token() -> None:
-    with pytest.raises(ValueError, match="sensitivity must be of 3 tokens, got 2"):
-        segment(3, sensitivity=torch.ones(2))
-    with pytest.raises(TypeError, match="sensitivity must be a "):
-        segment(3, sensitivity=[1.0, 2.0, 3.0])
-    assert segment(3, sensitivity=torch.ones(3, dtype=torch.float64)).sensitivity.dtype == torch.float32
 
 
 def test_of_the_tokens_that_are_reused() -> None:
@@ -207,12 +186,3 @@ def test_what_cannot_be_one_is_not_known(word: int) -> None:
         assert torch.equal(found.kv, kv) and found.sensitivity is None
         assert SegmentStore(store).get(tokens[:3]) is None  # chunks are of four tokens
         assert StoredSegments(store).find(tokens).sensitivity is None
-
-
-def test_a_bad_one_is_not_put() -> None:
-    kv = torch.stack([rows(5), rows(5, 1)], 1)
-    with make_store() as store:
-        segments = SegmentStore(store)
-        with pytest.raises(ValueError, match="sensitivity must be of 5 tokens, got 4"):
-            segments.put(range(5), kv, range(5), True, sensitivity=torch.ones(4))
-        assert segments.lookup(range(5)) == 0

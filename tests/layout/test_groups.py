@@ -49,10 +49,6 @@ def test_the_layout_of_groups() -> None:
     assert StateLayout.of_groups([full, state]) == StateLayout.of_parts([EARLY, CONV])
 
 
-def test_a_kind_is_its_word() -> None:
-    assert [str(kind) for kind in GroupKind] == ["full", "window", "state", "successor"]
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -102,8 +98,3 @@ def test_what_is_no_part(parts: Any) -> None:
     for make in (StateLayout, StateLayout.of_parts, lambda parts: CacheGroup(GroupKind.STATE, (2,), None, parts)):
         with pytest.raises(TypeError, match="parts must be StateParts, got (NoneType|list|int|str)"):
             make(parts)
-
-
-def test_what_is_no_group() -> None:
-    with pytest.raises(TypeError, match="groups must be CacheGroups, got StatePart"):
-        StateLayout.of_groups([CONV])  # type: ignore[list-item]
