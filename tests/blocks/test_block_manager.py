@@ -31,6 +31,16 @@ def test_a_second_prompt_computes_at_least_one_token(num_tokens):
     manager.check()
 
 
+def test_nothing_uncommitted_is_found():
+    manager, tokens = BlockManager(16, B), list(range(3 * B))
+    manager.allocate("writer", tokens)
+    assert manager.allocate("a", tokens).num_cached_tokens == 0
+    manager.commit("writer", tokens[: 2 * B - 1])
+    assert manager.allocate("b", tokens).num_cached_tokens == B
+    manager.commit("writer", tokens[2 * B - 1 :])
+    assert manager.allocate("c", tokens + [1]).num_cached_tokens == 3 * B
+
+
 def test_fork_copies_the_shared_block_once_per_writer_but_one():
     manager, tokens = BlockManager(16, B), list(range(B + 1))
     computed(manager, 0, tokens)

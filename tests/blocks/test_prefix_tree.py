@@ -124,6 +124,14 @@ def test_release_is_once():
 # --- insertion ------------------------------------------------------------------------------------------------------
 
 
+def test_a_duplicate_goes_back_and_the_trees_block_stands():
+    pool, tree = made()
+    cached(tree, pool, [1] * B)
+    match = tree.insert([1] * B + [2] * B, pool.allocate(2))
+    assert match.block_ids.tolist() == [0, 2] and pool.ref_count(1) == 0
+    tree.check(owned_ids=[])
+
+
 def test_a_conversation_grown_block_by_block_is_one_edge():
     pool, tree = made(300)
     match = tree.match([])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.waiting import until
 
-from kvpage import BlockPool, CacheConfig, CacheEngine, DeviceConfig, ModelConfig, register_backend
+from kvpage import BlockPool, CacheConfig, CacheEngine, DeviceConfig, ModelConfig, PrefixTree, register_backend
 from kvpage.layout.backends import FlashBackend
 
 MODEL = ModelConfig(8, 2, ("full_attention",) * 3)
@@ -209,6 +209,20 @@ def test_a_dropped_engine_finishes_its_transfers(stream):
     until(lambda: stream.log[-1] == "closed")
     assert done == [transfer] and transfer.is_done()
     assert counts(gpu) == [1] * 7 and same(bits(host), expected)
+
+
+def test_cached_blocks_are_protected_by_their_match(stream):
+    made = engine(stream)
+    gpu = BlockPool(NUM_GPU)
+    tree = PrefixTree(gpu, 4)
+    match = tree.insert(list(range(4)), gpu.allocate(1))
+    with pytest.raises(ValueError, match="belongs to a prefix tree"):
+        made.swap_out(pairs((0, 0)), non_blocking=True, pools=(gpu, None))
+    assert not stream.line
+    transfer = made.swap_out(pairs((0, 0)), non_blocking=True, on_done=lambda _: tree.release(match))
+    assert tree.evict(1) == 0
+    transfer.wait()
+    assert match.is_released and tree.evict(1) == 1
 
 
 def test_bad_calls_change_nothing(stream):
