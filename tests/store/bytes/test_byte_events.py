@@ -80,19 +80,6 @@ def test_each_tier_has_its_number_and_a_damaged_record_leaves() -> None:
         assert plain(events) == [(b"k", 0, "removed"), (b"k", 0, "written")], "promoted anew"
 
 
-def test_a_closed_listening_is_told_nothing_more_and_others_are() -> None:
-    with opened() as store:
-        first, second = [], []
-        with store.follow(first.extend) as follow:
-            store.follow(second.extend)
-            store.put([b"a"], [b"1"])
-            store.flush()
-        store.put([b"b"], [b"1"])
-        store.flush()
-        follow.close()
-        assert len(first) == 1 and len(second) == 2
-
-
 def test_a_listener_may_call_the_store_close_itself_and_fail(caplog) -> None:
     with opened() as store:
         seen, follows = [], []
@@ -128,11 +115,6 @@ def test_closing_tells_what_is_left() -> None:
     assert len(events) == 50
     with pytest.raises(ValueError, match="closed"):
         store.follow(slow)
-
-
-def test_a_listener_must_be_callable() -> None:
-    with opened() as store, pytest.raises(TypeError, match="listener must be callable, got int"):
-        store.follow(5)
 
 
 def test_a_thread_that_cannot_start_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,18 +196,6 @@ def test_a_listener_that_waits_costs_no_more_than_so_many_events(max_waiting: in
     feed._note(0, b"last", "written")
     feed.close()
     assert told_keys[-1] == b"last" and feed.num_lost == 4 - max_waiting
-
-
-def test_lost_events_are_counted() -> None:
-    with opened() as store:
-        events = told(store)
-        store._feed._max_waiting = 0
-        store.put([b"a", b"b"], [b"1", b"2"])
-        store._feed._max_waiting = 2
-        store.put([b"c"], [b"3"])
-        store.flush()
-        assert plain(events) == [(b"c", 0, "written")]
-        assert store.stats().lost_events == 2
 
 
 def test_keys_are_known_up_to_so_many_bytes_and_the_last_named_stay() -> None:
