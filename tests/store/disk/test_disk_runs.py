@@ -12,7 +12,6 @@ from support.store_records import get, key, put, write
 
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
 from kvpage.store.disk.segment import HEADER_BYTES
-from kvpage.store.tiers.memory_tier import MemoryTier
 from kvpage.store.tiers.stretches import runs_of
 from kvpage.store.tiers.tier import TierError, Writer
 
@@ -51,15 +50,6 @@ def test_every_place_in_a_slot(tmp_path: Path, num_before: int, num_in_runs: int
         assert tier.commit([writer]) == [True]
         assert get(tier, [key(5), *around]) == [data, *around.values()]
         tier.check()
-
-
-def test_runs_follow_runs(tmp_path: Path) -> None:
-    tier = make(tmp_path)
-    writer, cuts = begun(tier, DATA, 10), [10, 11, 3000, 3001, 12000, 12001, 30000, len(DATA)]
-    for begin, end in zip(cuts, cuts[1:], strict=False):
-        digest = writer.write_runs(runs_of(memoryview(DATA)[begin:end]), 1 << 20, 1)
-        assert digest == xxhash.xxh3_128_digest(DATA[begin:end])
-    assert tier.commit([writer]) == [True] and get(tier, [key(5)]) == [DATA]
 
 
 @pytest.mark.parametrize("num_before", [0, 100, FIRST + 100])
@@ -107,10 +97,3 @@ def test_arguments(tmp_path: Path) -> None:
     assert tier.commit([writer]) == [True] and get(tier, [key(5)]) == [DATA]
     with pytest.raises(ValueError, match="must not be closed"):
         write_rest(writer, DATA, len(DATA) - 1)
-
-
-def test_a_tier_that_takes_pieces_alone() -> None:
-    writer = MemoryTier(1 << 20, pin_memory=False).create(key(0), 10)
-    assert writer is not None and not writer.takes_runs
-    with pytest.raises(NotImplementedError, match="takes pieces alone"):
-        writer.write_runs(runs_of(memoryview(DATA)[:10]), 10, 1)
