@@ -138,13 +138,6 @@ def test_fp8_of_zeros_and_of_what_is_not_finite():
     assert back[2].tolist()[:2] == [65504.0, -65504.0]  # 256 * 256 rounds up to what float16 has not
 
 
-def test_fp8_of_nothing():
-    codec = get_codec("fp8", "bfloat16")
-    for shape in [(0, 2, 4, 4, 4), (2, 2, 0, 3, 8), (2, 2, 3, 0, 8)]:
-        payload = codec.encode(memoryview(b""), shape)
-        assert codec.decode(payload, 0, shape).nbytes == 0
-
-
 def test_fp8_refuses_another_length():
     codec = get_codec("fp8", "bfloat16")
     with pytest.raises(ValueError, match="raw must have 16 bytes"):
@@ -175,21 +168,6 @@ def test_crafted_zstd():
     corrupt(codec, good, 1025, shape)
     assert zstandard.get_frame_parameters(bytes(lying)).content_size == 1024  # it does lie
     assert bytes(codec.decode(memoryview(good), 1024, shape)) == bytes(range(256)) * 4
-
-
-def test_flipped_zstd_is_corrupt_or_other_bytes():
-    """zstd's own checks are not the record's: what passes has the right length, and nothing else is raised."""
-    codec, shape = get_codec("zstd", torch.bfloat16), (1, 1, 1, 4, 32)
-    good = bytes(codec.encode(as_bytes(inputs("normal", torch.bfloat16, shape)), shape))
-    num_corrupt = 0
-    for i, bit in itertools.product(range(len(good)), range(8)):
-        payload = bytearray(good)
-        payload[i] ^= 1 << bit
-        try:
-            assert codec.decode(memoryview(payload), 256, shape).nbytes == 256
-        except CorruptRecord:
-            num_corrupt += 1
-    assert num_corrupt > 0
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 3.0, math.inf, math.nan, 2.0**-127, 1e-45])
