@@ -80,12 +80,6 @@ def test_what_goes_in_comes_out(tier, server):
     assert client(server).strlen(name(K[1])) == 300
 
 
-@pytest.mark.parametrize("size", [0, 1, 1 << 16, (8 << 20) + 1])
-def test_sizes(tier, size):
-    data = record(K[0], size)
-    assert put(tier, {K[0]: data}) == [True] and get(tier, [K[0]]) == [data]
-
-
 def test_clear_takes_records_alone(server):
     """Also with a prefix that a pattern would read otherwise."""
     odd = from_url(url(server, "prefix=k*[a]?\\:"))
@@ -202,28 +196,6 @@ def test_paused_it_keeps_the_deadline_and_recovers(tier, server):
     assert put(tier, DATA, SOON) == [True] * 12 and get(tier, K, SOON) == [DATA[k] for k in K]
 
 
-def test_killed_amid_large_values(server):
-    """At many moments of a put and of a reply: what comes is exact or nothing."""
-    big = {k: record(k, 8 << 20, seed=i) for i, k in enumerate(K[:4])}
-    tier = from_url(url(server, "cooldown=0"))
-    for i in range(6):
-        put(tier, big, SOON)
-        done = threading.Event()
-
-        def kill(delay: float = 0.004 * i, done: threading.Event = done) -> None:
-            time.sleep(delay)
-            server.kill()
-            done.set()
-
-        threading.Thread(target=kill).start()
-        while not done.is_set():
-            for got in (within(SOON, lambda t: get(tier, list(big), t)), within(SOON, lambda t: put(tier, big, t))):
-                assert got is None or all(g in (None, True, big[k]) for k, g in zip(big, got, strict=True))
-        server.start()
-        assert get(tier, list(big), SOON) == [None] * 4
-    tier.close()
-
-
 def test_a_dribbling_server_keeps_the_deadline(server):
     """A byte each 20 ms never exceeds a timeout of each read."""
     proxy = Proxy(server.port)
@@ -256,40 +228,6 @@ def test_garbage_for_answers():
         assert within(5.0, lambda t: get(tier, K, t)) in (None, [None] * 12)
         assert within(5.0, lambda t: put(tier, DATA, t)) in (None, [False] * 12)
     listener.close()
-
-
-def test_one_deadline_missed_does_not_stop_another_call(server):
-    """Each call has a connection of its own."""
-    proxy = Proxy(server.port)
-    tier = from_url(f"redis://127.0.0.1:{proxy.port}?cooldown=0")
-    put(tier, DATA)
-    proxy.delay = 0.001  # some two seconds for a record
-    results = []
-    thread = threading.Thread(target=lambda: results.append(get(tier, K[:1], SOON)))
-    thread.start()
-    time.sleep(0.1)
-    assert within(0.05, lambda t: get(tier, K, t)) is None
-    proxy.delay = 0.0
-    thread.join()
-    assert results == [[DATA[K[0]]]]
-    proxy.close()
-
-
-def test_many_threads(tier):
-    wrong = []
-
-    def work(i: int) -> None:
-        for j in range(30):
-            k = K[(i * 5 + j) % 12]
-            if put(tier, {k: DATA[k]}) != [True] or get(tier, [k]) != [DATA[k]]:
-                wrong.append((i, j))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_a_password_and_a_database(tmp_path):
@@ -422,18 +360,6 @@ def test_sentinel(tmp_path):
     assert put(tier, DATA) == [True] * 12
     sentinel.kill()
     server.kill()
-
-
-def test_closing_does_not_wait(server):
-    tier = from_url(url(server))
-    put(tier, DATA)
-    server.pause()
-    assert within(0.05, lambda t: get(tier, K, t)) is None
-    before = time.monotonic()
-    tier.close()
-    assert time.monotonic() - before < 2.0
-    with pytest.raises(TierError, match="closed"):
-        tier.contains(K)
 
 
 @pytest.mark.parametrize(

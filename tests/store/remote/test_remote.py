@@ -14,7 +14,6 @@ from kvpage.store.tiers.tier import RecordInfo, TierError
 
 K = [key(i) for i in range(8)]
 SOON = 20.0
-SLACK = 0.05  # seconds that a call may take beyond its deadline
 
 
 class Plain(Backend):
@@ -82,44 +81,6 @@ def test_what_goes_in_comes_out(tier, backend, size):
     tier.clear()
     assert not backend.values
     assert tier.stats().corrupted == tier.stats().errors == 0
-
-
-def test_nothing_asked_nothing_called(tier, backend):
-    assert (tier.contains([]), tier.open([]), tier.commit([]), tier.remove([])) == ([], [], [], 0)
-    assert not backend.calls
-
-
-def test_one_round_trip_a_batch(tier, backend):
-    put(tier, {k: record(k, 100) for k in K[:4]})
-    backend.calls.clear()
-    tier.open(K[:4])
-    assert backend.calls == ["get"]
-
-
-def test_a_record_is_replaced_and_readers_keep_theirs(tier):
-    old, new = record(K[0], 500, seed=1), record(K[0], 700, seed=2)
-    put(tier, {K[0]: old})
-    [reader] = tier.open([K[0]])
-    put(tier, {K[0]: new})
-    assert bytes(reader.piece(0, len(old))) == old and get(tier, [K[0]]) == [new]
-    tier.remove([K[0]])
-    assert bytes(reader.piece(0, len(old))) == old
-
-
-def test_a_reader_keeps_its_bounds(tier):
-    data = record(K[0], 500)
-    put(tier, {K[0]: data})
-    [reader] = tier.open([K[0]])
-    assert reader.num_bytes == len(data) and reader.piece(7, 7).nbytes == 0
-    with pytest.raises(TypeError):
-        reader.piece(0, 1)[0] = 1
-    for begin, end in [(-1, 1), (2, 1), (0, len(data) + 1)]:
-        with pytest.raises(ValueError, match="begin and end"):
-            reader.piece(begin, end)
-    reader.close()
-    reader.close()
-    with pytest.raises(ValueError, match="closed"):
-        reader.piece(0, 1)
 
 
 def test_a_writer_that_is_not_whole_is_not_committed(tier, backend):
@@ -217,12 +178,6 @@ def test_answers_that_are_none(answer):
     assert put(tier, {k: record(k) for k in K[:2]}) == [False, False]
     assert tier.remove(K[:2]) == (7 if answer == 7 else 0)
     assert tier.stats().errors == 3
-
-
-def test_truth_is_true_alone():
-    tier = RemoteTier(backend := Liar())
-    backend.answer = ["True", None]
-    assert tier.contains(K[:2]) == [False, False] == put(tier, {k: record(k) for k in K[:2]})
 
 
 def test_answers_in_another_order_are_misses(tier, backend):
@@ -383,13 +338,6 @@ def test_no_time_left_is_no_failure_of_the_server(backend):
         with pytest.raises(TierError, match="no time"):
             tier.contains(K, timeout)
     assert tier.contains(K[:1], SOON) == [False] and backend.calls == ["contains"]
-
-
-def test_calls_that_name_no_timeout_have_the_tiers():
-    tier = RemoteTier(backend := Slow(), options=RemoteOptions(timeout=0.05))
-    with pytest.raises(TierError, match="no answer"):
-        tier.open(K)
-    backend.go.set()
 
 
 def test_closed_is_closed(tier, backend):

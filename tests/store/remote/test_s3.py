@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.ports import free_port
 from support.store_records import get, key, put, record
 
 boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install 'kvpage[test-s3]'")
@@ -135,21 +134,6 @@ def test_a_missing_bucket(endpoint):
         with pytest.raises(TierError, match="NoSuchBucket|Not Found"):
             call()
     assert tier.contains(K) == [False] * 10  # a 404 of a HEAD does not say of what
-
-
-def late(tier, timeout: float) -> None:
-    for call in (lambda: get(tier, K, timeout), lambda: put(tier, DATA, timeout), lambda: tier.contains(K, timeout)):
-        with pytest.raises(TierError):
-            call()
-
-
-def test_nobody_there():
-    late(from_url(url(f"http://127.0.0.1:{free_port()}")), 5.0)
-
-
-def test_a_server_that_never_answers():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        late(from_url(url(f"http://127.0.0.1:{listener.getsockname()[1]}")), 0.2)
 
 
 def test_a_dribbling_server():
@@ -301,26 +285,6 @@ def test_one_objects_503_is_its_miss_alone(strict, bucket):
         with pytest.raises(TierError, match="503"):
             strict.contains([K[3]])
     assert strict.contains([K[2]]) == [True]
-
-
-def test_a_throttling_server_is_left_alone(strict, bucket):
-    bucket.refuse("SlowDown", 503, "HEAD")
-    for k in K[:3]:
-        with pytest.raises(TierError, match="503"):
-            strict.contains([k])
-    with pytest.raises(TierError, match="rests"):
-        strict.contains([K[3]])
-
-
-def test_who_may_only_read_reads_on(strict, bucket):
-    put(strict, {K[0]: DATA[K[0]]})
-    bucket.refuse("AccessDenied", 403, "PUT", "POST")
-    for _ in range(4):
-        for call in (lambda: put(strict, {K[1]: DATA[K[1]]}), lambda: strict.remove(K[:1])):
-            with pytest.raises(TierError, match="AccessDenied"):
-                call()
-        assert get(strict, K[:2]) == [DATA[K[0]], None]
-    assert strict.stats().errors == 8
 
 
 @pytest.mark.parametrize(
