@@ -101,19 +101,6 @@ def on_disk(path: Path) -> int:
         return int(mask.sum())
 
 
-def test_closing_waits_for_what_is_stored_in_the_background(tmp_path: Path) -> None:
-    disk = SlowDisk(tmp_path)
-    store = make(tiers=[disk])
-    stored = store.store(TOKENS, KV, blocking=False)
-    closer = threading.Thread(target=store.close)
-    closer.start()
-    closer.join(0.1)
-    assert closer.is_alive() and not stored.done()
-    disk.go.set()
-    closer.join(60)
-    assert stored.result(0) == 3 and on_disk(tmp_path) == len(TOKENS)
-
-
 def test_a_store_whose_closing_was_interrupted_closes_its_tiers_the_next_time(tmp_path: Path) -> None:
     """Ctrl-C while the background writes: all is written, and the directory's lock is given back."""
     disk = SlowDisk(tmp_path)
@@ -127,11 +114,3 @@ def test_a_store_whose_closing_was_interrupted_closes_its_tiers_the_next_time(tm
     disk.go.set()
     store.close()
     assert stored.result(0) == 3 and on_disk(tmp_path) == len(TOKENS)
-
-
-def test_a_closed_store_still_counts() -> None:
-    store = make()
-    store.store(TOKENS, KV)
-    store.retrieve(TOKENS)
-    store.close()
-    assert store.stats().hit_tokens == len(TOKENS) and store.stats().stored_chunks == 3

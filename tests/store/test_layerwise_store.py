@@ -112,13 +112,6 @@ def test_records_of_other_divisions_never_meet(store) -> None:
     assert LayerwiseStore(store, engine, 2).lookup(TOKENS) == len(TOKENS)
 
 
-def test_remove_forgets_all_layers(store) -> None:
-    engine = make_engine(seed=1)
-    layerwise = filled(store, engine, len(TOKENS), 2)
-    assert layerwise.remove(TOKENS) == 3
-    assert layerwise.lookup(TOKENS) == 0 and not store.keys()
-
-
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_layers_are_loaded_as_they_come(store, num_layers: int) -> None:
     source, target = make_engine(seed=1), make_engine(seed=2)
@@ -134,17 +127,6 @@ def test_layers_are_loaded_as_they_come(store, num_layers: int) -> None:
         thread.join(60)
     assert results == [whole]
     assert torch.equal(tokens_of(target, BLOCKS, 0, whole), tokens_of(source, BLOCKS, 0, whole))
-
-
-def test_a_chunk_that_comes_in_part_is_a_miss(store) -> None:
-    source, target = make_engine(seed=1), make_engine(seed=2)
-    sender, receiver = LayerwiseStore(store, source, 2), LayerwiseStore(store, target, 2)
-    sender.store_blocks(TOKENS[:C], source, BLOCKS)
-    sender.groups[0].put(TOKENS[: 2 * C], BLOCKS)
-    arriving = ArrivingStore(receiver, patience=0.01)
-    with arriving.expect(TOKENS):
-        assert arriving.load_blocks(TOKENS, target, BLOCKS) == C
-    assert torch.equal(tokens_of(target, BLOCKS, 0, C), tokens_of(source, BLOCKS, 0, C))
 
 
 def test_arguments_are_checked(store) -> None:

@@ -11,7 +11,6 @@ from support.store_kv import (
     Between,
     C,
     Troubled,
-    corrupt,
     kv_of,
     make,
     same,
@@ -61,16 +60,6 @@ def test_a_prefetch_fills_no_tier_that_takes_no_hits() -> None:
     store.store(tokens, kv_of(tokens))
     small.clear()
     assert store.prefetch(tokens) == 2 * C and small.stats().num_records == 0
-
-
-def test_a_prefetch_of_a_damaged_record_leaves_it_to_its_reader() -> None:
-    store, small, large = two_tiers()
-    tokens = list(range(2 * C))
-    store.store(tokens, kv_of(tokens))
-    small.clear()
-    corrupt(large, store.keys_of(tokens)[0], 300)
-    assert store.prefetch(tokens) == 0
-    assert store.retrieve(tokens)[1].sum() == 0 and store.stats().corrupt_records == 1
 
 
 def test_a_prefix_may_be_spread_over_tiers() -> None:
@@ -138,24 +127,6 @@ def test_what_is_to_be_written_back_is_not_evicted_before() -> None:
         assert same(store.retrieve(tokens)[0], kv_of(tokens))
     store.flush()
     assert stack_of(store).copies.num_under_way == 0 and nobody_reads(small)
-    store.close()
-
-
-@pytest.mark.parametrize("clear", [False, True])
-def test_what_was_removed_meanwhile_is_not_written_back(clear: bool) -> None:
-    store, small, large, go = written_back(4)
-    tokens, kept = list(range(2 * C)), list(range(100, 100 + C))
-    store.store(tokens, kv_of(tokens))
-    store.store(kept, kv_of(kept))
-    if clear:
-        store.clear()
-    else:
-        assert store.remove(tokens) == 2
-    go.set()
-    store.flush()
-    assert store.lookup(tokens) == 0 and store.lookup(kept) == (0 if clear else C)
-    assert large.stats().num_records == (0 if clear else 1)
-    small.check()
     store.close()
 
 
