@@ -131,23 +131,3 @@ def test_decoding_begins_with_the_chunks_of_a_prefill_that_goes_on(shared, num_t
     assert decode.stats().num_cached_tokens == (num_tokens - 1) // B * B
     assert decode.stats().store.num_loads == (num_tokens > B)
     decode.close()
-
-
-@pytest.mark.parametrize("is_lost", [True, False])
-def test_a_prefill_worker_that_dies_costs_computing_only(shared, is_lost: bool) -> None:
-    (prompt,) = make_prompts([5 * C])
-    (expected,) = generate_each(make_model("llama"), [prompt], 6)
-    prefill = make_worker(shared, save_portions=True, max_num_batched_tokens=C)
-    prefill.add_request(prompt, SamplingParams(max_tokens=1))
-    prefill.step()
-    prefill.close()  # after a portion, and never computes the others
-    arriving = ArrivingStore(shared, patience=3600 if is_lost else 0.02)
-    decode = make_worker(arriving, store_deadline=3600)
-    expectation = arriving.expect(prompt)
-    request_id = decode.add_request(prompt, PARAMS)
-    thread, results = in_thread(lambda: step_all(decode, request_id))
-    if is_lost:
-        expectation.close()
-    thread.join(60)
-    assert results == [expected] and decode.stats().num_cached_tokens == C
-    decode.close()

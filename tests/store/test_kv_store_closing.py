@@ -17,9 +17,8 @@ from support.store_kv import (
 )
 from support.waiting import until
 
-from kvpage.store import KVStore, Placed, TierError
+from kvpage.store import TierError
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
-from kvpage.store.tiers.memory_tier import MemoryTier
 
 
 @pytest.mark.parametrize("call", ["store", "retrieve", "remove", "lookup", "pin"])
@@ -53,31 +52,6 @@ def test_closing_waits_for_calls_and_refuses_others(call: str) -> None:
     assert len(refused) == len(calls)
     with pytest.raises(TierError, match="is closed"):
         tier.contains([])
-
-
-def test_threads_that_call_while_it_is_closed() -> None:
-    tokens, kv = list(range(4 * C)), kv_of(list(range(4 * C)))
-    for _ in range(20):
-        tiers = [Placed(MemoryTier(1 << 20, pin_memory=False)), Placed(MemoryTier(1 << 20), is_written_back=True)]
-        store, started, errors = make(tiers=tiers), threading.Barrier(4), []
-
-        def work(store: KVStore = store, started: threading.Barrier = started, errors: list = errors) -> None:
-            started.wait()
-            try:
-                while True:
-                    store.store(tokens, kv, blocking=False).result()
-                    assert same(store.retrieve(tokens)[0], kv)
-            except ValueError as error:
-                errors.append(str(error))
-
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        started.wait()
-        store.close()
-        for thread in threads:
-            thread.join()
-        assert errors == ["the store is closed"] * 3
 
 
 class SlowDisk(DiskTier):

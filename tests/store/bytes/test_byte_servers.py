@@ -87,18 +87,6 @@ def test_what_was_put_is_there_for_the_next_process(server: Server) -> None:
         assert store.stats().tier_errors == store.stats().corrupt_records == 0
 
 
-def test_what_is_removed_or_replaced_is_so_for_others(server: Server) -> None:
-    with opened(server.url) as store, opened(server.url) as other:
-        store.put(KEYS, RECORDS)
-        assert store.remove([KEYS[1], b"none"]) == [True, False]
-        assert store.put([KEYS[2]], [RECORDS[3]]) == [True], "it is there, whatever its bytes"
-        assert store.put([KEYS[3]], [b"new"], skip_existing=False) == [True]
-        assert other.contains(KEYS[:4]) == [True, False, True, True]
-        assert read(other, KEYS[2:4], [SIZES[2], 3]) == ([True, True], [RECORDS[2], b"new"])
-        assert other.clear() == [] and store.contains(KEYS) == [False] * len(KEYS)
-        assert server.values() == {}
-
-
 @needs_redis
 def test_an_answer_that_comes_too_late_writes_nothing(redis_server: RedisServer) -> None:
     """The server sends a byte at a time. Memory belongs to the caller again when the call is over."""

@@ -24,17 +24,6 @@ def store(request, tmp_path):
         yield store
 
 
-def test_what_was_put_comes_back_byte_by_byte(store: ByteStore) -> None:
-    assert store.contains(KEYS) == [False] * len(KEYS)
-    assert store.put(KEYS, RECORDS) == store.contains(KEYS) == [True] * len(KEYS)
-    rooms = [room(size + 2) for size in SIZES]
-    found = store.get_into(KEYS, [memoryview(one)[1:-1] for one in rooms])
-    assert found == [True] * len(KEYS)
-    edge = room(1)
-    for one, record in zip(rooms, RECORDS, strict=True):
-        assert one == edge + record + edge, "all of it, and nothing before or after"
-
-
 @pytest.mark.parametrize("size", [0, 1, 5000, 1 << 20, (2 << 20) + 3])
 def test_pieces_that_read_may_be_others_than_those_that_wrote(store: ByteStore, size: int) -> None:
     data = data_of(7, size)
@@ -62,23 +51,6 @@ def test_every_kind_of_buffer_holds_a_record(data: bytes) -> None:
                 assert store.get_into([key], [buffer]) == [True] and bytes(memoryview(np.asarray(buffer))) == data
         mixed = room(len(data) * len(kinds))
         assert store.get_into([b"mixed"], [mixed]) == [True] and mixed == data * len(kinds)
-
-
-def test_each_key_has_a_result_of_its_own(store: ByteStore) -> None:
-    """A miss does not end the call, wherever it is; a key may be read twice."""
-    held = [number for number in range(20) if number % 3]
-    assert all(store.put([key_of(one) for one in held], [data_of(one, 100 + one) for one in held]))
-    wanted = [*range(20), 1, 1]
-    rooms = [room(100 + one) for one in wanted]
-    found = store.get_into([key_of(one) for one in wanted], rooms)
-    assert found == [bool(one % 3) for one in wanted]
-    assert store.contains([key_of(one) for one in wanted]) == found
-    for one, is_found, memory in zip(wanted, found, rooms, strict=True):
-        assert memory == (data_of(one, 100 + one) if is_found else room(100 + one))
-    removed = store.remove([key_of(one) for one in range(10)] + [key_of(1)])
-    assert removed == [bool(one % 3) for one in range(10)] + [True]
-    assert store.contains([key_of(one) for one in held]) == [one >= 10 for one in held]
-    assert store.remove([key_of(1)]) == [False]
 
 
 def test_none_stands_for_a_record_that_is_not_wanted(store: ByteStore) -> None:

@@ -1,14 +1,12 @@
 """The redis tier against real servers on loopback: always a miss or exact, always within the deadline."""
 
-import contextlib
-import socket
 import subprocess
 import threading
 import time
 
 import pytest
 from support.ports import free_port
-from support.redis_server import Proxy, RedisServer, needs_redis
+from support.redis_server import RedisServer, needs_redis
 from support.store_records import get, key, put, record
 
 redis = pytest.importorskip("redis")
@@ -196,40 +194,6 @@ def test_paused_it_keeps_the_deadline_and_recovers(tier, server):
     assert put(tier, DATA, SOON) == [True] * 12 and get(tier, K, SOON) == [DATA[k] for k in K]
 
 
-def test_a_dribbling_server_keeps_the_deadline(server):
-    """A byte each 20 ms never exceeds a timeout of each read."""
-    proxy = Proxy(server.port)
-    tier = from_url(f"redis://127.0.0.1:{proxy.port}?cooldown=0")
-    assert put(tier, DATA, SOON) == [True] * 12
-    proxy.delay = 0.02
-    for _ in range(3):
-        assert within(0.1, lambda t: get(tier, K, t)) is None
-    proxy.delay = 0.0
-    assert get(tier, K, SOON) == [DATA[k] for k in K]
-    proxy.close()
-    tier.close()
-
-
-def test_garbage_for_answers():
-    """Whoever listens there is no Redis."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    answers = [b"HTTP/1.1 400\r\n\r\n", b"*-7\r\n", b"$99999999999999999999\r\n", b"%1\r\n+a\r\n", b":1\r\n" * 50, b""]
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            for i in range(1000):
-                connection = listener.accept()[0]
-                connection.sendall(answers[i // 3 % len(answers)])
-                connection.close()
-
-    threading.Thread(target=serve, daemon=True).start()
-    tier = from_url(f"redis://127.0.0.1:{listener.getsockname()[1]}?cooldown=0")
-    for _ in range(3 * len(answers)):
-        assert within(5.0, lambda t: get(tier, K, t)) in (None, [None] * 12)
-        assert within(5.0, lambda t: put(tier, DATA, t)) in (None, [False] * 12)
-    listener.close()
-
-
 def test_a_password_and_a_database(tmp_path):
     server = RedisServer(tmp_path, "--requirepass", "p@ss/word")
     tier = from_url(f"redis://:p%40ss%2Fword@127.0.0.1:{server.port}/3")
@@ -336,11 +300,6 @@ def test_a_cluster(cluster):
 
 def on(node: RedisServer) -> set[bytes]:
     return {bytes.fromhex(found.decode().removeprefix("kvpage:")) for found in client(node).scan_iter()}
-
-
-def test_a_cluster_that_is_not_there():
-    tier = from_url(f"redis+cluster://127.0.0.1:{free_port()}?cooldown=0")
-    assert within(5.0, lambda t: get(tier, K, t)) is None
 
 
 def test_sentinel(tmp_path):

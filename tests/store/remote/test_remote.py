@@ -7,7 +7,6 @@ import pytest
 from support.store_records import get, key, put, record
 
 from kvpage.store.remote.backend import Backend
-from kvpage.store.remote.breaker import Breaker
 from kvpage.store.remote.options import MIN_RECORD_BYTES, RemoteOptions
 from kvpage.store.remote.remote_tier import RemoteTier
 from kvpage.store.tiers.tier import RecordInfo, TierError
@@ -262,23 +261,6 @@ def test_a_failed_removal_costs_no_record(backend, options):
     backend.remove = Failing().remove
     assert get(tier, K[:2]) == [None, record(K[1])]
     assert (tier.stats().corrupted, tier.stats().errors) == (1, 1)
-
-
-def test_a_failing_server_is_left_alone_until_the_trial():
-    now = [0.0]
-    tier = RemoteTier(backend := Failing(), breaker=Breaker(3, 5.0, lambda: now[0]))
-    for _ in range(10):
-        with pytest.raises(TierError):
-            tier.contains(K)
-    assert len(backend.calls) == 3
-    now[0] = 5.0
-    for _ in range(10):
-        with pytest.raises(TierError):
-            tier.contains(K)
-    assert len(backend.calls) == 4
-    tier._backend = Plain()
-    now[0] = 10.0
-    assert [tier.contains(K[:1]) for _ in range(3)] == [[False]] * 3
 
 
 def test_a_backend_that_cannot_list_is_not_one_that_failed():

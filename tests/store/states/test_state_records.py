@@ -204,18 +204,6 @@ def test_a_tier_in_trouble_is_a_miss() -> None:
     store.close()
 
 
-def test_the_disk_after_a_restart(tmp_path) -> None:
-    config = KVStoreConfig(C, (f"disk://{tmp_path}?size=16MiB&segment=8MiB",))
-    for is_first in (True, False):
-        with KVStore(config, KVStoreMetadata("m", kv_dtype=KV_DTYPE)) as store:
-            states = store.states(LAYOUT, KV_DTYPE)
-            for position in POSITIONS if is_first else ():
-                put_all(store, states, TOKENS, position)
-            assert states.positions(TOKENS) == POSITIONS[::-1]
-            assert states.longest([*TOKENS, 1]) == len(TOKENS)
-            assert all(found(states, TOKENS[:at]) for at in POSITIONS)
-
-
 def test_what_records_tell() -> None:
     store, states = store_and_states()
     with store:

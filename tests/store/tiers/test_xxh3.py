@@ -53,16 +53,6 @@ def test_every_split_in_two(kernel, length):
         assert hash_.digest() == expected, split
 
 
-def test_many_random_pieces(kernel):
-    rng = np.random.default_rng(3)
-    for _ in range(50):
-        hash_, at = _C._Xxh3(kernel), 0
-        for size in rng.choice(EDGES, 12):
-            hash_.update(DATA[at : at + size].tobytes())
-            at += int(size)
-        assert hash_.digest() == xxhash.xxh3_128_digest(DATA[:at].tobytes())
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("off", [0, 1, 32])
 def test_copies_what_it_hashes_and_no_more(kernel, streaming, off):
