@@ -1,31 +1,19 @@
 """CacheEngine: what it allocates, where it lies, and what its swaps and copies call."""
 
-import itertools
 import uuid
 
 import pytest
 import torch
+from support.swap_pairs import FLASH_NAMES, MODEL, pairs
 
 from kvpage import CacheConfig, CacheEngine, DeviceConfig, ModelConfig, ParallelConfig, register_backend
 from kvpage.layout.backends import FlashBackend
 from kvpage.layout.cache_layout import CacheLayout
 
-MODEL = ModelConfig(8, 2, ("full_attention",) * 3)
-NAMES = [
-    {"backend": backend, "kv_layout": kv_layout, "layer_layout": layer_layout}
-    for backend, kv_layout, layer_layout in itertools.product(
-        ("flash", "flashinfer"), ("NHD", "HND"), ("separate", "packed")
-    )
-]
-
 
 def engine(model=MODEL, parallel=None, num_gpu_blocks=7, num_cpu_blocks=5, **names) -> CacheEngine:
     config = CacheConfig(4, num_gpu_blocks, num_cpu_blocks, **names)
     return CacheEngine(config, model, parallel, DeviceConfig("cpu"))
-
-
-def pairs(*rows) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
 
 
 def numbered(caches, block_dim, start=1.0):
@@ -45,7 +33,7 @@ def numbers(caches, block_dim) -> list[list[float]]:
     return rows
 
 
-@pytest.mark.parametrize("names", NAMES, ids=lambda names: "-".join(names.values()))
+@pytest.mark.parametrize("names", FLASH_NAMES, ids=lambda names: "-".join(names.values()))
 def test_shapes_strides_zeros_and_bytes(names):
     made = engine(**names)
     flash = names["backend"] == "flash"
@@ -90,7 +78,7 @@ def test_a_stride_order_that_is_not_its_own_inverse(layer_layout, backend_name):
     assert numbers(made.cpu_cache, 1) == [[100 * layer + 7, 0, 0, 0, 100 * layer + 3] for layer in range(3)]
 
 
-@pytest.mark.parametrize("names", NAMES, ids=lambda names: "-".join(names.values()))
+@pytest.mark.parametrize("names", FLASH_NAMES, ids=lambda names: "-".join(names.values()))
 def test_swaps_and_copies(names):
     made = engine(**names)
     dim = made.layout.block_dim
@@ -188,7 +176,7 @@ def test_validate_names_what_does_not_fit():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("names", NAMES, ids=lambda names: "-".join(names.values()))
+@pytest.mark.parametrize("names", FLASH_NAMES, ids=lambda names: "-".join(names.values()))
 def test_gpu_engine(names):
     config = CacheConfig(4, 7, 5, **names)
     made = CacheEngine(config, MODEL, None, DeviceConfig("cuda"))

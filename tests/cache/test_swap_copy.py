@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from support.swap_pairs import NAMES, pairs
 
 from kvpage import ops
 from kvpage.layout.cache_layout import CacheLayout
@@ -14,15 +15,6 @@ from kvpage.ops.copies import BlockCopier
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
-NAMES = [
-    {"backend": backend, "kv_layout": kv_layout, "layer_layout": layer_layout}
-    for backend, kv_layout, layer_layout in itertools.product(
-        ("flash", "flashinfer"), ("NHD", "HND"), ("separate", "packed")
-    )
-] + [
-    {"backend": backend, "layer_layout": layer_layout}
-    for backend, layer_layout in itertools.product(("mla", "paged"), ("separate", "packed"))
-]
 LAYOUT = CacheLayout(4, 2, 8, torch.float16)
 
 
@@ -35,10 +27,6 @@ SAME_BACKEND = [(a, b) for a, b in itertools.product(NAMES, NAMES) if a["backend
 
 def make_layout(names) -> CacheLayout:
     return CacheLayout(4, 1 if names["backend"] == "mla" else 2, 8, torch.float16, **names)
-
-
-def pairs(*rows) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
 
 
 def random_caches(layout, num_blocks, num_layers, device=CPU, pin=False):

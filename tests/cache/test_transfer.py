@@ -7,12 +7,12 @@ from collections import deque
 
 import pytest
 import torch
+from support.swap_pairs import MODEL, pairs
 from support.waiting import until
 
-from kvpage import BlockPool, CacheConfig, CacheEngine, DeviceConfig, ModelConfig, PrefixTree, register_backend
+from kvpage import BlockPool, CacheConfig, CacheEngine, DeviceConfig, PrefixTree, register_backend
 from kvpage.layout.backends import FlashBackend
 
-MODEL = ModelConfig(8, 2, ("full_attention",) * 3)
 NUM_GPU, NUM_CPU = 7, 5
 
 
@@ -74,10 +74,6 @@ class FakeStream:
         self.run()
         last()
         self.log.append("closed")
-
-
-def pairs(*rows) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
 
 
 def engine(stream, backend="flash", model=MODEL, **names) -> CacheEngine:
