@@ -1,13 +1,11 @@
 """PrefixTree: its promises one by one. Random lives against a naive model: test_tree_life.py."""
 
-import array
-
 import numpy as np
 import pytest
 import torch
 from support.trees import B, cached, made, matched
 
-from kvpage import BlockPool, Match, PrefixTree
+from kvpage import BlockPool, PrefixTree
 
 WIDTHS = [np.int32, np.int64]
 
@@ -20,20 +18,6 @@ def state(pool: BlockPool, tree: PrefixTree) -> tuple:
 
 
 # --- matching -------------------------------------------------------------------------------------------------------
-
-
-def test_an_empty_match():
-    pool, tree = made()
-    match = tree.match([])
-    assert isinstance(match, Match) and not match.is_released
-    assert (match.num_tokens, match.num_blocks, match.block_ids.tolist()) == (0, 0, [])
-    assert match.block_ids.dtype == np.int32
-    twin = tree.pin(match)
-    longer = tree.insert([1] * B, pool.allocate(1), after=match)
-    assert match.is_released and longer.block_ids.tolist() == [0]
-    tree.release(longer)
-    tree.release(twin)
-    assert matched(tree, [1] * (B + 1)) == [0]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -71,30 +55,6 @@ def test_a_match_reads_no_further_than_it_has_to():
     assert matched(tree, beyond) == ids
     with pytest.raises(ValueError, match=f"tokens must fit into 32 bits, got {2**40} at {2 * B}"):
         tree.match(np.append(beyond[: 2 * B], beyond[-B:]).tolist() + [0])
-
-
-KINDS = [
-    tuple,
-    lambda tokens: np.array(tokens, np.int32),
-    lambda tokens: np.array(tokens, np.int64),
-    lambda tokens: array.array("i", tokens),
-    lambda tokens: memoryview(array.array("q", tokens)),
-    lambda tokens: torch.tensor(tokens),
-    lambda tokens: torch.tensor(tokens, dtype=torch.int32),
-    lambda tokens: [np.int64(t) for t in tokens],
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_of_every_kind(kind):
-    pool, tree = made()
-    tokens = [-(2**31), -1, 0, 1, 2, 3, 4, 2**31 - 1]
-    ids = cached(tree, pool, tokens)
-    assert matched(tree, kind([*tokens, 5])) == ids
-    tree.clear()
-    assert pool.allocate(2).tolist() == [0, 1]
-    tree.release(tree.insert(kind(tokens), kind([1, 0])))
-    assert matched(tree, [*tokens, 5]) == [1, 0]
 
 
 # --- pins -----------------------------------------------------------------------------------------------------------

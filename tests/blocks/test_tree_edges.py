@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvpage import BlockPool, PrefixTree
-from kvpage.observe.tree_watch import ChangeKind, TreeChanges
 
 B = 2
 
@@ -161,29 +160,3 @@ def test_a_refused_insertion_keeps_no_room_in_what_it_would_have_filled_or_lengt
     with pytest.raises(ValueError, match="block"):
         tree.insert([7, 7] + tail, block_ids)
     tree.check()
-
-
-@pytest.mark.parametrize("num_host_blocks", [1, 2, 3, 4])
-def test_what_is_dropped_leaves_the_host_also_around_a_gap(num_host_blocks):
-    """The edge's last block is on both tiers, and as many of its first ones as there is room for."""
-    pool, host_pool = BlockPool(8), BlockPool(num_host_blocks)
-    tree = PrefixTree(pool, B, host_pool)
-    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
-    cache(tree, pool, tokens)
-    assert len(tree.demote(1)[1]) == 1
-    match = tree.match([*tokens, 0])
-    tree.promote(match, pool.allocate(1))
-    assert len(tree.write_out(match, 0)) == num_host_blocks - 1
-    tree.release(match)
-    tree.log_changes(1 << 20)
-    tree.take_changes()
-    assert tree.drop(tokens) == len(tokens)
-    left = changes_of(tree)
-    assert sorted(block_id for name, block_id, _ in left if name == "LEFT_HOST") == list(range(num_host_blocks))
-    assert (pool.num_free, host_pool.num_free, tree.num_host_cached) == (8, num_host_blocks, 0)
-    tree.check(owned_ids=[], owned_host_ids=[])
-
-
-def changes_of(tree: PrefixTree) -> list[tuple[str, int, int]]:
-    changes = TreeChanges(*tree.take_changes()).changes.tolist()
-    return [(ChangeKind(kind).name, block_id, value) for kind, block_id, value in changes]
