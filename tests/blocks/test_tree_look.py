@@ -1,4 +1,4 @@
-"""What an index beside the tree asks of it: generations, ids in both tiers, names. Looks and shorter matches: TreeLife."""
+"""What an index beside the tree asks of it: generations, ids in both tiers, names. Beside a model: TreeLife."""
 
 import numpy as np
 import pytest
