@@ -58,6 +58,19 @@ def test_what_does_not_change_has_none_and_what_is_no_number_is_not_known() -> N
 # --- compared --------------------------------------------------------------------------------------------------------
 
 
+def test_what_cannot_be_measured() -> None:
+    with pytest.raises(ValueError, match="layers must be at least one, got none"):
+        measure_sensitivity([])
+    with pytest.raises(ValueError, match=r"layers must hold V of one shape, got \[5, 3, 8\] and \[4, 3, 8\]"):
+        measure_sensitivity([(rows(5)[0], rows(4)[0])])
+    with pytest.raises(ValueError, match="layers must be of the same tokens, got 5 and 1"):
+        measure_sensitivity([(rows(5)[0], rows(5)[0]), (rows(1)[0], rows(1)[0])])
+    with pytest.raises(ValueError, match="alone must have 3 dimensions"):
+        measure_sensitivity([(rows(5), rows(5))])
+    with pytest.raises(TypeError, match="after must be a "):
+        measure_sensitivity([(rows(5)[0], None)])
+
+
 @given(st.lists(st.tuples(st.sampled_from([0.0, 1e-30, 0.5, 0.75, 3.0]), st.integers(0, 3)), max_size=40))
 def test_ranks_are_shares_of_the_rows_of_a_kind(given_rows: list[tuple[float, int]]) -> None:
     scores = torch.tensor([score for score, _ in given_rows])
@@ -77,6 +90,14 @@ def test_ranks_are_shares_of_the_rows_of_a_kind(given_rows: list[tuple[float, in
 def test_it_must_be_finite_and_not_negative(values: list[float]) -> None:
     with pytest.raises(ValueError, match="sensitivity must be finite and not negative"):
         segment(3, sensitivity=torch.tensor(values))
+
+
+def test_it_must_be_a_number_a_token() -> None:
+    with pytest.raises(ValueError, match="sensitivity must be of 3 tokens, got 2"):
+        segment(3, sensitivity=torch.ones(2))
+    with pytest.raises(TypeError, match="sensitivity must be a "):
+        segment(3, sensitivity=[1.0, 2.0, 3.0])
+    assert segment(3, sensitivity=torch.ones(3, dtype=torch.float64)).sensitivity.dtype == torch.float32
 
 
 def test_of_the_tokens_that_are_reused() -> None:

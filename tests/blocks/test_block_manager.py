@@ -58,6 +58,17 @@ def test_fork_copies_the_shared_block_once_per_writer_but_one():
     manager.check()
 
 
+@pytest.mark.parametrize("count", [np.int64(2), np.int32(2), [np.int64(2)], np.array([2]), (2,)])
+def test_append_takes_any_integers(count):
+    manager = BlockManager(16, B)
+    manager.allocate(0, [1] * B)
+    manager.append([0], count)
+    assert len(manager.block_ids(0)) == 2
+    assert len(manager.slot_mapping(0, np.int32(B), np.int64(B + 2))) == 2
+    with pytest.raises(ValueError, match="positions"):
+        manager.slot_mapping(0, 0, B + 3)
+
+
 def test_block_tables_and_slots_of_several():
     manager = BlockManager(64, B)
     for seq_id, num_tokens in enumerate((1, 3 * B + 1, B)):

@@ -8,6 +8,20 @@ from kvpage import BlockManager, OutOfBlocks
 MINE, OTHERS = list(range(10, 10 + 2 * B)), list(range(50, 50 + 2 * B))
 
 
+@pytest.mark.parametrize("counts", [[-1, 0], [0, -1], [1, -1]])
+def test_append_takes_no_room_back(counts):
+    manager = BlockManager(4, B)
+    for seq_id in (1, 2):
+        manager.allocate(seq_id, MINE[:2])
+    wrong = 1 + counts.index(-1)
+    with pytest.raises(ValueError, match=f"num_new_tokens must not be negative, got -1 for {wrong}"):
+        manager.append([1, 2], counts)
+    for seq_id in (1, 2):
+        assert len(manager.slot_mapping(seq_id, 0, 2)) == 2
+        with pytest.raises(ValueError, match="positions"):
+            manager.slot_mapping(seq_id, 0, 3)
+
+
 @pytest.mark.parametrize("error", [OutOfBlocks(9, 0), MemoryError(), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("call", ["allocate", "swap_in"])
 def test_whatever_fails_leaves_no_pin(monkeypatch, call, error):

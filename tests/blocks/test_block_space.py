@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 from support.block_requests import B, computed, num_found
 
-from kvpage import BlockManager, OutOfBlocks
+from kvpage import BlockManager, CacheConfig, CacheEngine, ModelConfig, OutOfBlocks
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMoves
 from kvpage.blocks.pins import UserPins
@@ -62,6 +63,25 @@ def test_a_move_that_fails_stays_with_those_behind_it():
 
 
 # --- the rule ---
+
+
+def test_the_engine_carries_moves_out_in_order():
+    config = CacheConfig(block_size=2, num_gpu_blocks=4, num_cpu_blocks=3)
+    engine = CacheEngine(config, ModelConfig(2, 1, ("full_attention",) * 2, torch.float32))
+    for layer in engine.gpu_cache:
+        layer.copy_(torch.arange(4.0)[None, :, None, None, None].expand_as(layer))
+    moves = BlockMoves()
+    moves.add("swap_out", [(3, 0)])
+    moves.add("copy", [(1, 3)])
+    moves.add("swap_in", [(0, 1)])
+    engine.do_moves(moves)
+    assert [engine.gpu_cache[1][0, block, 0, 0, 0].item() for block in range(4)] == [0, 3, 2, 1]
+    moves = BlockMoves()
+    moves.add("swap_out", [(1, 2)])
+    moves.add("copy", [(0, 1)])
+    moves.add("swap_in", [(2, 0)])
+    moves.do(engine.do_move)
+    assert [engine.gpu_cache[1][0, block, 0, 0, 0].item() for block in range(4)] == [3, 0, 2, 1]
 
 
 def test_the_rule_loads_until_it_knows_better():
@@ -205,6 +225,17 @@ def test_drop_forgets_what_nobody_else_uses():
     manager.release(1)
     assert manager.space.drop([1, 2]) == manager.space.drop(other, b"tenant") == 0
     assert manager.space.drop(other) == 3 * B and manager.pool.num_free == 8
+
+
+def test_moves_must_be_taken_before_a_step():
+    manager, tokens = filled()
+    manager.allocate(1, tokens)  # its last block shares three tokens with a cached one
+    with pytest.raises(RuntimeError, match="do_moves must be called before a step"):
+        manager.slot_mapping(1, 0, 1)
+    with pytest.raises(RuntimeError, match="do_moves must be called before a step"):
+        manager.block_tables([1])
+    assert listed(manager.take_moves())[0][0] == "copy"
+    assert len(manager.slot_mapping(1, 0, 1)) == 1
 
 
 def test_policies_are_checked():

@@ -156,3 +156,11 @@ def test_statistics_while_an_anchor_leaves():
     left = [anchor.index for anchor in anchors]  # what the table said before they were removed
     anchors.table, anchors._at = SimpleNamespace(stale=lambda: left), [None] * len(anchors._at)
     assert manager.stats().slots.num_checkpoints in (0, 1)
+
+
+def test_wrong_arguments():
+    for manager in (filled(), manager_of()):
+        with pytest.raises(TypeError, match="namespace must be bytes"):
+            manager.explain(TOKENS, "tenant")
+        with pytest.raises(ValueError, match="at least one token"):
+            manager.explain([])

@@ -118,6 +118,19 @@ def test_bad_calls_change_nothing(case):
     assert seen(manager) == before
 
 
+def test_without_blocks_nothing_has_grown():
+    manager = Manager(3, B, pin_quota=0)
+    for seq_id in range(3):
+        computed(manager, seq_id, [seq_id] * B)
+    before = seen(manager)
+    for count in (1, 10**9, 10**30):
+        with pytest.raises(OutOfBlocks):
+            manager.rows.append(manager.rows.of([0, 1, 2]), count)
+        with pytest.raises(OutOfBlocks):
+            manager.append([0, 1, 2], count)
+    assert seen(manager) == before
+
+
 def test_forks_are_copied_before_a_step_and_its_inputs_wait_for_the_copies():
     manager = BlockManager(16, B)
     computed(manager, 0, list(range(B + 1)))

@@ -36,6 +36,13 @@ def test_views_are_the_slots_bytes(num_slots: int) -> None:
         assert not cache.slots[:, offset : offset + part.num_bytes].any()
 
 
+def test_new_slots_are_zeros_and_counted() -> None:
+    cache = StateCache(LAYOUT, 3, 2)
+    assert not cache.slots.any() and not cache.host_slots.any()
+    assert cache.num_bytes == cache.slots.numel() == 3 * LAYOUT.slot_bytes
+    assert cache.num_host_bytes == cache.host_slots.numel() == 2 * LAYOUT.slot_bytes
+
+
 @pytest.mark.parametrize("kind", ["copy", "swap_out", "swap_in"])
 @pytest.mark.parametrize("pairs", [[], [(0, 1)], [(2, 0)], [(3, 1), (0, 2)], [(1, 1)]])
 def test_a_move_copies_slots_and_nothing_else(kind: str, pairs: list[tuple[int, int]]) -> None:

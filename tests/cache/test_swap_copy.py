@@ -162,6 +162,14 @@ BAD_WITHIN = {
 }
 
 
+def test_what_is_no_cache_is_named():
+    dsts = random_caches(LAYOUT, 5, 1)
+    with pytest.raises(TypeError, match=r"src\[0\] must be a torch.Tensor, got NoneType"):
+        ops.swap_blocks(None, dsts[0], pairs((0, 1)), LAYOUT)
+    with pytest.raises(TypeError, match="layout must be a CacheLayout, got str"):
+        ops.copy_blocks(dsts, pairs((0, 1)), "flash")
+
+
 @pytest.mark.parametrize("mapping, error, message", BAD_MAPPINGS.values(), ids=BAD_MAPPINGS)
 def test_bad_mappings_change_nothing(mapping, error, message):
     srcs, dsts = random_caches(LAYOUT, 5, 2), random_caches(LAYOUT, 5, 2)

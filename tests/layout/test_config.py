@@ -150,6 +150,10 @@ def test_pages_of_files_count_as_free_memory(tmp_path):
 # --- backends ---------------------------------------------------------------------------------------------------------
 
 
+def test_free_memory_of_the_cpu():
+    assert 0 < DeviceConfig("cpu").free_memory() < 1 << 50
+
+
 class Shapeless:
     block_dim = 0
 
@@ -273,6 +277,14 @@ def test_from_hf_dtype():
         config.dtype = dtype
         assert ModelConfig.from_hf(config).dtype == torch.bfloat16
     assert ModelConfig.from_hf(config, torch.float16).dtype == torch.float16
+
+
+def test_from_hf_without_layers():
+    class Blocks:
+        num_attention_heads = 4
+
+    with pytest.raises(ValueError, match="config must have num_hidden_layers, Blocks has none"):
+        ModelConfig.from_hf(Blocks())
 
 
 def test_from_hf_latents():

@@ -98,3 +98,8 @@ def test_what_is_no_part(parts: Any) -> None:
     for make in (StateLayout, StateLayout.of_parts, lambda parts: CacheGroup(GroupKind.STATE, (2,), None, parts)):
         with pytest.raises(TypeError, match="parts must be StateParts, got (NoneType|list|int|str)"):
             make(parts)
+
+
+def test_what_is_no_group() -> None:
+    with pytest.raises(TypeError, match="groups must be CacheGroups, got StatePart"):
+        StateLayout.of_groups([CONV])  # type: ignore[list-item]

@@ -106,6 +106,11 @@ def test_layers_that_share_go_where_their_source_goes() -> None:
     assert [list(stage.bound_layers) for stage in stages] == [[0, 1, 2, 3, 4], [5, 6]]
 
 
+def test_equal_shapes_are_a_uniform_model() -> None:
+    found = ModelConfig.of_shapes([LayerShape(2, 8, 8), None, LayerShape(2, 8)], ("full_attention",) * 3, torch.float16)
+    assert found.is_uniform and (found.num_kv_heads, found.head_size) == (2, 8)
+
+
 @pytest.mark.parametrize(
     "fields, words",
     [

@@ -36,6 +36,11 @@ def test_numbers_survive_in_a_record():
     assert SamplingRecord.of(words) == numbers
 
 
+def test_places_of_fields():
+    assert [word_of("seed"), word_of("temperature", "least_score")] == [0, 5]
+    assert SAMPLING_RECORD.fields["first_at"][1] == 8 * word_of("first_at") == 8 * (RECORD_WORDS - 1)
+
+
 @pytest.mark.parametrize(
     "names", [("temperature",), ("least_score", "temperature"), ("least_score", "repetition"), ("seed", "words")]
 )

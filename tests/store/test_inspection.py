@@ -34,6 +34,21 @@ def command(*arguments: str):
     return CliRunner().invoke(app, ["store", *arguments], env={"COLUMNS": "200"})
 
 
+def test_summaries(tmp_path) -> None:
+    tier = inspection.open_tier(fill(tmp_path))
+    records = sorted(inspection.summaries(tier), key=lambda one: (one.model, -one.num_tokens))
+    assert [(one.model, one.namespace, one.num_tokens) for one in records] == [
+        ("[second]", b"", 8), ("[second]", b"", 5),
+        ("first", b"tenant", 8), ("first", b"tenant", 8), ("first", b"tenant", 4),
+    ]  # fmt: skip
+    assert {(one.codec, one.fmt, one.is_readable) for one in records} == {("float32", "huggingface", True)}
+    assert [row[:3] for row in inspection.by_model(records)] == [("first", 3, 20), ("[second]", 2, 13)]
+    assert inspection.verify(tier) == (5, [])
+    assert inspection.free(tier, 1) == 1 and tier.stats().num_records == 4
+    assert inspection.remove_older(tier, 3600) == 0 and inspection.remove_older(tier, -1) == 4
+    tier.close()
+
+
 def test_broken_records_are_found_and_removed(tmp_path) -> None:
     url = fill(tmp_path)
     corrupt(tmp_path)

@@ -112,6 +112,13 @@ def test_records_of_other_divisions_never_meet(store) -> None:
     assert LayerwiseStore(store, engine, 2).lookup(TOKENS) == len(TOKENS)
 
 
+def test_remove_forgets_all_layers(store) -> None:
+    engine = make_engine(seed=1)
+    layerwise = filled(store, engine, len(TOKENS), 2)
+    assert layerwise.remove(TOKENS) == 3
+    assert layerwise.lookup(TOKENS) == 0 and not store.keys()
+
+
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_layers_are_loaded_as_they_come(store, num_layers: int) -> None:
     source, target = make_engine(seed=1), make_engine(seed=2)

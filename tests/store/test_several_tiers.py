@@ -11,6 +11,7 @@ from support.store_kv import (
     Between,
     C,
     Troubled,
+    corrupt,
     kv_of,
     make,
     same,
@@ -60,6 +61,16 @@ def test_a_prefetch_fills_no_tier_that_takes_no_hits() -> None:
     store.store(tokens, kv_of(tokens))
     small.clear()
     assert store.prefetch(tokens) == 2 * C and small.stats().num_records == 0
+
+
+def test_a_prefetch_of_a_damaged_record_leaves_it_to_its_reader() -> None:
+    store, small, large = two_tiers()
+    tokens = list(range(2 * C))
+    store.store(tokens, kv_of(tokens))
+    small.clear()
+    corrupt(large, store.keys_of(tokens)[0], 300)
+    assert store.prefetch(tokens) == 0
+    assert store.retrieve(tokens)[1].sum() == 0 and store.stats().corrupt_records == 1
 
 
 def test_a_prefix_may_be_spread_over_tiers() -> None:

@@ -134,6 +134,15 @@ def with_host(
     return GroupLife(BlockManager(num_blocks, B, groups=groups, num_host_blocks=num_host, **options))
 
 
+def test_without_room_on_the_host_a_swap_changes_nothing():
+    life = with_host(2 * B, num_window_blocks=6, num_host=32, num_host_window_blocks=0)
+    life.begin(tokens_of(B + 1))
+    life.write(1, B + 1)
+    with pytest.raises(OutOfBlocks):
+        life.manager.swap_out(1)
+    life.check()
+
+
 def test_pins_keep_the_last_window_of_their_prefix():
     life = with_host(2 * B, num_window_blocks=6, num_host=0, num_host_window_blocks=0, pin_quota=4)
     prompt = tokens_of(4 * B)

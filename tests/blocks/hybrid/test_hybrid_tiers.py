@@ -1,10 +1,11 @@
 """BlockManager with a host tier: checkpoints follow their blocks, and go to the host themselves."""
 
 import pytest
-from support.hybrid_requests import B, begin, make_moves, manager_of, serve
+from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
 
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.space import HostPolicy
+from kvpage.checks.errors import OutOfSlots
 
 TOKENS = list(range(1, 2 * B + 3))
 
@@ -25,6 +26,33 @@ def test_a_checkpoint_is_found_when_its_blocks_are_on_the_host(after_hits):
     assert begin(manager, 0, TOKENS) == len(TOKENS) - 1
     blocks, states = make_moves(manager)
     assert [move.kind for move in blocks] == ["swap_in", "copy"] and [move.kind for move in states] == ["copy"]
+    manager.check()
+
+
+def test_a_state_goes_to_the_host_and_back():
+    manager = manager_of(num_slots=1, num_host_slots=1, num_host_blocks=8)
+    begin(manager, 0, TOKENS)
+    prefill(manager, 0, TOKENS, 0)
+    manager.swap_out(0)
+    assert make_moves(manager)[1][0].kind == "swap_out"
+    begin(manager, 1, [7, 8])
+    with pytest.raises(OutOfSlots):
+        manager.swap_in(0, TOKENS)
+    manager.check()
+    manager.release(1)
+    assert manager.swap_in(0, TOKENS).num_cached_tokens == len(TOKENS)
+    assert make_moves(manager)[1][0].pairs.tolist() == [[0, 0]]
+    manager.check()
+
+
+def test_a_swap_without_room_changes_nothing():
+    manager = manager_of(num_slots=2, num_host_slots=0, num_host_blocks=8)
+    begin(manager, 0, TOKENS)
+    prefill(manager, 0, TOKENS, 0)
+    before = manager.stats()
+    with pytest.raises(OutOfSlots):
+        manager.swap_out(0)
+    assert manager.stats() == before and not manager.is_swapped(0)
     manager.check()
 
 

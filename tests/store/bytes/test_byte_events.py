@@ -80,6 +80,19 @@ def test_each_tier_has_its_number_and_a_damaged_record_leaves() -> None:
         assert plain(events) == [(b"k", 0, "removed"), (b"k", 0, "written")], "promoted anew"
 
 
+def test_a_closed_listening_is_told_nothing_more_and_others_are() -> None:
+    with opened() as store:
+        first, second = [], []
+        with store.follow(first.extend) as follow:
+            store.follow(second.extend)
+            store.put([b"a"], [b"1"])
+            store.flush()
+        store.put([b"b"], [b"1"])
+        store.flush()
+        follow.close()
+        assert len(first) == 1 and len(second) == 2
+
+
 def test_a_listener_may_call_the_store_close_itself_and_fail(caplog) -> None:
     with opened() as store:
         seen, follows = [], []
@@ -115,6 +128,11 @@ def test_closing_tells_what_is_left() -> None:
     assert len(events) == 50
     with pytest.raises(ValueError, match="closed"):
         store.follow(slow)
+
+
+def test_a_listener_must_be_callable() -> None:
+    with opened() as store, pytest.raises(TypeError, match="listener must be callable, got int"):
+        store.follow(5)
 
 
 def test_a_thread_that_cannot_start_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,3 +143,19 @@ def test_tensors_whose_bytes_are_not_their_own_are_refused_by_name() -> None:
         with pytest.raises(ValueError, match=message):
             PageView(tensors)
     PageView([wide.as_strided((4, 3), (6, 1)), wide.as_strided((4, 3), (6, 1), 3)]), PageView(base[:1].expand(1, 3))
+
+
+def test_a_page_is_read_into_once_and_may_be_stored_twice() -> None:
+    view = PageView(torch.zeros(4, 3))
+    with opened() as store:
+        assert store.put([b"a", b"b"], view.pieces([1, 1])) == [True, True]
+        for ids in ([2, 2], [[0, 3], [3, 1]]):
+            with pytest.raises(ValueError, match="pages must be given once where they are read, got page"):
+                store.get_into([b"a", b"b"], view.pieces(ids))
+        with pytest.raises(ValueError, match="buffers must share no byte"):
+            store.get_into([b"a", b"b"], [view.pieces([2])[0], view._tensors[0][2]])
+        assert store.get_into([b"a", b"none"], view.pieces([[0, -1], [-1, 1]])) == [False, False]
+        assert store.put([b"a", b"b"], view.pieces([1, 2])) and store.get_into([b"a", b"b"], view.pieces([3, 0])) == [
+            True,
+            True,
+        ]

@@ -36,6 +36,25 @@ def test_random_life_over_many_openings(tmp_path: Path, policy: str, num_paths: 
         assert len(list(path.glob("*.segment"))) > 0, "a directory is not used"
 
 
+def test_eviction_order_and_capacity(tmp_path: Path) -> None:
+    tier = make(tmp_path, SEGMENT_BYTES)
+    data = {key(n): record(key(n), 7 * SLOT_BYTES) for n in range(8)}
+    for name in list(data)[:3]:
+        assert put(tier, {name: data[name]}) == [True]
+    assert get(tier, [key(0)]) == [data[key(0)]]
+    put(tier, {key(3): data[key(3)]})
+    assert tier.contains([key(n) for n in range(4)]) == [True, False, True, True]
+    (reader,) = tier.open([key(2)])
+    for n in range(4, 8):
+        put(tier, {key(n): data[key(n)]})
+    assert bytes(reader.piece(0, reader.num_bytes)) == data[key(2)] and tier.contains([key(2)]) == [True]
+    reader.close()
+    assert tier.create(key(9), SEGMENT_BYTES) is None
+    assert tier.stats().evicted >= 4
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.segment"))
+    assert size <= SEGMENT_BYTES
+
+
 def test_modes_locks_and_space(tmp_path: Path) -> None:
     path = tmp_path / "new" / "tier"
     tier = make(path)

@@ -12,6 +12,7 @@ from support.store_records import get, key, put, write
 
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
 from kvpage.store.disk.segment import HEADER_BYTES
+from kvpage.store.tiers.memory_tier import MemoryTier
 from kvpage.store.tiers.stretches import runs_of
 from kvpage.store.tiers.tier import TierError, Writer
 
@@ -97,3 +98,10 @@ def test_arguments(tmp_path: Path) -> None:
     assert tier.commit([writer]) == [True] and get(tier, [key(5)]) == [DATA]
     with pytest.raises(ValueError, match="must not be closed"):
         write_rest(writer, DATA, len(DATA) - 1)
+
+
+def test_a_tier_that_takes_pieces_alone() -> None:
+    writer = MemoryTier(1 << 20, pin_memory=False).create(key(0), 10)
+    assert writer is not None and not writer.takes_runs
+    with pytest.raises(NotImplementedError, match="takes pieces alone"):
+        writer.write_runs(runs_of(memoryview(DATA)[:10]), 10, 1)

@@ -94,6 +94,21 @@ def test_a_lost_beginning_is_a_miss_and_can_be_removed(tier: MemoryTier) -> None
     assert store.remove(TOKENS) == 2 and tier.stats().num_records == 0
 
 
+@pytest.mark.parametrize("codec", ["zstd", "fp8"])
+def test_codecs(tier: MemoryTier, codec: str) -> None:
+    if codec == "zstd":
+        pytest.importorskip("zstandard")
+    make([tier], torch.float16, codec).store(TOKENS, kv_of(torch.float16))
+    store = make([tier], None, codec)
+    found, mask = store.retrieve(TOKENS, return_tuple=False)
+    assert mask.all() and found.dtype == store.metadata.kv_dtype == torch.float16
+    if codec == "fp8":
+        with pytest.raises(ValueError, match="dtype must be bfloat16, float16 or float32 for fp8"):
+            make([MemoryTier(1 << 20)], None, codec).store(TOKENS, kv_of(torch.int8))
+    with pytest.raises(ValueError, match="codec must be raw, zstd or fp8"):
+        make([tier], None, "lzma")
+
+
 def test_a_failed_call_settles_nothing(tier: MemoryTier) -> None:
     store = make([tier])
     mixed = [(kv_of(torch.float32)[0, 0], kv_of(torch.float16)[0, 1])]

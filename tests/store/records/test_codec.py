@@ -138,6 +138,13 @@ def test_fp8_of_zeros_and_of_what_is_not_finite():
     assert back[2].tolist()[:2] == [65504.0, -65504.0]  # 256 * 256 rounds up to what float16 has not
 
 
+def test_fp8_of_nothing():
+    codec = get_codec("fp8", "bfloat16")
+    for shape in [(0, 2, 4, 4, 4), (2, 2, 0, 3, 8), (2, 2, 3, 0, 8)]:
+        payload = codec.encode(memoryview(b""), shape)
+        assert codec.decode(payload, 0, shape).nbytes == 0
+
+
 def test_fp8_refuses_another_length():
     codec = get_codec("fp8", "bfloat16")
     with pytest.raises(ValueError, match="raw must have 16 bytes"):

@@ -91,6 +91,12 @@ def test_meta_can_be_read_back_and_nothing_else_can() -> None:
             decode_meta(wrong)
 
 
+def test_without_a_dtype_there_are_no_keys() -> None:
+    metadata = KVStoreMetadata("m", kv_dtype=None)
+    with pytest.raises(ValueError, match="kv_dtype must be known before there are keys"):
+        ChunkKeys(metadata, 4)
+
+
 def test_scales_have_a_digest() -> None:
     one, other = KVScales.of(1.0, 2.0), KVScales.of(2.0, 1.0)
     digests = [scales_digest(scales) for scales in (None, [one], [other], [one, other], [KVScales.of([1.0, 1.0], 2.0)])]

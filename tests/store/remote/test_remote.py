@@ -82,6 +82,27 @@ def test_what_goes_in_comes_out(tier, backend, size):
     assert tier.stats().corrupted == tier.stats().errors == 0
 
 
+def test_nothing_asked_nothing_called(tier, backend):
+    assert (tier.contains([]), tier.open([]), tier.commit([]), tier.remove([])) == ([], [], [], 0)
+    assert not backend.calls
+
+
+def test_a_reader_keeps_its_bounds(tier):
+    data = record(K[0], 500)
+    put(tier, {K[0]: data})
+    [reader] = tier.open([K[0]])
+    assert reader.num_bytes == len(data) and reader.piece(7, 7).nbytes == 0
+    with pytest.raises(TypeError):
+        reader.piece(0, 1)[0] = 1
+    for begin, end in [(-1, 1), (2, 1), (0, len(data) + 1)]:
+        with pytest.raises(ValueError, match="begin and end"):
+            reader.piece(begin, end)
+    reader.close()
+    reader.close()
+    with pytest.raises(ValueError, match="closed"):
+        reader.piece(0, 1)
+
+
 def test_a_writer_that_is_not_whole_is_not_committed(tier, backend):
     data = record(K[0], 100)
     half, whole = tier.create(K[1], len(data)), tier.create(K[0], len(data))

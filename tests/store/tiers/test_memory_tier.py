@@ -144,6 +144,15 @@ def test_what_is_closed_reaches_nobody_elses_bytes() -> None:
     assert get(tier, [key(3)]) == [record(key(3))]
 
 
+def test_writers_write_in_order_and_no_further() -> None:
+    tier = MemoryTier(UNIT, pin_memory=False)
+    writer = tier.create(key(0), 100)
+    writer.piece(0, 50)
+    for begin, end in ((0, 50), (60, 70), (50, 101), (50, 49)):
+        with pytest.raises(ValueError, match="a piece must begin at 50"):
+            writer.piece(begin, end)
+
+
 def test_pieces_outside_and_closed_tiers() -> None:
     tier = MemoryTier(4 * UNIT, pin_memory=False)
     put(tier, {key(0): record(key(0))})
