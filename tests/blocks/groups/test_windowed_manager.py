@@ -1,5 +1,7 @@
 """BlockManager: a sequence holds its last window, and a prompt goes on where every group has what it reads."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.group_life import GroupLife
@@ -125,6 +127,23 @@ def test_what_is_held_leaves_room_for_others():
     life.release(life.next_id)
     with pytest.raises(RuntimeError):
         life.manager.reset_prefix_cache()
+
+
+def test_a_fork_writes_into_a_copy():
+    life = life_of(B, 3 * B)
+    computed(life, tokens_of(3 * B + 2))
+    for new_id in (2, 3):
+        life.manager.fork(1, new_id)
+        life.on_device[new_id] = replace(life.on_device[1])
+    life.check()
+    for i, seq_id in enumerate((2, 1, 3)):
+        life.manager.append([seq_id], B)
+        life.on_device[seq_id].tokens = life.on_device[seq_id].tokens + [50 + i] * B
+        life.write(seq_id, len(life.on_device[seq_id].tokens))
+        life.check()
+    assert life.memory.num_moved["copy"] == 3 * 2  # in three groups, for all but the last holder
+    with pytest.raises(ValueError, match="num_tokens must be in \\[16, 18\\], got 12"):
+        life.manager.fork(1, 4, 12)
 
 
 def with_host(

@@ -200,6 +200,19 @@ def test_statistics_leave_out_what_is_gone_in_both_tiers():
 # --- the check itself ---
 
 
+def test_one_that_is_worth_less_does_not_take_the_hosts_slot():
+    manager = manager_of(num_slots=2, num_blocks=64, num_host_slots=1, num_host_blocks=32)
+    serve(manager, prompt(4 * B), priority=7)
+    serve(manager, prompt(2, 100))
+    serve(manager, prompt(2, 200))
+    slots = manager.stats().slots
+    assert slots.demoted == 1 and [one.priority for one in checkpoints(manager, "host")] == [7]
+    serve(manager, prompt(4 * B, 300), priority=7)
+    serve(manager, prompt(4 * B, 400), priority=7)
+    assert manager.stats().slots.demoted == 2
+    manager.check()
+
+
 def test_the_check_sees_a_slot_with_two_owners():
     manager = manager_of()
     begin(manager, 0, prompt(B))

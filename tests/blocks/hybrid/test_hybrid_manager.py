@@ -94,18 +94,12 @@ def test_statistics_change_nothing():
     assert manager.stats().slots.lost == manager.states.space.counts["lost"] == 1
 
 
-def test_pinned_prefixes_keep_their_checkpoints_longer():
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_pins_and_priorities_keep_checkpoints_longer(is_pinned):
     manager, tokens = manager_of(num_slots=3, num_blocks=64, pin_quota=4), prompt(2 * B)
-    serve(manager, tokens)
-    manager.space.pin(tokens)
-    for start in range(100, 1000, 100):
-        serve(manager, prompt(2 * B, start))
-    assert serve(manager, tokens) == 2 * B - 1
-
-
-def test_higher_priorities_are_evicted_later():
-    manager, tokens = manager_of(num_slots=3, num_blocks=64), prompt(2 * B)
-    serve(manager, tokens, priority=3)
+    serve(manager, tokens, priority=0 if is_pinned else 3)
+    if is_pinned:
+        manager.space.pin(tokens)
     for start in range(100, 1000, 100):
         serve(manager, prompt(2 * B, start))
     assert serve(manager, tokens) == 2 * B - 1
