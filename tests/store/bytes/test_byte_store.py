@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_stores import HEADER, MEMORY, SIZES, as_kinds, data_of, disk, in_pieces, key_of, opened, room
+from support.insides import names_of
 
-from kvpage.store import ByteStore, ByteStoreConfig
+from kvpage.store import ByteStore, ByteStoreConfig, Placed
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 KEYS = [key_of(number) for number in range(len(SIZES))]
@@ -131,6 +132,20 @@ def test_a_call_whose_time_is_over_is_a_miss_and_changes_nothing(store: ByteStor
 
 
 BAD_KEYS = [b"k", ["k"], [b""], [bytes(65536)], [None], 5]
+
+
+def test_use_is_counted_by_tier() -> None:
+    tiers = [MemoryTier(1 << 20, pin_memory=False, name="a"), MemoryTier(1 << 20, pin_memory=False, name="b")]
+    with opened(Placed(tiers[0], promotes=False), tiers[1]) as store:
+        assert all(store.put([b"k", b"l"], [b"1" * 100, b"2" * 200]))
+        assert store.remove([b"none"]) == [False]
+        tiers[0].remove(names_of(store, [b"l"]))
+        assert store.get_into([b"k", b"l", b"m"], [room(100), room(200), room(1)]) == [True, True, False]
+        first, second = store.stats().tiers
+        assert (first.name, first.written, first.hits, first.misses, first.num_records) == ("a", 2, 1, 2, 1)
+        assert (second.name, second.written, second.hits, second.misses, second.num_records) == ("b", 2, 1, 1, 2)
+        assert first.written_bytes > 300 and first.read_bytes > 100 and second.read_bytes > 200
+        assert first.read_seconds > 0 and first.write_seconds > 0
 
 
 @pytest.mark.parametrize("keys", BAD_KEYS)
