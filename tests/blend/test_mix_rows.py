@@ -212,18 +212,6 @@ def test_deviation(where, dtype, heads, size):
 
 
 @WHERE
-def test_deviation_by_strides(where):
-    device = device_of(where)
-    fresh, retrieved = (
-        torch.randn(2, 5, 24, device=device).transpose(0, 1)[..., 3:19],
-        torch.randn(5, 2, 16, device=device),
-    )
-    valid = torch.tensor([True, False, True, True, False, True, True, True], device=device)[::2][[0, 1, 2, 3, 0]]
-    want = reference.row_deviation(fresh, retrieved, valid)
-    torch.testing.assert_close(deviation(where, fresh, retrieved, valid), want)
-
-
-@WHERE
 def test_bad_ids_change_nothing(where):
     """On the host all is refused; on a device the bad row is skipped and reported."""
     device = device_of(where)

@@ -118,17 +118,6 @@ def test_records_that_name_other_tokens_are_not_taken():
                 assert found is None
 
 
-def test_every_tier_and_a_lossless_codec(tmp_path):
-    pytest.importorskip("zstandard")
-    tokens, kv = list(range(9)), kv_of(9, dtype=torch.bfloat16)
-    tiers = ("memory://?size=1MiB", f"disk://{tmp_path}/kv?size=16MiB")
-    with make(dtype=torch.bfloat16, tiers=tiers, codec="zstd") as store:
-        SegmentStore(store).put(tokens, kv, range(5, 14), False, b"t", blocking=False).result()
-        store.flush()
-    with make(dtype=torch.bfloat16, tiers=tiers, codec="zstd") as store:
-        same(SegmentStore(store).get(tokens, b"t"), kv, range(5, 14), False)
-
-
 def test_bad_arguments_store_nothing():
     tokens, kv = list(range(5)), kv_of(5)
     with make() as store:

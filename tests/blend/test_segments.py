@@ -99,14 +99,14 @@ def test_memory_keeps_tenants_apart_and_nothing_that_is_too_large() -> None:
         MemorySegments(0)
 
 
+# --- in a store ------------------------------------------------------------------------------------------------------
+
+
 def test_a_segment_is_of_one_length() -> None:
     k = torch.zeros(L, 3, H, D)
     for v, positions in ((k[:, :2], torch.arange(3)), (k[:1], torch.arange(3)), (k, torch.arange(2))):
         with pytest.raises(ValueError, match="k, v and positions must be of the same layers and tokens"):
             SegmentKV(k, v, positions, True)
-
-
-# --- in a store ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fmt", ["vllm", "huggingface"])

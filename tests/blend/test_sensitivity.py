@@ -55,6 +55,9 @@ def test_what_does_not_change_has_none_and_what_is_no_number_is_not_known() -> N
         assert measure_sensitivity(zip(alone, behind, strict=True)) is None
 
 
+# --- compared --------------------------------------------------------------------------------------------------------
+
+
 def test_what_cannot_be_measured() -> None:
     with pytest.raises(ValueError, match="layers must be at least one, got none"):
         measure_sensitivity([])
@@ -66,9 +69,6 @@ def test_what_cannot_be_measured() -> None:
         measure_sensitivity([(rows(5), rows(5))])
     with pytest.raises(TypeError, match="after must be a "):
         measure_sensitivity([(rows(5)[0], None)])
-
-
-# --- compared --------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 1e-30, 0.5, 0.75, 3.0]), st.integers(0, 3)), max_size=40))
@@ -207,12 +207,3 @@ def test_what_cannot_be_one_is_not_known(word: int) -> None:
         assert torch.equal(found.kv, kv) and found.sensitivity is None
         assert SegmentStore(store).get(tokens[:3]) is None  # chunks are of four tokens
         assert StoredSegments(store).find(tokens).sensitivity is None
-
-
-def test_a_bad_one_is_not_put() -> None:
-    kv = torch.stack([rows(5), rows(5, 1)], 1)
-    with make_store() as store:
-        segments = SegmentStore(store)
-        with pytest.raises(ValueError, match="sensitivity must be of 5 tokens, got 4"):
-            segments.put(range(5), kv, range(5), True, sensitivity=torch.ones(4))
-        assert segments.lookup(range(5)) == 0

@@ -7,7 +7,6 @@ from support.block_requests import B, computed
 from support.life import lived, total
 from support.manager_life import WORLDS
 
-from kvpage import OutOfBlocks
 from kvpage.blocks.manager import BlockManager
 
 
@@ -42,36 +41,6 @@ def test_nothing_uncommitted_is_found():
     assert manager.allocate("c", tokens + [1]).num_cached_tokens == 3 * B
 
 
-def test_generated_tokens_are_found():
-    manager = BlockManager(16, B)
-    computed(manager, 0, [1, 2, 3])
-    for token in (4, 5, 6, 7, 8):
-        manager.append([0])
-        assert len(manager.take_moves()) == 0
-        manager.commit(0, [token])
-    manager.release(0)
-    assert manager.allocate(1, [1, 2, 3, 4, 5, 6, 7, 8, 9]).num_cached_tokens == 8
-
-
-def test_namespaces_do_not_meet():
-    manager, tokens = BlockManager(16, B), list(range(2 * B))
-    computed(manager, 0, tokens, b"one")
-    assert manager.allocate(1, tokens, b"two").num_cached_tokens == 0
-    assert manager.allocate(2, tokens + [0], b"one").num_cached_tokens == 2 * B
-
-
-def test_equal_prompts_in_flight_end_on_one_set_of_blocks():
-    manager, tokens = BlockManager(16, B), list(range(2 * B))
-    for seq_id in (0, 1):
-        manager.allocate(seq_id, tokens)
-    assert not set(manager.block_ids(0)) & set(manager.block_ids(1))
-    for seq_id in (0, 1):
-        manager.commit(seq_id, tokens)
-    assert manager.block_ids(0).tolist() == manager.block_ids(1).tolist()
-    assert manager.stats().num_used_blocks == 2
-    manager.check()
-
-
 def test_fork_copies_the_shared_block_once_per_writer_but_one():
     manager, tokens = BlockManager(16, B), list(range(B + 1))
     computed(manager, 0, tokens)
@@ -100,31 +69,6 @@ def test_append_takes_any_integers(count):
         manager.slot_mapping(0, 0, B + 3)
 
 
-def test_out_of_blocks_changes_nothing():
-    manager = BlockManager(4, B)
-    manager.allocate(0, list(range(3 * B)))
-    manager.commit(0, list(range(3 * B)))
-    before = manager.stats(), manager.block_ids(0).tolist()
-    with pytest.raises(OutOfBlocks) as error:
-        manager.allocate(1, list(range(B)) + [77] * (2 * B))
-    assert (error.value.needed, error.value.free) == (2, 1)
-    with pytest.raises(OutOfBlocks):
-        manager.append([0], [B + 1])
-    assert (manager.stats(), manager.block_ids(0).tolist()) == before
-    manager.check()
-
-
-def test_append_of_several_is_all_or_nothing():
-    manager = BlockManager(3, B)
-    for seq_id in (0, 1):
-        computed(manager, seq_id, [seq_id] * B)
-    with pytest.raises(OutOfBlocks):
-        manager.append([0, 1])
-    assert [len(manager.block_ids(seq_id)) for seq_id in (0, 1)] == [1, 1]
-    manager.append([0])
-    manager.check()
-
-
 def test_block_tables_and_slots_of_several():
     manager = BlockManager(64, B)
     for seq_id, num_tokens in enumerate((1, 3 * B + 1, B)):
@@ -136,19 +80,6 @@ def test_block_tables_and_slots_of_several():
     first, (a, b, *_) = int(manager.block_ids(2)[0]), manager.block_ids(1).tolist()
     assert slots.dtype == np.int64 and slots.tolist() == [first * B + 1, first * B + 2, a * B + B - 1, b * B]
     assert manager.block_tables([]).shape == (0, 0) and len(manager.slot_mappings([], [], [])) == 0
-
-
-def test_many_and_long_sequences():
-    manager = BlockManager(4000, B)
-    ids = {}
-    for seq_id in range(50):
-        ids[seq_id] = manager.allocate(seq_id, [seq_id] * (seq_id * 5 + 1)).block_ids.tolist()
-    manager.release(7)
-    manager.append([3], [1000])
-    for seq_id in set(ids) - {7, 3}:
-        assert manager.block_ids(seq_id).tolist() == ids[seq_id]
-    assert len(manager.block_ids(3)) == -(-1016 // B)
-    manager.check()
 
 
 @pytest.mark.parametrize("num_tokens", [B - 1, B + 1])

@@ -6,7 +6,6 @@ import pytest
 from support.block_requests import B, compute, computed, num_found
 
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.space import HostPolicy
 
 MINE, OTHERS = list(range(10, 10 + 2 * B)), list(range(50, 50 + 2 * B))
 
@@ -66,15 +65,6 @@ def test_flags_are_true_or_false(name, value):
         BlockManager(4, B, **{name: value})
 
 
-def test_no_pins_without_a_quota():
-    manager = BlockManager(4, B)
-    computed(manager, 1, MINE[:B])
-    with pytest.raises(ValueError, match="pins must hold at most 0 blocks"):
-        manager.space.pin(MINE[:B])
-    manager.release(1)
-    assert manager.num_free_blocks == 4
-
-
 def test_a_part_whose_block_is_needed_is_not_shared():
     """All four blocks are needed: that of the part, too, which is evicted instead of copied."""
     manager = BlockManager(4, B)
@@ -96,38 +86,6 @@ def test_a_query_is_counted_with_what_it_found():
     assert (stats.num_sequences, stats.num_blocks, stats.num_free_blocks) == (2, 8, 4)
 
 
-def test_append_makes_room_for_one_token_unless_told_otherwise():
-    manager = BlockManager(4, B)
-    manager.allocate(1, MINE[: B - 1])
-    manager.append([1])
-    assert len(manager.slot_mapping(1, 0, B)) == B
-    with pytest.raises(ValueError, match=r"positions of 1 must be in \[0, 4\]"):
-        manager.slot_mapping(1, 0, B + 1)
-
-
-def test_appending_nothing_copies_nothing():
-    manager = BlockManager(8, B)
-    computed(manager, 1, MINE[: B + 1])
-    manager.fork(1, 2)
-    before = manager.block_ids(1).tolist()
-    manager.append([1, 2], [0, 0])
-    assert len(manager.take_moves()) == 0 and manager.block_ids(1).tolist() == manager.block_ids(2).tolist() == before
-    manager.check()
-
-
-def test_a_fork_of_fewer_tokens_caches_its_own():
-    manager = BlockManager(8, B, share_parts=False)
-    computed(manager, 1, MINE[: 2 * B - 1])
-    manager.fork(1, 2, B + 1)
-    manager.append([2], B)
-    compute(manager, 2, OTHERS[:B])
-    assert num_found(manager, MINE[: B + 1] + OTHERS[: B - 1]) == 2 * B and num_found(manager, MINE) == B
-    manager.append([1])
-    compute(manager, 1, MINE, 2 * B - 1)
-    assert num_found(manager, MINE) == 2 * B
-    manager.check()
-
-
 def test_a_fork_begins_at_one_token_and_not_before_what_was_given_back():
     manager = BlockManager(8, B, enable_prefix_caching=False)
     computed(manager, 1, MINE)
@@ -140,21 +98,6 @@ def test_a_fork_begins_at_one_token_and_not_before_what_was_given_back():
     with pytest.raises(ValueError, match=r"num_tokens must be in \[4, 8\], got 3"):
         manager.fork(1, 2, B - 1)
     manager.fork(1, 2, B)
-    manager.check()
-
-
-def test_a_sequence_that_is_swapped_out_can_end():
-    manager = BlockManager(4, B, num_host_blocks=2, share_parts=False)
-    computed(manager, 1, MINE[: B + 1])
-    manager.swap_out(1)
-    assert manager.space.host_pool.num_free == 1 and manager.is_swapped(1)
-    manager.release(1)
-    assert manager.space.host_pool.num_free == 2 and not manager.is_swapped(1)
-    with pytest.raises(KeyError):
-        manager.swap_in(1, MINE[: B + 1])
-    with pytest.raises(KeyError):
-        manager.release(1)
-    manager.allocate(1, OTHERS)
     manager.check()
 
 
@@ -226,19 +169,6 @@ def test_a_sequence_that_comes_back_computes_a_token_of_what_others_have_cached(
     manager.check()
 
 
-def test_a_sequence_comes_back_with_all_that_it_had():
-    manager = BlockManager(6, B, num_host_blocks=4)
-    computed(manager, 1, MINE[: B + 1])
-    manager.swap_out(1)
-    before = manager.stats()
-    with pytest.raises(ValueError, match="tokens must be at least the 5 committed ones, got 4"):
-        manager.swap_in(1, MINE[:B])
-    with pytest.raises(ValueError, match="tokens must hold at least one token, got none"):
-        manager.swap_in(1, [])
-    assert manager.stats() == before and manager.is_swapped(1)
-    manager.check()
-
-
 def test_a_sequence_that_comes_back_finds_what_others_have_cached():
     """More than it had: nothing of its own is copied back then."""
     manager = BlockManager(8, B, num_host_blocks=4, share_parts=False)
@@ -247,39 +177,6 @@ def test_a_sequence_that_comes_back_finds_what_others_have_cached():
     computed(manager, 2, MINE)
     given = manager.swap_in(1, MINE + [0])
     assert given.num_cached_tokens == 2 * B and len(given.block_ids) == 3 and len(manager.take_moves()) == 0
-    manager.check()
-
-
-def test_a_private_sequence_comes_back_to_its_own_blocks_only():
-    manager = BlockManager(12, B, num_host_blocks=6, share_parts=False)
-    computed(manager, 1, MINE)
-    manager.release(1)
-    tokens = MINE + OTHERS[: B + 1]
-    assert manager.allocate(2, tokens).num_cached_tokens == 2 * B
-    manager.make_private(2)
-    compute(manager, 2, tokens, 2 * B)
-    manager.swap_out(2)
-    (moved,) = manager.take_moves()
-    assert moved.kind == "swap_out" and len(moved.pairs) == 2
-    manager.allocate(3, tokens)  # what it caches is not what the private one had
-    compute(manager, 3, tokens, 2 * B)
-    given = manager.swap_in(2, tokens)
-    assert given.num_cached_tokens == 3 * B + 1
-    ((kind, pairs),) = manager.take_moves()
-    assert kind == "swap_in" and pairs[:, 0].tolist() == moved.pairs[:, 1].tolist()
-    assert pairs[:, 1].tolist() == given.block_ids[2:].tolist()
-    assert given.block_ids[2] != manager.block_ids(3)[2]
-    manager.check()
-
-
-def test_a_block_that_was_begun_before_a_swap_is_cached_whole_after_it():
-    manager = BlockManager(8, B, num_host_blocks=4, share_parts=False)
-    computed(manager, 1, MINE[: B + 1])
-    manager.swap_out(1)
-    assert manager.swap_in(1, MINE).num_cached_tokens == B + 1
-    compute(manager, 1, MINE, B + 1)
-    assert num_found(manager, MINE) == 2 * B and num_found(manager, MINE[:B] + MINE[B + 1 :]) == B
-    manager.release(1)
     manager.check()
 
 
@@ -304,14 +201,6 @@ def test_check_finds_blocks_that_nobody_has(leak):
         (manager.pool if leak == "device" else manager.space.host_pool).allocate(1)
     with pytest.raises(RuntimeError):
         manager.check()
-
-
-def test_what_is_cached_is_copied_at_once_where_the_policy_says_so():
-    manager = BlockManager(4, B, num_host_blocks=4, host_policy=HostPolicy(0))
-    computed(manager, 1, MINE)
-    ((kind, pairs),) = manager.take_moves()
-    assert kind == "swap_out" and pairs[:, 0].tolist() == manager.block_ids(1).tolist()
-    assert manager.stats().space.written_blocks == 2
 
 
 def test_the_name_of_a_sequence_that_is_off_the_device_is_in_use():
@@ -357,26 +246,6 @@ def test_how_much_is_in_use():
     compute(manager, 1, MINE[:B])
     manager.release(1)
     assert manager.usage == 0.0 and manager.has_room(4), "what is cached can be handed out"
-
-
-def test_moves_are_done_once():
-    manager, done = BlockManager(4, B, num_host_blocks=4), []
-    computed(manager, 1, MINE[:1])
-    manager.swap_out(1)
-    for _ in range(2):
-        manager.do_moves(lambda move: done.append((move.kind, len(move.pairs))))
-        assert done == [("swap_out", 1)]
-
-
-def test_whole_blocks_that_a_fork_shares_are_not_copied():
-    """Without caching they are two sequences', and neither writes into them."""
-    manager = BlockManager(8, B, enable_prefix_caching=False)
-    computed(manager, 1, MINE[:B])
-    manager.fork(1, 2)
-    manager.append([1, 2], [1, B + 1])
-    assert len(manager.take_moves()) == 0 and manager.num_free_blocks == 8 - 1 - 1 - 2
-    assert manager.block_ids(1)[0] == manager.block_ids(2)[0] and manager.pool.ref_count(manager.block_ids(1)[0]) == 2
-    manager.check()
 
 
 def test_a_sequence_without_a_block_gets_its_first():

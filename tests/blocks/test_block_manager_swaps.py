@@ -38,18 +38,3 @@ def test_room_for_more_tokens_caches_none_of_them(num_more):
     compute(manager, 1, tokens[B + 1 + num_more :])
     assert num_found(manager, tokens) == 4 * B and manager.tree.num_cached == 4
     manager.check()
-
-
-@pytest.mark.parametrize("num_swaps", [0, 1, 2])
-def test_a_private_sequence_stays_private(num_swaps):
-    manager = BlockManager(8, B, num_host_blocks=8, share_parts=False)
-    tokens = MINE + OTHERS
-    computed(manager, 1, tokens[: B + 1])
-    manager.make_private(1)
-    for _ in range(num_swaps):
-        manager.swap_out(1)
-        assert manager.swap_in(1, tokens[: B + 1]).num_cached_tokens == B + 1
-    manager.append([1], 3 * B - 1)
-    compute(manager, 1, tokens[B + 1 :])
-    assert manager.tree.num_cached == 1 and num_found(manager, tokens) == B
-    manager.check()

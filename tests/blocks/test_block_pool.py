@@ -1,7 +1,6 @@
 """BlockPool: who gets which block, and that a refused call changes nothing. Random lives: test_tree_life.py."""
 
 import array
-import threading
 
 import numpy as np
 import pytest
@@ -38,14 +37,6 @@ def test_out_of_blocks_names_both_numbers_and_changes_nothing(num_blocks, n):
         pool.allocate(n)
     assert (error.value.needed, error.value.free) == (n, num_blocks)
     assert drain(pool) == list(range(num_blocks))
-
-
-def test_allocate_one_of_none():
-    pool = BlockPool(1)
-    assert pool.allocate_one() == 0
-    with pytest.raises(OutOfBlocks, match="needed 1 blocks, 0 are free"):
-        pool.allocate_one()
-    assert state(pool) == (0, [1])
 
 
 REFUSED = [
@@ -144,23 +135,3 @@ def test_ids_of_no_kind(ids, message):
     with pytest.raises(ValueError, match=f"ids {message}"):
         pool.release(ids)
     assert state(pool) == (0, [1, 1, 1, 1])
-
-
-def test_threads_take_and_give():
-    pool = BlockPool(64)
-    seen = []
-
-    def work():
-        for n in range(2000):
-            ids = pool.allocate(n % 8)
-            pool.share(ids)
-            seen.append(len(set(ids.tolist())) == len(ids) and all(pool.ref_count(i) == 2 for i in ids.tolist()))
-            pool.release(np.repeat(ids, 2))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(seen) == 8000 and all(seen)
-    assert state(pool) == (64, [0] * 64)

@@ -62,6 +62,9 @@ def test_a_move_that_fails_stays_with_those_behind_it():
     assert not moves and len(moves) == 0
 
 
+# --- the rule ---
+
+
 def test_the_engine_carries_moves_out_in_order():
     config = CacheConfig(block_size=2, num_gpu_blocks=4, num_cpu_blocks=3)
     engine = CacheEngine(config, ModelConfig(2, 1, ("full_attention",) * 2, torch.float32))
@@ -79,9 +82,6 @@ def test_the_engine_carries_moves_out_in_order():
     moves.add("swap_in", [(2, 0)])
     moves.do(engine.do_move)
     assert [engine.gpu_cache[1][0, block, 0, 0, 0].item() for block in range(4)] == [3, 0, 2, 1]
-
-
-# --- the rule ---
 
 
 def test_the_rule_loads_until_it_knows_better():
@@ -181,17 +181,6 @@ def test_no_pin_ends_for_a_request_that_does_not_fit():
     manager.check()
 
 
-def test_only_as_many_pins_end_as_it_takes():
-    manager, tokens = filled(pin_quota=8)
-    other = [9] * (4 * B)
-    computed(manager, 1, other)
-    manager.release(1)
-    manager.space.pin(tokens)
-    manager.space.pin(other)
-    manager.allocate(2, [5] * (4 * B))
-    assert len(manager.space.pins) == 1 and num_found(manager, other) == 4 * B and num_found(manager, tokens) == 0
-
-
 def test_pins_have_a_quota_and_an_end():
     now = [0.0]
     space = BlockSpace(8, B, pin_quota=3)
@@ -247,27 +236,6 @@ def test_moves_must_be_taken_before_a_step():
         manager.block_tables([1])
     assert listed(manager.take_moves())[0][0] == "copy"
     assert len(manager.slot_mapping(1, 0, 1)) == 1
-
-
-def test_blocks_behind_a_window_are_given_back():
-    manager = BlockManager(8, B, enable_prefix_caching=False)
-    manager.allocate(0, list(range(3 * B)))
-    manager.commit(0, list(range(3 * B)))
-    assert [manager.release_before(0, n) for n in (0, B - 1, B, 2 * B + 1, 2 * B)] == [0, 0, 1, 1, 0]
-    assert manager.num_free_blocks == 8 - 1
-    manager.append([0], 2 * B)
-    manager.check()
-    with pytest.raises(ValueError, match=r"num_tokens must be in \[0, 12\]"):
-        manager.release_before(0, 3 * B + 1)
-    manager.commit(0, [7] * (2 * B))
-    manager.fork(0, 1)
-    manager.check()
-    for seq_id in (0, 1):
-        manager.release(seq_id)
-    assert manager.num_free_blocks == 8
-    caching, tokens = filled()
-    caching.allocate(1, [*tokens, 1])
-    assert caching.release_before(1, 2 * B) == 0  # the tree's
 
 
 def test_policies_are_checked():

@@ -127,14 +127,6 @@ def test_a_tail_that_reaches_further_than_cached_blocks():
     assert state.num_tokens == B + 2
 
 
-def test_a_prompt_that_is_cached_whole():
-    manager = manager_of()
-    serve(manager, TOKENS)
-    found = reach(manager, TOKENS)
-    assert found.num_cached_tokens == len(TOKENS) - 1
-    assert {group.ending for group in found.groups} == {Ending.PROMPT}
-
-
 def test_an_evicted_checkpoint_is_remembered_while_its_block_is_cached():
     manager = manager_of(num_slots=2, num_blocks=64)
     serve(manager, TOKENS)

@@ -1,13 +1,11 @@
 """PrefixTree: its promises one by one. Random lives against a naive model: test_tree_life.py."""
 
-import array
-
 import numpy as np
 import pytest
 import torch
 from support.trees import B, cached, made, matched
 
-from kvpage import BlockPool, Match, PrefixTree
+from kvpage import BlockPool, PrefixTree
 
 WIDTHS = [np.int32, np.int64]
 
@@ -20,30 +18,6 @@ def state(pool: BlockPool, tree: PrefixTree) -> tuple:
 
 
 # --- matching -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, B - 1, B, B + 1, 2 * B, 2 * B + 1, 3 * B, 3 * B + 1, 9 * B])
-def test_one_token_is_always_left(num_tokens):
-    pool, tree = made()
-    ids = cached(tree, pool, list(range(3 * B)))
-    prompt = list(range(num_tokens))
-    assert matched(tree, prompt) == ids[: min(3, max(num_tokens - 1, 0) // B)]
-    assert matched(tree, prompt, b"other") == []
-    tree.check(owned_ids=[])
-
-
-def test_an_empty_match():
-    pool, tree = made()
-    match = tree.match([])
-    assert isinstance(match, Match) and not match.is_released
-    assert (match.num_tokens, match.num_blocks, match.block_ids.tolist()) == (0, 0, [])
-    assert match.block_ids.dtype == np.int32
-    twin = tree.pin(match)
-    longer = tree.insert([1] * B, pool.allocate(1), after=match)
-    assert match.is_released and longer.block_ids.tolist() == [0]
-    tree.release(longer)
-    tree.release(twin)
-    assert matched(tree, [1] * (B + 1)) == [0]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -83,58 +57,7 @@ def test_a_match_reads_no_further_than_it_has_to():
         tree.match(np.append(beyond[: 2 * B], beyond[-B:]).tolist() + [0])
 
 
-KINDS = [
-    tuple,
-    lambda tokens: np.array(tokens, np.int32),
-    lambda tokens: np.array(tokens, np.int64),
-    lambda tokens: array.array("i", tokens),
-    lambda tokens: memoryview(array.array("q", tokens)),
-    lambda tokens: torch.tensor(tokens),
-    lambda tokens: torch.tensor(tokens, dtype=torch.int32),
-    lambda tokens: [np.int64(t) for t in tokens],
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_of_every_kind(kind):
-    pool, tree = made()
-    tokens = [-(2**31), -1, 0, 1, 2, 3, 4, 2**31 - 1]
-    ids = cached(tree, pool, tokens)
-    assert matched(tree, kind([*tokens, 5])) == ids
-    tree.clear()
-    assert pool.allocate(2).tolist() == [0, 1]
-    tree.release(tree.insert(kind(tokens), kind([1, 0])))
-    assert matched(tree, [*tokens, 5]) == [1, 0]
-
-
-def test_long_calls_without_the_gil():
-    pool, tree = made(1024, 16)
-    tokens = np.arange(1024 * 16)
-    match = tree.insert(tokens, pool.allocate(1024))
-    assert match.block_ids.tolist() == list(range(1024))
-    tree.release(match)
-    assert len(matched(tree, tokens)) == 1023
-    with pytest.raises(ValueError, match="fit into 32 bits, got 4294967296 at 0"):
-        tree.match(tokens + 2**32)
-    assert tree.evict(5000) == 1024 and pool.num_free == 1024
-
-
 # --- pins -----------------------------------------------------------------------------------------------------------
-
-
-def test_block_ids_from_any_block():
-    pool, tree = made()
-    for num_blocks in range(1, 6):
-        cached(tree, pool, list(range(num_blocks * B)))
-        cached(tree, pool, list(range(num_blocks * B - B)) + [-num_blocks] * B)
-    match = tree.match(list(range(5 * B + 1)))
-    assert tree.num_nodes > 5
-    for start in range(6):
-        assert match.block_ids_from(start).tolist() == match.block_ids.tolist()[start:]
-    for bad in (-1, 6):
-        with pytest.raises(ValueError, match=f"start_block must be between 0 and num_blocks = 5, got {bad}"):
-            match.block_ids_from(bad)
-    tree.release(match)
 
 
 def test_release_is_once():

@@ -1,6 +1,5 @@
 """PrefixTree: namespaces, eviction, hashes that collide, threads."""
 
-import gc
 import random
 import threading
 
@@ -11,18 +10,6 @@ from support.trees import B, cached, made, matched
 from kvpage import BlockPool, PrefixTree
 
 # --- namespaces, eviction -------------------------------------------------------------------------------------------
-
-
-def test_a_tree_gives_its_blocks_back_when_the_last_match_goes():
-    pool, tree = made()
-    match = tree.insert([1] * B, pool.allocate(1))
-    del tree
-    gc.collect()
-    assert pool.num_free == 63 and match.block_ids.tolist() == [0]
-    del match
-    gc.collect()
-    assert pool.num_free == 64
-    pool.check()
 
 
 @pytest.mark.parametrize("hash_mask", [0, 1, 0xF])

@@ -51,15 +51,6 @@ def test_a_step_by_rows_is_a_step_by_ids(num_tokens):
         assert one.stats() == other.stats()
 
 
-def test_tables_end_with_zeros():
-    manager = BlockManager(16, B)
-    computed(manager, "long", list(range(3 * B)))
-    computed(manager, "short", [9])
-    tables = manager.rows.tables(manager.rows.of(["short", "long"]))
-    assert tables.shape == (2, 3) and tables[0, 1:].tolist() == [0, 0]
-    assert tables[1].tolist() == manager.block_ids("long").tolist()
-
-
 def test_no_rows():
     manager = BlockManager(4, B)
     rows = manager.rows.of([])
@@ -140,16 +131,6 @@ def test_without_blocks_nothing_has_grown():
     assert seen(manager) == before
 
 
-def test_cached_blocks_are_evicted_for_a_step():
-    manager = BlockManager(3, B)
-    computed(manager, "gone", [5] * (2 * B))
-    manager.release("gone")
-    computed(manager, 0, [1] * B)
-    manager.rows.append(manager.rows.of([0]), B + 1)
-    assert len(manager.block_ids(0)) == 3 and manager.stats().evicted_blocks == 2
-    manager.check()
-
-
 def test_forks_are_copied_before_a_step_and_its_inputs_wait_for_the_copies():
     manager = BlockManager(16, B)
     computed(manager, 0, list(range(B + 1)))
@@ -185,15 +166,6 @@ def test_rows_of_many_generations():
         seen_rows.update(manager.rows.of([seq_id]).tolist())
         manager.release(seq_id)
     assert len(seen_rows) == 1000
-
-
-@pytest.mark.parametrize("values", [[], [0], [1, 2, 3], [2**30 - 1, -(2**30) + 1], list(range(-500, 500))])
-def test_lists_of_tokens_are_read_as_numpy_reads_them(values):
-    manager = BlockManager(512, B)
-    if values:
-        manager.allocate(0, values)
-        manager.commit(0, np.array(values, np.int64))
-        assert manager.allocate(1, values + [1]).num_cached_tokens >= len(values) // B * B
 
 
 @pytest.mark.parametrize("wrong", [[1, 2.5], [1, True, None], ["1"], [[1]], [2**31], [2**64], [1.0]])

@@ -31,21 +31,6 @@ def test_they_come_in_the_order_of_names_and_tokens():
     assert [name for name, _ in paths] == [b""] * 4 + [b"a"] * 4 + [b"b"] * 4
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 4, 5, 11, 12, 13, 2**62])
-def test_a_limit_cuts_the_end_off(limit):
-    _, tree = branching()
-    assert names_and_paths(tree.entries(limit)) == names_and_paths(tree.entries(100))[:limit]
-
-
-def test_one_namespace():
-    _, tree = branching()
-    entries = tree.entries(100, b"a")
-    assert names_and_paths(entries) == [pair for pair in names_and_paths(tree.entries(100)) if pair[0] == b"a"]
-    assert [entry.parent for entry in entries] == [None, 0, 0, 0]
-    assert names_and_paths(tree.entries(3, b"a")) == names_and_paths(entries)[:3]
-    assert tree.entries(100, b"none") == [] and tree.entries(100, namespace=b"") != []
-
-
 def test_a_negative_limit_is_refused():
     with pytest.raises(ValueError, match="limit must not be negative, got -1"):
         PrefixTree(BlockPool(1), B).entries(-1)
@@ -64,22 +49,6 @@ def test_looking_changes_nothing():
     tree.clear()
     assert tree.entries(100) == [] and first[0].num_pins == 1
     tree.check(owned_ids=[])
-
-
-def test_both_tiers_and_priorities():
-    pool, host_pool = BlockPool(8), BlockPool(8)
-    tree = PrefixTree(pool, B, host_pool)
-    match = tree.insert(np.arange(4 * B), pool.allocate(4), priority=3)
-    (entry,) = tree.entries(9)
-    assert entry.block_ids.tolist() == [0, 1, 2, 3] and entry.host_block_ids.tolist() == [-1] * 4
-    assert (entry.num_pins, entry.priority, entry.last_used) == (1, 3, None)
-    tree.release(match)
-    _, pairs = tree.demote(3)
-    (entry,) = tree.entries(9)
-    on_host = dict(pairs.tolist())
-    assert entry.block_ids.tolist() == [0]
-    assert entry.host_block_ids.tolist() == [-1, *(on_host[i] for i in (1, 2, 3))]
-    assert {array.dtype for array in (entry.tokens, entry.block_ids, entry.host_block_ids)} == {np.dtype(np.int32)}
 
 
 def test_beside_other_threads():

@@ -44,13 +44,6 @@ def test_the_first_tokens_are_cut_and_the_counts_are_not(max_tokens):
     assert (prefix.num_tokens, prefix.num_blocks, prefix.num_hits) == (4, 2, 1)
 
 
-def test_one_namespace_shows_nothing_of_another():
-    _, tree = grown(*PATHS)
-    assert shown(tree.hottest(9, namespace=b"a")) == [(None, [7, 7], 9)]
-    assert {prefix.namespace for prefix in tree.hottest(9, namespace=b"")} == {b""}
-    assert tree.hottest(9, namespace=b"none") == []
-
-
 @pytest.mark.parametrize("arguments", [{"limit": -1}, {"limit": 1, "max_tokens": -1}])
 def test_negative_numbers_are_refused(arguments):
     name = [*arguments][-1]
@@ -80,10 +73,3 @@ def test_what_is_hot_is_found_in_a_tree_too_large_to_be_read(is_pinned):
     assert shown(tree.hottest(2)) == [(None, [*trunk], 5), (0, [-3, -3], 5)]
     assert len(tree.hottest(10**9)) <= 2 * MOST_SEEN
     tree.clear()
-
-
-def test_a_flood_of_another_namespace_hides_nothing():
-    pool, tree = grown((b"mine", [1, 2], 3))
-    for first in range(30):
-        tree.release(tree.insert([first, 0], pool.allocate(1), b"other"))
-    assert shown(tree.hottest(9, namespace=b"mine")) == [(None, [1, 2], 3)]

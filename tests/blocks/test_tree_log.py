@@ -1,10 +1,10 @@
-"""What PrefixTree.take_changes answers, change by change."""
+"""PrefixTree.take_changes: its bounds, times and refusals. Change by change: tests/observe/test_events_model.py."""
 
 import numpy as np
 import pytest
 
 from kvpage import BlockPool, PrefixTree
-from kvpage.observe.tree_watch import ChangeKind, TreeChanges, TreeWatch, before
+from kvpage.observe.tree_watch import ChangeKind, TreeChanges, TreeWatch
 
 B = 2
 
@@ -18,14 +18,6 @@ def make_tree(num_blocks: int = 8, num_host_blocks: int = 8, max_bytes: int = 1 
 
 def cache(tree: PrefixTree, pool: BlockPool, tokens: list[int], namespace: bytes = b"") -> None:
     tree.release(tree.insert(tokens, pool.allocate(len(tokens) // B), namespace))
-
-
-def taken(tree: PrefixTree) -> list[tuple[str, int, int]]:
-    """The changes by name, those of leaving without their times."""
-    changes = TreeChanges(*tree.take_changes())
-    assert not changes.is_restart
-    kinds = [(ChangeKind(kind).name, block_id, value) for kind, block_id, value in changes.changes.tolist()]
-    return [(kind, block_id, 0 if kind.startswith("LEFT") else value) for kind, block_id, value in kinds]
 
 
 def test_no_log_unless_asked_for():
@@ -52,86 +44,6 @@ def test_types_and_shapes():
     assert tokens.dtype == np.int32 and tokens.shape == (0, B)
 
 
-def test_every_kind_of_change():
-    pool, _, tree = make_tree()
-    tree.take_changes()
-    cache(tree, pool, [1, 2, 3, 4], b"salt")
-    cache(tree, pool, [1, 2, 3, 4, -5, 6], b"salt")  # ids 2 and 3 come back, 4 stays
-    changes = TreeChanges(*tree.take_changes())
-    assert not changes.is_restart and changes.namespaces == [b"salt"]
-    assert changes.changes.tolist() == [[0, 0, -1], [0, 1, 0], [0, 4, 1]]
-    assert changes.tokens.tolist() == [[1, 2], [3, 4], [-5, 6]]
-    assert [before(value) for value in (-1, 0, 7, -2, -5)] == [None, (True, 0), (True, 7), (False, 0), (False, 3)]
-    assert taken(tree) == []
-    tree.demote(2)
-    assert taken(tree) == [("WRITTEN", 0, 4), ("WRITTEN", 1, 1), ("LEFT_DEVICE", 1, 0), ("LEFT_DEVICE", 4, 0)]
-    match = tree.match([1, 2, 3, 4, -5, 6, 7], b"salt")
-    tree.promote(match, pool.allocate(1))
-    promoted = taken(tree)
-    assert [change[0] for change in promoted] == ["PROMOTED"] and promoted[0][2] == 1
-    tree.write_out(match)
-    assert taken(tree) == [("WRITTEN", 2, 0)]
-    tree.trim(match)
-    tree.release(match)
-    assert taken(tree) == []
-    tree.evict_host(3)  # first the copies of blocks that are on the device, the newest first
-    assert taken(tree) == [("LEFT_HOST", 2, 0), ("LEFT_HOST", 1, 0), ("LEFT_HOST", 0, 0)]
-    cache(tree, pool, [1, 2, 3, 4], b"salt")  # all there: nothing new
-    assert taken(tree) == []
-    assert tree.drop([1, 2, 3, 4], b"salt") == 4
-    assert sorted(taken(tree)) == [("LEFT_DEVICE", 0, 0), ("LEFT_DEVICE", promoted[0][1], 0)]
-    cache(tree, pool, [9, 9])
-    tree.clear()
-    assert [change[0] for change in taken(tree)] == ["INSERTED", "LEFT_DEVICE"]
-
-
-def test_a_refused_insertion_is_no_change():
-    pool, _, tree = make_tree()
-    tree.take_changes()
-    shared = pool.allocate(1)
-    pool.share(shared)
-    with pytest.raises(ValueError):
-        tree.insert([1, 2], shared)
-    assert taken(tree) == []
-
-
-def test_an_insertion_on_a_block_that_is_on_the_host_only_is_a_promotion():
-    pool, _, tree = make_tree()
-    cache(tree, pool, [1, 2, 3, 4])
-    tree.demote(2)
-    tree.take_changes()
-    cache(tree, pool, [1, 2, 3, 4, 5, 6])
-    changes = taken(tree)
-    assert [change[0] for change in changes] == ["PROMOTED", "PROMOTED", "INSERTED"]
-    assert changes[2][2] == changes[1][1]
-
-
-def test_a_restart_is_everything_parents_first():
-    pool, host_pool, tree = make_tree()
-    cache(tree, pool, [1, 2, 3, 4], b"a")
-    cache(tree, pool, [1, 2, 5, 6], b"a")
-    cache(tree, pool, [7, 8], b"b")
-    tree.demote(2)  # the first path's second block, then its fork's
-    held = tree.match([7, 8, 0], b"b")
-    tree.write_out(held)
-    changes = TreeChanges(*tree.take_changes())
-    assert changes.is_restart and sorted(changes.namespaces) == [b"a", b"b"]
-    tokens, names = iter(changes.tokens.tolist()), iter(changes.namespaces)
-    device: dict[int, tuple] = {}
-    host: dict[int, tuple] = {}
-    for kind, block_id, value in changes.changes.tolist():
-        if kind == ChangeKind.WRITTEN:
-            host[block_id] = device[value]
-            continue
-        reference = before(value)
-        path = (next(names),) if reference is None else (device if reference[0] else host)[reference[1]]
-        (device if kind == ChangeKind.INSERTED else host)[block_id] = (*path, *next(tokens))
-    assert sorted(device.values()) == [(b"a", 1, 2), (b"b", 7, 8)]
-    assert sorted(host.values()) == [(b"a", 1, 2, 3, 4), (b"a", 1, 2, 5, 6), (b"b", 7, 8)]
-    assert len(host) == host_pool.num_blocks - host_pool.num_free
-    assert taken(tree) == []
-
-
 @pytest.mark.parametrize("max_bytes, is_lost", [(24 + 8 + 32, False), (24 + 8 + 31, True)])
 def test_the_bound(max_bytes, is_lost):
     pool, _, tree = make_tree(max_bytes=max_bytes)
@@ -140,17 +52,6 @@ def test_the_bound(max_bytes, is_lost):
     changes = TreeChanges(*tree.take_changes())
     assert changes.is_restart == is_lost and changes.changes.tolist() == [[0, 0, -1]]
     assert not tree.take_changes()[0]
-
-
-def test_what_is_lost_is_told_anew_once():
-    pool, _, tree = make_tree()
-    tree.take_changes()
-    cache(tree, pool, [1, 2])
-    tree.lose_changes()
-    cache(tree, pool, [3, 4])
-    changes = TreeChanges(*tree.take_changes())
-    assert changes.is_restart and sorted(changes.tokens.tolist()) == [[1, 2], [3, 4]]
-    assert taken(tree) == []
 
 
 def test_when_a_block_was_last_used():

@@ -1,4 +1,4 @@
-"""What an index beside the tree asks of it: generations, ids in both tiers, shorter matches, looks without a pin."""
+"""What an index beside the tree asks of it: generations, ids in both tiers, names. Beside a model: TreeLife."""
 
 import numpy as np
 import pytest
@@ -8,12 +8,11 @@ from kvpage import BlockPool, PrefixTree
 B = 4
 
 
-def filled(num_blocks=8, num_host_blocks=0, num_cached=3):
-    pool, host = BlockPool(num_blocks), BlockPool(num_host_blocks)
-    tree = PrefixTree(pool, B, host if num_host_blocks else None)
-    tokens = list(range(num_cached * B))
-    tree.release(tree.insert(tokens, pool.allocate(num_cached)))
-    return pool, host, tree, tokens
+def filled(num_host_blocks=0):
+    pool, tokens = BlockPool(8), list(range(3 * B))
+    tree = PrefixTree(pool, B, BlockPool(num_host_blocks) if num_host_blocks else None)
+    tree.release(tree.insert(tokens, pool.allocate(3)))
+    return pool, tree, tokens
 
 
 def test_a_generation_is_odd_in_use_and_grows_with_each_change():
@@ -33,43 +32,8 @@ def test_a_generation_is_odd_in_use_and_grows_with_each_change():
     pool.check()
 
 
-def test_refused_releases_leave_generations_as_they_were():
-    pool = BlockPool(4)
-    ids = pool.allocate(3)
-    for refused in ([3, 0, 1], [0, 1, 0], [9, 0]):
-        with pytest.raises(ValueError):
-            pool.release(refused)
-    assert pool.generations(ids).tolist() == [1, 1, 1]
-    pool.check()
-
-
-def test_caching_keeps_a_generation_and_eviction_ends_it():
-    pool, host, tree, tokens = filled(num_host_blocks=2)
-    assert pool.generations([0, 1, 2]).tolist() == [1, 1, 1]
-    _, pairs = tree.demote(2)
-    left, on_host = pairs.T.copy()
-    assert sorted(left.tolist()) == [1, 2]
-    assert pool.generations(left).tolist() == [2, 2] and host.generations(on_host).tolist() == [1, 1]
-    tree.evict_host(2)
-    assert host.generations(on_host).tolist() == [2, 2]
-    tree.check(owned_ids=[], owned_host_ids=[])
-
-
-def test_a_duplicate_that_the_tree_releases_has_another_generation():
-    pool, _, tree, tokens = filled()
-    surplus = pool.allocate(3)
-    match = tree.insert(tokens, surplus)
-    assert match.block_ids.tolist() == [0, 1, 2] and pool.generations(surplus).tolist() == [2, 2, 2]
-    tree.release(match)
-    kept = pool.allocate(2)
-    with pytest.raises(ValueError):
-        tree.insert(tokens[: 2 * B], [kept[0], 7])  # 7 is free: the other stays the caller's
-    assert pool.generations(kept).tolist() == [3, 3]
-    pool.check()
-
-
 def test_ids_in_both_tiers():
-    pool, host, tree, tokens = filled(num_host_blocks=2)
+    _, tree, tokens = filled(num_host_blocks=2)
     pairs = dict(tree.demote(2)[1].tolist())
     match = tree.match(tokens, num_left_over=0)
     expected = [[0, -1, -1], [-1, pairs[1], pairs[2]]]
@@ -84,35 +48,8 @@ def test_ids_in_both_tiers():
         match.tier_block_ids()
 
 
-@pytest.mark.parametrize("num_blocks", range(4))
-def test_a_match_can_be_shortened(num_blocks):
-    pool, _, tree, tokens = filled()
-    match = tree.match(tokens, num_left_over=0)
-    tree.shorten(match, num_blocks)
-    assert match.num_blocks == num_blocks and match.block_ids.tolist() == list(range(num_blocks))
-    assert tree.num_evictable == 3 - num_blocks
-    for wrong in (-1, num_blocks + 1):
-        with pytest.raises(ValueError, match=f"between 0 and the match's {num_blocks}, got {wrong}"):
-            tree.shorten(match, wrong)
-    tree.check()
-    tree.release(match)
-    with pytest.raises(ValueError, match="released already"):
-        tree.shorten(match, 0)
-
-
-@pytest.mark.parametrize("shared", [0, 1, B - 1, B, B + 1, 3 * B - 1, 3 * B])
-def test_a_look_tells_how_far_tokens_are_cached(shared):
-    pool, _, tree, tokens = filled()
-    ids, num_common, cached, _ = tree.look([*tokens[:shared], 99, 98])
-    assert num_common == shared and cached == (shared if shared < 3 * B else None)
-    assert ids.tolist() == [list(range(shared // B)), [-1] * (shared // B)]
-    assert tree.num_evictable == 3 and tree.num_matches == 0
-    ids, num_common, cached, _ = tree.look(tokens[:shared])
-    assert num_common == shared and cached == (shared if shared < 3 * B else None)
-
-
 def test_names():
-    pool, _, tree, tokens = filled()
+    pool, tree, tokens = filled()
     tree.release(tree.insert(tokens[:B], pool.allocate(1), b"b"))
     tree.release(tree.insert(tokens[:B], pool.allocate(1), b"a"))
     tree.release(tree.match(tokens, b"nothing"))

@@ -1,31 +1,19 @@
 """CacheEngine: what it allocates, where it lies, and what its swaps and copies call."""
 
-import itertools
 import uuid
 
 import pytest
 import torch
+from support.swap_pairs import FLASH_NAMES, MODEL, pairs
 
 from kvpage import CacheConfig, CacheEngine, DeviceConfig, ModelConfig, ParallelConfig, register_backend
 from kvpage.layout.backends import FlashBackend
 from kvpage.layout.cache_layout import CacheLayout
 
-MODEL = ModelConfig(8, 2, ("full_attention",) * 3)
-NAMES = [
-    {"backend": backend, "kv_layout": kv_layout, "layer_layout": layer_layout}
-    for backend, kv_layout, layer_layout in itertools.product(
-        ("flash", "flashinfer"), ("NHD", "HND"), ("separate", "packed")
-    )
-]
-
 
 def engine(model=MODEL, parallel=None, num_gpu_blocks=7, num_cpu_blocks=5, **names) -> CacheEngine:
     config = CacheConfig(4, num_gpu_blocks, num_cpu_blocks, **names)
     return CacheEngine(config, model, parallel, DeviceConfig("cpu"))
-
-
-def pairs(*rows) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
 
 
 def numbered(caches, block_dim, start=1.0):
@@ -45,7 +33,7 @@ def numbers(caches, block_dim) -> list[list[float]]:
     return rows
 
 
-@pytest.mark.parametrize("names", NAMES, ids=lambda names: "-".join(names.values()))
+@pytest.mark.parametrize("names", FLASH_NAMES, ids=lambda names: "-".join(names.values()))
 def test_shapes_strides_zeros_and_bytes(names):
     made = engine(**names)
     flash = names["backend"] == "flash"
@@ -62,14 +50,6 @@ def test_shapes_strides_zeros_and_bytes(names):
         allocated = sum({c.untyped_storage().data_ptr(): c.untyped_storage().nbytes() for c in caches}.values())
         block = CacheEngine.get_cache_block_size(CacheConfig(4, **names), MODEL)
         assert allocated == num_blocks * block
-
-
-def test_a_packed_block_is_one_run_of_memory():
-    made = engine(layer_layout="packed")
-    numbered(made.gpu_cache, 1)
-    slab = torch.empty(0, dtype=torch.float16).set_(made.gpu_cache[0].untyped_storage()).view(7, 3, -1)
-    for block_id, layer in itertools.product(range(7), range(3)):
-        assert bool((slab[block_id, layer] == 1 + 100 * layer + block_id).all())
 
 
 class Turned(FlashBackend):
@@ -98,7 +78,7 @@ def test_a_stride_order_that_is_not_its_own_inverse(layer_layout, backend_name):
     assert numbers(made.cpu_cache, 1) == [[100 * layer + 7, 0, 0, 0, 100 * layer + 3] for layer in range(3)]
 
 
-@pytest.mark.parametrize("names", NAMES, ids=lambda names: "-".join(names.values()))
+@pytest.mark.parametrize("names", FLASH_NAMES, ids=lambda names: "-".join(names.values()))
 def test_swaps_and_copies(names):
     made = engine(**names)
     dim = made.layout.block_dim
@@ -110,24 +90,6 @@ def test_swaps_and_copies(names):
     made.copy(pairs((3, 4), (3, 5), (2, 2)))
     assert numbers(made.gpu_cache, dim) == [[100 * i + n for n in (51, 2, 3, 4, 4, 4, 52)] for i in range(3)]
     assert numbers(made.cpu_cache, dim) == [[100 * i + n for n in (7, 51, 52, 53, 1)] for i in range(3)]
-
-
-def test_errors_change_nothing():
-    made = engine()
-    numbered(made.gpu_cache, 1)
-    before = numbers(made.gpu_cache, 1)
-    for call, mapping, message in (
-        (made.swap_out, pairs((0, 0), (7, 1)), r"source blocks in \[0, 7\), got 7"),
-        (made.swap_out, pairs((0, 0), (1, 5)), r"destination blocks in \[0, 5\), got 5"),
-        (made.swap_in, pairs((5, 1)), r"source blocks in \[0, 5\), got 5"),
-        (made.swap_in, pairs((0, 1), (0, 1)), "each destination once"),
-        (made.copy, pairs((0, 1), (1, 2)), "must not read a block that it also writes"),
-        (made.copy, torch.zeros(1, 2), "dtype must be torch.int64"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call(mapping)
-    assert numbers(made.gpu_cache, 1) == before
-    assert not any(cache.any() for cache in made.cpu_cache)
 
 
 @pytest.mark.parametrize(
@@ -146,18 +108,6 @@ def test_configs_of_another_type_are_named(change, message):
         CacheEngine(**configs | change)
     with pytest.raises(TypeError, match=message):
         CacheEngine.get_cache_block_size(**configs | change)
-
-
-@pytest.mark.parametrize("device", ["cpu", "", torch.device("cpu")])
-def test_a_device_is_no_device_config(device):
-    with pytest.raises(TypeError, match="device_config must be a DeviceConfig, got (str|device)"):
-        CacheEngine(CacheConfig(4, 7, 5), MODEL, None, device)
-
-
-def test_a_mixed_model_gets_caches_for_its_attention_layers_only():
-    jamba = ModelConfig(8, 2, ("mamba", "attention", "mamba", "attention"))
-    made = engine(jamba)
-    assert made.layer_ids == [1, 3] and len(made.gpu_cache) == len(made.cpu_cache) == 2
 
 
 def test_a_model_without_attention_holds_nothing_and_still_checks():
@@ -180,24 +130,6 @@ def test_parallel_ranks_share_out_heads_layers_and_blocks():
         assert tuple(part.gpu_cache[0].shape) == (2, 4, 4, 2, 8) and tuple(part.cpu_cache[0].shape) == (2, 3, 4, 2, 8)
     (one_head,) = {tuple(c.shape) for c in engine(model, ParallelConfig(16)).gpu_cache}
     assert one_head[3] == 1
-
-
-def test_no_blocks():
-    made = engine(num_gpu_blocks=0, num_cpu_blocks=0)
-    for call in (made.swap_in, made.swap_out, made.copy):
-        call(pairs())
-        with pytest.raises(ValueError, match=r"source blocks in \[0, 0\), got 0"):
-            call(pairs((0, 0)))
-
-
-@pytest.mark.parametrize("layer_layout", ["separate", "packed"])
-def test_latents(layer_layout):
-    model = ModelConfig(24, 1, ("full_attention",) * 2, use_mla=True)
-    made = engine(model, backend="mla", layer_layout=layer_layout)
-    assert tuple(made.gpu_cache[0].shape) == (7, 4, 24)
-    numbered(made.cpu_cache, 0)
-    made.swap_in(pairs((4, 6)))
-    assert numbers(made.gpu_cache, 0) == [[0] * 6 + [100 * layer + 5] for layer in range(2)]
 
 
 class Recorder(FlashBackend):
@@ -244,7 +176,7 @@ def test_validate_names_what_does_not_fit():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("names", NAMES, ids=lambda names: "-".join(names.values()))
+@pytest.mark.parametrize("names", FLASH_NAMES, ids=lambda names: "-".join(names.values()))
 def test_gpu_engine(names):
     config = CacheConfig(4, 7, 5, **names)
     made = CacheEngine(config, MODEL, None, DeviceConfig("cuda"))

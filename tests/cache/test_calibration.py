@@ -36,12 +36,6 @@ def test_crossover(engine, kernel, expected):
     assert find_crossover(table(engine, kernel)) == expected
 
 
-def test_crossover_of_little():
-    assert find_crossover([]) == 0
-    assert find_crossover([Throughput(2048, 1.0, 2.0)]) == 2048
-    assert find_crossover([Throughput(2048, 2.0, 1.0)]) == 0
-
-
 def test_crossover_is_the_best_line_there_is():
     """Against trying every line, on random tables."""
     for _ in range(200):

@@ -65,14 +65,6 @@ def test_bad_pairs_copy_nothing(pairs: list[tuple[int, int]]) -> None:
     assert torch.equal(cache.slots, before)
 
 
-def test_slots_of_other_tiers_are_out_of_range() -> None:
-    cache = filled(3, 2)
-    with pytest.raises(ValueError):
-        cache.swap_out(torch.tensor([[0, 2]]))
-    with pytest.raises(ValueError):
-        cache.swap_in(torch.tensor([[2, 0]]))
-
-
 def test_bad_arguments() -> None:
     with pytest.raises(TypeError, match="layout must be a StateLayout, got tuple"):
         StateCache(PARTS, 1)  # type: ignore[arg-type]

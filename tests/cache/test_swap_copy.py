@@ -2,11 +2,11 @@
 
 import itertools
 import random
-import threading
 import warnings
 
 import pytest
 import torch
+from support.swap_pairs import NAMES, pairs
 
 from kvpage import ops
 from kvpage.layout.cache_layout import CacheLayout
@@ -15,15 +15,6 @@ from kvpage.ops.copies import BlockCopier
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
-NAMES = [
-    {"backend": backend, "kv_layout": kv_layout, "layer_layout": layer_layout}
-    for backend, kv_layout, layer_layout in itertools.product(
-        ("flash", "flashinfer"), ("NHD", "HND"), ("separate", "packed")
-    )
-] + [
-    {"backend": backend, "layer_layout": layer_layout}
-    for backend, layer_layout in itertools.product(("mla", "paged"), ("separate", "packed"))
-]
 LAYOUT = CacheLayout(4, 2, 8, torch.float16)
 
 
@@ -36,10 +27,6 @@ SAME_BACKEND = [(a, b) for a, b in itertools.product(NAMES, NAMES) if a["backend
 
 def make_layout(names) -> CacheLayout:
     return CacheLayout(4, 1 if names["backend"] == "mla" else 2, 8, torch.float16, **names)
-
-
-def pairs(*rows) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
 
 
 def random_caches(layout, num_blocks, num_layers, device=CPU, pin=False):
@@ -155,26 +142,6 @@ def test_views_that_torch_negates():
     assert_same_bits(dsts, expected)
 
 
-def test_what_is_no_cache_is_named():
-    dsts = random_caches(LAYOUT, 5, 1)
-    with pytest.raises(TypeError, match=r"src\[0\] must be a torch.Tensor, got NoneType"):
-        ops.swap_blocks(None, dsts[0], pairs((0, 1)), LAYOUT)
-    with pytest.raises(TypeError, match="layout must be a CacheLayout, got str"):
-        ops.copy_blocks(dsts, pairs((0, 1)), "flash")
-
-
-def test_one_copier_serves_many_threads():
-    srcs, dsts = random_caches(LAYOUT, 64, 2), random_caches(LAYOUT, 64, 2)
-    copier = BlockCopier(srcs, dsts, LAYOUT)
-    expected = expected_bits(srcs, dsts, pairs(*((i, i) for i in range(64))), LAYOUT)
-    workers = [threading.Thread(target=lambda i=i: copier.run(pairs((i, i)))) for i in range(64)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert_same_bits(dsts, expected)
-
-
 BAD_MAPPINGS = {
     "not a tensor": ([[0, 1]], TypeError, "block_mapping must be a torch.Tensor, got list"),
     "dtype": (torch.zeros(1, 2, dtype=torch.int32), ValueError, "dtype must be torch.int64, got torch.int32"),
@@ -193,6 +160,14 @@ BAD_WITHIN = {
     "exchange": (pairs((3, 4), (4, 3)), ValueError, "got block 3 on both sides"),
     "itself and another": (pairs((1, 1), (0, 1)), ValueError, "each destination once"),
 }
+
+
+def test_what_is_no_cache_is_named():
+    dsts = random_caches(LAYOUT, 5, 1)
+    with pytest.raises(TypeError, match=r"src\[0\] must be a torch.Tensor, got NoneType"):
+        ops.swap_blocks(None, dsts[0], pairs((0, 1)), LAYOUT)
+    with pytest.raises(TypeError, match="layout must be a CacheLayout, got str"):
+        ops.copy_blocks(dsts, pairs((0, 1)), "flash")
 
 
 @pytest.mark.parametrize("mapping, error, message", BAD_MAPPINGS.values(), ids=BAD_MAPPINGS)

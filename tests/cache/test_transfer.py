@@ -3,19 +3,16 @@
 import gc
 import threading
 import uuid
-import warnings
-import weakref
 from collections import deque
 
 import pytest
 import torch
+from support.swap_pairs import MODEL, pairs
 from support.waiting import until
 
-from kvpage import BlockPool, CacheConfig, CacheEngine, DeviceConfig, ModelConfig, PrefixTree, register_backend
-from kvpage.cache.transfer import BlockPins
+from kvpage import BlockPool, CacheConfig, CacheEngine, DeviceConfig, PrefixTree, register_backend
 from kvpage.layout.backends import FlashBackend
 
-MODEL = ModelConfig(8, 2, ("full_attention",) * 3)
 NUM_GPU, NUM_CPU = 7, 5
 
 
@@ -77,10 +74,6 @@ class FakeStream:
         self.run()
         last()
         self.log.append("closed")
-
-
-def pairs(*rows) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
 
 
 def engine(stream, backend="flash", model=MODEL, **names) -> CacheEngine:
@@ -185,16 +178,6 @@ def test_pins_are_given_back_once(stream):
     gpu.check(), cpu.check()
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_one_side_may_be_pinned_alone(stream, which):
-    made, both = engine(stream), pools()
-    chosen = tuple(pool if i == which else None for i, pool in enumerate(both))
-    transfer = made.swap_out(pairs((6, 0)), non_blocking=True, pools=chosen)
-    assert both[which].ref_count((6, 0)[which]) == 2 and both[1 - which].ref_count((0, 6)[which] % 3) == 1
-    transfer.wait()
-    assert counts(both[0]) == [1] * 7 and counts(both[1]) == [1, 1, 1, 0, 0]
-
-
 def test_a_dropped_transfer_is_finished_by_the_engines_next_call(stream):
     for finish in ("poll", "copy", "swap"):
         made, (gpu, cpu) = engine(stream), pools()
@@ -270,14 +253,6 @@ def test_pins_go_back_even_if_one_side_cannot(stream):
     assert counts(gpu) == [1] * 7
 
 
-def test_pins_of_nothing():
-    pool = BlockPool(2)
-    pins = BlockPins((pool, pool), pairs())
-    pins.release()
-    pins.release()
-    assert pool.num_free == 2
-
-
 class Failing(FlashBackend):
     """An out-of-tree backend whose swap fails in the layers of its choice."""
 
@@ -333,19 +308,6 @@ def test_an_error_that_nobody_asks_for_is_a_warning(stream, failing):
         gc.collect()
 
 
-def test_an_error_that_was_seen_is_no_warning(stream, failing):
-    transfer = failing.swap_out(pairs((6, 0)), non_blocking=True)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        with pytest.raises(KeyError):
-            transfer.wait()
-        failing.poll()
-        gone = weakref.ref(transfer)
-        del transfer
-        gc.collect()
-    assert gone() is None and not seen
-
-
 @pytest.mark.parametrize("refuse_at", [0, 1, 2])
 def test_a_stream_that_refuses(stream, refuse_at):
     """The call raises, the pins are back at once, and what was submitted before does nothing when its time comes."""
@@ -369,18 +331,6 @@ def test_a_device_that_fails(stream):
         with pytest.raises(RuntimeError, match="the device is gone"):
             transfer.wait()
     assert counts(gpu) == [1] * 7 and made.poll() == 0
-
-
-def test_on_done_is_called_once_after_the_pins(stream):
-    made, (gpu, cpu) = engine(stream), pools()
-    seen = []
-    transfer = made.swap_out(
-        pairs((6, 0)), non_blocking=True, pools=(gpu, cpu), on_done=lambda t: seen.append((t, counts(gpu)))
-    )
-    transfer.wait()
-    transfer.wait()
-    made.poll()
-    assert seen == [(transfer, [1] * 7)]
 
 
 def test_on_done_may_use_the_engine(stream):
@@ -448,23 +398,6 @@ def test_layers_arrive_one_by_one(stream):
     for call in (whole.layer_ready, whole.wait_layer):
         with pytest.raises(ValueError, match="made with by_layer=True"):
             call(0)
-
-
-def test_a_stream_can_wait(stream):
-    made = engine(stream)
-    transfer = made.swap_in(pairs((2, 3)), non_blocking=True)
-    transfer.wait_stream("a stream")
-    assert stream.log[-1] == ("wait_stream", 2, "a stream")
-
-
-def test_a_stage_without_layers(stream):
-    made = engine(stream, model=ModelConfig(0, 0, ("mamba",)))
-    for by_layer in (False, True):
-        transfer = made.swap_out(pairs((0, 1)), non_blocking=True, by_layer=by_layer)
-        transfer.wait()
-        assert transfer.num_bytes == 0
-    with pytest.raises(ValueError, match=r"layer must be in \[0, 0\), got 0"):
-        transfer.layer_ready(0)
 
 
 def test_no_stream_before_the_first_transfer():

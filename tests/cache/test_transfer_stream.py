@@ -29,10 +29,6 @@ def transfer_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("kvpage-transfer")}
 
 
-def nothing() -> None:
-    pass
-
-
 class Gate:
     """Work that has begun and ends when it is told to."""
 
@@ -63,24 +59,6 @@ def test_work_runs_beside_the_caller_and_in_order():
     assert log[1:] == ["last"]
 
 
-def test_close_waits_for_all_that_was_submitted():
-    stream, gate, log = HostStream(), Gate(), []
-    stream.submit(gate)
-    stream.submit(lambda: log.append("work"))
-    closer = threading.Thread(target=stream.close, args=(lambda: log.append("last"),))
-    closer.start()
-    assert gate.begun.wait(60) and log == []
-    gate.open.set()
-    closer.join(60)
-    assert log == ["work", "last"] and not closer.is_alive()
-
-
-def test_close_of_an_unused_stream():
-    log = []
-    HostStream().close(lambda: log.append("last"))
-    assert log == ["last"]
-
-
 def test_a_forgotten_stream_ends_its_thread():
     before = transfer_threads()
     stream = HostStream()
@@ -89,34 +67,6 @@ def test_a_forgotten_stream_ends_its_thread():
     del stream
     gc.collect()
     until(lambda: not transfer_threads() - before)
-
-
-def test_an_engine_swaps_beside_the_caller():
-    made, gate = engine(), Gate()
-    made.swap_out(pairs(), non_blocking=True).wait()
-    made._transfers._stream.submit(gate)
-    transfer = made.swap_out(pairs((6, 0), (3, 4)), non_blocking=True, by_layer=True)
-    assert gate.begun.wait(60) and not transfer.is_done() and not any(cache.any() for cache in made.cpu_cache)
-    gate.open.set()
-    for layer in range(3):
-        transfer.wait_layer(layer)
-        assert transfer.layer_ready(layer)
-        assert made.cpu_cache[layer][:, [0, 4]].unique().tolist() == [10 * layer + 4, 10 * layer + 7]
-    transfer.wait()
-    assert transfer.seconds > 0 and transfer.gigabytes_per_second == transfer.num_bytes / transfer.seconds / 1e9
-
-
-def test_a_blocking_call_waits_for_what_is_in_flight():
-    made, gate = engine(), Gate()
-    made.swap_out(pairs(), non_blocking=True).wait()
-    made._transfers._stream.submit(gate)
-    made.swap_out(pairs((6, 0)), non_blocking=True)
-    caller = threading.Thread(target=made.swap_in, args=(pairs((0, 1)),))
-    caller.start()
-    assert gate.begun.wait(60) and float(made.gpu_cache[0][0, 1, 0, 0, 0]) == 2
-    gate.open.set()
-    caller.join(60)
-    assert made.gpu_cache[2][:, 1].unique().tolist() == [27]
 
 
 def test_no_thread_before_the_first_transfer_and_none_after_the_engine():
@@ -131,14 +81,6 @@ def test_no_thread_before_the_first_transfer_and_none_after_the_engine():
     del made
     assert gone() is None
     until(transfer.is_done)
-    until(lambda: not transfer_threads() - before)
-
-
-def test_no_thread_after_an_engine_that_has_nothing_in_flight():
-    before, made = transfer_threads(), engine()
-    made.swap_out(pairs((0, 0)), non_blocking=True).wait()
-    assert made.poll() == 0 and len(transfer_threads() - before) == 1
-    del made
     until(lambda: not transfer_threads() - before)
 
 

@@ -1,25 +1,12 @@
 """Transfers on a GPU: their order on streams, layers, captured graphs, calibration."""
 
-import itertools
-
 import pytest
 import torch
-from support.swap_pairs import MODEL, pairs
+from support.swap_pairs import MODEL, NAMES, pairs
 from support.waiting import until
 
 from kvpage import BlockPool, CacheConfig, CacheEngine, Calibration, DeviceConfig, ModelConfig
 
-# --- on a GPU -------------------------------------------------------------------------------------------------------
-
-NAMES = [
-    {"backend": backend, "kv_layout": kv_layout, "layer_layout": layer_layout}
-    for backend, kv_layout, layer_layout in itertools.product(
-        ("flash", "flashinfer"), ("NHD", "HND"), ("separate", "packed")
-    )
-] + [
-    {"backend": backend, "layer_layout": layer_layout}
-    for backend, layer_layout in itertools.product(("mla", "paged"), ("separate", "packed"))
-]
 EXECUTORS = {"engine": 0, "kernel": 1 << 40}
 DELAY = 100_000_000  # clock cycles, a twentieth of a second
 BLOCKS = 64

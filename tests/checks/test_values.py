@@ -28,11 +28,6 @@ def test_other_values_are_no_integers(value):
         as_integer("n", value)
 
 
-@pytest.mark.parametrize("value, least", [(0, 0), (1, 1), (5, -2)])
-def test_least_values(value, least):
-    check_at_least("n", value, least)
-
-
 @pytest.mark.parametrize("value, least", [(-1, 0), (0, 1), (True, 0), (2.0, 0), ("2", 0), (None, 0)])
 def test_values_below_the_least_one(value, least):
     with pytest.raises(ValueError, match=f"n must be an integer of at least {least}, got {value!r}"):

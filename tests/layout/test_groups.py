@@ -49,10 +49,6 @@ def test_the_layout_of_groups() -> None:
     assert StateLayout.of_groups([full, state]) == StateLayout.of_parts([EARLY, CONV])
 
 
-def test_a_kind_is_its_word() -> None:
-    assert [str(kind) for kind in GroupKind] == ["full", "window", "state", "successor"]
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

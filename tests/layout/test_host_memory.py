@@ -19,8 +19,3 @@ def test_zeros_of_any_size(size: tuple[int, ...], dtype: torch.dtype) -> None:
         assert not other.view(torch.uint8).any(), "two tensors share memory"
         assert made.untyped_storage().nbytes() == made.numel() * made.element_size()
         assert made.data_ptr() % 64 == 0
-
-
-def test_large_ones_begin_at_a_huge_page() -> None:
-    for num_bytes in (2 * HUGE_PAGE_BYTES, 5 * HUGE_PAGE_BYTES + 3):
-        assert zeros((num_bytes,), torch.uint8).data_ptr() % HUGE_PAGE_BYTES == 0

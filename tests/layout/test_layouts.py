@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from kvpage import CacheEngine, CacheLayout, KVScales, ModelConfig, ops
-from kvpage.layout.config import CACHE_DTYPES, CacheConfig
+from kvpage import CacheLayout, KVScales, ops
+from kvpage.layout.config import CACHE_DTYPES
 from kvpage.ops import reference
 
 PLACES = [("flash", "NHD"), ("flash", "HND"), ("flashinfer", "NHD"), ("flashinfer", "HND"), ("paged", "NHD")]
@@ -134,19 +134,6 @@ def test_scales_are_checked_and_named():
     cache = plain.allocate(1, 1, torch.device("cpu"))[0]
     with pytest.raises(ValueError, match="scales must be None for a cache of torch.float32"):
         ops.reshape_and_cache(rows, rows, cache, torch.tensor([0]), plain, KVScales.of(1, 1))
-
-
-def test_block_sizes_count_scales_and_padding():
-    model = ModelConfig(46, 3, ("full_attention",) * 2, torch.bfloat16)
-
-    def block_bytes(**fields):
-        return CacheEngine.get_cache_block_size(CacheConfig(block_size=4, **fields), model)
-
-    assert block_bytes() == 2 * 2 * 4 * 3 * 46 * 2
-    assert block_bytes(backend="paged") == 2 * 2 * 4 * 3 * 48 * 2
-    assert block_bytes(cache_dtype="fp8_e4m3") == 2 * 2 * 4 * 3 * 46
-    assert block_bytes(cache_dtype="int8") == 2 * 2 * 4 * 3 * (48 + 4)
-    assert block_bytes(cache_dtype="int8", backend="paged") == 2 * 2 * 4 * 3 * (48 + 4)
 
 
 @EVERY_LAYOUT

@@ -5,7 +5,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -81,32 +80,6 @@ def test_a_failure_at_any_piece_undoes_those_before(monkeypatch: pytest.MonkeyPa
     registered = [address for kind, address in registrar.calls if kind == "register"]
     undone = [address for kind, address in registrar.calls if kind == "unregister"]
     assert failing <= len(undone) < len(registered) + 1 and set(undone) < set(registered)
-
-
-def test_pieces_are_undone_from_the_last_one(registrar: FakeRegistrar) -> None:
-    memory = PinnedMemory(4 * P, registrar, P)
-    done: list[int] = []
-    register_all([memory], 1, done.append)
-    memory.unregister()
-    kinds, addresses = zip(*registrar.calls, strict=True)
-    assert kinds == ("register",) * 4 + ("unregister",) * 4 and addresses[4:] == addresses[3::-1]
-    assert done == [P] * 4
-    memory.unregister()
-    assert len(registrar.calls) == 8
-
-
-def test_pieces_are_registered_by_threads(registrar: FakeRegistrar) -> None:
-    together = threading.Barrier(3, timeout=60)
-    register = registrar.register
-
-    def meet(address: int, num_bytes: int) -> None:
-        together.wait()  # three at once, or it fails
-        register(address, num_bytes)
-
-    registrar.register = meet
-    memory = PinnedMemory(3 * P, registrar, P)
-    register_all([memory], 3, lambda count: None)
-    assert len(registrar.threads) == 3 and threading.get_ident() not in registrar.threads
 
 
 def test_an_interrupt_undoes_all(registrar: FakeRegistrar) -> None:

@@ -9,11 +9,9 @@ import sys
 import native_build
 import numpy as np
 import pytest
-import torch
 
 import kvpage._C as _C
-from kvpage.layout import host_memory
-from kvpage.layout.host_memory import prefault, zero_bytes
+from kvpage.layout.host_memory import zero_bytes
 
 PAGE = mmap.PAGESIZE
 NUM_BYTES = 70 << 20  # three portions of a thread
@@ -40,14 +38,6 @@ def test_all_pages_are_there_and_no_byte_is_another(num_threads: int, num_bytes:
         assert num_resident(wanted) == -(-(3 % PAGE + num_bytes) // PAGE)
         assert (wanted[::7777] == 5).all() and np.count_nonzero(wanted) == len(wanted[::7777])
     assert before is None or (room[: 3 + num_bytes] == before).all()
-
-
-def test_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "PORTION_BYTES", 3 * PAGE)
-    for num_bytes in (0, 1, 3 * PAGE - 1, 3 * PAGE, 3 * PAGE + 1, 7 * PAGE):
-        done: list[int] = []
-        prefault(torch.zeros(num_bytes, dtype=torch.uint8), 2, done.append)
-        assert sum(done) == num_bytes and max(done, default=0) <= 3 * PAGE
 
 
 def test_memory_that_is_not_there() -> None:

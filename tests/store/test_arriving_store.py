@@ -81,14 +81,6 @@ def test_prompts_that_nobody_expects_never_wait(store) -> None:
     assert arriving.lookup(TOKENS) == arriving.lookup(TOKENS, namespace=b"a") == 0
 
 
-def test_two_expect_the_same(store) -> None:
-    arriving = ArrivingStore(store)
-    with arriving.expect(TOKENS):
-        arriving.expect(TOKENS).close()
-        assert arriving.lookup(TOKENS) == len(TOKENS)
-    assert arriving.lookup(TOKENS) == 0
-
-
 def test_arguments_are_checked(store) -> None:
     for patience in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="patience must be finite and not negative, got"):
@@ -138,54 +130,4 @@ def test_decoding_begins_with_the_chunks_of_a_prefill_that_goes_on(shared, num_t
     assert results == [expected]
     assert decode.stats().num_cached_tokens == (num_tokens - 1) // B * B
     assert decode.stats().store.num_loads == (num_tokens > B)
-    decode.close()
-
-
-def test_chunks_are_stored_while_the_prompt_is_computed(shared) -> None:
-    (prompt,) = make_prompts([4 * C + 3])
-    engine = make_worker(shared, save_portions=True, max_num_batched_tokens=C + B)
-    engine.add_request(prompt, PARAMS)
-    engine.step()
-    engine.debug.connectors.drain()
-    assert shared.lookup(prompt) == C  # a portion of C + B tokens has one whole chunk
-    engine.step()
-    engine.debug.connectors.drain()
-    assert shared.lookup(prompt) == 2 * C
-    engine.close()
-
-
-@pytest.mark.parametrize("is_lost", [True, False])
-def test_a_prefill_worker_that_dies_costs_computing_only(shared, is_lost: bool) -> None:
-    (prompt,) = make_prompts([5 * C])
-    (expected,) = generate_each(make_model("llama"), [prompt], 6)
-    prefill = make_worker(shared, save_portions=True, max_num_batched_tokens=C)
-    prefill.add_request(prompt, SamplingParams(max_tokens=1))
-    prefill.step()
-    prefill.close()  # after a portion, and never computes the others
-    arriving = ArrivingStore(shared, patience=3600 if is_lost else 0.02)
-    decode = make_worker(arriving, store_deadline=3600)
-    expectation = arriving.expect(prompt)
-    request_id = decode.add_request(prompt, PARAMS)
-    thread, results = in_thread(lambda: step_all(decode, request_id))
-    if is_lost:
-        expectation.close()
-    thread.join(60)
-    assert results == [expected] and decode.stats().num_cached_tokens == C
-    decode.close()
-
-
-def test_many_loads_wait_beside_each_other(shared) -> None:
-    prompts = make_prompts([2 * C + i for i in range(4)])
-    expected = generate_each(make_model("llama"), prompts, 6)
-    arriving = ArrivingStore(shared, patience=60)
-    decode, prefill = make_worker(arriving, store_deadline=60), make_worker(shared)
-    expectations = [arriving.expect(prompt) for prompt in prompts]
-    thread, results = in_thread(lambda: [one.token_ids for one in decode.generate(prompts, PARAMS)])
-    for prompt, expectation in reversed(list(zip(prompts, expectations, strict=True))):  # the last one comes first
-        prefill.generate([prompt], SamplingParams(max_tokens=1))
-        prefill.debug.connectors.drain()
-        expectation.close()
-    thread.join(60)
-    assert results == [expected]
-    prefill.close()
     decode.close()

@@ -1,7 +1,6 @@
 """kvpage store: what it tells of a directory, by the functions and by the command line."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from typer.testing import CliRunner
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, inspection
 from kvpage.tools.cli import app
-from kvpage.tools.store_cli import parse_age
 
 TOKENS = list(range(20))
 
@@ -103,18 +101,6 @@ def test_wrong_arguments_end_in_one_line(tmp_path, arguments: list[str], message
     assert not isinstance(result.exception, (ValueError, OSError))
 
 
-def test_a_directory_in_use_is_refused_with_a_reason(tmp_path) -> None:
-    url = fill(tmp_path)
-    tier = inspection.open_tier(url)
-    result = command("gc", url, "--free", "1GiB")
-    assert f"must be open once, another tier of this process, {os.getpid()}, has it" in str(result.exception)
-    tier.close()
-
-
-def test_ages() -> None:
-    assert [parse_age(text) for text in ("90s", "5m", "12h", "7d")] == [90, 300, 43200, 604800]
-
-
 def test_looking_changes_nothing(tmp_path) -> None:
     """Whatever size the URL names: the segments of a larger tier stay, and no directory is made."""
     url = f"disk://{tmp_path}?size=12MiB&segment=4MiB"
@@ -142,14 +128,3 @@ def test_damaged_headers_are_told(tmp_path) -> None:
     result = command("verify", url)
     assert result.exit_code == 1 and "4 records are whole, 0 are broken" in result.output
     assert "1 places are damaged" in result.output
-
-
-def test_records_that_cannot_be_read_are_broken(tmp_path) -> None:
-    url = fill(tmp_path)
-    (file,) = tmp_path.glob("*.segment")
-    tier = inspection.open_tier(url)
-    with open(file, "r+b") as data:
-        data.truncate(3 * 4096 + 200)
-    num_whole, broken = inspection.verify(tier)
-    assert num_whole == 2 and len(broken) == 1  # of the others not even the header is there
-    tier.close()

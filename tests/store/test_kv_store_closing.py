@@ -17,9 +17,8 @@ from support.store_kv import (
 )
 from support.waiting import until
 
-from kvpage.store import KVStore, Placed, TierError
+from kvpage.store import TierError
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
-from kvpage.store.tiers.memory_tier import MemoryTier
 
 
 @pytest.mark.parametrize("call", ["store", "retrieve", "remove", "lookup", "pin"])
@@ -55,31 +54,6 @@ def test_closing_waits_for_calls_and_refuses_others(call: str) -> None:
         tier.contains([])
 
 
-def test_threads_that_call_while_it_is_closed() -> None:
-    tokens, kv = list(range(4 * C)), kv_of(list(range(4 * C)))
-    for _ in range(20):
-        tiers = [Placed(MemoryTier(1 << 20, pin_memory=False)), Placed(MemoryTier(1 << 20), is_written_back=True)]
-        store, started, errors = make(tiers=tiers), threading.Barrier(4), []
-
-        def work(store: KVStore = store, started: threading.Barrier = started, errors: list = errors) -> None:
-            started.wait()
-            try:
-                while True:
-                    store.store(tokens, kv, blocking=False).result()
-                    assert same(store.retrieve(tokens)[0], kv)
-            except ValueError as error:
-                errors.append(str(error))
-
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        started.wait()
-        store.close()
-        for thread in threads:
-            thread.join()
-        assert errors == ["the store is closed"] * 3
-
-
 class SlowDisk(DiskTier):
     """Waits for `go` before it makes room for a record."""
 
@@ -101,19 +75,6 @@ def on_disk(path: Path) -> int:
         return int(mask.sum())
 
 
-def test_closing_waits_for_what_is_stored_in_the_background(tmp_path: Path) -> None:
-    disk = SlowDisk(tmp_path)
-    store = make(tiers=[disk])
-    stored = store.store(TOKENS, KV, blocking=False)
-    closer = threading.Thread(target=store.close)
-    closer.start()
-    closer.join(0.1)
-    assert closer.is_alive() and not stored.done()
-    disk.go.set()
-    closer.join(60)
-    assert stored.result(0) == 3 and on_disk(tmp_path) == len(TOKENS)
-
-
 def test_a_store_whose_closing_was_interrupted_closes_its_tiers_the_next_time(tmp_path: Path) -> None:
     """Ctrl-C while the background writes: all is written, and the directory's lock is given back."""
     disk = SlowDisk(tmp_path)
@@ -127,11 +88,3 @@ def test_a_store_whose_closing_was_interrupted_closes_its_tiers_the_next_time(tm
     disk.go.set()
     store.close()
     assert stored.result(0) == 3 and on_disk(tmp_path) == len(TOKENS)
-
-
-def test_a_closed_store_still_counts() -> None:
-    store = make()
-    store.store(TOKENS, KV)
-    store.retrieve(TOKENS)
-    store.close()
-    assert store.stats().hit_tokens == len(TOKENS) and store.stats().stored_chunks == 3

@@ -49,23 +49,6 @@ def test_flags_are_true_or_false(value):
         assert store.lookup(TOKENS) == blocks.lookup(TOKENS[:B]) == 0
 
 
-@pytest.mark.parametrize("num_skipped", [1, C - 1, C + 1])
-def test_no_parts_of_chunks_are_left_out(num_skipped):
-    kv = kv_of(len(TOKENS) - num_skipped)
-    with make() as store:
-        with pytest.raises(ValueError, match=f"must be False for whole chunks of {C}, got {num_skipped} tokens"):
-            store.store(TOKENS, kv, leading_false(num_skipped, len(TOKENS)))
-        assert store.lookup(TOKENS) == 0
-
-
-@pytest.mark.parametrize("num_more", [-1, 1, 2 * C])
-def test_as_many_rows_as_tokens_that_are_not_left_out(num_more):
-    with make() as store:
-        num_tokens = len(TOKENS) - C
-        with pytest.raises(ValueError, match=f"kv_tensors must be of {num_tokens} tokens, got {num_tokens + num_more}"):
-            store.store(TOKENS, kv_of(num_tokens + num_more), leading_false(C, len(TOKENS)))
-
-
 @pytest.mark.parametrize("num_skipped", [0, 1, C, C + 1])
 def test_what_was_wanted_and_what_was_found_is_counted(num_skipped):
     with make() as store:
@@ -106,22 +89,6 @@ def test_namespaces_do_not_meet_in_any_call():
                 call(TOKENS, namespace="one")
 
 
-def test_closing_closes_the_tiers_once():
-    class Counted(MemoryTier):
-        num_closed = 0
-
-        def close(self) -> None:
-            self.num_closed += 1
-            super().close()
-
-    tier = Counted(1 << 20, pin_memory=False)
-    store = KVStore(KVStoreConfig(C), KVStoreMetadata("m", kv_dtype=torch.float32), [tier])
-    assert tier.num_closed == 0
-    for _ in range(3):
-        store.close()
-        assert tier.num_closed == 1
-
-
 @pytest.mark.parametrize("call", ["lookup", "stats", "clear", "flush"])
 def test_a_forked_process_needs_a_store_of_its_own(call):
     with make() as store:
@@ -135,16 +102,6 @@ def test_a_forked_process_needs_a_store_of_its_own(call):
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_blocks_of_namespaces_do_not_meet():
-    engine = make_engine()
-    tokens = list(range(B))
-    with KVStore(KVStoreConfig(B), metadata_of(engine, "m"), [memory()]) as store:
-        assert store.store_blocks(tokens, engine, [0], b"one") == B
-        assert store.load_blocks(tokens, engine, [1], namespace=b"one") == B
-        assert store.load_blocks(tokens, engine, [1]) == store.load_blocks(tokens, engine, [1], 0, b"two") == 0
-        assert store.lookup(tokens) == 0 and store.lookup(tokens, b"one") == B
 
 
 def test_a_tier_that_was_made_already_has_the_deadline_too():

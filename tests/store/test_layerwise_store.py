@@ -136,17 +136,6 @@ def test_layers_are_loaded_as_they_come(store, num_layers: int) -> None:
     assert torch.equal(tokens_of(target, BLOCKS, 0, whole), tokens_of(source, BLOCKS, 0, whole))
 
 
-def test_a_chunk_that_comes_in_part_is_a_miss(store) -> None:
-    source, target = make_engine(seed=1), make_engine(seed=2)
-    sender, receiver = LayerwiseStore(store, source, 2), LayerwiseStore(store, target, 2)
-    sender.store_blocks(TOKENS[:C], source, BLOCKS)
-    sender.groups[0].put(TOKENS[: 2 * C], BLOCKS)
-    arriving = ArrivingStore(receiver, patience=0.01)
-    with arriving.expect(TOKENS):
-        assert arriving.load_blocks(TOKENS, target, BLOCKS) == C
-    assert torch.equal(tokens_of(target, BLOCKS, 0, C), tokens_of(source, BLOCKS, 0, C))
-
-
 def test_arguments_are_checked(store) -> None:
     engine = make_engine()
     with pytest.raises(TypeError, match="store must derive from kvpage.store.BlockStore, got object"):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.store_kv import FMTS, KV, TOKENS, C, D, H, L, Troubled, corrupt, kv_of, make, narrow, same
+from support.store_kv import FMTS, KV, TOKENS, C, D, H, L, corrupt, kv_of, make, narrow, same
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 from kvpage.store.tiers.memory_tier import MemoryTier
@@ -61,19 +61,6 @@ def test_memory_around_a_view_is_left_alone() -> None:
         store.retrieve(TOKENS, out=room[:, :, 20 : 20 + len(TOKENS)])
     assert torch.equal(room[:, :, 20 : 20 + len(TOKENS)], kv)
     assert room[:, :, :20].isnan().all() and room[:, :, 20 + len(TOKENS) :].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float64])
-@pytest.mark.parametrize("kind", ["one", "gaps"])
-def test_dtypes(dtype: torch.dtype, kind: str) -> None:
-    kv = torch.randint(-100, 100, (L, 2, len(TOKENS), H, D)).to(dtype)
-    with make(dtype=dtype) as store:
-        store.store(TOKENS, kv)
-        whole = torch.zeros(L, 2, len(TOKENS), H, D * 2, dtype=dtype)
-        out = whole[..., ::2] if kind == "gaps" else whole[..., :D]
-        found, _ = store.retrieve(TOKENS, out=out, return_tuple=False)
-        assert same(found, kv) and same(out, kv)
-        assert not (whole[..., 1::2] if kind == "gaps" else whole[..., D:]).contiguous().view(torch.uint8).any()
 
 
 def part_at(memory: torch.Tensor, begin: int) -> torch.Tensor:
@@ -166,17 +153,6 @@ def test_wrong_arguments_beside_it() -> None:
         assert same(store.retrieve(TOKENS, device="cpu", out=parts)[0], KV)
 
 
-def test_a_dtype_that_the_first_record_tells() -> None:
-    tier = MemoryTier(1 << 20, pin_memory=False)
-    make(tiers=[tier]).store(TOKENS, KV)
-    store = KVStore(KVStoreConfig(C), KVStoreMetadata("m", kv_dtype=None), [tier])
-    half = torch.full_like(KV, NAN).half()
-    with pytest.raises(ValueError, match="out must be of torch.float32"):
-        store.retrieve(TOKENS, out=half)
-    assert half.isnan().all()
-    assert same(store.retrieve(TOKENS, out=torch.empty_like(KV))[0], KV)
-
-
 @pytest.mark.parametrize("chunk", [0, 1, 2])
 def test_a_damaged_record_ends_the_prefix(chunk: int) -> None:
     """Tokens after it mean nothing; those before it are right."""
@@ -188,17 +164,6 @@ def test_a_damaged_record_ends_the_prefix(chunk: int) -> None:
     found, mask = store.retrieve(TOKENS, out=out)
     assert int(mask.sum()) == chunk * C and same(found, KV[:, :, : chunk * C])
     assert torch.equal(out[:, :, : chunk * C], KV[:, :, : chunk * C])
-
-
-def test_a_tier_in_trouble_leaves_it_alone() -> None:
-    is_in_trouble = []
-    store = make(tiers=[Troubled(lambda: bool(is_in_trouble))])
-    store.store(TOKENS, KV)
-    is_in_trouble.append(True)
-    out = torch.full_like(KV, NAN)
-    assert store.retrieve(TOKENS, out=out)[0] == () and out.isnan().all()
-    is_in_trouble.clear()
-    assert same(store.retrieve(TOKENS, out=out)[0], KV) and torch.equal(out, KV)
 
 
 def test_memory_of_results_is_used_again_and_let_go_of() -> None:

@@ -141,24 +141,6 @@ def test_what_is_to_be_written_back_is_not_evicted_before() -> None:
     store.close()
 
 
-@pytest.mark.parametrize("clear", [False, True])
-def test_what_was_removed_meanwhile_is_not_written_back(clear: bool) -> None:
-    store, small, large, go = written_back(4)
-    tokens, kept = list(range(2 * C)), list(range(100, 100 + C))
-    store.store(tokens, kv_of(tokens))
-    store.store(kept, kv_of(kept))
-    if clear:
-        store.clear()
-    else:
-        assert store.remove(tokens) == 2
-    go.set()
-    store.flush()
-    assert store.lookup(tokens) == 0 and store.lookup(kept) == (0 if clear else C)
-    assert large.stats().num_records == (0 if clear else 1)
-    small.check()
-    store.close()
-
-
 @pytest.mark.parametrize("change", ["remove", "clear", "store"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_promotion_brings_nothing_back_that_was_removed_or_replaced(change: str, number: int) -> None:

@@ -110,19 +110,6 @@ def test_stores_of_other_caches_are_refused() -> None:
     assert own.store_blocks(TOKENS, scaled, list(range(8))) == len(TOKENS)
 
 
-def test_bad_tables_and_starts() -> None:
-    engine = make_engine()
-    store = make_store(engine)
-    with pytest.raises(ValueError, match="block_table must have room for 31 tokens, got 28"):
-        store.store_blocks(TOKENS, engine, list(range(7)))
-    with pytest.raises(ValueError, match="block"):
-        store.store_blocks(TOKENS, engine, [99] * 8)
-    for start in (-1, 32):
-        with pytest.raises(ValueError, match=r"start must be in \[0, 31\]"):
-            store.load_blocks(TOKENS, engine, list(range(8)), start)
-    assert store.load_blocks([], engine, []) == 0 and store.store_blocks([], engine, []) == 0
-
-
 def test_a_plan_refuses_what_does_not_fit_and_writes_nothing() -> None:
     engine = make_engine()
     before = all_bytes(engine)

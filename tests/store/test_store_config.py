@@ -179,12 +179,3 @@ def test_relative_paths_on_purpose(paths: list[str], monkeypatch: pytest.MonkeyP
     placed.tier.close()
     assert all((tmp_path / path / "lock").exists() for path in paths)
     assert TierURL.parse("disk:kv").text == "disk:kv" and TierURL.parse("disk:///kv").text == "disk:///kv"
-
-
-def test_absolute_paths(tmp_path: Path) -> None:
-    for at, form in enumerate(("disk://{}", "disk:{}", "disk://{},{}b")):
-        place = str(tmp_path / f"{at}")
-        (placed,) = place_tiers(KVStoreConfig(tiers=(form.format(place, place) + "?size=4MiB&segment=1MiB",)))
-        placed.tier.close()
-        assert (tmp_path / f"{at}" / "lock").exists()
-    assert (tmp_path / "2b" / "lock").exists()

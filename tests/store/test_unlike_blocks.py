@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.store_engines import TOKENS, C
-from support.store_kv import corrupt
 from support.unlike_layers import PLACES, SHAPES, B, blocks_of, make_engine, model_config, rows_of
 
 from kvpage import CacheConfig, CacheEngine
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
-from kvpage.store.layerwise_store import LayerwiseStore
 from kvpage.store.records import record_io
 from kvpage.store.tiers.memory_tier import MemoryTier
 
@@ -71,15 +69,6 @@ def test_records_on_disk(
     check_loaded(source, target, kept, 5, len(TOKENS))
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-def test_a_few_layers_a_record(kind: str) -> None:
-    source, kept, target = make_engine(kind, seed=1), make_engine(kind, seed=2), make_engine(kind, seed=2)
-    store = make_store(source)
-    LayerwiseStore(store, source, 2).store_blocks(TOKENS, source, TABLE)
-    assert LayerwiseStore(store, target, 2).load_blocks(TOKENS, target, OTHER) == len(TOKENS)
-    check_loaded(source, target, kept, 0, len(TOKENS))
-
-
 def test_keys_name_the_shapes() -> None:
     """Engines of other shapes find nothing, though a token takes as many bytes."""
     tier, source = MemoryTier(1 << 20, pin_memory=False), make_engine("gemma4")
@@ -90,16 +79,6 @@ def test_keys_name_the_shapes() -> None:
     for kind in SHAPES:
         found = make_store(make_engine(kind), tier).lookup(TOKENS)
         assert found == (len(TOKENS) if kind == "gemma4" else 0)
-
-
-@pytest.mark.parametrize("at", [200, 700, 1400])
-def test_a_changed_byte_is_a_miss(at: int) -> None:
-    tier, source = MemoryTier(1 << 20, pin_memory=False), make_engine("mimo", seed=1)
-    store, target = make_store(source, tier), make_engine("mimo", seed=2)
-    store.store_blocks(TOKENS, source, TABLE)
-    corrupt(tier, store._dtype.keys(torch.tensor(TOKENS[:C]).int().numpy(), b"")[0], at)
-    assert store.load_blocks(TOKENS, target, OTHER) == 0
-    assert store.stats().corrupt_records == 1 and store.lookup(TOKENS) == 0
 
 
 def test_refusals() -> None:

@@ -30,15 +30,6 @@ def test_the_target_begins_where_the_draft_model_can(num_shared):
     assert life.begin(first) >= 2 * B
 
 
-def test_whole_blocks_alone_agree_without_parts():
-    life = GroupedLife(managers(share_parts=False))
-    first = list(range(10, 10 + 2 * B + 1))
-    life.begin(first)
-    assert life.begin(first) == 2 * B
-    assert life.manager.explain([*first[: 2 * B], 90]).num_cached_tokens == B
-    assert life.begin([*first[: 2 * B], 90]) == B
-
-
 def test_a_hybrid_target_begins_at_a_checkpoint():
     manager = GroupedManager(manager_of_states(64, B, num_slots=8), SuccessorManager(64, B))
     target, prompt = manager.target, list(range(10, 10 + 3 * B))

@@ -3,7 +3,7 @@
 import pytest
 from support.draft_memory import DraftMemory
 
-from kvpage import BlockManager, OutOfBlocks
+from kvpage import OutOfBlocks
 from kvpage.blocks.drafts.successor_manager import SuccessorManager, successors
 from kvpage.blocks.explain import Ending
 
@@ -35,33 +35,6 @@ def test_a_prompt_shares_every_position_that_its_tokens_determine(num_shared, nu
     second = first[:num_shared] + tokens_of(num_more + (num_shared == 0), 100)
     num_cached = (len(first) - 1) // B * B
     assert run(memory, 2, second) == max(min(num_shared - 1, num_cached), 0)
-
-
-@pytest.mark.parametrize("num_blocks", [1, 2, 3])
-def test_no_block_is_lost(num_blocks):
-    """The target's cache and the draft model's reach equally far, in the same whole blocks, with no copy."""
-    target, memory = BlockManager(64, B), DraftMemory(SuccessorManager(64, B))
-    prompt = tokens_of(num_blocks * B + 1)
-    for seq_id in (1, 2):
-        given = target.allocate(seq_id, prompt)
-        target.commit(seq_id, prompt[given.num_cached_tokens :])
-        num_cached = run(memory, seq_id, prompt)
-    assert given.num_cached_tokens == num_cached == num_blocks * B
-    shared = [memory.manager.block_ids(seq_id)[:num_blocks].tolist() for seq_id in (1, 2)]
-    assert shared[0] == shared[1] and not memory.manager.space.has_moves
-
-
-def test_prompts_that_differ_in_the_successor_alone_have_last_blocks_of_their_own():
-    memory = DraftMemory(SuccessorManager(64, B))
-    one, other = tokens_of(2 * B) + [77], tokens_of(2 * B) + [88]
-    assert [run(memory, 1, one), run(memory, 2, other)] == [0, 2 * B - 1]
-    ids = [memory.manager.block_ids(seq_id).tolist() for seq_id in (1, 2)]
-    assert ids[0][0] == ids[1][0] and ids[0][1] != ids[1][1]
-    for seq_id, prompt in ((1, one), (2, other)):
-        memory.check(seq_id, prompt, b"", 2 * B)
-        memory.manager.release(seq_id)
-    assert run(memory, 3, one) == run(memory, 4, other) == 2 * B
-    assert [memory.manager.block_ids(seq_id).tolist()[:2] for seq_id in (3, 4)] == [ids[0][:2], ids[1][:2]]
 
 
 def test_without_parts_only_whole_blocks_are_shared():

@@ -35,17 +35,6 @@ def computed(life: GroupLife, prompt: list[int], portion: int = 64, namespace: b
     return num_cached
 
 
-@pytest.mark.parametrize("portion", [1, B - 1, B, 3 * B + 1, 64])
-@pytest.mark.parametrize("window", WINDOWS)
-def test_a_prompt_goes_on_after_any_whole_block_while_nothing_is_evicted(window, portion):
-    life = life_of(window)
-    prompt = tokens_of(5 * B + 2)
-    assert computed(life, prompt, portion) == 0
-    for num_shared in (0, 1, B - 1, B, B + 1, 2 * B, 5 * B + 1):
-        assert computed(life, [*prompt[:num_shared], 99, 98], portion) == min(num_shared, 5 * B) // B * B
-    assert computed(life, prompt, portion, b"tenant") == 0
-
-
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_running_sequence_holds_its_window(window):
     """However long it is: at most window / block_size + 2 blocks where portions are no longer than a block."""
@@ -106,32 +95,6 @@ def test_what_a_load_has_left_out_is_not_told_as_evicted():
     assert [(group.num_tokens, group.ending) for group in found] == [(4 * B, Ending.PROMPT), (0, Ending.NOT_CACHED)]
 
 
-def test_groups_have_to_agree():
-    """The larger window has lost blocks that the smaller one does not need."""
-    life = GroupLife(BlockManager(64, B, groups=[Window(2, 64), Window(3 * B, 14)]))
-    prompt = tokens_of(12 * B)
-    computed(life, prompt, B)
-    life.release(life.next_id)
-    computed(life, tokens_of(4 * B, 500), B)
-    found = life.manager.explain([*prompt[: 4 * B], 99])
-    assert [reach.num_tokens for reach in found.groups] == [4 * B, 4 * B, 0] and found.num_cached_tokens == 0
-    assert life.begin([*prompt[: 4 * B], 99]) == 0
-    assert life.begin([*prompt, 99]) == 12 * B
-
-
-def test_a_block_beside_one_that_was_evicted_is_never_found():
-    life = life_of(B, num_blocks=8)
-    prompt = tokens_of(4 * B)
-    computed(life, prompt)
-    life.release(life.next_id)
-    for first in range(100, 1000, 100):  # ids of the tree's blocks are used again, for other tokens
-        computed(life, tokens_of(6 * B, first))
-        life.release(life.next_id)
-    assert computed(life, prompt) == 0
-    life.check()
-    assert life.manager.windows[0].blocks.stats().lost_blocks > 0
-
-
 def test_what_comes_from_elsewhere_is_committed_whole():
     """Between the committed tokens and those of skip_to there are no blocks: nothing else gets room before."""
     life = life_of(2 * B)
@@ -166,17 +129,6 @@ def test_what_is_held_leaves_room_for_others():
         life.manager.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_a_model_without_full_layers(window):
-    """The full layers' blocks have no bytes; they only name prefixes."""
-    life = life_of(window, num_blocks=4096, num_window_blocks=24)
-    for first in (1, 10_000, 1):
-        computed(life, tokens_of(30 * B, first), B)
-        life.release(life.next_id)
-    life.check()
-    assert computed(life, [*tokens_of(30 * B), 7], B) == 30 * B
-
-
 def test_a_fork_writes_into_a_copy():
     life = life_of(B, 3 * B)
     computed(life, tokens_of(3 * B + 2))
@@ -199,71 +151,6 @@ def with_host(
 ) -> GroupLife:
     groups = [Window(window, num_window_blocks, num_host_window_blocks)]
     return GroupLife(BlockManager(num_blocks, B, groups=groups, num_host_blocks=num_host, **options))
-
-
-def test_an_evicted_window_is_found_on_the_host():
-    life = with_host(2 * B, num_window_blocks=3, num_host=0, num_host_window_blocks=8)
-    prompt = tokens_of(3 * B + 1)
-    computed(life, prompt, B)
-    life.release(1)
-    computed(life, tokens_of(3 * B, 50), B)
-    life.release(2)
-    assert life.manager.windows[0].blocks.stats().demoted_blocks >= 3
-    life.begin(prompt)
-    life.memory.do_moves()
-    assert life.num_written(3) == 3 * B and life.memory.num_moved["swap_in"] == 2
-    assert life.manager.windows[0].blocks.stats().promoted_blocks == 2
-    life.check()
-
-
-def test_a_prefix_whose_blocks_are_all_on_the_host_is_found():
-    life = with_host(2 * B, num_window_blocks=4, num_host=64, num_host_window_blocks=32, num_blocks=8)
-    prompt = tokens_of(4 * B + 1)
-    computed(life, prompt, B)
-    life.release(1)
-    for first in (50, 90):
-        computed(life, tokens_of(8 * B, first), B)
-        life.release(life.next_id)
-    assert life.manager.explain(prompt).num_cached_tokens == 4 * B
-    match = life.manager.tree.match(prompt)
-    assert match.num_device_blocks == 0
-    life.manager.tree.release(match)
-    life.begin(prompt)
-    assert life.num_written(life.next_id) == 4 * B
-    life.check()
-
-
-@pytest.mark.parametrize("num_tokens", [1, B - 1, B, B + 1, 3 * B, 3 * B + 2])
-@pytest.mark.parametrize("is_private", [False, True])
-def test_a_sequence_leaves_the_device_and_comes_back(num_tokens, is_private):
-    life = with_host(B + 1, num_window_blocks=8, num_host=16, num_host_window_blocks=8)
-    life.begin(tokens_of(num_tokens + 2))
-    if is_private:
-        life.manager.make_private(1)
-        life.on_device[1].private_from = 0
-    life.write(1, num_tokens)
-    life.swap_out()
-    life.manager.check()
-    assert life.manager.stats().num_sequences == 0
-    life.swap_in()
-    assert life.num_written(1) == num_tokens
-    life.check()
-    life.write(1, num_tokens + 2)
-    life.reset()
-
-
-def test_a_sequence_comes_back_as_far_as_windows_have_what_is_cached():
-    life = with_host(2 * B, num_window_blocks=6, num_host=32, num_host_window_blocks=1)
-    life.begin(tokens_of(4 * B + 2))
-    life.write(1, 4 * B + 1)
-    life.swap_out()
-    computed(life, tokens_of(6 * B, 50), B)  # takes all blocks of the window
-    life.release(2)
-    life.swap_in()
-    assert life.num_written(1) < 4 * B + 1 and life.figures["lost"] == 1
-    life.check()
-    life.write(1, 4 * B + 2)
-    life.reset()
 
 
 def test_without_room_on_the_host_a_swap_changes_nothing():

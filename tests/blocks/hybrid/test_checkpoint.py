@@ -16,22 +16,6 @@ def checkpoint_at(num_tokens: int, kind: MarkKind = MarkKind.END, tail: bytes = 
     return Checkpoint(Anchor(0, b"", 0), tail, num_tokens, 0, kind, 0, **fields)
 
 
-def test_the_lowest_kind_comes_first() -> None:
-    assert sorted(MarkKind) == [
-        MarkKind.CALLER,
-        MarkKind.SPLIT,
-        MarkKind.END,
-        MarkKind.ANSWER,
-        MarkKind.REGULAR,
-    ]
-    assert [int(kind) for kind in sorted(MarkKind)] == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("kind", MarkKind)
-def test_several_prompts_go_on_from_marks_of_callers_and_from_splits(kind: MarkKind) -> None:
-    assert kind.is_branch == (kind.name in ("CALLER", "SPLIT"))
-
-
 def test_a_rate_begins_as_one_use_of_two() -> None:
     rate, naive = UseRate(), [1, 0]
     for is_used in (False, False, True, True, False, True):
@@ -104,10 +88,3 @@ def test_worth_is_what_is_saved_as_often_as_it_is_used(floor: int, num_uses: int
     assert after.worth == floor + num_uses * 21
     after.go_on_from(before)
     assert after.worth == floor + num_uses * 5
-
-
-def test_checkpoints_are_equal_to_themselves_alone() -> None:
-    one, other = checkpoint_at(3), checkpoint_at(3)
-    assert one != other and len({one, other}) == 2
-    assert (one.is_dropped, one.is_on_host, one.floor, one.num_uses) == (False, False, 0, 0)
-    assert one.children is not other.children and one.anchor.tails is not other.anchor.tails

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
+from support.hybrid_requests import B, begin, make_moves, manager_of, serve
 
 from kvpage.blocks.groups.states.checkpoint import MarkKind
 from kvpage.blocks.groups.states.state_space import StateSpace
@@ -31,38 +31,6 @@ def test_marks_of_running_sequences_are_in_the_budget() -> None:
     manager.give_up_marks(0)
     assert len(manager.states.reserve(3, 0, len(PROMPTS[3]))) == 1
     manager.check()
-
-
-def test_sequences_take_the_slots_of_checkpoints_where_they_need_them() -> None:
-    manager = manager_of(3, 64, num_checkpoints=2)
-    for prompt in PROMPTS[:2]:
-        serve(manager, prompt)
-    for number in range(3):
-        begin(manager, number, PROMPTS[number])
-    assert manager.stats().slots.num_checkpoints == 0
-    manager.check()
-
-
-def test_the_last_mark_replaces_what_is_worth_less() -> None:
-    manager = manager_of(4, 64, num_checkpoints=1)
-    serve(manager, PROMPTS[0])
-    assert prefill_alone(manager, PROMPTS[1]) == 1
-    assert manager.num_cached(PROMPTS[1]) == len(PROMPTS[1]) - 1 and manager.num_cached(PROMPTS[0]) == 0
-
-
-def prefill_alone(manager, prompt: list[int]) -> int:
-    begin(manager, "alone", prompt)
-    marks = prefill(manager, "alone", prompt, 0)
-    manager.release("alone")
-    make_moves(manager)
-    manager.check()
-    return len(marks)
-
-
-@pytest.mark.parametrize("value", [-1, True, 1.5])
-def test_a_budget_that_is_none(value: object) -> None:
-    with pytest.raises(ValueError, match="num_checkpoints must be an integer of at least 0, got"):
-        manager_of(num_checkpoints=value)
 
 
 def end_of(manager, tokens: list[int], **options) -> bool:

@@ -27,23 +27,6 @@ def end_at(manager: BlockManager, tokens: list[int], namespace: bytes = b"") -> 
     manager.release("seq")
 
 
-@pytest.mark.parametrize("positions", [(), (1,), (4,), (5,), (3, 4, 5, 7, 11, 12)])
-def test_what_is_held(positions: tuple[int, ...]) -> None:
-    manager = manager_with(8, *positions)
-    manager.allocate("other", [*TOKENS[:3], 9], cache_at=[2])
-    held = manager.states.hold(TOKENS)
-    assert [one.num_tokens for one in held.each] == list(positions)
-    match = manager.tree.match(TOKENS, b"", num_left_over=0)
-    for one in held.each:
-        whole = one.num_tokens // B
-        tail = [NUM_BLOCKS + one.slot] if one.num_tokens % B else []
-        assert one.block_ids.tolist() == [*match.block_ids[:whole], *tail]
-    manager.tree.release(match)
-    assert manager.states.hold(TOKENS, b"other").each == []
-    held.release()
-    manager.check()
-
-
 def test_a_held_checkpoint_is_not_evicted() -> None:
     manager = manager_with(2, 5, 9)
     held = manager.states.hold(TOKENS[:6])
@@ -77,16 +60,6 @@ def test_the_slot_of_one_that_is_forgotten_is_free_after_the_last(num_holds: int
         held.release()
     assert manager.states.space.held_slots == [] and manager.states.space.device.num_free == 3
     assert manager.num_cached(TOKENS) == 0
-    manager.check()
-
-
-def test_checkpoints_on_the_host_are_left_out() -> None:
-    manager = manager_with(1, 5, num_host_slots=2)
-    end_at(manager, [1, 2])
-    assert manager.stats().slots.num_host_checkpoints == 1
-    held = manager.states.hold(TOKENS)
-    assert held.each == []
-    held.release()
     manager.check()
 
 

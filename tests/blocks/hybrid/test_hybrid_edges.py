@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
 
-from kvpage.blocks.groups.states.checkpoint import PER_USE
 from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.space import HostPolicy
 
@@ -34,22 +33,6 @@ def test_what_options_are_where_they_are_left_out():
     assert eager.tree.num_host_cached == 1
 
 
-def test_a_priority_that_is_left_out_is_the_lowest():
-    manager = manager_of(num_slots=3, num_blocks=64)
-    serve(manager, prompt(2 * B))
-    serve(manager, prompt(2 * B, 100), priority=1)
-    assert [one.priority for one in checkpoints(manager)] in ([0, 1], [1, 0])
-
-
-@pytest.mark.parametrize("call", ["hold", "num_cached"])
-def test_a_namespace_must_be_bytes(call):
-    manager = manager_of()
-    before = manager.stats()
-    with pytest.raises(TypeError, match="namespace must be bytes"):
-        getattr(manager.states if call == "hold" else manager, call)(prompt(3), "text")
-    assert manager.stats() == before
-
-
 # --- which sequences a call takes ---
 
 
@@ -67,16 +50,6 @@ def test_a_sequence_off_the_device_is_not_there(call):
     manager.check()
 
 
-def test_a_sequence_comes_back_with_all_its_committed_tokens():
-    manager, tokens = manager_of(num_host_slots=1, num_host_blocks=8), prompt(2 * B + 1)
-    begin(manager, 0, tokens)
-    prefill(manager, 0, tokens, 0)
-    manager.swap_out(0)
-    with pytest.raises(ValueError, match="tokens must be at least the 9 committed ones, got 8"):
-        manager.swap_in(0, tokens[:-1])
-    assert manager.is_swapped(0) and manager.swap_in(0, tokens).num_cached_tokens == 9
-
-
 @pytest.mark.parametrize("call", ["keep_end", "give_up_marks"])
 def test_a_sequence_without_its_state(call):
     manager, tokens = manager_of(), prompt(B + 1)
@@ -90,26 +63,7 @@ def test_a_sequence_without_its_state(call):
         manager.states.slot_of(0)
 
 
-def test_an_end_is_kept_once():
-    manager, tokens = manager_of(), prompt(B + 1)
-    begin(manager, 0, tokens)
-    prefill(manager, 0, tokens, 0)
-    assert [manager.keep_end(0), manager.keep_end(0)] == [True, False]
-    manager.check()
-
-
 # --- slots that were reserved ---
-
-
-@pytest.mark.parametrize("call", ["keep_end", "give_up_marks", "swap_out"])
-def test_reserved_slots_are_free_once_the_state_is_elsewhere(call):
-    manager, tokens = manager_of(num_host_slots=1, num_host_blocks=8), prompt(2 * B)
-    begin(manager, 0, tokens)
-    prefill(manager, 0, tokens[:B], 0)
-    assert len(manager.states.reserve(0, B, 2 * B)) == 1 and manager.states.space.device.num_free == 6
-    getattr(manager, call)(0)
-    assert manager.states.space.device.num_free == {"swap_out": 8}.get(call, 7)
-    manager.check()
 
 
 def test_a_portion_takes_no_slot_for_marks_outside_of_it():
@@ -124,15 +78,6 @@ def test_a_portion_takes_no_slot_for_marks_outside_of_it():
     assert [position for position, _ in manager.states.reserve(0, 5, 11)] == [11]
 
 
-def test_a_mark_that_was_passed_without_a_slot_is_not_reserved_later():
-    manager, tokens = manager_of(num_slots=2, num_blocks=16), prompt(2 * B)
-    begin(manager, 0, tokens, cache_at=[2])
-    begin(manager, 1, prompt(2, 50))
-    assert prefill(manager, 0, tokens[:2], 0) == []
-    manager.release(1)
-    assert manager.states.reserve(0, 2, 6) == [] and manager.states.space.device.num_free == 1
-
-
 def test_a_mark_whose_token_was_committed_by_rows_is_given_up():
     manager, tokens = manager_of(), prompt(B + 1)
     begin(manager, 0, tokens, num_left_over=0)
@@ -143,20 +88,6 @@ def test_a_mark_whose_token_was_committed_by_rows_is_given_up():
     manager.keep(0)
     assert manager.stats().slots.num_checkpoints == 0 and manager.states.space.device.num_free == 7
     manager.check()
-
-
-@pytest.mark.parametrize("num_cached", range(0, 10))
-def test_regular_marks_are_at_multiples(num_cached):
-    manager, tokens = manager_of(num_slots=16, checkpoint_every=3), prompt(15)
-    if num_cached:
-        begin(manager, 0, tokens[:num_cached], num_left_over=0)
-        manager.commit(0, tokens[:num_cached])
-        manager.keep_end(0)
-        manager.release(0)
-        make_moves(manager)
-    assert begin(manager, 1, tokens) == num_cached
-    expected = sorted({*(one for one in (3, 6, 9, 12, 15) if one > num_cached), 14})
-    assert [position for position, _ in manager.states.reserve(1, num_cached, 15)] == expected
 
 
 def test_a_regular_mark_takes_the_slot_of_a_checkpoint_that_is_passed_by_and_of_no_other():
@@ -195,41 +126,6 @@ def test_one_whose_blocks_are_gone_goes_before_one_that_helps():
     manager.check()
 
 
-def test_a_checkpoint_is_not_evicted_for_the_sequence_that_begins_at_it():
-    manager = manager_of(num_slots=2, num_blocks=64)
-    for tokens, priority in ((prompt(2), 0), (prompt(4 * B, 100), 7)):
-        begin(manager, 0, tokens, priority=priority)
-        manager.commit(0, tokens)
-        assert manager.keep_end(0)
-        manager.release(0)
-        make_moves(manager)
-    assert begin(manager, 1, [*prompt(2), 9]) == 2
-    assert [one.num_tokens for one in checkpoints(manager)] == [2]
-    (move,) = make_moves(manager)[1]
-    assert move.pairs.tolist() == [[checkpoints(manager)[0].slot, manager.states.slot_of(1)]]
-    manager.check()
-
-
-def test_a_use_counts():
-    manager, tokens = manager_of(num_blocks=64), prompt(2 * B)
-    serve(manager, tokens)
-    (one,) = checkpoints(manager)
-    before = one.num_uses
-    serve(manager, tokens)
-    assert one.num_uses == before + PER_USE
-    assert manager.stats().slots.restored == 1
-
-
-def test_the_one_that_was_used_last_stays():
-    manager = manager_of(num_slots=3, num_blocks=64)
-    serve(manager, prompt(2 * B))
-    serve(manager, prompt(2 * B, 100))
-    serve(manager, prompt(2 * B))
-    serve(manager, prompt(2 * B, 200))
-    assert manager.num_cached(prompt(2 * B)) == 2 * B - 1
-    assert manager.num_cached(prompt(2 * B, 100)) == 0
-
-
 def test_what_is_not_used_ages():
     """A checkpoint that was used often goes in the end, when others are used as often after it."""
     manager = manager_of(num_slots=3, num_blocks=256)
@@ -239,21 +135,6 @@ def test_what_is_not_used_ages():
         serve(manager, prompt(2 * B, start))
         serve(manager, prompt(2 * B, start))
     assert manager.num_cached(prompt(2 * B)) == 0
-
-
-def test_checkpoints_go_on_from_each_other():
-    manager, tokens = manager_of(num_slots=8), prompt(3 * B)
-    serve(manager, tokens, cache_at=[2, B])
-    first, second, third = checkpoints(manager)
-    assert (first.parent, second.parent, third.parent) == (None, first, second)
-    assert [one.num_saved for one in (first, second, third)] == [2, B - 2, 2 * B - 1]
-    assert not first.is_passed_by and first.kind.is_branch
-    serve(manager, [*tokens, 50, 51, 52])
-    split, end = checkpoints(manager)[-2:]  # where the second prompt has left the first, and its own end
-    assert (split.num_tokens, end.num_tokens) == (3 * B, 3 * B + 2)
-    assert end.parent is split and split.parent is third and third.is_passed_by and not split.is_passed_by
-    manager.states.space.drop(second)
-    assert third.parent is first and first.children == {third}
 
 
 # --- which tokens are forgotten ---
@@ -266,39 +147,6 @@ def test_drop_forgets_tails_of_its_own_namespace_alone():
         serve(manager, prompt(2 * B, 50), namespace=namespace, cache_at=[B + 2])
     manager.space.drop(prompt(3), b"tenant")
     assert [manager.num_cached(prompt(3), namespace) for namespace in (b"", b"tenant")] == [2, 0]
-
-
-def test_drop_forgets_tails_on_the_blocks_that_others_share():
-    manager, common = manager_of(num_slots=16), prompt(B)
-    serve(manager, [*common, 5, 6, 7, 8, 9], cache_at=[B + 2])
-    serve(manager, [*common, 90, 91, 92, 93, 94], cache_at=[B + 1])
-    assert manager.num_cached([*common, 5, 6, 7]) == B + 2
-    manager.space.drop([*common, 5, 6, 7, 8, 9])
-    assert manager.num_cached([*common, 5, 6, 7]) == B
-    assert manager.num_cached([*common, 90, 91]) == B + 1
-    manager.check()
-
-
-def test_a_reset_forgets_what_was_evicted_too():
-    manager, tokens = manager_of(num_slots=2), prompt(2 * B)
-    serve(manager, tokens)
-    serve(manager, prompt(2, 70))
-    assert "evicted" in str(manager.explain(tokens).groups[1])
-    manager.reset_prefix_cache()
-    begin(manager, 0, tokens, max_cached_tokens=0)
-    manager.commit(0, tokens)
-    manager.release(0)
-    assert "evicted" not in str(manager.explain([*tokens, 5]).groups[1])
-
-
-def test_an_evicted_checkpoint_is_told_of_on_the_first_block():
-    manager, tokens = manager_of(num_slots=2), prompt(B + 1)
-    assert begin(manager, 0, tokens) == 0 and manager.block_ids(0)[0] == 0
-    prefill(manager, 0, tokens, 0)
-    manager.release(0)
-    serve(manager, prompt(2, 70))
-    serve(manager, prompt(3, 80))
-    assert "evicted" in str(manager.explain(tokens).groups[1])
 
 
 # --- tiers ---
@@ -321,31 +169,6 @@ def on_host(num_host_slots=2, num_tokens=B + 2):
     make_moves(manager)
     assert len(checkpoints(manager, "host")) == 1 and not checkpoints(manager)
     return manager
-
-
-@pytest.mark.parametrize("num_tokens", [2, B, B + 1, B + 2])
-def test_a_checkpoint_comes_back_from_the_host_where_it_is_computed_again(num_tokens):
-    manager = on_host(num_tokens=num_tokens)
-    serve(manager, prompt(num_tokens), max_cached_tokens=0)
-    slots = manager.stats().slots
-    assert (slots.num_checkpoints, slots.num_host_checkpoints, slots.num_free_host_slots) == (1, 0, 2)
-    assert manager.num_cached(prompt(num_tokens)) == num_tokens - 1
-
-
-@pytest.mark.parametrize("num_tokens", [B + 1, 2 * B + 1])
-def test_a_checkpoint_at_a_border_has_no_tail_to_move(num_tokens):
-    manager = manager_of(num_slots=2, num_blocks=16, num_host_slots=2, num_host_blocks=8)
-    begin(manager, 0, prompt(num_tokens))
-    manager.states.reserve(0, 0, num_tokens)
-    make_moves(manager)
-    manager.commit(0, prompt(num_tokens))
-    manager.keep(0)
-    manager.release(0)
-    assert make_moves(manager) == ([], [])
-    for seq_id in ("a", "b"):
-        begin(manager, seq_id, [700])
-    blocks, states = make_moves(manager)
-    assert blocks == [] and [move.kind for move in states] == ["swap_out"]
 
 
 def test_counters_count():
@@ -374,6 +197,9 @@ def test_statistics_leave_out_what_is_gone_in_both_tiers():
     manager.check()
 
 
+# --- the check itself ---
+
+
 def test_one_that_is_worth_less_does_not_take_the_hosts_slot():
     manager = manager_of(num_slots=2, num_blocks=64, num_host_slots=1, num_host_blocks=32)
     serve(manager, prompt(4 * B), priority=7)
@@ -387,32 +213,12 @@ def test_one_that_is_worth_less_does_not_take_the_hosts_slot():
     manager.check()
 
 
-def test_a_host_slot_of_a_checkpoint_whose_blocks_are_gone_is_taken_first():
-    manager = on_host(num_host_slots=1)
-    manager.tree.evict(16)
-    manager.tree.evict_host(8)
-    begin(manager, 0, prompt(3, 300))
-    prefill(manager, 0, prompt(3, 300), 0)
-    manager.swap_out(0)
-    assert manager.stats().slots.lost == 1
-    manager.check()
-
-
-# --- the check itself ---
-
-
 def test_the_check_sees_a_slot_with_two_owners():
     manager = manager_of()
     begin(manager, 0, prompt(B))
     manager.states.space.device.release(manager.states.slot_of(0))
     with pytest.raises(RuntimeError, match="device slots: slot 0 has 0 references and 1 owners"):
         manager.check()
-
-
-def test_without_prefix_caching_an_explanation_is_that_of_blocks():
-    manager = manager_of(enable_prefix_caching=False)
-    explained = manager.explain(prompt(5), b"tenant")
-    assert explained.num_cached_tokens == 0 and len(explained.groups) == 1
 
 
 def test_asking_where_a_prompt_begins_is_no_use():

@@ -53,13 +53,3 @@ def test_portions(start, end):
     begin(manager, 0, range(8))
     with pytest.raises(ValueError, match=r"positions must be in \[0, 8\]"):
         manager.states.reserve(0, start, end)
-
-
-@pytest.mark.parametrize("name", ["slot_of", "keep", "keep_end", "give_up_marks"])
-def test_unknown_sequences(name):
-    manager = manager_of(num_host_slots=2)
-    with pytest.raises(KeyError):
-        getattr(manager.states if name == "slot_of" else manager, name)("nobody")
-    with pytest.raises(KeyError):
-        manager.states.reserve("nobody", 0, 0)
-    manager.check()

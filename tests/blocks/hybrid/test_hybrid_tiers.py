@@ -29,63 +29,6 @@ def test_a_checkpoint_is_found_when_its_blocks_are_on_the_host(after_hits):
     manager.check()
 
 
-def test_a_checkpoint_is_found_after_its_blocks_came_back_and_left_the_host():
-    manager = manager_of(num_blocks=4, num_host_blocks=8)
-    serve(manager, TOKENS)
-    fill(manager, 4)
-    assert manager.space.prefetch(TOKENS) == 2 * B
-    make_moves(manager)
-    manager.tree.evict_host(8)
-    assert manager.tree.num_host_cached == 0
-    assert serve(manager, TOKENS) == len(TOKENS) - 1
-
-
-def test_a_checkpoint_is_found_where_a_second_prompt_has_filled_its_host_blocks():
-    """The tree takes the second sequence's device blocks for blocks that it had on the host only."""
-    manager = manager_of(num_blocks=8, num_host_blocks=8)
-    serve(manager, TOKENS)
-    begin(manager, 0, TOKENS, max_cached_tokens=0)
-    fill(manager, 5)
-    prefill(manager, 0, TOKENS, 0)
-    manager.release(0)
-    manager.tree.evict_host(8)
-    assert serve(manager, TOKENS) in (0, len(TOKENS) - 1)
-    manager.check()
-
-
-def test_an_evicted_checkpoint_goes_to_the_host_with_its_tail():
-    manager = manager_of(num_slots=2, num_blocks=16, num_host_slots=2, num_host_blocks=4)
-    serve(manager, TOKENS)
-    kept = [slot for slot, one in enumerate(manager.states.space.device.checkpoints) if one is not None]
-    begin(manager, 0, range(100, 108))
-    begin(manager, 1, range(200, 208))
-    blocks, states = make_moves(manager)
-    assert [(move.kind, move.pairs.tolist()) for move in states] == [("swap_out", [[kept[0], 0]])]
-    assert [(move.kind, move.pairs.tolist()) for move in blocks] == [("swap_out", [[16 + kept[0], 4 + 0]])]
-    manager.release(0)
-    assert begin(manager, 2, TOKENS) == len(TOKENS) - 1
-    blocks, states = make_moves(manager)
-    assert [(move.kind, move.pairs.tolist()) for move in states] == [("swap_in", [[0, manager.states.slot_of(2)]])]
-    assert [(move.kind, move.pairs.tolist()) for move in blocks] == [("swap_in", [[4, manager.block_ids(2)[2]]])]
-    manager.check()
-
-
-def test_a_checkpoint_on_the_host_is_not_evicted_for_itself():
-    manager = manager_of(num_slots=2, num_blocks=16, num_host_slots=1, num_host_blocks=4)
-    serve(manager, TOKENS)
-    begin(manager, 0, range(100, 108))
-    begin(manager, 1, range(200, 208))
-    manager.release(1)
-    prefill(manager, 0, range(100, 108), 0)
-    manager.keep_end(0)
-    manager.release(0)
-    make_moves(manager)
-    assert begin(manager, 2, TOKENS) == len(TOKENS) - 1
-    _, states = make_moves(manager)
-    assert states[-1].kind == "swap_in" and states[-1].pairs.tolist() == [[0, manager.states.slot_of(2)]]
-    manager.check()
-
-
 def test_a_state_goes_to_the_host_and_back():
     manager = manager_of(num_slots=1, num_host_slots=1, num_host_blocks=8)
     begin(manager, 0, TOKENS)
@@ -100,19 +43,6 @@ def test_a_state_goes_to_the_host_and_back():
     assert manager.swap_in(0, TOKENS).num_cached_tokens == len(TOKENS)
     assert make_moves(manager)[1][0].pairs.tolist() == [[0, 0]]
     manager.check()
-
-
-def test_a_state_on_the_host_is_given_up_where_blocks_are_gone():
-    manager = manager_of(num_slots=3, num_blocks=6, num_host_slots=1, num_host_blocks=1)
-    begin(manager, 0, TOKENS, cache_at=[B])
-    prefill(manager, 0, TOKENS, 0)
-    manager.swap_out(0)
-    make_moves(manager)
-    manager.tree.evict(1)
-    given = manager.swap_in(0, TOKENS)
-    assert given.num_cached_tokens == B and len(given.block_ids) == 3
-    manager.check()
-    assert manager.states.space.host.num_free == 1 and manager.space.host_pool.num_free == 1
 
 
 def test_a_swap_without_room_changes_nothing():

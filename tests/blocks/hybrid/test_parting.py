@@ -63,13 +63,6 @@ def test_the_end_of_an_answer_takes_part():
     assert [serve(manager, edited), serve(manager, [*edited[:-2], 90])] == [2, 5]
 
 
-def test_a_namespace_of_its_own_parts_from_nobody():
-    manager = manager_of()
-    serve(manager, [1, 2, 3])
-    begin(manager, 0, [1, 5, 6], namespace=b"other")
-    assert [position for position, _ in manager.states.reserve(0, 0, 3)] == [2]
-
-
 def test_prompts_that_part_earlier_and_earlier_compute_half_as_much_each_time():
     manager, naive, trunk = manager_of(**WIDE), Naive(B), list(range(1600))
     prompts = [[*trunk[:length], *[5000 + length] * 10] for length in range(1600, 0, -100)]

@@ -89,26 +89,6 @@ def test_random_operations_beside_the_naive_pool(num_slots: int, seed: int) -> N
         assert pool.num_ranked == sum(rank is not None for rank in naive.ranks)
 
 
-def test_ranks_of_64_bits_are_told_apart() -> None:
-    pool = SlotPool(3)
-    for rank in (2**63 - 1, -(2**63), 2**63 - 2):
-        pool.rank(pool.allocate(), rank)
-    assert pool.victim() == 1 and pool.victim(besides=1) == 2 and pool.victim(kept=[1, 2]) == 0
-
-
-def test_a_slot_with_a_reader_is_evicted_after_the_last_one() -> None:
-    pool = SlotPool(2)
-    slot = pool.allocate()
-    pool.rank(slot, 5)
-    pool.share(slot)
-    assert pool.victim() == -1
-    pool.unrank(slot)
-    pool.release(slot)
-    assert (pool.num_free, pool.ref_count(slot)) == (1, 1)
-    pool.release(slot)
-    assert pool.num_free == 2
-
-
 REFUSED = [
     ("occupy", (2,), "between 0 and num_slots - 1 = 1, got 2"),
     ("occupy", (0,), "cannot occupy slot 0: it is not free"),
@@ -132,11 +112,6 @@ def test_errors_name_the_rule(verb: str, args: tuple[object, ...], message: str)
         getattr(pool, verb)(*args)
     pool.check([0])
     assert (pool.victim(), pool.free_slots) == (0, [1])
-
-
-def test_no_slot_is_free() -> None:
-    with pytest.raises(OutOfSlots, match="needed 1 state slots, 0 are free"):
-        SlotPool(0).allocate()
 
 
 @pytest.mark.parametrize("num_slots", [-1, 2**30])

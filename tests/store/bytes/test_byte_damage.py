@@ -3,10 +3,9 @@
 import random
 from pathlib import Path
 
-import pytest
 from support.byte_stores import data_of, disk, key_of, opened, room
 from support.insides import entries_of, names_of, stack_of
-from support.store_kv import Troubled, corrupt
+from support.store_kv import corrupt
 
 from kvpage.store import inspection
 from kvpage.store.tiers.memory_tier import MemoryTier
@@ -53,18 +52,3 @@ def test_changed_bytes_on_disk_are_misses_of_an_open_store_and_of_the_next(tmp_p
         tier = stack_of(store).tiers[0].tier
         assert {one.model for one in inspection.summaries(tier)} == {"(bytes)"}
         assert inspection.verify(tier) == (NUM, [])
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_tier_that_fails_now_and_then_gives_misses_or_the_bytes(order: int) -> None:
-    rng = random.Random(5)
-    tiers = [Troubled(lambda: rng.random() < 0.3), MemoryTier(1 << 20, pin_memory=False)][::order]
-    with opened(*tiers) as store:
-        for turn in range(10):
-            store.remove(KEYS[turn : turn + 5])
-            store.put(KEYS, RECORDS)
-            rooms = [room(SIZE) for _ in KEYS]
-            found = store.get_into(KEYS, rooms)
-            assert all(found), "the other tier has all of it"
-            assert rooms == RECORDS
-        assert store.stats().tier_errors > 0

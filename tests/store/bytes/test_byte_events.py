@@ -216,18 +216,6 @@ def test_a_listener_that_waits_costs_no_more_than_so_many_events(max_waiting: in
     assert told_keys[-1] == b"last" and feed.num_lost == 4 - max_waiting
 
 
-def test_lost_events_are_counted() -> None:
-    with opened() as store:
-        events = told(store)
-        store._feed._max_waiting = 0
-        store.put([b"a", b"b"], [b"1", b"2"])
-        store._feed._max_waiting = 2
-        store.put([b"c"], [b"3"])
-        store.flush()
-        assert plain(events) == [(b"c", 0, "written")]
-        assert store.stats().lost_events == 2
-
-
 def test_keys_are_known_up_to_so_many_bytes_and_the_last_named_stay() -> None:
     known = KnownKeys(3 * (NAME_BYTES + 10))
     known.learn([b"A", b"B", b"C"], [b"a" * 10, b"b" * 10, b"c" * 10])

@@ -1,7 +1,6 @@
 """ByteStore over Redis and S3: exact or a miss, whatever the server does, and within the deadline."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,87 +87,6 @@ def test_what_was_put_is_there_for_the_next_process(server: Server) -> None:
         assert store.stats().tier_errors == store.stats().corrupt_records == 0
 
 
-def test_what_is_removed_or_replaced_is_so_for_others(server: Server) -> None:
-    with opened(server.url) as store, opened(server.url) as other:
-        store.put(KEYS, RECORDS)
-        assert store.remove([KEYS[1], b"none"]) == [True, False]
-        assert store.put([KEYS[2]], [RECORDS[3]]) == [True], "it is there, whatever its bytes"
-        assert store.put([KEYS[3]], [b"new"], skip_existing=False) == [True]
-        assert other.contains(KEYS[:4]) == [True, False, True, True]
-        assert read(other, KEYS[2:4], [SIZES[2], 3]) == ([True, True], [RECORDS[2], b"new"])
-        assert other.clear() == [] and store.contains(KEYS) == [False] * len(KEYS)
-        assert server.values() == {}
-
-
-def test_other_headers_find_nothing(server: Server) -> None:
-    with opened(server.url) as store, opened(server.url, header={"model": "m@2", "version": 1}) as other:
-        store.put(KEYS, RECORDS)
-        assert other.contains(KEYS) == [False] * len(KEYS)
-        assert other.put(KEYS[:1], [b"other"]) == [True]
-        assert read(store, KEYS[:1], SIZES[:1]) == ([True], RECORDS[:1])
-
-
-def test_any_changed_byte_is_a_miss_and_no_other_record(server: Server) -> None:
-    with opened(server.url) as store:
-        for turn in range(6):
-            store.put(KEYS, RECORDS)
-            name, data = sorted(server.values().items())[turn]
-            at = [0, 40, len(data) // 2, len(data) - 1, 111, len(data) - 17][turn]
-            server.put(name, data[:at] + bytes([data[at] ^ 0x20]) + data[at + 1 :])
-            flags, found = read(store, KEYS, SIZES)
-            assert sum(flags) == len(KEYS) - 1
-            assert all(one == record for flag, one, record in zip(flags, found, RECORDS, strict=True) if flag)
-            assert name not in server.values(), "a wrong record is dropped"
-
-
-def test_a_record_cut_short_or_of_another_key_is_a_miss(server: Server) -> None:
-    with opened(server.url) as store:
-        store.put(KEYS[1:3], RECORDS[1:3])
-        (one, first), (other, second) = sorted(server.values().items())
-        server.put(one, second)
-        server.put(other, first[:-1])
-        assert store.get_into(KEYS[1:3], [room(size) for size in SIZES[1:3]]) == [False, False]
-
-
-def test_behind_memory_it_fills_memory(server: Server) -> None:
-    with opened("memory://?size=8MiB", server.url) as store:
-        store.put(KEYS, RECORDS)
-    with opened("memory://?size=8MiB", server.url) as store:
-        for turn in range(2):
-            assert read(store, KEYS, SIZES) == ([True] * len(KEYS), RECORDS)
-            assert [tier.hits for tier in store.stats().tiers] == [turn * len(KEYS), len(KEYS)]
-
-
-@needs_redis
-def test_a_server_that_stops_is_a_miss_until_it_goes_on(redis_server: RedisServer) -> None:
-    url = in_redis(redis_server).url
-    with opened(url.replace(f"deadline={FOREVER}", "deadline=0.2")) as hasty, opened(url) as patient:
-        assert patient.put(KEYS, RECORDS) == [True] * len(KEYS)
-        redis_server.pause()
-        try:
-            assert hasty.contains(KEYS) == [False] * len(KEYS)
-            assert hasty.get_into(KEYS, [room(size) for size in SIZES]) == [False] * len(KEYS)
-            assert hasty.put([b"new"], [b"x"]) == [False] and hasty.remove(KEYS[:1]) == [False]
-            assert hasty.later.contains(KEYS[:1]).result(FOREVER) == [False]
-            assert hasty.stats().tier_errors >= 5
-        finally:
-            redis_server.resume()
-        assert read(patient, KEYS[3:], SIZES[3:]) == ([True] * (len(KEYS) - 3), RECORDS[3:])
-
-
-@needs_redis
-def test_a_call_ends_by_its_own_deadline_too(redis_server: RedisServer) -> None:
-    with opened(in_redis(redis_server).url) as store:
-        store.put(KEYS, RECORDS)
-        redis_server.pause()
-        try:
-            assert store.get_into(KEYS, [room(size) for size in SIZES], deadline=0.2) == [False] * len(KEYS)
-            assert store.put([b"new"], [b"x"], deadline=0.2) == [False]
-        finally:
-            redis_server.resume()
-        assert read(store, KEYS, SIZES) == ([True] * len(KEYS), RECORDS)
-
-
 @needs_redis
 def test_an_answer_that_comes_too_late_writes_nothing(redis_server: RedisServer) -> None:
     """The server sends a byte at a time. Memory belongs to the caller again when the call is over."""
@@ -183,18 +101,3 @@ def test_an_answer_that_comes_too_late_writes_nothing(redis_server: RedisServer)
         proxy.delay = 0.0
     proxy.close()
     assert memory == room(len(memory))
-
-
-@needs_redis
-def test_a_server_that_is_lost_and_comes_back_empty(redis_server: RedisServer, tmp_path: Path) -> None:
-    server = RedisServer(tmp_path / "lost")
-    with opened("memory://?size=64KiB", f"redis://127.0.0.1:{server.port}/0?cooldown=0&deadline={FOREVER}") as store:
-        assert store.put(KEYS[:5], RECORDS[:5]) == [True] * 5
-        server.kill()
-        assert read(store, KEYS[:5], SIZES[:5]) == ([True] * 5, RECORDS[:5]), "memory has it"
-        assert store.put(KEYS[5:6], [b"x"]) == [True] and store.remove(KEYS[:1]) == [True]
-        server.start()
-        assert store.put(KEYS[:6], [*RECORDS[:5], b"x"]) == [True] * 6, "into the server, which lacks it"
-    with opened(f"redis://127.0.0.1:{server.port}/0?cooldown=0&deadline={FOREVER}") as store:
-        assert store.contains(KEYS) == [True] * 6 + [False] * (len(KEYS) - 6)
-    server.kill()

@@ -20,7 +20,6 @@ from support.tier_life import TierLife
 from kvpage.store.disk import segment as disk_segment
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
 from kvpage.store.disk.reader_writer import Buffers
-from kvpage.store.disk.segment import Segment
 from kvpage.store.tiers.tier import TierError
 
 
@@ -80,18 +79,6 @@ def test_modes_locks_and_space(tmp_path: Path) -> None:
             DiskTier(*arguments)
     with pytest.raises(TierError, match="is closed"):
         tier.contains([key(0)])
-
-
-def test_a_writer_of_another_tier_is_refused(tmp_path: Path) -> None:
-    tier, other = make(tmp_path / "a"), make(tmp_path / "b")
-    writer = other.create(key(0), 100)
-    writer.piece(0, 100)
-    with pytest.raises(ValueError, match="writers must be this tier's"):
-        tier.commit([writer])
-    assert other.commit([writer]) == [True]
-    assert (tier.contains([key(0)]), other.contains([key(0)])) == ([False], [True])
-    tier.check()
-    other.check()
 
 
 def test_writers_write_in_order_and_to_the_end(tmp_path: Path) -> None:
@@ -191,17 +178,6 @@ def test_a_large_record_evicts_neighbours_and_no_more(tmp_path: Path) -> None:
     reader.close()
     assert put(tier, {key(51): record(key(51), 25 * SLOT_BYTES)}) == [True]
     tier.check()
-
-
-def test_records_are_spread_over_directories(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in "abc"]
-    tier = DiskTier(paths, 3 * 2 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES)
-    for n in range(9):
-        put(tier, {key(n): record(key(n), 2 * SLOT_BYTES)})
-    assert [len(list(directory.entries)) for directory in tier._allocator.directories] == [3, 3, 3]
-    tier.close()
-    tier = DiskTier(reversed(paths), 3 * 2 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES)
-    assert all(tier.contains([key(n) for n in range(9)]))
 
 
 def test_readers_and_writers_of_a_closed_tier(tmp_path: Path) -> None:
@@ -378,10 +354,3 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         tier.commit([writer, writer])
     assert tier.commit([writer]) == [True] and tier.remove([b"short", key(0), key(0)]) == 1
     tier.check()
-
-
-def test_a_new_segment_is_one_free_run(tmp_path: Path) -> None:
-    segment = Segment.create(tmp_path / "0000.segment", SLOT_BYTES, 32)
-    assert list(segment.runs()) == [disk_segment.Run(1, 31)]
-    assert (tmp_path / "0000.segment").stat().st_blocks * 512 >= 32 * SLOT_BYTES, "it is not preallocated"
-    segment.close()

@@ -2,7 +2,6 @@
 
 import itertools
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.disk import segment as disk_segment
 from kvpage.store.disk.disk_tier import DiskTier
 from kvpage.store.disk.reader_writer import DiskReader
-from kvpage.store.load.block_chunks import BlockChunks
 from kvpage.store.tiers.memory_tier import MemoryTier
 from kvpage.store.tiers.stretches import write_stretches
 
@@ -101,14 +99,6 @@ def test_which_blocks_are_written_from_where_they_lie(
     assert sorted(calls) == ([L * num_parts, 2 * L * num_parts, 2 * L * num_parts] if is_dense else [])
 
 
-@pytest.mark.parametrize("num_heads, is_long", [(7, False), (8, True)])
-def test_short_runs_are_copied_first(tmp_path: Path, num_heads: int, is_long: bool) -> None:
-    """A block's K of 4096 bytes, and a little less."""
-    engine = CacheEngine(CacheConfig(B, 10), ModelConfig(8, num_heads, ("full_attention",), torch.float32))
-    chunk = BlockChunks(engine, TABLE, metadata_of(engine, "m")).chunk(0, C)
-    assert (chunk.runs() is not None) == is_long
-
-
 def change_between(engine: CacheEngine, monkeypatch, is_hashed_first: bool) -> list[int]:
     """The blocks change when a record is written, before they are hashed or after it. How many writes there were."""
     changed: list[int] = []
@@ -153,33 +143,6 @@ def test_blocks_that_change_between_writing_and_hashing(tmp_path: Path, monkeypa
     assert store.store_blocks(TOKENS[:C], engine, [0, 1]) == C
     assert store.load_blocks(TOKENS[:C], engine, [2, 3]) == C
     assert (engine.gpu_cache[0] == 42.0).all()
-    tier.check()
-
-
-def test_blocks_that_change_all_the_time(tmp_path: Path) -> None:
-    """A record is a miss, or right to its last digest: no exception, and nothing else is hurt."""
-    engine, tier = make_engine(), disk(tmp_path)
-    store, is_over = make_store(engine, tier), threading.Event()
-
-    def change() -> None:
-        while not is_over.is_set():
-            for layer in engine.gpu_cache:
-                layer[:, 0] += 1.0
-
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
-        for _ in range(30):
-            store.store_blocks(TOKENS[:C], engine, [0, 1], skip_existing=False)
-            assert store.load_blocks(TOKENS[:C], engine, [2, 3]) in (0, C)
-            rows = engine.gpu_cache[1].view(torch.int32)  # block 1 stays as it is
-            assert store.lookup(TOKENS[:C]) == 0 or torch.equal(rows[:, 3], rows[:, 1])
-    finally:
-        is_over.set()
-        thread.join()
-    store.store_blocks(TOKENS[:C], engine, [0, 1], skip_existing=False)
-    assert store.load_blocks(TOKENS[:C], engine, [2, 3]) == C
-    assert torch.equal(engine.gpu_cache[0][:, 2:4].view(torch.int32), engine.gpu_cache[0][:, :2].view(torch.int32))
     tier.check()
 
 

@@ -52,20 +52,6 @@ def test_a_failing_drive_leaves_the_others(tmp_path: Path, monkeypatch) -> None:
     tier.check()
 
 
-def test_an_error_of_one_record_is_its_miss(tmp_path: Path, monkeypatch) -> None:
-    tier = make(tmp_path)
-    records = {key(n): record(key(n), 9000) for n in range(4)}
-    put(tier, records)
-    offsets = []
-    with faulty(monkeypatch, lambda name, arguments: name == "preadv" and offsets.append(arguments[2]), None):
-        tier.open([key(2)])[0].close()
-    with faulty(monkeypatch, lambda name, arguments: name == "preadv" and arguments[2] == offsets[0], errno.EIO):
-        for _ in range(4):
-            assert get(tier, list(records)) == [None if name == key(2) else records[name] for name in records]
-    assert tier.stats().errors == 4 and get(tier, [key(2)]) == [records[key(2)]]
-    tier.check()
-
-
 def test_what_cannot_be_removed_is_not_forgotten(tmp_path: Path, monkeypatch) -> None:
     """Unfindable at once; its slots wait until the disk takes the header; flush(sync=True) tells."""
     tier = make(tmp_path)
@@ -246,19 +232,6 @@ def test_a_segment_that_was_moved(tmp_path: Path, is_replaced: bool) -> None:
     tier.close()
     tier = make(tmp_path / "a", capacity=SEGMENT_BYTES)
     assert get(tier, [key(n) for n in range(4)]) == [None] + [record(key(n), 9000) for n in range(1, 4)]
-
-
-def test_a_directory_that_cannot_be_made_again(tmp_path: Path) -> None:
-    tier = make(tmp_path / "parent" / "tier")
-    put(tier, {key(0): record(key(0), 9000)})
-    shutil.rmtree(tmp_path / "parent")
-    (tmp_path / "parent").write_text("in the way")
-    for _ in range(2):
-        assert tier.create(key(1), 100) is None
-    assert tier.stats().errors == 2
-    (tmp_path / "parent").unlink()
-    assert put(tier, {key(1): record(key(1), 9000)}) == [True]
-    tier.check()
 
 
 def test_a_lock_that_was_deleted(tmp_path: Path) -> None:

@@ -37,18 +37,6 @@ def test_opened_as_it_is(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_segments_of_another_size_are_used(tmp_path: Path) -> None:
-    tier = DiskTier([tmp_path], 4 * SEGMENT_BYTES, segment_bytes=2 * SEGMENT_BYTES)
-    records = {key(n): record(key(n), 9 * SLOT_BYTES) for n in range(6)}
-    put(tier, records)
-    tier.close()
-    tier = make(tmp_path, 5 * SEGMENT_BYTES)
-    assert get(tier, list(records)) == list(records.values())
-    put(tier, {key(9): record(key(9), 20 * SLOT_BYTES)})
-    assert get(tier, list(records)) == list(records.values())
-    tier.check()
-
-
 def test_a_smaller_capacity_keeps_what_was_written_last(tmp_path: Path) -> None:
     tier = make(tmp_path, 3 * SEGMENT_BYTES)
     for n in range(3):
@@ -131,16 +119,6 @@ def test_after_opening_the_oldest_written_goes_first(tmp_path: Path) -> None:
     assert tier.contains([key(n) for n in range(7)]) == [False, False, False, True, True, True, True]
 
 
-def test_a_smaller_capacity_deletes_segments(tmp_path: Path) -> None:
-    tier = make(tmp_path, 4 * SEGMENT_BYTES)
-    for n in range(12):
-        put(tier, {key(n): record(key(n), 9 * SLOT_BYTES)})
-    tier.close()
-    tier = make(tmp_path, 2 * SEGMENT_BYTES)
-    assert len(list(tmp_path.glob("*.segment"))) == 2 and 0 < tier.stats().num_records < 12
-    tier.check()
-
-
 def test_opening_reads_headers_only(tmp_path: Path, monkeypatch) -> None:
     tier = DiskTier([tmp_path], 64 << 20, segment_bytes=32 << 20)
     for n in range(6):
@@ -167,18 +145,6 @@ def test_directories_that_come_back_bring_nothing_older(tmp_path: Path) -> None:
     tier = DiskTier([old, new], 8 * SEGMENT_BYTES, segment_bytes=SEGMENT_BYTES)
     assert get(tier, [key(n) for n in range(3)]) == [record(key(n), seed=9 if n < 2 else 4) for n in range(3)]
     tier.check()
-
-
-def test_a_clock_that_goes_back_changes_nothing(tmp_path: Path, monkeypatch) -> None:
-    for seed, now in enumerate((1e9, 1e8, 0.0, -5.0)):
-        tier = make(tmp_path)
-        monkeypatch.setattr(time, "time", lambda now=now: now)
-        monkeypatch.setattr(time, "time_ns", lambda now=now: int(now * 1e9))
-        put(tier, {key(0): record(key(0), seed=seed)})
-        tier.close()
-        tier = make(tmp_path)
-        assert get(tier, [key(0)]) == [record(key(0), seed=seed)]
-        tier.close()
 
 
 def test_foreign_segments_are_not_mistaken_for_ours(tmp_path: Path) -> None:

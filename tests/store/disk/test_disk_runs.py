@@ -53,15 +53,6 @@ def test_every_place_in_a_slot(tmp_path: Path, num_before: int, num_in_runs: int
         tier.check()
 
 
-def test_runs_follow_runs(tmp_path: Path) -> None:
-    tier = make(tmp_path)
-    writer, cuts = begun(tier, DATA, 10), [10, 11, 3000, 3001, 12000, 12001, 30000, len(DATA)]
-    for begin, end in zip(cuts, cuts[1:], strict=False):
-        digest = writer.write_runs(runs_of(memoryview(DATA)[begin:end]), 1 << 20, 1)
-        assert digest == xxhash.xxh3_128_digest(DATA[begin:end])
-    assert tier.commit([writer]) == [True] and get(tier, [key(5)]) == [DATA]
-
-
 @pytest.mark.parametrize("num_before", [0, 100, FIRST + 100])
 def test_what_the_disk_refuses_can_be_repeated(tmp_path: Path, num_before: int) -> None:
     """The file system is full for the native writer, and has room again."""

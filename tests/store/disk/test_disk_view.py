@@ -265,10 +265,3 @@ def test_who_has_it(tmp_path: Path) -> None:
         assert owner_of(tmp_path) == expected, text
     make(tmp_path, {}).close()
     assert (tmp_path / "lock").read_bytes() == b"" and owner_of(tmp_path) is None
-
-
-def test_folders_that_are_none_of_a_tier(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(OSError, match="No such file"):
-            DiskView([path])
-    assert not (tmp_path / "nothing").exists()

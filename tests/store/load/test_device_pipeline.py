@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import pytest
 import torch
 from support.insides import entries_of, gathered_by, nobody_reads, num_lent, slab_of, stack_of
@@ -14,7 +13,6 @@ from kvpage import CacheConfig, CacheEngine, DeviceConfig, ModelConfig
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.load import block_chunks
 from kvpage.store.load.device import device_lanes
-from kvpage.store.load.device.device_lanes import LanePool
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 TABLE, OTHER = [5, 0, 23, 7, 9, 2, 11, 3], [1, 22, 4, 17, 6, 8, 19, 10]
@@ -89,20 +87,6 @@ def test_records_and_blocks_are_those_of_a_cpu(layout: dict, fmt: str, pinned: b
             for found, wanted in zip(all_bytes(target), all_bytes(expected), strict=True):
                 assert torch.equal(found, wanted)
     assert store.stats().corrupt_records == 0
-
-
-@PINNED
-def test_layer_by_layer(pinned: bool) -> None:
-    lanes, engine = LateLanes(3, pinned), make_engine(seed=1)
-    store = make_store(engine, lanes)
-    store.store_blocks(TOKENS, engine, TABLE)
-    target, expected = on_device(make_engine(seed=2)), make_engine(seed=2)
-    with store.load_layers(TOKENS, target, OTHER) as load:
-        assert load.result() == len(TOKENS)
-    store.load_blocks(TOKENS, expected, OTHER)
-    check_idle(store, lanes)
-    for found, wanted in zip(all_bytes(target), all_bytes(expected), strict=True):
-        assert torch.equal(found, wanted)
 
 
 @PINNED
@@ -213,16 +197,6 @@ def test_a_digest_that_does_not_fit_is_a_miss(pinned: bool) -> None:
         assert store.stats().corrupt_records == 1 and len(entries_of(tier)) == len(keys) - 1
 
 
-@PINNED
-def test_copies_that_nobody_waits_for_are_caught(pinned: bool) -> None:
-    lanes, engine = LateLanes(2, pinned, is_hasty=True), make_engine(seed=1)
-    plain, store = make_store(engine, None), make_store(engine, lanes)
-    plain.store_blocks(TOKENS, engine, TABLE)
-    store.store_blocks(TOKENS, on_device(make_engine(seed=1)), TABLE)
-    assert not lanes.is_idle()
-    assert [np.frombuffer(one, np.uint8)[64:].tobytes() for one in slab(store)] != [one[64:] for one in slab(plain)]
-
-
 def test_a_pool_keeps_few_sets() -> None:
     lanes = LateLanes()
     pool, places = lanes.pool, [torch.device("cuda", index) for index in range(3)]
@@ -238,17 +212,6 @@ def test_a_pool_keeps_few_sets() -> None:
         raise RuntimeError("the device has failed")
     assert all(kept is not lent for _, kept in pool._free) and len(pool._free) == len(before) - 1
     assert num_lent(pool) == 0
-
-
-def test_rooms_that_cannot_be_made() -> None:
-    def fail(device: torch.device, num_bytes: int) -> None:
-        raise MemoryError
-
-    pool = LanePool(rooms=fail)
-    for _ in range(2 * device_lanes.MAX_SETS):
-        with pytest.raises(MemoryError), pool.lanes(torch.device("cpu"), 8):
-            pass
-    assert B and not pool._free
 
 
 @pytest.mark.gpu

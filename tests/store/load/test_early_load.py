@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.insides import gathered_by, nobody_reads, num_lent
-from support.late_lanes import POISON, LateLanes
+from support.late_lanes import LateLanes
 from support.store_engines import TOKENS, B, C, L, all_bytes, make_engine
 from support.store_kv import corrupt
 
@@ -123,15 +123,6 @@ def test_a_wrong_digest_ends_the_load_before_its_chunk(chunk: int) -> None:
             assert torch.equal(found, wanted.index_select(dim, torch.tensor(ids)))
 
 
-@pytest.mark.parametrize("byte", [3, 80])
-def test_a_wrong_head_ends_what_is_early(byte: int) -> None:
-    load = Load()
-    load.damage(1, byte)
-    assert load.run() == C and load.told == [C]
-    assert load.store.stats().corrupt_records == 1
-    load.check_idle()
-
-
 @pytest.mark.parametrize("byte", [80, 500])
 @pytest.mark.parametrize("chunk", [0, 1])
 def test_a_slower_tier_has_the_record_that_is_damaged(chunk: int, byte: int) -> None:
@@ -216,17 +207,6 @@ def test_an_error_in_any_copy_leaves_nothing_behind() -> None:
     assert told == {0, 1} or told == {1}
 
 
-@pytest.mark.parametrize("number", [1, 2, 5, 9, 14])
-def test_a_stream_that_takes_no_more(number: int) -> None:
-    load = Load(number)
-    load.lanes.failing_submit = number
-    with pytest.raises(RuntimeError, match="takes no more work"):
-        load.run()
-    assert not load.told
-    load.check_idle()
-    assert load.run() == len(TOKENS)
-
-
 def test_an_error_of_the_caller_comes_through_when_all_is_done() -> None:
     load = Load()
 
@@ -236,12 +216,3 @@ def test_an_error_of_the_caller_comes_through_when_all_is_done() -> None:
     with pytest.raises(LookupError, match="no such request"):
         load.run(fail)
     load.check_idle()
-
-
-def test_wrong_arguments_are_refused_as_by_load_blocks() -> None:
-    load = Load()
-    with pytest.raises(ValueError, match="start must be in"):
-        load.run(start=len(TOKENS) + 1)
-    with pytest.raises(ValueError, match="must name a block once"):
-        load.store.load_by_layer(TOKENS, load.target, [1] * 8, lambda end, arrival: None)
-    assert bool(POISON) and not load.told

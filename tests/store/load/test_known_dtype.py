@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
-from kvpage.store import KVStore, KVStoreBuilder, KVStoreConfig, KVStoreMetadata, TierError, metadata_of
+from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, TierError, metadata_of
 from kvpage.store.load.known_dtype import SOUGHT
 from kvpage.store.tiers.memory_tier import MemoryTier
 
@@ -160,14 +160,6 @@ def test_threads_that_store_at_once_agree(tier: MemoryTier) -> None:
             thread.join()
         assert results == [store.metadata.kv_dtype]
         assert same(store.retrieve(TOKENS, return_tuple=False)[0], kv_of(results[0], attempt))
-
-
-def test_a_builder_compares_what_was_given() -> None:
-    config, metadata = KVStoreConfig(C, ("memory://?size=1MiB",)), KVStoreMetadata("m", 3, 123, kv_dtype=None)
-    store = KVStoreBuilder.get_or_create("learning", config, metadata)
-    store.store(TOKENS, kv_of(torch.float16))
-    assert KVStoreBuilder.get_or_create("learning", config, metadata) is store
-    KVStoreBuilder.destroy("learning")
 
 
 # --- what a store lists ----------------------------------------------------------------------------------------------

@@ -54,14 +54,6 @@ def test_each_layer_is_there_when_it_is_told(tier, codec: str, start: int) -> No
         tier.check()
 
 
-def test_nothing_is_there() -> None:
-    engine = make_engine()
-    before = all_bytes(engine)
-    with make(engine) as store, store.load_layers(TOKENS, engine, IDS, 2) as load:
-        assert load.num_tokens == 2 and [load.wait(layer) for layer in range(L)] == [2] * L
-    assert all(map(torch.equal, all_bytes(engine), before))
-
-
 @pytest.mark.parametrize("chunk", [0, 1, 2])
 @pytest.mark.parametrize("layer", range(L))
 def test_a_corrupt_layer_ends_the_tokens_from_there_on_and_the_record_is_dropped(chunk: int, layer: int) -> None:
@@ -83,18 +75,6 @@ def test_a_corrupt_layer_ends_the_tokens_from_there_on_and_the_record_is_dropped
         got, want = tokens_of(target, TARGET_IDS, 0, chunk * C), tokens_of(engine, IDS, 0, chunk * C)
         assert torch.equal(got, want)
         assert store.lookup(TOKENS) == chunk * C and store.stats().corrupt_records == 1
-
-
-def test_a_corrupt_head_is_no_expected_token() -> None:
-    engine = make_engine(seed=1)
-    tier = MemoryTier(1 << 20, pin_memory=False)
-    with make(engine, tier) as store:
-        store.store_blocks(TOKENS, engine, IDS)
-        with tier.open([store.keys_of(TOKENS)[1]])[0] as reader:
-            reader.piece(0, reader.num_bytes)[-1] ^= 1
-        with store.load_layers(TOKENS, make_engine(), TARGET_IDS) as load:
-            assert load.num_tokens == C == load.result()
-        assert nobody_reads(tier)
 
 
 class Slow(MemoryTier):
@@ -128,15 +108,6 @@ def test_the_first_layer_is_there_before_the_second() -> None:
             load.wait(1, timeout=0.05)
         tier.go.set()
         assert load.result(timeout=10) == C
-
-
-def test_a_tier_in_trouble_is_a_miss() -> None:
-    store, tier, load = slow_load()
-    with store, load:
-        tier.fails = True
-        tier.go.set()
-        assert (load.wait(0), load.result()) == (C, 0)
-        assert store.stats().tier_errors == 1
 
 
 def test_closing_ends_it() -> None:

@@ -1,15 +1,13 @@
 """The pool of results' memory: what it lends is nobody else's, what it keeps is bounded."""
 
 import gc
-import random
-import threading
 from collections import deque
 from typing import Any
 
 import pytest
 import torch
 
-from kvpage.store.load.result_pool import LEAST_BYTES, ResultPool
+from kvpage.store.load.result_pool import ResultPool
 from kvpage.store.load.tensor_results import NewResult
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU, torch keeps pinned memory itself")
@@ -41,25 +39,6 @@ def test_kept_memory_serves_results_that_fill_half_of_it(num_mib: int, is_used: 
     pool = ResultPool(64 * MIB)
     address = pool.empty(shape_of(8 * MIB), torch.uint8).data_ptr()
     assert (pool.empty(shape_of(num_mib * MIB), torch.uint8).data_ptr() == address) == is_used
-
-
-def test_the_best_fit_is_taken_and_the_oldest_goes() -> None:
-    pool = ResultPool(30 * MIB)
-    held = [pool.empty(shape_of(n * MIB), torch.uint8) for n in (14, 10, 8)]
-    places = [one.data_ptr() for one in held]
-    while held:
-        del held[0]
-    assert pool.num_bytes == 18 * MIB
-    assert pool.empty(shape_of(7 * MIB), torch.uint8).data_ptr() == places[2]
-
-
-def test_small_and_unkept_memory_is_torchs_or_new() -> None:
-    pool = ResultPool(64 * MIB)
-    pool.empty(shape_of(LEAST_BYTES - 1), torch.uint8)
-    assert pool.num_bytes == 0
-    none = ResultPool(0)
-    none.empty(shape_of(8 * MIB), torch.uint8)
-    assert none.num_bytes == 0
 
 
 def test_a_closed_pool_keeps_nothing() -> None:
@@ -106,25 +85,3 @@ def test_the_rest_of_a_result_holds_nothing_of_before() -> None:
     assert bool((kv == 7).all()) and kv.shape[2] == 3
     rest = torch.empty(0, dtype=torch.uint8).set_(kv.untyped_storage()).view(1, 2, 4, MIB, 2)[:, :, 3:]
     assert not rest.any()
-
-
-def test_threads_at_once() -> None:
-    pool, errors = ResultPool(24 * MIB), []
-
-    def work(seed: int) -> None:
-        rng, held = random.Random(seed), []
-        for step in range(25):
-            made = pool.empty(shape_of(rng.randint(4, 7) * MIB), torch.uint8)
-            made[0, 0, ::4096].fill_(seed * 60 + step & 0xFF)
-            held.append((made, seed * 60 + step & 0xFF))
-            if len(held) > 2:
-                old, mark = held.pop(rng.randrange(3))
-                if not bool((old[0, 0, ::4096] == mark).all()):
-                    errors.append(seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and pool.num_bytes <= 24 * MIB

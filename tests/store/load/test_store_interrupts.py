@@ -12,12 +12,10 @@ import torch
 from support.ctrl_c import CtrlC, pythons_handler  # noqa: F401, a fixture for all that is here
 from support.insides import nobody_reads, stack_of
 from support.store_engines import TOKENS, C, make_engine, tokens_of
-from support.waiting import until
 
 from kvpage import CacheEngine
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
-from kvpage.store.stack.call_gate import CallGate
 from kvpage.store.stack.pin import Pin
 from kvpage.store.tiers.memory_tier import MemoryTier
 
@@ -70,11 +68,6 @@ class Subject:
         assert not closing.is_alive(), place
 
 
-def press() -> None:
-    """As the terminal does; the main thread may be waiting."""
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-
 def fill(engine: CacheEngine) -> None:
     for layer in engine.gpu_cache:
         layer.fill_(3)
@@ -112,23 +105,6 @@ def test_a_pin_is_released_though_ctrl_c_comes_before_its_release(tmp_path: Path
     subject.store.close()
 
 
-def test_closing_that_was_interrupted_is_done_by_the_next() -> None:
-    calls = CallGate("the store")
-    calls.enter()
-
-    def press_when_closing() -> None:
-        until(lambda: calls._is_closed)
-        press()
-
-    with pytest.raises(KeyboardInterrupt):
-        threading.Thread(target=press_when_closing).start()
-        calls.close()
-    with pytest.raises(ValueError, match="closed"):
-        calls.enter()
-    calls.leave()
-    assert calls.close() and calls.close()
-
-
 def test_a_handler_that_closes_what_is_being_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As one of SIGTERM does."""
     subject = Subject(tmp_path / "s")
@@ -144,20 +120,3 @@ def test_a_handler_that_closes_what_is_being_closed(tmp_path: Path, caplog: pyte
     finally:
         signal.signal(signal.SIGUSR1, handler)
     assert not caplog.records
-
-
-def test_close_after_a_close_that_was_interrupted(tmp_path: Path) -> None:
-    """While it waits for what is written in the background."""
-    subject = Subject(tmp_path / "s")
-    begun, go = threading.Event(), threading.Event()
-    stack_of(subject.store).later(lambda: begun.set() or go.wait(60))
-    begun.wait()
-    timer = threading.Timer(0.05, press)
-    with pytest.raises(KeyboardInterrupt):
-        timer.start()
-        subject.store.close()
-    go.set()
-    subject.store.close()
-    subject.store.close()
-    with pytest.raises(ValueError, match="closed"):
-        subject.store.lookup(TOKENS)

@@ -177,21 +177,6 @@ def test_crafted_zstd():
     assert bytes(codec.decode(memoryview(good), 1024, shape)) == bytes(range(256)) * 4
 
 
-def test_flipped_zstd_is_corrupt_or_other_bytes():
-    """zstd's own checks are not the record's: what passes has the right length, and nothing else is raised."""
-    codec, shape = get_codec("zstd", torch.bfloat16), (1, 1, 1, 4, 32)
-    good = bytes(codec.encode(as_bytes(inputs("normal", torch.bfloat16, shape)), shape))
-    num_corrupt = 0
-    for i, bit in itertools.product(range(len(good)), range(8)):
-        payload = bytearray(good)
-        payload[i] ^= 1 << bit
-        try:
-            assert codec.decode(memoryview(payload), 256, shape).nbytes == 256
-        except CorruptRecord:
-            num_corrupt += 1
-    assert num_corrupt > 0
-
-
 @pytest.mark.parametrize("scale", [0.0, -1.0, 3.0, math.inf, math.nan, 2.0**-127, 1e-45])
 def test_fp8_scales_that_are_none(scale):
     codec, shape = get_codec("fp8", "bfloat16"), (1, 1, 4, 1, 8)

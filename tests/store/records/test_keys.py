@@ -91,15 +91,6 @@ def test_meta_can_be_read_back_and_nothing_else_can() -> None:
             decode_meta(wrong)
 
 
-def test_ranks_are_names_and_keep_their_records_apart() -> None:
-    """As frameworks number them that count ranks over several models: 123 of 3."""
-    metadata = KVStoreMetadata("m", 3, 123)
-    fields = decode_meta(metadata.encode(4, b""))
-    assert (fields["world_size"], fields["worker_id"]) == ("3", "123")
-    pairs = [(3, 123), (3, 12), (31, 23), (312, 3), (1, 1), (1, 0), (11, 0), (1, 10)]
-    assert len({ChunkKeys(KVStoreMetadata("m", *pair), 4).of(TOKENS)[0] for pair in pairs}) == len(pairs)
-
-
 def test_without_a_dtype_there_are_no_keys() -> None:
     metadata = KVStoreMetadata("m", kv_dtype=None)
     with pytest.raises(ValueError, match="kv_dtype must be known before there are keys"):

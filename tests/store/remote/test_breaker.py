@@ -1,6 +1,5 @@
 """The circuit breaker by a clock that the test turns; calls with a deadline against functions that never return."""
 
-import queue
 import random
 import threading
 import time
@@ -18,24 +17,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_after_the_cooldown_one_trial_decides():
-    clock = Clock()
-    breaker = Breaker(1, 5.0, clock)
-    assert breaker.admit()
-    breaker.failed()
-    clock.now += 4.999
-    assert not breaker.admit()
-    clock.now += 0.001
-    assert breaker.admit() and not breaker.admit()  # one, and the others wait
-    breaker.failed()
-    clock.now += 4.999
-    assert not breaker.admit()  # the cooldown has begun anew
-    clock.now += 0.001
-    assert breaker.admit()
-    breaker.succeeded()
-    assert not breaker.is_open and breaker.admit() and breaker.admit()
 
 
 def test_calls_from_before_it_opened():
@@ -94,34 +75,6 @@ def test_results_and_errors_come_through():
         caller.call(lambda: 7, None)
 
 
-def test_one_thread_makes_calls_that_follow_each_other():
-    caller = DeadlinePool()
-    threads = {caller.call(threading.get_ident, SOON) for _ in range(20)}
-    assert len(threads) == 1 and threading.get_ident() not in threads
-    caller.close()
-
-
-def test_a_late_call_is_left_and_given_up():
-    given_up, running = queue.SimpleQueue(), queue.SimpleQueue()
-    release = threading.Event()
-    caller = DeadlinePool(1, given_up.put)
-
-    def late() -> None:
-        running.put(threading.get_ident())
-        release.wait()
-
-    try:
-        with pytest.raises(TimeoutError, match="no answer"):
-            caller.call(late, 0.01)
-        assert given_up.get(timeout=SOON) == running.get(timeout=SOON)
-        with pytest.raises(TimeoutError, match="busy"):
-            caller.call(lambda: 7, 0.01)  # the late one holds the only place
-    finally:
-        release.set()
-    assert caller.call(lambda: 7, SOON) == 7  # and has now left it
-    caller.close()
-
-
 def test_it_is_given_up_until_it_returns():
     """The first time may be before the call waits for anything that could be closed."""
     closed, times = threading.Event(), []
@@ -136,23 +89,6 @@ def test_it_is_given_up_until_it_returns():
         caller.call(lambda: closed.wait(SOON), 0.01)
     assert closed.wait(SOON)
     assert caller.call(lambda: 7, SOON) == 7
-    caller.close()
-
-
-def test_calls_from_many_threads_get_their_own_results():
-    caller, wrong = DeadlinePool(3), []
-
-    def ask(i: int) -> None:
-        for j in range(50):
-            if caller.call(lambda: (time.sleep(0), (i, j))[1], SOON) != (i, j):  # noqa: B023, called at once
-                wrong.append((i, j))
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
     caller.close()
 
 

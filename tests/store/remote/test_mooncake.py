@@ -113,15 +113,6 @@ def test_a_full_fleet_takes_what_it_can():
     assert get(tier, K[:3]) == [DATA[K[0]], DATA[K[1]], None] and tier.stats().errors == 0
 
 
-def test_wrong_values_are_misses():
-    tier = fake_tier(fake := Fake())
-    put(tier, DATA)
-    names = ["kvpage:" + k.hex() for k in K]
-    fake.values |= {names[0]: b"x", names[1]: DATA[K[2]], names[3]: bytes(1 << 17)}
-    assert get(tier, K[:5]) == [None, None, DATA[K[2]], None, DATA[K[4]]] and tier.stats().corrupted == 3
-    assert not {names[0], names[1], names[3]} & set(fake.values)
-
-
 def test_a_master_that_is_gone_is_no_miss():
     tier = fake_tier(fake := Fake())
     put(tier, DATA)

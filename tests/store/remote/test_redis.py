@@ -1,14 +1,12 @@
 """The redis tier against real servers on loopback: always a miss or exact, always within the deadline."""
 
-import contextlib
-import socket
 import subprocess
 import threading
 import time
 
 import pytest
 from support.ports import free_port
-from support.redis_server import Proxy, RedisServer, needs_redis
+from support.redis_server import RedisServer, needs_redis
 from support.store_records import get, key, put, record
 
 redis = pytest.importorskip("redis")
@@ -78,12 +76,6 @@ def test_what_goes_in_comes_out(tier, server):
     assert tier.remove([K[0], K[11]]) == 1 and get(tier, K[:2]) == [None, DATA[K[1]]]
     assert put(tier, {K[1]: DATA[K[0]][:300]}) == [True]  # whatever it is: what it says is for whoever reads
     assert client(server).strlen(name(K[1])) == 300
-
-
-@pytest.mark.parametrize("size", [0, 1, 1 << 16, (8 << 20) + 1])
-def test_sizes(tier, size):
-    data = record(K[0], size)
-    assert put(tier, {K[0]: data}) == [True] and get(tier, [K[0]]) == [data]
 
 
 def test_clear_takes_records_alone(server):
@@ -202,96 +194,6 @@ def test_paused_it_keeps_the_deadline_and_recovers(tier, server):
     assert put(tier, DATA, SOON) == [True] * 12 and get(tier, K, SOON) == [DATA[k] for k in K]
 
 
-def test_killed_amid_large_values(server):
-    """At many moments of a put and of a reply: what comes is exact or nothing."""
-    big = {k: record(k, 8 << 20, seed=i) for i, k in enumerate(K[:4])}
-    tier = from_url(url(server, "cooldown=0"))
-    for i in range(6):
-        put(tier, big, SOON)
-        done = threading.Event()
-
-        def kill(delay: float = 0.004 * i, done: threading.Event = done) -> None:
-            time.sleep(delay)
-            server.kill()
-            done.set()
-
-        threading.Thread(target=kill).start()
-        while not done.is_set():
-            for got in (within(SOON, lambda t: get(tier, list(big), t)), within(SOON, lambda t: put(tier, big, t))):
-                assert got is None or all(g in (None, True, big[k]) for k, g in zip(big, got, strict=True))
-        server.start()
-        assert get(tier, list(big), SOON) == [None] * 4
-    tier.close()
-
-
-def test_a_dribbling_server_keeps_the_deadline(server):
-    """A byte each 20 ms never exceeds a timeout of each read."""
-    proxy = Proxy(server.port)
-    tier = from_url(f"redis://127.0.0.1:{proxy.port}?cooldown=0")
-    assert put(tier, DATA, SOON) == [True] * 12
-    proxy.delay = 0.02
-    for _ in range(3):
-        assert within(0.1, lambda t: get(tier, K, t)) is None
-    proxy.delay = 0.0
-    assert get(tier, K, SOON) == [DATA[k] for k in K]
-    proxy.close()
-    tier.close()
-
-
-def test_garbage_for_answers():
-    """Whoever listens there is no Redis."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    answers = [b"HTTP/1.1 400\r\n\r\n", b"*-7\r\n", b"$99999999999999999999\r\n", b"%1\r\n+a\r\n", b":1\r\n" * 50, b""]
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            for i in range(1000):
-                connection = listener.accept()[0]
-                connection.sendall(answers[i // 3 % len(answers)])
-                connection.close()
-
-    threading.Thread(target=serve, daemon=True).start()
-    tier = from_url(f"redis://127.0.0.1:{listener.getsockname()[1]}?cooldown=0")
-    for _ in range(3 * len(answers)):
-        assert within(5.0, lambda t: get(tier, K, t)) in (None, [None] * 12)
-        assert within(5.0, lambda t: put(tier, DATA, t)) in (None, [False] * 12)
-    listener.close()
-
-
-def test_one_deadline_missed_does_not_stop_another_call(server):
-    """Each call has a connection of its own."""
-    proxy = Proxy(server.port)
-    tier = from_url(f"redis://127.0.0.1:{proxy.port}?cooldown=0")
-    put(tier, DATA)
-    proxy.delay = 0.001  # some two seconds for a record
-    results = []
-    thread = threading.Thread(target=lambda: results.append(get(tier, K[:1], SOON)))
-    thread.start()
-    time.sleep(0.1)
-    assert within(0.05, lambda t: get(tier, K, t)) is None
-    proxy.delay = 0.0
-    thread.join()
-    assert results == [[DATA[K[0]]]]
-    proxy.close()
-
-
-def test_many_threads(tier):
-    wrong = []
-
-    def work(i: int) -> None:
-        for j in range(30):
-            k = K[(i * 5 + j) % 12]
-            if put(tier, {k: DATA[k]}) != [True] or get(tier, [k]) != [DATA[k]]:
-                wrong.append((i, j))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_a_password_and_a_database(tmp_path):
     server = RedisServer(tmp_path, "--requirepass", "p@ss/word")
     tier = from_url(f"redis://:p%40ss%2Fword@127.0.0.1:{server.port}/3")
@@ -400,11 +302,6 @@ def on(node: RedisServer) -> set[bytes]:
     return {bytes.fromhex(found.decode().removeprefix("kvpage:")) for found in client(node).scan_iter()}
 
 
-def test_a_cluster_that_is_not_there():
-    tier = from_url(f"redis+cluster://127.0.0.1:{free_port()}?cooldown=0")
-    assert within(5.0, lambda t: get(tier, K, t)) is None
-
-
 def test_sentinel(tmp_path):
     server = RedisServer(tmp_path / "master")
     (tmp_path / "watch").mkdir()
@@ -422,18 +319,6 @@ def test_sentinel(tmp_path):
     assert put(tier, DATA) == [True] * 12
     sentinel.kill()
     server.kill()
-
-
-def test_closing_does_not_wait(server):
-    tier = from_url(url(server))
-    put(tier, DATA)
-    server.pause()
-    assert within(0.05, lambda t: get(tier, K, t)) is None
-    before = time.monotonic()
-    tier.close()
-    assert time.monotonic() - before < 2.0
-    with pytest.raises(TierError, match="closed"):
-        tier.contains(K)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,12 @@ import pytest
 from support.store_records import get, key, put, record
 
 from kvpage.store.remote.backend import Backend
-from kvpage.store.remote.breaker import Breaker
 from kvpage.store.remote.options import MIN_RECORD_BYTES, RemoteOptions
 from kvpage.store.remote.remote_tier import RemoteTier
 from kvpage.store.tiers.tier import RecordInfo, TierError
 
 K = [key(i) for i in range(8)]
 SOON = 20.0
-SLACK = 0.05  # seconds that a call may take beyond its deadline
 
 
 class Plain(Backend):
@@ -87,23 +85,6 @@ def test_what_goes_in_comes_out(tier, backend, size):
 def test_nothing_asked_nothing_called(tier, backend):
     assert (tier.contains([]), tier.open([]), tier.commit([]), tier.remove([])) == ([], [], [], 0)
     assert not backend.calls
-
-
-def test_one_round_trip_a_batch(tier, backend):
-    put(tier, {k: record(k, 100) for k in K[:4]})
-    backend.calls.clear()
-    tier.open(K[:4])
-    assert backend.calls == ["get"]
-
-
-def test_a_record_is_replaced_and_readers_keep_theirs(tier):
-    old, new = record(K[0], 500, seed=1), record(K[0], 700, seed=2)
-    put(tier, {K[0]: old})
-    [reader] = tier.open([K[0]])
-    put(tier, {K[0]: new})
-    assert bytes(reader.piece(0, len(old))) == old and get(tier, [K[0]]) == [new]
-    tier.remove([K[0]])
-    assert bytes(reader.piece(0, len(old))) == old
 
 
 def test_a_reader_keeps_its_bounds(tier):
@@ -219,12 +200,6 @@ def test_answers_that_are_none(answer):
     assert tier.stats().errors == 3
 
 
-def test_truth_is_true_alone():
-    tier = RemoteTier(backend := Liar())
-    backend.answer = ["True", None]
-    assert tier.contains(K[:2]) == [False, False] == put(tier, {k: record(k) for k in K[:2]})
-
-
 def test_answers_in_another_order_are_misses(tier, backend):
     put(tier, {k: record(k, 100) for k in K[:2]})
     backend.get = lambda keys, timeout: [backend.values[k] for k in reversed(keys)]
@@ -309,23 +284,6 @@ def test_a_failed_removal_costs_no_record(backend, options):
     assert (tier.stats().corrupted, tier.stats().errors) == (1, 1)
 
 
-def test_a_failing_server_is_left_alone_until_the_trial():
-    now = [0.0]
-    tier = RemoteTier(backend := Failing(), breaker=Breaker(3, 5.0, lambda: now[0]))
-    for _ in range(10):
-        with pytest.raises(TierError):
-            tier.contains(K)
-    assert len(backend.calls) == 3
-    now[0] = 5.0
-    for _ in range(10):
-        with pytest.raises(TierError):
-            tier.contains(K)
-    assert len(backend.calls) == 4
-    tier._backend = Plain()
-    now[0] = 10.0
-    assert [tier.contains(K[:1]) for _ in range(3)] == [[False]] * 3
-
-
 def test_a_backend_that_cannot_list_is_not_one_that_failed():
     class Small(Plain):
         infos, clear = Backend.infos, Backend.clear
@@ -383,13 +341,6 @@ def test_no_time_left_is_no_failure_of_the_server(backend):
         with pytest.raises(TierError, match="no time"):
             tier.contains(K, timeout)
     assert tier.contains(K[:1], SOON) == [False] and backend.calls == ["contains"]
-
-
-def test_calls_that_name_no_timeout_have_the_tiers():
-    tier = RemoteTier(backend := Slow(), options=RemoteOptions(timeout=0.05))
-    with pytest.raises(TierError, match="no answer"):
-        tier.open(K)
-    backend.go.set()
 
 
 def test_closed_is_closed(tier, backend):

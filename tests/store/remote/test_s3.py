@@ -1,15 +1,11 @@
 """The s3 tier against moto's server on loopback."""
 
-import contextlib
 import http.server
-import socket
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.ports import free_port
 from support.store_records import get, key, put, record
 
 boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install 'kvpage[test-s3]'")
@@ -137,45 +133,6 @@ def test_a_missing_bucket(endpoint):
     assert tier.contains(K) == [False] * 10  # a 404 of a HEAD does not say of what
 
 
-def late(tier, timeout: float) -> None:
-    for call in (lambda: get(tier, K, timeout), lambda: put(tier, DATA, timeout), lambda: tier.contains(K, timeout)):
-        with pytest.raises(TierError):
-            call()
-
-
-def test_nobody_there():
-    late(from_url(url(f"http://127.0.0.1:{free_port()}")), 5.0)
-
-
-def test_a_server_that_never_answers():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        late(from_url(url(f"http://127.0.0.1:{listener.getsockname()[1]}")), 0.2)
-
-
-def test_a_dribbling_server():
-    """Well within every timeout of a read, it would take an hour for an object."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=dribble, args=(listener.accept()[0],), daemon=True).start()
-
-    def dribble(connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            connection.recv(1 << 16)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-            while True:
-                connection.sendall(b"x")
-                time.sleep(0.03)
-
-    threading.Thread(target=serve, daemon=True).start()
-    tier = from_url(url(f"http://127.0.0.1:{listener.getsockname()[1]}"))
-    with pytest.raises(TierError, match="no answer"):
-        tier.open(K, 0.2)
-    listener.close()
-
-
 def test_threads_stop_when_nobody_answers():
     """As many items as there are threads tell that; each thread may have begun another one."""
     asked = []
@@ -287,40 +244,6 @@ def test_wrong_credentials_are_no_misses(strict, bucket):
     bucket.refused.clear()
     with pytest.raises(TierError, match="rests"):
         strict.contains(K)
-
-
-def test_one_objects_503_is_its_miss_alone(strict, bucket):
-    put(strict, DATA)
-    bucket.refuse("SlowDown", 503, "HEAD", "GET", "PUT", of="/mine/" + name(K[3]))
-    for _ in range(4):
-        assert strict.contains(K) == [k != K[3] for k in K]
-        assert get(strict, K) == [None if k == K[3] else DATA[k] for k in K]
-        assert put(strict, DATA) == [k != K[3] for k in K]
-    assert strict.stats().errors == 12
-    for _ in range(4):  # alone, nothing else is answered in between
-        with pytest.raises(TierError, match="503"):
-            strict.contains([K[3]])
-    assert strict.contains([K[2]]) == [True]
-
-
-def test_a_throttling_server_is_left_alone(strict, bucket):
-    bucket.refuse("SlowDown", 503, "HEAD")
-    for k in K[:3]:
-        with pytest.raises(TierError, match="503"):
-            strict.contains([k])
-    with pytest.raises(TierError, match="rests"):
-        strict.contains([K[3]])
-
-
-def test_who_may_only_read_reads_on(strict, bucket):
-    put(strict, {K[0]: DATA[K[0]]})
-    bucket.refuse("AccessDenied", 403, "PUT", "POST")
-    for _ in range(4):
-        for call in (lambda: put(strict, {K[1]: DATA[K[1]]}), lambda: strict.remove(K[:1])):
-            with pytest.raises(TierError, match="AccessDenied"):
-                call()
-        assert get(strict, K[:2]) == [DATA[K[0]], None]
-    assert strict.stats().errors == 8
 
 
 @pytest.mark.parametrize(

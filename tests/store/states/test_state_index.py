@@ -1,9 +1,6 @@
 """StateIndex: entries of all tiers together, of bounded number; one that is lost or stale is a miss."""
 
-import threading
-
 import pytest
-from support.store_kv import C
 from support.store_states import found, state_of, store_and_states
 
 from kvpage.store.states import state_index
@@ -65,25 +62,3 @@ def test_a_full_index_drops_those_without_a_state_first(monkeypatch: pytest.Monk
         assert states.remove(PROMPTS[2]) == 1
         states.put(PROMPTS[4], state_of(PROMPTS[4]))
         assert [bool(states.positions(one)) for one in PROMPTS[:5]] == [True, True, False, True, True]
-
-
-def test_many_threads_lose_nothing() -> None:
-    store, states = store_and_states()
-    with store:
-        threads = [threading.Thread(target=states.put, args=(tokens, state_of(tokens))) for tokens in PROMPTS]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all(states.positions(tokens) == [2] for tokens in PROMPTS)
-
-
-def test_positions_of_one_prefix_are_in_one_record() -> None:
-    store, states = store_and_states()
-    with store:
-        tokens = list(range(2 * C))
-        for end in range(1, 2 * C):
-            states.put(tokens[:end], state_of(tokens[:end]))
-        indexes = [record for record in store.records() if record.codec == "state-index"]
-        assert sorted(record.num_tokens or 0 for record in indexes) == [0, C]
-        assert states.positions(tokens) == list(range(2 * C - 1, 0, -1))

@@ -204,27 +204,6 @@ def test_a_tier_in_trouble_is_a_miss() -> None:
     store.close()
 
 
-def test_a_tier_that_is_too_small() -> None:
-    store, states = store_and_states(tiers=[MemoryTier(4096, pin_memory=False)])
-    with store:
-        for end in range(1, 9):
-            states.put(TOKENS[:end], state_of(TOKENS[:end]))
-            assert store.stats().tiers[0].num_bytes <= 4096
-            found(states, TOKENS[:end])
-
-
-def test_the_disk_after_a_restart(tmp_path) -> None:
-    config = KVStoreConfig(C, (f"disk://{tmp_path}?size=16MiB&segment=8MiB",))
-    for is_first in (True, False):
-        with KVStore(config, KVStoreMetadata("m", kv_dtype=KV_DTYPE)) as store:
-            states = store.states(LAYOUT, KV_DTYPE)
-            for position in POSITIONS if is_first else ():
-                put_all(store, states, TOKENS, position)
-            assert states.positions(TOKENS) == POSITIONS[::-1]
-            assert states.longest([*TOKENS, 1]) == len(TOKENS)
-            assert all(found(states, TOKENS[:at]) for at in POSITIONS)
-
-
 def test_what_records_tell() -> None:
     store, states = store_and_states()
     with store:
@@ -241,21 +220,6 @@ def test_what_records_tell() -> None:
         assert len(store.records()) == 4
         assert states.remove(TOKENS, b"name") == 1 and states.longest(TOKENS, b"name") == 0
         assert store.remove(TOKENS[: C + 2], b"name") == 2
-
-
-def test_memory_of_any_kind() -> None:
-    store, states = store_and_states()
-    expected = state_of(TOKENS)
-    with store:
-        for state in (
-            expected.tobytes(),
-            memoryview(expected),
-            torch.from_numpy(expected),
-            [expected[:9], expected[9:]],
-        ):
-            assert states.put(TOKENS, state, skip_existing=False)
-            memory = torch.zeros(LAYOUT.slot_bytes, dtype=torch.uint8)
-            assert states.get_into(TOKENS, memory) and memory.numpy().tobytes() == expected.tobytes()
 
 
 def test_no_time_is_a_miss() -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import gc
-import io
 import random
 import sys
 
@@ -101,18 +100,6 @@ def test_random_life() -> None:
     assert life.tier.stats().num_bytes == 0 and life.tier.create(key(99), 24 * UNIT) is not None
 
 
-def test_what_is_not_committed_is_not_there_and_gives_its_room_back() -> None:
-    tier = MemoryTier(4 * UNIT, pin_memory=False)
-    with tier.create(key(0), 3 * UNIT) as writer:
-        assert tier.contains([key(0)]) == [False] and tier.open([key(0)]) == [None]
-        assert tier.create(key(1), 2 * UNIT) is None
-    assert put(tier, {key(1): record(key(1), 8000)}) == [True]
-    with pytest.raises(ValueError, match="writers must be this tier's, not closed, each given once"):
-        tier.commit([writer])
-    writer.close()
-    tier.check()
-
-
 def test_a_refused_commit_publishes_nothing() -> None:
     tier, other = MemoryTier(8 * UNIT, pin_memory=False), MemoryTier(8 * UNIT, pin_memory=False)
     data = record(key(0))
@@ -166,15 +153,6 @@ def test_writers_write_in_order_and_no_further() -> None:
             writer.piece(begin, end)
 
 
-def test_a_record_larger_than_everything_evicts_nothing() -> None:
-    tier = MemoryTier(4 * UNIT, pin_memory=False)
-    put(tier, {key(0): record(key(0))})
-    assert tier.create(key(1), 5 * UNIT) is None
-    assert tier.contains([key(0)]) == [True] and tier.stats().evicted == 0
-    assert tier.create(key(1), 4 * UNIT) is not None
-    assert tier.stats().evicted == 1
-
-
 def test_pieces_outside_and_closed_tiers() -> None:
     tier = MemoryTier(4 * UNIT, pin_memory=False)
     put(tier, {key(0): record(key(0))})
@@ -217,19 +195,6 @@ def test_touching_shows_progress_of_large_slabs(monkeypatch: pytest.MonkeyPatch,
         host_memory.touch([slab], "large")
     assert caplog.messages == ["touching large: 0.0 GiB"] * 2
     assert bool((slab == 7).all()) and capsys.readouterr() == ("", "")  # no terminal, no bar
-
-
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
-    monkeypatch.setattr(shown_progress, "SHOWN_BYTES", UNIT)
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    host_memory.touch([torch.zeros(UNIT, dtype=torch.uint8)], "the slab")
-    assert "touching the slab" in sys.stderr.getvalue()
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

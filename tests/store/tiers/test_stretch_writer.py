@@ -115,27 +115,6 @@ def fails(fd: int, error: int, num_threads: int = 1, num_bytes: int = 9 * PIECE)
     assert caught.value.errno == error and (tail == POISON).all()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_no_space(num_threads: int) -> None:
-    fd = os.open("/dev/full", os.O_WRONLY)
-    try:
-        fails(fd, errno.ENOSPC, num_threads)
-    finally:
-        os.close(fd)
-
-
-def test_what_cannot_be_written(tmp_path: Path) -> None:
-    ours, theirs = os.pipe()
-    (tmp_path / "f").write_bytes(b"as it was")
-    reader = os.open(tmp_path / "f", os.O_RDONLY)
-    fails(theirs, errno.ESPIPE)
-    fails(reader, errno.EBADF)
-    for fd in (ours, theirs, reader):
-        os.close(fd)
-    fails(reader, errno.EBADF)
-    assert (tmp_path / "f").read_bytes() == b"as it was"
-
-
 @pytest.fixture
 def file_limit() -> Iterator[int]:
     """Beyond it a file cannot be written: the write that crosses it is a short one."""
