@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from fuzz_blocks import as_integers
 from fuzz_case import Case
 from fuzz_memory import Arena, ArenaWorld
+from fuzz_values import as_integers
 
 from kvpage import CacheLayout, ops
 from kvpage.blend import (

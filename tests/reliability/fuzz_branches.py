@@ -4,9 +4,9 @@ import random
 from typing import Any
 
 import torch
-from fuzz_blocks import as_integers
 from fuzz_case import Case
 from fuzz_serving import model
+from fuzz_values import as_integers
 from support.insides import cached_rows
 
 from kvpage import CacheConfig, OutOfBlocks

@@ -7,7 +7,7 @@ world.case(rng) ─► Case ─► as it is ────────► must suc
 
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,6 +54,17 @@ class World(Protocol):
         """Raises if an invariant is broken."""
 
 
+class PlayedWorld:
+    """A world that makes its calls by itself, wrong ones by `Fuzzer.is_taken`."""
+
+    def __enter__(self) -> "PlayedWorld":
+        return self
+
+    def play(self, fuzzer: "Fuzzer") -> None:
+        """Make some calls."""
+        raise NotImplementedError
+
+
 class Wrong(Exception):
     """A promise that was not kept."""
 
@@ -71,7 +82,10 @@ class Fuzzer:
     def __init__(self, rng: random.Random, told: Callable[[str], None]) -> None:
         self.rng, self.told, self.figures = rng, told, Figures()
 
-    def call(self, world: World) -> None:
+    def call(self, world: World | PlayedWorld) -> None:
+        if isinstance(world, PlayedWorld):
+            world.play(self)
+            return
         case = world.case(self.rng)
         if self.rng.random() < VALID_SHARE:
             self._valid(world, case)
@@ -110,6 +124,28 @@ class Fuzzer:
                 case.done(result)
             world.check()
             self.figures.taken += 1
+
+    def is_taken(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        named: dict[str, Any],
+        errors: tuple[type[BaseException], ...],
+    ) -> bool:
+        """Make a call wrong, and return whether it was taken. A refusal must be typed."""
+        given = {str(place): arg for place, arg in enumerate(args)} | named
+        wrong_args, wrong_named = self._mutate(Case(name, function, given, len(args)))
+        self.told(f"{name}({', '.join(map(brief, [*wrong_args, *wrong_named.items()]))})")
+        try:
+            function(*wrong_args, **wrong_named)
+        except (*TYPED, *errors) as error:
+            if not isinstance(error, errors):
+                _no_accident(error)
+            self.figures.refused += 1
+            return False
+        self.figures.taken += 1
+        return True
 
     def _mutate(self, case: Case) -> tuple[list[Any], dict[str, Any]]:
         rng, given = self.rng, dict(case.args)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import transformers
-from fuzz_blocks import as_integers
 from fuzz_case import Case
+from fuzz_values import as_integers
 from support.models import CONFIGS
 
 from kvpage import CacheConfig, OutOfBlocks
