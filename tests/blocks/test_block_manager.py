@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from support.block_requests import B, computed
-from support.life import lived, total
 from support.group_worlds import ALONE
+from support.life import lived, total
 
 from kvpage import OutOfBlocks
 from kvpage.blocks.manager import BlockManager

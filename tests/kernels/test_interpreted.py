@@ -1,4 +1,4 @@
-"""Each kernel by Triton's interpreter against the reference: a few cases, drawn by the seed of the day, and slowly all."""
+"""Each kernel by Triton's interpreter against the reference: a few cases, drawn by the seed of the day; slowly, all."""
 
 import os
 import re
