@@ -17,29 +17,9 @@ CALM_STEPS = 60  # of a life before its calls are made wrong, too: blocks are ca
 WRONG_SHARE = 0.2  # of the calls
 PARTS = ("pool", "tree", "space", "windows", "states", "rows")  # of a part, whose calls are made wrong, too
 READS = frozenset(  # which leave all as it was, also when they are taken
-    [
-        "block_ids",
-        "block_tables",
-        "check",
-        "explain",
-        "first_forkable",
-        "generations",
-        "has_room",
-        "inputs",
-        "is_free",
-        "is_swapped",
-        "look",
-        "of",
-        "num_pinned_only_by",
-        "ref_count",
-        "slot_mapping",
-        "slot_of",
-        "slots",
-        "state",
-        "stats",
-        "tables",
-        "version",
-    ]
+    ["block_ids", "block_tables", "check", "explain", "first_forkable", "generations", "has_room", "inputs"]
+    + ["is_free", "is_swapped", "look", "num_pinned_only_by", "of", "ref_count", "slot_mapping", "slot_of", "slots"]
+    + ["state", "stats", "tables", "version"]
 )
 
 
