@@ -9,7 +9,7 @@ import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -40,25 +40,31 @@ class Case:
     judge: Callable[[Any], object] | None = None
 
 
-class World(Protocol):
+class World:
     """Objects under test with all that is needed to call them. covers: the public names it exercises."""
 
     covers: tuple[str, ...]
 
-    def case(self, rng: random.Random) -> Case: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        """Give everything back. kind: of the error that ended the calls; None if none did."""
+
+    def case(self, rng: random.Random) -> Case:
+        """Return the next call."""
+        raise NotImplementedError
 
     def snapshot(self) -> object:
         """All that a failed call must leave as it was; compared with ==."""
+        return None
 
     def check(self) -> None:
         """Raises if an invariant is broken."""
 
 
-class PlayedWorld:
+class PlayedWorld(World):
     """A world that makes its calls by itself, wrong ones by `Fuzzer.is_taken`."""
-
-    def __enter__(self) -> "PlayedWorld":
-        return self
 
     def play(self, fuzzer: "Fuzzer") -> None:
         """Make some calls."""
@@ -82,7 +88,7 @@ class Fuzzer:
     def __init__(self, rng: random.Random, told: Callable[[str], None]) -> None:
         self.rng, self.told, self.figures = rng, told, Figures()
 
-    def call(self, world: World | PlayedWorld) -> None:
+    def call(self, world: World) -> None:
         if isinstance(world, PlayedWorld):
             world.play(self)
             return

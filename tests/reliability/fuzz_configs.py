@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fuzz_case import Case
+from fuzz_case import Case, World
 
 from kvpage import (
     BlockManager,
@@ -129,7 +129,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class ConfigWorld:
+class ConfigWorld(World):
     """Calls that leave nothing behind, so there is nothing to compare: only their errors."""
 
     covers = tuple(
@@ -158,25 +158,13 @@ class ConfigWorld:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
-    def __enter__(self) -> "ConfigWorld":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def snapshot(self) -> object:
-        return None
-
-    def check(self) -> None:
-        pass
-
     def case(self, rng: random.Random) -> Case:
         name = rng.choice(sorted(CALLS))
         function, args = CALLS[name]
         return Case(name, function, dict(args))
 
 
-class TrieWorld:
+class TrieWorld(World):
     """Tries of tokens with logprobs and K and V."""
 
     covers = (
@@ -187,12 +175,6 @@ class TrieWorld:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.root, self.plain, self.cache = rng, DynamicTokenTrie(), TokenTrie(), OutputCache(3)
-
-    def __enter__(self) -> "TrieWorld":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def snapshot(self) -> object:
         nodes = [(id(node), node._kv is None, node.logprobs is None) for node in self.root._nodes()]

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from fuzz_caches import LAYOUTS
-from fuzz_case import Case
+from fuzz_case import Case, World
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
 
 
-class EngineWorld:
+class EngineWorld(World):
     """CacheEngine: swaps and copies with maps of every kind, and its making."""
 
     covers = ("kvpage.CacheEngine", "kvpage.Transfer", "kvpage.CacheLayout")
@@ -25,12 +25,6 @@ class EngineWorld:
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
         for cache in (*self.engine.gpu_cache, *self.engine.cpu_cache):
             cache.copy_(torch.randn(cache.shape, generator=generator))
-
-    def __enter__(self) -> "EngineWorld":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def snapshot(self) -> object:
         tiers = (*self.engine.gpu_cache, *self.engine.cpu_cache)

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import torch
-from fuzz_case import Case
+from fuzz_case import Case, World
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.layout.groups import StateLayout, StatePart
@@ -18,7 +18,7 @@ CALLS += ("layers_there", "layers_put", "layers_load", "layers")
 LAYOUT = StateLayout.of_parts([StatePart(0, "conv", 0, (3,), torch.float32)])
 
 
-class StoreWorld:
+class StoreWorld(World):
     covers = ("kvpage.store.KVStore", "kvpage.store.KVStoreStats", "kvpage.store.Pin", "kvpage.store.metadata_of")
     covers += ("kvpage.store.LayerLoad", "kvpage.store.StateRecords", "kvpage.store.LayerChunks")
 
@@ -32,9 +32,6 @@ class StoreWorld:
         self.block_store = KVStore(config, metadata_of(self.engine, "m"))
         self.states = self.store.states(LAYOUT, torch.float32)
         self.layers = self.store.layers(self.engine)
-
-    def __enter__(self) -> "StoreWorld":
-        return self
 
     def __exit__(self, *error: object) -> None:
         for pin in self.pins:
