@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fuzz_case import Fuzzer, PlayedWorld
-from support import group_worlds, slot_life, tree_life
+from support import group_worlds, slot_life, store_life, tree_life
 from support.life import Life, World
 
 CALM_STEPS = 60  # of a life before its calls are made wrong, too: blocks are cached and scarce by then
@@ -18,8 +18,8 @@ WRONG_SHARE = 0.2  # of the calls
 PARTS = ("pool", "tree", "space", "windows", "states", "rows")  # of a part, whose calls are made wrong, too
 READS = frozenset(  # which leave all as it was, also when they are taken
     ["block_ids", "block_tables", "check", "explain", "first_forkable", "generations", "has_room", "inputs"]
-    + ["is_free", "is_swapped", "look", "num_pinned_only_by", "of", "ref_count", "slot_mapping", "slot_of", "slots"]
-    + ["state", "stats", "tables", "version"]
+    + ["is_free", "is_swapped", "look", "lookup", "num_pinned_only_by", "of", "ref_count", "retrieve"]
+    + ["slot_mapping", "slot_of", "slots", "state", "stats", "tables", "version"]
 )
 
 
@@ -84,7 +84,8 @@ class LifeWorld(PlayedWorld):
         except Spoiled:
             self.life = None
             for part in self._real.values():
-                getattr(part, "check", lambda: None)()
+                for end in ("check", "close"):
+                    getattr(part, end, lambda: None)()
 
     def _begin(self) -> Life:
         self.life = life = self.rng.choice(self.worlds).life(self.rng.getrandbits(32))
@@ -130,3 +131,9 @@ class SlotLives(LifeWorld):
     worlds = slot_life.WORLDS
     parts = ("slots", "cache")
     errors = (OverflowError,)
+
+
+class StoreLives(LifeWorld):
+    covers = ("kvpage.store.KVStore", "kvpage.store.KVStoreStats", "kvpage.store.Pin")
+    worlds = store_life.WORLDS
+    parts = ("store",)
