@@ -157,6 +157,15 @@ def test_native_mutants_are_noticed_or_not(tmp_path):
     assert len(changes) > 25 and of_the_function == [(7, "0 becomes 1")], left  # which adds 0 less
 
 
+def test_modules_that_a_checkout_has_beside_the_package_are_followed():
+    mutants = PythonMutants(["kvpage/layout/config.py", "kvpage/kernels/prepared.py"])
+    pytest.importorskip("triton")
+    kinds = importlib.import_module("kvpage.kernels.prepared").PreparedKinds(capacity=1)
+    mutants.begin()
+    kinds.keep(0, "kind")
+    assert {mutants.mutants[index].path for index in mutants.reached()} == {"kvpage/kernels/prepared.py"}
+
+
 def test_the_same_change_twice_in_a_line_has_two_names():
     one = Mutant("a.py", 3, "f", "x + y + z", "+ becomes -")
     names = [mutant.change for mutant in numbered([one, one, Mutant("a.py", 4, "f", "u + v", "+ becomes -")])]
