@@ -40,7 +40,6 @@ from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 HEADS, SIZE, LAYERS, CHUNK, BLOCKS = 2, 8, 3, 4, 5
 FREQUENCIES = torch.tensor([1.0, 0.5, 0.25, 0.125])
 ROTARY = RotaryTables.of_frequencies(FREQUENCIES, SIZE)
-ENDED = (RuntimeError,)  # a retriever that is closed
 
 
 def names(*given: str) -> tuple[str, ...]:
