@@ -40,12 +40,9 @@ std::unique_ptr<Life> sequence_life(uint64_t seed, Figures* figures) {
 }
 
 constexpr Kind kKinds[] = {
-    {"tree", 905, 20'000, 256, &tree_life},
-    {"wide_tree", 10, 20'000, 1024, &wide_life},
-    {"sequences", 15, 5'000, 32, &sequence_life},
-    {"slots", 50, 20'000, 32, &slot_life},
-    {"slot_pool", 10, 5'000, 32, &slot_pool_life},
-    {"copy", 10, 20, 1, &copy_life},
+    {"tree", 905, 20'000, 256, &tree_life},        {"wide_tree", 10, 20'000, 1024, &wide_life},
+    {"sequences", 15, 5'000, 32, &sequence_life},  {"slots", 50, 20'000, 32, &slot_life},
+    {"slot_pool", 10, 5'000, 32, &slot_pool_life}, {"copy", 10, 20, 1, &copy_life},
 };
 
 }  // namespace
