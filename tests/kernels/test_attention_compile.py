@@ -3,9 +3,6 @@
 import itertools
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +16,8 @@ from support.attention_compiled import (  # noqa: E402
     compile_attention,
     compile_kernel,
     sizes_and_tile,
-    tool_output,
 )
-from support.sass import instructions, loops  # noqa: E402
+from support.sass import instructions, loops, printed, stack_of  # noqa: E402
 
 from kvpage.benchmarks.compiling_driver import SHARED_MEMORY  # noqa: E402
 from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel  # noqa: E402
@@ -29,21 +25,6 @@ from kvpage.kernels.attention_plan import shared_bytes  # noqa: E402
 from kvpage.kernels.prepared import HAS_DEPENDENT_LAUNCH  # noqa: E402
 
 ARCHS = pytest.mark.parametrize("arch", [80, 90])
-INTERPRETED_FILES = (
-    "test_triton_attention.py",
-    "test_attention_items.py",
-    *(f"test_attention_{n}.py" for n in ("numbers", "lengths", "positions")),
-)
-
-
-def test_in_the_interpreter(tmp_path):
-    """Interpreted kernels cannot be compiled, so they get a process of their own (see test_triton_compile.py)."""
-    tests = [str(Path(__file__).with_name(name)) for name in INTERPRETED_FILES]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter", *tests]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 200
 
 
 # Tiles are chosen by what the compiler of Triton 3.7 makes of them; others may keep a few registers in memory.
@@ -113,15 +94,14 @@ def test_shared_memory_of_other_devices(name, arch):
 
 @ARCHS
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_spills(name, arch, tmp_path):
+def test_nothing_spills(name, arch):
     """But for STACK_OUTSIDE, and never where keys are multiplied; by other compilers, seldom there."""
     compiled = compile_attention(arch, **CASES[name])
-    usage = tool_output("cuobjdump", compiled, tmp_path, "-res-usage")
-    stack = max(map(int, re.findall(r"STACK:(\d+)", usage)))
-    assert stack <= max(MOST_STACK, STACK_OUTSIDE.get((name, arch), 0)) and re.search(r"LOCAL:0\b", usage), usage
+    stack = stack_of(compiled)
+    assert stack <= max(MOST_STACK, STACK_OUTSIDE.get((name, arch), 0))
     check_shared_memory(name, arch, compiled)
     if stack:
-        bodies = loops(instructions(tool_output("cuobjdump", compiled, tmp_path, "-sass")), MULTIPLIES)
+        bodies = loops(instructions(printed(compiled.asm["cubin"], "-sass")), MULTIPLIES)
         most = 0 if IS_TUNED_FOR or (name, arch) in NEVER_IN_LOOP else 0.05
         assert bodies and all(sum(each.name in ("LDL", "STL") for each in body) <= most * len(body) for body in bodies)
 
@@ -142,26 +122,26 @@ MOST_INSTRUCTIONS = {
 
 @pytest.mark.skipif(not IS_TUNED_FOR, reason="counted with Triton 3.7")
 @pytest.mark.parametrize("name, arch", MOST_INSTRUCTIONS)
-def test_a_tile_of_keys_takes_few_instructions(name, arch, tmp_path):
-    sass = tool_output("cuobjdump", compile_attention(arch, **CASES[name]), tmp_path, "-sass")
+def test_a_tile_of_keys_takes_few_instructions(name, arch):
+    sass = printed(compile_attention(arch, **CASES[name]).asm["cubin"], "-sass")
     (body,) = loops(instructions(sass), "HMMA|HGMMA")
     assert len(body) <= MOST_INSTRUCTIONS[name, arch]
 
 
 @ARCHS
 @pytest.mark.parametrize("name", ["decode", "prefill", "decode 64", "decode 256", "prefill, all options"])
-def test_keys_and_values_are_read_16_bytes_at_a_time(name, arch, tmp_path):
+def test_keys_and_values_are_read_16_bytes_at_a_time(name, arch):
     """What is not: lengths, sinks and entries of the table."""
     compiled = compile_attention(arch, **CASES[name])
-    sass = tool_output("cuobjdump", compiled, tmp_path, "-sass")
+    sass = printed(compiled.asm["cubin"], "-sass")
     assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", sass)) >= 16
     assert not re.findall(r"LDG\.E\.U|LDGSTS\.E\.64", sass)
 
 
 @ARCHS
 @pytest.mark.parametrize("name", ["prefill", "prefill mla, 16 heads", "prefill e4m3", "decode mla"])
-def test_products_run_on_tensor_cores(name, arch, tmp_path):
-    sass = tool_output("cuobjdump", compile_attention(arch, **CASES[name]), tmp_path, "-sass")
+def test_products_run_on_tensor_cores(name, arch):
+    sass = printed(compile_attention(arch, **CASES[name]).asm["cubin"], "-sass")
     assert len(re.findall(r"HGMMA" if arch == 90 and name != "prefill mla, 16 heads" else r"HMMA", sass)) >= 16
 
 
@@ -176,14 +156,13 @@ def test_addresses_are_64_bits(name):
 
 
 @ARCHS
-def test_the_merging_kernel(arch, tmp_path):
+def test_the_merging_kernel(arch):
     constants = {"MERGED": MERGED, "A": attention_constants(arch, **CASES["decode mla"])}
     pointers = {"out_ptr": "*bf16", "partial_ptr": "*fp32", "sum_ptr": "*fp32"}
     pointers |= {"seq_len_ptr": "*i64", "query_len_ptr": "*i64"}
     strides = {"out_token": 4096, "out_head": 512}
     compiled = compile_kernel(merge_splits_kernel, arch, pointers, strides, constants, num_warps=4)
-    usage = tool_output("cuobjdump", compiled, tmp_path, "-res-usage")
-    assert re.search(r"STACK:0\b", usage) and re.search(r"LOCAL:0\b", usage), usage
+    assert stack_of(compiled) == 0
     before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
     assert bool(after) == (arch == 90 and HAS_DEPENDENT_LAUNCH)
     if after:  # lengths, 64 bits each, are read while attention runs; its results are not

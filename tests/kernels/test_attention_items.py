@@ -1,7 +1,4 @@
-"""Items of the attention kernel: each tile of queries and each of its splits once, wherever the lengths lie.
-
-They run in Triton's interpreter, as test_attention_compile.py asks for.
-"""
+"""Items of the attention kernel: each tile of queries and each of its splits once, wherever the lengths lie."""
 
 import os
 from types import SimpleNamespace

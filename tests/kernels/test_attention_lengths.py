@@ -1,8 +1,4 @@
-"""Attention in Triton by lengths, bounds and block ids that may be wrong.
-
-On the device "interpreter", which test_attention_compile.py asks for in a process of its own, the kernels run on the
-CPU.
-"""
+"""Attention in Triton by lengths, bounds and block ids that may be wrong."""
 
 import pytest
 import torch

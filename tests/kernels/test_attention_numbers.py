@@ -1,8 +1,4 @@
-"""Attention in Triton over extreme numbers: scores, 8-bit floats, scales, infinities and NaNs.
-
-On the device "interpreter", which test_attention_compile.py asks for in a process of its own, the kernels run on the
-CPU.
-"""
+"""Attention in Triton over extreme numbers: scores, 8-bit floats, scales, infinities and NaNs."""
 
 import pytest
 import torch

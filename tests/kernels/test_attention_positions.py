@@ -1,8 +1,4 @@
-"""Attention in Triton of queries at some positions of their sequences.
-
-On the device "interpreter", which test_attention_compile.py asks for in a process of its own, the kernels run on the
-CPU.
-"""
+"""Attention in Triton of queries at some positions of their sequences."""
 
 import pytest
 import torch

@@ -5,10 +5,7 @@ Compiled, they move 16 bytes at a time, keep what they hold in registers, and ro
 
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -20,11 +17,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
 import torch  # noqa: E402
+from support.sass import printed, stack_of  # noqa: E402
 
 from kvpage.kernels.blend import deviation_constants, row_deviation_kernel  # noqa: E402
 from kvpage.kernels.rotary import mix_constants, mix_rows_kernel  # noqa: E402
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # heads, size, first, number of pairs: of Llama, Phi-3's 96, the first quarter, MLA's last part, V of all heads
 SHAPES = {
@@ -49,17 +46,6 @@ PLACES = {
         "fresh_row_ptr": "*i64",
     },
 }
-
-
-def test_in_the_interpreter(tmp_path):
-    """Interpreted kernels cannot be compiled, so they get a process of their own, started elsewhere: a checkout in the
-    current folder would hide the installed package."""
-    tests = str(Path(__file__).parents[1] / "blend" / "test_mix_rows.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter", tests]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
 
 
 def compiled_of(kernel, arch, constants, dtype, given, aligned=True):
@@ -97,38 +83,26 @@ def compile_mix(shape, arch, dtype, place="rows", is_interleaved=False, aligned=
     return compiled_of(mix_rows_kernel, arch, replace(constants, **sizes), dtype, PLACES[place], aligned)
 
 
-def tool_output(compiled, tmp_path, option):
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    return subprocess.run([TOOLS / "cuobjdump", option, cubin], check=True, capture_output=True, text=True).stdout
-
-
-def check_no_spills(compiled, tmp_path, most_stack=0):
-    usage = tool_output(compiled, tmp_path, "-res-usage")
-    stack = max(map(int, re.findall(r"STACK:(\d+)", usage)))
-    assert stack <= most_stack and re.search(r"LOCAL:0\b", usage), usage
-
-
 @EVERY_SHAPE
 @pytest.mark.parametrize("dtype, arch", [(BF16, 80), (BF16, 90), (FP32, 90)], ids=str)
 @pytest.mark.parametrize("is_interleaved", [False, True])
-def test_rows_move_16_bytes_at_a_time(shape, dtype, arch, is_interleaved, tmp_path):
+def test_rows_move_16_bytes_at_a_time(shape, dtype, arch, is_interleaved):
     compiled = compile_mix(shape, arch, dtype, "all", is_interleaved)
-    sass = tool_output(compiled, tmp_path, "-sass")
+    sass = printed(compiled.asm["cubin"], "-sass")
     assert re.search(r"LDG\.E\.128", sass) and re.search(r"STG\.E\.128", sass)
     narrow = {2: r"(LDG|STG)\.E\.U?16\b", 4: r"STG\.E\b(?!\.)"}[dtype.itemsize]
     assert not re.findall(narrow, sass), "some elements move one by one"
     ptx = compiled.asm["ptx"]
     assert "fma.rn.f32" not in ptx and ".ftz" not in ptx
-    check_no_spills(compiled, tmp_path)
+    assert stack_of(compiled) == 0
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @EVERY_SHAPE
-def test_nothing_spills_where_nothing_is_aligned(shape, is_interleaved, tmp_path):
+def test_nothing_spills_where_nothing_is_aligned(shape, is_interleaved):
     """By the compiler that the kernels are tuned with; by others, little."""
     most_stack = 0 if triton.__version__.startswith("3.7.") else 64
-    check_no_spills(compile_mix(shape, 80, FP16, "all", is_interleaved, aligned=False), tmp_path, most_stack)
+    assert stack_of(compile_mix(shape, 80, FP16, "all", is_interleaved, aligned=False)) <= most_stack
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -142,10 +116,10 @@ def test_addresses_are_64_bits(place):
 
 @pytest.mark.parametrize("dtype, arch", [(BF16, 80), (FP16, 90), (FP32, 90)], ids=str)
 @pytest.mark.parametrize("heads, size", [(1, 1024), (8, 128), (1, 576), (2, 80)])
-def test_deviations(heads, size, dtype, arch, tmp_path):
+def test_deviations(heads, size, dtype, arch):
     compiled = compiled_of(row_deviation_kernel, arch, deviation_constants(heads, size, dtype), dtype, {})
-    assert re.search(r"LDG\.E\.128", tool_output(compiled, tmp_path, "-sass"))
-    check_no_spills(compiled, tmp_path)
+    assert re.search(r"LDG\.E\.128", printed(compiled.asm["cubin"], "-sass"))
+    assert stack_of(compiled) == 0
     ttir = compiled.asm["ttir"]
     products = re.findall(r"arith\.muli .* : (?:tensor<([\dx]+)x)?(i\d+)", ttir)
     assert not [shape for shape, kind in products if kind == "i32" and shape]

@@ -9,10 +9,11 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
-from support.machine_code.cases import ARCHS, CASES, cuobjdump  # noqa: E402
+from support.machine_code.cases import ARCHS, CASES  # noqa: E402
 from support.machine_code.cost import Cost, occupancy  # noqa: E402
 from support.machine_code.machine_code import MachineCode  # noqa: E402
 from support.machine_code.table import read_table, text_of  # noqa: E402
+from support.sass import CUOBJDUMP  # noqa: E402
 
 VERSION, TABLE = read_table((Path(__file__).parents[2] / "docs" / "notes" / "machine_code.md").read_text())
 TOLERANCE = 0.05
@@ -31,7 +32,7 @@ def test_a_tile_takes_what_the_table_says(name, arch):
         pytest.skip(f"the table is of Triton {VERSION}, this is {triton.__version__}")
     if not CASES[name].can_run:
         pytest.skip(f"needs {CASES[name].program}")
-    if not cuobjdump().exists():
+    if not CUOBJDUMP.exists():
         pytest.skip("needs cuobjdump")
     got, want = CASES[name].measure(arch), TABLE[name, arch]
     for part in ("instructions", "alu", "registers", "shared"):

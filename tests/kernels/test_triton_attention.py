@@ -1,8 +1,4 @@
-"""Attention over blocks in Triton against its reference: every layout, dtype, size and option, poison all around.
-
-On the device "interpreter", which test_attention_compile.py asks for in a process of its own, the kernels run on the
-CPU.
-"""
+"""Attention over blocks in Triton against its reference: every layout, dtype, size and option, poison all around."""
 
 import itertools
 import random

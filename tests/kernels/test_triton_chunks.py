@@ -1,7 +1,6 @@
 """The Triton kernels that move chunks against the reference: every layout, dtype, length and offset.
 
-Every byte of the destination is compared, mapped or not. On the device "interpreter", which test_triton_compile.py asks
-for in a process of its own, they run on the CPU.
+Every byte of the destination is compared, mapped or not.
 """
 
 import pytest

@@ -6,9 +6,6 @@ and keep what they hold in registers.
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler", allow_module_level=True)
 
 import torch  # noqa: E402
+from support.sass import printed, stack_of  # noqa: E402
 
 from kvpage import CacheLayout  # noqa: E402
 from kvpage.kernels.arguments import row_constants  # noqa: E402
@@ -28,23 +26,7 @@ from kvpage.kernels.gather import gather_cache_kernel  # noqa: E402
 from kvpage.kernels.reshape import reshape_and_cache_kernel  # noqa: E402
 from kvpage.kernels.rows import ROWS_FIRST  # noqa: E402
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 ARCHS = pytest.mark.parametrize("arch", [80, 90])
-INTERPRETED_FILES = (
-    *(f"ops/test_{name}.py" for name in ("reshape", "gather", "rows_on_devices")),
-    *(f"kernels/test_triton_{name}.py" for name in ("layouts", "numbers", "chunks", "lengths")),
-)
-
-
-def test_in_the_interpreter(tmp_path):
-    """Interpreted kernels cannot be compiled, so they get a process of their own (started elsewhere: `python -m pytest`
-    puts its folder first on the path, and a checkout there would hide the installed package)."""
-    tests = [str(Path(__file__).parents[1] / name) for name in INTERPRETED_FILES]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreter", *tests]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 400
 
 
 # What a kernel is compiled for besides rows: where lengths come from, where chunks go.
@@ -119,16 +101,8 @@ def make_layout(backend, dtype, size=128):
     return CacheLayout(16, 1 if backend == "mla" else 8, size, dtype, backend)
 
 
-def tool_output(name, compiled, tmp_path, *options):
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    return subprocess.run([TOOLS / name, *options, cubin], check=True, capture_output=True, text=True).stdout
-
-
-def check_no_spills(compiled, tmp_path, most_stack=0):
-    usage = tool_output("cuobjdump", compiled, tmp_path, "-res-usage")
-    stack = max(map(int, re.findall(r"STACK:(\d+)", usage)))
-    assert stack <= most_stack and re.search(r"LOCAL:0\b", usage), usage
+def check_no_spills(compiled, most_stack=0):
+    assert stack_of(compiled) <= most_stack
 
 
 PLAIN = [
@@ -145,7 +119,7 @@ PLAIN = [
     "name, dtype, sizes", [*((name, *case) for name in MAIN for case in PLAIN), *((name, *PLAIN[4]) for name in OTHERS)]
 )
 @ARCHS
-def test_rows_move_16_bytes_at_a_time(name, dtype, sizes, arch, tmp_path):
+def test_rows_move_16_bytes_at_a_time(name, dtype, sizes, arch):
     layout = make_layout("flash" if sizes[1] else "mla", dtype, sizes[0])
     if "chunk" in name:
         sizes = (sizes[0], sizes[0] if sizes[1] else 0)
@@ -156,18 +130,18 @@ def test_rows_move_16_bytes_at_a_time(name, dtype, sizes, arch, tmp_path):
         len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= parts and len(re.findall(r"st\.global\.v4\.b32", ptx)) >= parts
     )
     assert not re.findall(rf"st\.global(\.v2)?\.{row}\b", ptx)
-    sass = tool_output("cuobjdump", compiled, tmp_path, "-sass")
+    sass = printed(compiled.asm["cubin"], "-sass")
     assert len(re.findall(r"LDG\.E\.128", sass)) >= parts and len(re.findall(r"STG\.E\.128", sass)) >= parts
-    check_no_spills(compiled, tmp_path)
+    check_no_spills(compiled)
 
 
 @MAIN_KERNELS
 @pytest.mark.parametrize("dtype, rows", [(BF16, BF16), (E4M3, BF16), (INT8, BF16)])
-def test_neighbouring_tokens_of_runs_are_moved_together(name, dtype, rows, tmp_path):
+def test_neighbouring_tokens_of_runs_are_moved_together(name, dtype, rows):
     """K in pieces of 16 bytes; V, of which an element lies beside the next token's, with a lane of a warp a token."""
     compiled = compile_kernel(name, 90, make_layout("paged", dtype), rows)
     into = name == "reshape" or name.startswith("load")
-    sass = tool_output("cuobjdump", compiled, tmp_path, "-sass")
+    sass = printed(compiled.asm["cubin"], "-sass")
     assert re.search(r"STG\.E\.128" if into else r"LDG\.E\.128", sass)
     layouts = dict(re.findall(r"(#blocked\d*) = #ttg\.blocked<\{(.*?)\}>", compiled.asm["ttgir"]))
     moved = re.findall(rf"tt\.{'store' if into else 'load'} .*x1x!tt\.ptr<i\d+>, (#blocked\d*)>", compiled.asm["ttgir"])
@@ -180,7 +154,7 @@ def test_neighbouring_tokens_of_runs_are_moved_together(name, dtype, rows, tmp_p
         tokens = 0 if ROWS_FIRST.value else 1
         assert lanes[tokens] * dtype.itemsize >= 32 and order.index(tokens) < order.index(1 - tokens)
     is_old = [int(number) for number in triton.__version__.split(".")[:2]] < [3, 7]
-    check_no_spills(compiled, tmp_path, 240 if is_old else 0)  # the compiler of 3.6 keeps some registers in memory
+    check_no_spills(compiled, 240 if is_old else 0)  # the compiler of 3.6 keeps some registers in memory
 
 
 QUANTISED = [
@@ -197,7 +171,7 @@ QUANTISED = [
 
 @MAIN_KERNELS
 @pytest.mark.parametrize("backend, dtype, rows, sizes, scaled", QUANTISED)
-def test_quantised_rows_compile_for_every_gpu(name, backend, dtype, rows, sizes, scaled, tmp_path):
+def test_quantised_rows_compile_for_every_gpu(name, backend, dtype, rows, sizes, scaled):
     """For sm_80 too, which has no 8-bit floats. Nothing is flushed to zero, nor divided inexactly."""
     compiled = compile_kernel(name, 80, make_layout(backend, dtype, sizes[0]), rows, sizes, True, scaled)
     ptx = compiled.asm["ptx"]
@@ -205,7 +179,7 @@ def test_quantised_rows_compile_for_every_gpu(name, backend, dtype, rows, sizes,
     into = name == "reshape" or name.startswith("load")
     assert ("div.rn.f32" in ptx) == (into and (scaled or dtype == INT8))
     # Tiles are chosen by what the compiler of Triton 3.7 makes of them; another may keep a few registers in memory.
-    check_no_spills(compiled, tmp_path, 0 if triton.__version__.startswith("3.7.") else 64)
+    check_no_spills(compiled, 0 if triton.__version__.startswith("3.7.") else 64)
 
 
 UNEVEN = [((1, 1), True), ((20, 20), False), ((128, 128), False), ((4096, 4096), True), ((4096, 4096), False)]
@@ -216,8 +190,8 @@ UNEVEN = [((1, 1), True), ((20, 20), False), ((128, 128), False), ((4096, 4096),
     [*((name, *case) for name in MAIN for case in UNEVEN), *((name, (128, 128), False) for name in OTHERS)],
 )
 @ARCHS
-def test_nothing_spills(name, sizes, aligned, arch, tmp_path):
-    check_no_spills(compile_kernel(name, arch, make_layout("flash", BF16, sizes[0]), BF16, sizes, aligned), tmp_path)
+def test_nothing_spills(name, sizes, aligned, arch):
+    check_no_spills(compile_kernel(name, arch, make_layout("flash", BF16, sizes[0]), BF16, sizes, aligned))
 
 
 @EVERY_KERNEL
@@ -250,10 +224,10 @@ LONG_ROWS = [*((name, BF16) for name in MAIN), ("reshape", E4M3), ("gather packe
 
 
 @pytest.mark.parametrize("name, dtype", LONG_ROWS)
-def test_long_rows_have_no_more_warps_than_a_thread_block(name, dtype, tmp_path):
+def test_long_rows_have_no_more_warps_than_a_thread_block(name, dtype):
     compiled = compile_kernel(name, 80, make_layout("flash", dtype, 2**15), BF16, (2**15, 2**15))
     assert compiled.metadata.num_warps == 32  # with 64 registers a thread: Triton 3.8 keeps 192 bytes in memory
-    check_no_spills(compiled, tmp_path, 0 if triton.__version__.startswith("3.7.") else 256)
+    check_no_spills(compiled, 0 if triton.__version__.startswith("3.7.") else 256)
 
 
 WARPS = [(1, 4), (128, 4), (2048, 4), (2049, 8), (4096, 8), (8192, 16), (2**16, 32)]

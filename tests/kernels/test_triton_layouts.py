@@ -1,7 +1,6 @@
 """The Triton kernels that write and read rows against the reference: every layout, dtype and size, far addresses.
 
-Every byte of the destination is compared, mapped or not. On the device "interpreter", which test_triton_compile.py asks
-for in a process of its own, they run on the CPU; tests for that one device alone have its name in theirs.
+Every byte of the destination is compared, mapped or not.
 """
 
 import mmap

@@ -1,7 +1,6 @@
 """The Triton kernel that gathers by lengths on the device, some of which do not fit.
 
-Every byte of the destination is compared, mapped or not. On the device "interpreter", which test_triton_compile.py asks
-for in a process of its own, it runs on the CPU.
+Every byte of the destination is compared, mapped or not.
 """
 
 import pytest

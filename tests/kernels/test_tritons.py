@@ -1,10 +1,7 @@
-""".ci/tritons, which launches every kernel under other versions of Triton: cases, choice of versions, table."""
+"""The launches of every kernel that .ci/tritons makes under other versions of Triton: alike, and with their errors."""
 
-import importlib.util
 import json
 import os
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,17 +13,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from support import launch_kernels  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-COMMAND = Path(__file__).parents[2] / ".ci" / "tritons"
-
-
-@pytest.fixture(scope="module")
-def tritons():
-    loader = SourceFileLoader("tritons", str(COMMAND))
-    spec = importlib.util.spec_from_loader("tritons", loader)
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
 
 @pytest.fixture(autouse=True)
 def usual_driver():
@@ -35,37 +21,9 @@ def usual_driver():
         driver.reset_active()
 
 
-def test_another_version_each_day(tritons):
-    found = [tritons.chosen([], day) for day in range(len(tritons.VERSIONS))]
-    assert sorted(found) == sorted([version] for version in tritons.VERSIONS)
-    assert tritons.chosen(["all"], 3) == list(tritons.VERSIONS) and tritons.chosen(["3.4.0"], 3) == ["3.4.0"]
-
-
-def test_the_table(tritons):
-    results = {"3.2.0": {"decode": None, "merge": "ValueError('x')"}, "3.9.0": {"start": "ended with 1"}}
-    assert tritons.table(results).splitlines() == [
-        "          3.2.0    3.9.0",
-        "decode       ok    FAILS",
-        "merge     FAILS    FAILS",
-        "start     FAILS    FAILS",
-    ]
-
-
 def test_a_case_is_launched_alike_each_time(capsys):
     assert launch_kernels.main("deviation") == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"case": "deviation", "error": None}]
-
-
-def test_a_case_that_fails_tells_the_first_error(capsys, monkeypatch):
-    def fail():
-        try:
-            raise KeyError("first")
-        except KeyError as error:
-            raise ValueError("second") from error
-
-    monkeypatch.setitem(launch_kernels.CASES, "none", (90, lambda: fail))
-    assert launch_kernels.main("none") == 1
-    assert json.loads(capsys.readouterr().out) == {"case": "none", "error": "KeyError('first')"}
 
 
 def test_a_compiler_that_ends_the_process_is_an_error(capsys, monkeypatch):

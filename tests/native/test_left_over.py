@@ -90,26 +90,3 @@ def test_no_sequence_finds_anything_without_prefix_caching():
     with pytest.raises(ValueError, match="num_left_over must not be negative, got -1"):
         manager.allocate("c", [1], num_left_over=-1)
     manager.check()
-
-
-@pytest.mark.parametrize("block_size", [1, 2, B])
-@pytest.mark.parametrize("is_private", [False, True])
-@pytest.mark.parametrize("num_more", [0, 1])
-def test_what_comes_back_from_the_host_is_whole(block_size, is_private, num_more):
-    """Also where its last block was cached meanwhile, by others or by itself."""
-    manager = BlockManager(64, block_size, num_host_blocks=32)
-    tokens = list(range(8))
-    manager.allocate("a", tokens)
-    manager.commit("a", tokens[:4])
-    if is_private:
-        manager.make_private("a")
-    manager.commit("a", tokens[4:])
-    manager.swap_out("a")
-    manager.take_moves()
-    written(manager, "b", tokens)
-    given = manager.swap_in("a", [*tokens, *[9] * num_more])
-    assert given.num_cached_tokens == 8
-    manager.take_moves()
-    shared = set(given.block_ids.tolist()) & set(manager.block_ids("b").tolist())
-    assert len(shared) == (4 if is_private else 8) // block_size
-    manager.check()

@@ -1,8 +1,4 @@
-"""reshape_and_cache against its reference, bit by bit, over every byte of the destination.
-
-On the device "interpreter", which test_triton_compile.py asks for in a process of its own, the Triton kernels run on
-the CPU.
-"""
+"""reshape_and_cache against its reference, bit by bit, over every byte of the destination."""
 
 import pytest
 import torch

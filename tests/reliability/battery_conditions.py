@@ -7,9 +7,8 @@ from types import ModuleType
 from battery import Advance, Battery, Figures
 from support import state_engines, window_engines
 from support.condition_trial import Condition, ConditionTrial, trials_of
-from support.state_conditions import CONDITIONS
+from support.conditions import STATES, WINDOWS
 from support.state_models import SERVED, make_state_model
-from support.window_conditions import CONDITIONS as WINDOW_CONDITIONS
 from support.window_engines import KINDS, make_window_model
 from transformers import PreTrainedModel
 
@@ -39,6 +38,6 @@ class Served:
 
 
 BATTERIES = [
-    Served(SERVED, CONDITIONS, make_state_model, state_engines).battery("hybrids under each condition", 3),
-    Served(KINDS, WINDOW_CONDITIONS, make_window_model, window_engines).battery("windows under each condition", 2),
+    Served(SERVED, STATES, make_state_model, state_engines).battery("hybrids under each condition", 3),
+    Served(KINDS, WINDOWS, make_window_model, window_engines).battery("windows under each condition", 2),
 ]

@@ -17,7 +17,6 @@ LIVES = [
     "lives",
     "naive_slots",
     "naive_tree",
-    "pool_life",
     "sequence_life",
     "slot_life",
     "slot_pool_life",

@@ -11,7 +11,6 @@ from fuzz_caches import HEAD_SIZE, CacheWorld, lengths_of
 from fuzz_case import Case
 
 from kvpage import ops
-from kvpage.ops import reference
 
 
 class BoundWorld(CacheWorld):
@@ -45,11 +44,7 @@ class BoundWorld(CacheWorld):
             "attention": self.options,
             "out": self.place(tuple(query.shape), query.dtype),
         }
-
-        def judge(out: torch.Tensor) -> None:
-            self._compare(out, query, step)
-
-        return Case("ops.attend", ops.attend, args, judge=judge, fixed=("cache", "sequences", "attention"))
+        return Case("ops.attend", ops.attend, args, fixed=("cache", "sequences", "attention"))
 
     def write_and_attend(self) -> Case:
         """The query is fixed as well: rows may have been written where it is wrong."""
@@ -66,12 +61,8 @@ class BoundWorld(CacheWorld):
             "sequences": ops.Sequences(**step),
             "attention": self.options,
         }
-
-        def judge(out: torch.Tensor) -> None:
-            self._compare(out[0], query, step)
-
         fixed = ("query", "cache", "sequences", "attention")
-        return Case("ops.write_and_attend", ops.write_and_attend, args, judge=judge, fixed=fixed)
+        return Case("ops.write_and_attend", ops.write_and_attend, args, fixed=fixed)
 
     # --- inside ---
 
@@ -84,11 +75,3 @@ class BoundWorld(CacheWorld):
         dtype = torch.float32 if self.layout.is_quantized else self.layout.dtype
         shape = num_tokens, 2 * self.layout.num_kv_heads, HEAD_SIZE
         return torch.randn(shape, generator=self.torch_rng).to(dtype)
-
-    def _compare(self, out: torch.Tensor, query: torch.Tensor, step: dict[str, Any]) -> None:
-        lengths = torch.tensor(step["seq_lens"], dtype=torch.int64)
-        expected = reference.paged_attention(
-            query, self.caches[0], step["block_tables"], lengths, self.layout, scale=0.5, value_size=HEAD_SIZE,
-            scales=self.scales,
-        )  # fmt: skip
-        assert torch.allclose(out.float(), expected.float(), atol=3e-2, rtol=3e-2)

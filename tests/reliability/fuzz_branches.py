@@ -4,9 +4,9 @@ import random
 from typing import Any
 
 import torch
-from fuzz_blocks import as_integers
-from fuzz_case import Case
+from fuzz_case import Case, World
 from fuzz_serving import model
+from fuzz_values import as_integers
 from support.insides import cached_rows
 
 from kvpage import CacheConfig, OutOfBlocks
@@ -19,7 +19,7 @@ def tokens_of(rng: random.Random, most: int = 10) -> list[int]:
     return [rng.randrange(1, 4) for _ in range(rng.randint(1, most))]
 
 
-class BranchWorld:
+class BranchWorld(World):
     """Branches and a trie over one engine, which has few blocks."""
 
     covers = ("kvpage.serving.Branches", "kvpage.serving.Branch", "kvpage.serving.PagedTokenTrie")
@@ -29,9 +29,6 @@ class BranchWorld:
         self.engine = Engine.from_model(model(), EngineConfig(CacheConfig(B, NUM_BLOCKS, 0), max_model_len=32))
         self.branches, self.live = Branches(self.engine), []
         self.trie = PagedTokenTrie(self.engine, b"trie", 3, 5)
-
-    def __enter__(self) -> "BranchWorld":
-        return self
 
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
@@ -122,7 +119,7 @@ class BranchWorld:
         return Case("PagedTokenTrie", PagedTokenTrie, args, done=lambda made: made.close(), fixed=("engine",))
 
 
-class CacheWorld:
+class CacheWorld(World):
     """KVPageCaches over one pool, and the model's forward with them."""
 
     covers = ("kvpage.serving.KVPageCache", "kvpage.serving.KVPageCachePool")
@@ -131,9 +128,6 @@ class CacheWorld:
         self.rng = rng
         self.pool = KVPageCachePool.from_model(model(), CacheConfig(B, NUM_BLOCKS, 0))
         self.caches: list[KVPageCache] = []
-
-    def __enter__(self) -> "CacheWorld":
-        return self
 
     def __exit__(self, kind: object, *error: object) -> None:
         for cache in self.caches:

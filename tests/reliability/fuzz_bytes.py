@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from fuzz_case import Case
+from fuzz_case import Case, World
 
 from kvpage.store import ByteStore, ByteStoreConfig, PageView
 
@@ -18,7 +18,7 @@ def content(key: bytes) -> bytes:
     return key * 7
 
 
-class ByteWorld:
+class ByteWorld(World):
     covers = ("kvpage.store.ByteStore", "kvpage.store.ByteStoreConfig", "kvpage.store.ByteStoreStats")
     covers += ("kvpage.store.ByteTierStats", "kvpage.store.PageView", "kvpage.store.Pieces", "kvpage.store.Later")
     covers += ("kvpage.store.Follow", "kvpage.store.ByteEvent")
@@ -28,9 +28,6 @@ class ByteWorld:
         self.store = ByteStore(ByteStoreConfig(("memory://?size=1MiB",), num_threads=1), {"model": "m"})
         self.pages = torch.arange(2.0 * 6 * 4 * 3).view(2, 6, 4, 3)
         self.view = PageView(self.pages, 1, 2)
-
-    def __enter__(self) -> "ByteWorld":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.store.close()

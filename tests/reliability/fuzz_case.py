@@ -7,9 +7,9 @@ world.case(rng) ─► Case ─► as it is ────────► must suc
 
 import random
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -40,18 +40,35 @@ class Case:
     judge: Callable[[Any], object] | None = None
 
 
-class World(Protocol):
+class World:
     """Objects under test with all that is needed to call them. covers: the public names it exercises."""
 
     covers: tuple[str, ...]
 
-    def case(self, rng: random.Random) -> Case: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        """Give everything back. kind: of the error that ended the calls; None if none did."""
+
+    def case(self, rng: random.Random) -> Case:
+        """Return the next call."""
+        raise NotImplementedError
 
     def snapshot(self) -> object:
         """All that a failed call must leave as it was; compared with ==."""
+        return None
 
     def check(self) -> None:
         """Raises if an invariant is broken."""
+
+
+class PlayedWorld(World):
+    """A world that makes its calls by itself, wrong ones by `Fuzzer.is_taken`."""
+
+    def play(self, fuzzer: "Fuzzer") -> None:
+        """Make some calls."""
+        raise NotImplementedError
 
 
 class Wrong(Exception):
@@ -72,6 +89,9 @@ class Fuzzer:
         self.rng, self.told, self.figures = rng, told, Figures()
 
     def call(self, world: World) -> None:
+        if isinstance(world, PlayedWorld):
+            world.play(self)
+            return
         case = world.case(self.rng)
         if self.rng.random() < VALID_SHARE:
             self._valid(world, case)
@@ -110,6 +130,28 @@ class Fuzzer:
                 case.done(result)
             world.check()
             self.figures.taken += 1
+
+    def is_taken(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        named: dict[str, Any],
+        errors: tuple[type[BaseException], ...],
+    ) -> bool:
+        """Make a call wrong, and return whether it was taken. A refusal must be typed."""
+        given = {str(place): arg for place, arg in enumerate(args)} | named
+        wrong_args, wrong_named = self._mutate(Case(name, function, given, len(args)))
+        self.told(f"{name}({', '.join(map(brief, [*wrong_args, *wrong_named.items()]))})")
+        try:
+            function(*wrong_args, **wrong_named)
+        except (*TYPED, *errors) as error:
+            if not isinstance(error, errors):
+                _no_accident(error)
+            self.figures.refused += 1
+            return False
+        self.figures.taken += 1
+        return True
 
     def _mutate(self, case: Case) -> tuple[list[Any], dict[str, Any]]:
         rng, given = self.rng, dict(case.args)

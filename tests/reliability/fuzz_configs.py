@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from fuzz_case import Case
+from fuzz_case import Case, World
 
 from kvpage import (
+    BlockManager,
+    BlockPool,
     CacheConfig,
     CacheGroup,
     CacheLayout,
@@ -20,11 +22,14 @@ from kvpage import (
     LoadOrCompute,
     ModelConfig,
     ParallelConfig,
+    PrefixTree,
     StateLayout,
     StatePart,
+    States,
     Window,
 )
 from kvpage.blocks.namespaces import Content, keyed_tokens, namespace_of
+from kvpage.extras.slots import PrefixCacheManager, SlotAllocator
 from kvpage.extras.token_trie import DynamicTokenTrie, OutputCache, TokenTrie
 from kvpage.observe.events import EventConfig
 from kvpage.ops import Attention, Rotation
@@ -32,6 +37,17 @@ from kvpage.serving import BeamSearchParams, EngineConfig, SamplingParams, State
 from kvpage.store import KVStoreConfig, KVStoreMetadata
 from kvpage.store.config import TierURL, parse_size
 from kvpage.store.records.keys import ChunkKeys
+
+
+def small(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Sizes that are allowed and do not fit into the machine are no finding."""
+
+    def call(**given: Any) -> Any:
+        sizes = [value for value in given.values() if isinstance(value, (int, np.integer))]
+        return None if any(10**6 < size < 2**31 for size in sizes) else make(**given)
+
+    return call
+
 
 ROWS = torch.ones(3, 2, 4)
 PARTS = (StatePart(1, "conv", 0, (5, 3), torch.bfloat16), StatePart(1, "recurrent", 0, (2, 4), torch.float32))
@@ -102,10 +118,18 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "keyed_tokens": (keyed_tokens,
                      {"tokens": [1, 2, 3, 4], "contents": [Content(1, 2, b"x")], "salt": b"", "lora": ""}),
     "OutputCache": (OutputCache, {"maxsize": 3, "move_to_cpu": False}),
+    "BlockPool": (small(BlockPool), {"num_blocks": 9}),
+    "PrefixTree": (PrefixTree, {"pool": BlockPool(4), "block_size": 4, "host_pool": BlockPool(2)}),
+    "BlockManager": (small(BlockManager), {"num_blocks": 10, "block_size": 4, "enable_prefix_caching": True}
+                     | {"num_host_blocks": 3, "share_parts": True, "host_policy": None, "rule": None, "pin_quota": 0}),
+    "BlockManager, groups": (small(BlockManager), {"num_blocks": 10, "block_size": 4, "num_host_blocks": 3}
+                             | {"groups": [Window(4, 3), Window(2, 1), States(2)]}),
+    "SlotAllocator": (small(SlotAllocator), {"max_slots": 10}),
+    "PrefixCacheManager": (PrefixCacheManager, {"max_capacity": 10}),
 }  # fmt: skip
 
 
-class ConfigWorld:
+class ConfigWorld(World):
     """Calls that leave nothing behind, so there is nothing to compare: only their errors."""
 
     covers = tuple(
@@ -134,25 +158,13 @@ class ConfigWorld:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
 
-    def __enter__(self) -> "ConfigWorld":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def snapshot(self) -> object:
-        return None
-
-    def check(self) -> None:
-        pass
-
     def case(self, rng: random.Random) -> Case:
         name = rng.choice(sorted(CALLS))
         function, args = CALLS[name]
         return Case(name, function, dict(args))
 
 
-class TrieWorld:
+class TrieWorld(World):
     """Tries of tokens with logprobs and K and V."""
 
     covers = (
@@ -163,12 +175,6 @@ class TrieWorld:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.root, self.plain, self.cache = rng, DynamicTokenTrie(), TokenTrie(), OutputCache(3)
-
-    def __enter__(self) -> "TrieWorld":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def snapshot(self) -> object:
         nodes = [(id(node), node._kv is None, node.logprobs is None) for node in self.root._nodes()]

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from fuzz_caches import BLOCK_SIZE, HEAD_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS, NUM_LAYERS, CacheWorld, lengths_of
-from fuzz_case import Case
+from fuzz_case import Case, World
+from support.torch_calls import LAYOUTS, calls
+from torch.utils._pytree import tree_leaves
 
 from kvpage import ops
 from kvpage.ops import reference
@@ -155,35 +157,27 @@ class OpsWorld(CacheWorld):
         return self.judged(Case("ops.copy_blocks", ops.copy_blocks, args), lambda: reference.copy_blocks(**args))
 
 
-class TorchOpsWorld(OpsWorld):
-    """The same calls through torch's dispatcher: what does not fit the schema, it refuses itself, with its own errors.
+class TorchOpsWorld(World):
+    """The operators of torch: what does not fit the schema, it refuses itself, with its own errors.
 
     That is torch's RuntimeError, so those are allowed where the schema, and not the operation, says no.
     """
 
     covers = tuple(f"torch.ops.kvpage.{name}" for name in OpsWorld.names.split())
 
+    def __init__(self, rng: random.Random) -> None:
+        self.calls = calls(rng.choice(LAYOUTS))
+
+    def snapshot(self) -> object:
+        tensors = [value for value in tree_leaves(self.calls) if isinstance(value, torch.Tensor)]
+        return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
     def case(self, rng: random.Random) -> Case:
-        case = super().case(rng)
-        name, args = case.name.removeprefix("ops."), dict(case.args)
-        args["layout"] = self.layout.spec
-        layered = name in ("store_chunk", "load_chunk")
-        for unknown in ("num_threads", "dtype", "value_size"):
-            args.pop(unknown, None)
-        if "scales" in args:
-            given = args.pop("scales")
-            for part in ("key", "value") if given is not None else ():
-                scales = [getattr(each, part) for each in given] if layered else getattr(given, part)
-                args[f"{part}_scales" if layered else f"{part}_scale"] = scales
-        if "out" in args and name == "gather_cache":
-            args["key"], args["value"] = args.pop("out")
-        for lengths in ("seq_lens", "seq_starts", "query_lens"):
-            if args.get(lengths) is not None:
-                args[lengths] = torch.as_tensor(args[lengths], dtype=torch.int64)
+        name = rng.choice(OpsWorld.names.split())
         operation = getattr(torch.ops.kvpage, name)
-        if name == "paged_attention":
-            case.judge = None
-        return Case(f"torch.ops.kvpage.{name}", _with_schema(operation), args, judge=case.judge)
+        names = [argument.name for argument in operation.default._schema.arguments]
+        args = dict(zip(names, self.calls[name], strict=False))
+        return Case(f"torch.ops.kvpage.{name}", _with_schema(operation), args)
 
 
 def _with_schema(operation: Any) -> Callable[..., object]:

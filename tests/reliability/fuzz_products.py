@@ -1,7 +1,6 @@
 """Products of rows with weights, and norms of rows: kvpage.ops.linear and its kin.
 
-A valid call is compared with torch in double precision. Norms of doubles are taken in fp32, as models do. Where
-arguments do not fit, torch's own errors are allowed.
+Where arguments do not fit, torch's own errors are allowed.
 """
 
 import random
@@ -9,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from fuzz_case import Case
 from fuzz_memory import Arena, ArenaWorld
 
@@ -41,8 +39,7 @@ class ProductWorld(ArenaWorld):
         x, weight = self.rows(size), self.place((num_columns, size))
         bias = self.rng.choice((None, self.place((num_columns,))))
         args = {"x": x, "weight": weight, "bias": bias, "out": self.out((*x.shape[:-1], num_columns))}
-        wide = [None if each is None else each.double() for each in (x, weight, bias)]
-        return self._judged("linear", ops.linear, args, lambda: F.linear(*wide))
+        return self._case(ops.linear, args)
 
     def gated(self) -> Case:
         size, num_columns = self.rng.choice(SIZES), self.rng.choice(SIZES)
@@ -50,33 +47,17 @@ class ProductWorld(ArenaWorld):
         activation = self.rng.choice(sorted(ACTIVATIONS))
         args = {"x": x, "gate": gate, "up": up, "activation": activation}
         args["out"] = self.out((*x.shape[:-1], num_columns))
-        wide, function = [each.double() for each in (x, gate, up)], ACTIVATIONS[activation][1]
-
-        def expected() -> torch.Tensor:
-            return function(F.linear(wide[0], wide[1])) * F.linear(wide[0], wide[2])
-
-        return self._judged("gated_linear", ops.gated_linear, args, expected)
+        return self._case(ops.gated_linear, args)
 
     def norm(self) -> Case:
         args = self._norm_args()
         args["out"] = self.rng.choice((None, args["x"], self.out(tuple(args["x"].shape))))
-        x = args["x"].clone().double()
-        return self._judged("rms_norm", ops.rms_norm, args, lambda: normalized(x, args))
+        return self._case(ops.rms_norm, args)
 
     def added_norm(self) -> Case:
         args = self._norm_args()
-        x, residual = args["x"], self.place(tuple(args["x"].shape))
-        args = {"x": x, "residual": residual, **args}
-
-        def expected() -> torch.Tensor:
-            total = x + residual
-            return torch.stack([normalized(total.double(), args), total.double()])
-
-        case = self._judged("add_rms_norm", ops.add_rms_norm, args, expected)
-        judge = case.judge
-        assert judge is not None
-        case.judge = lambda results: judge(torch.stack(results))
-        return case
+        x = args["x"]
+        return self._case(ops.add_rms_norm, {"x": x, "residual": self.place(tuple(x.shape)), **args})
 
     # --- what calls are made of ---
 
@@ -111,26 +92,5 @@ class ProductWorld(ArenaWorld):
             "rounds_before_weight": self.rng.choice((True, False)),
         }
 
-    def _judged(
-        self, name: str, function: Callable[..., Any], args: dict[str, Any], expected: Callable[[], torch.Tensor]
-    ) -> Case:
-        step = {
-            torch.float64: 1e-9 if name.endswith("linear") else 1e-5,
-            torch.float32: 1e-5,
-            torch.bfloat16: 4e-2,
-            torch.float16: 5e-3,
-        }[self.dtype]
-
-        def judge(found: torch.Tensor) -> None:
-            want = expected()
-            assert found.shape == want.shape and found.dtype == self.dtype
-            assert args.get("out") is None or found is args["out"]
-            assert torch.allclose(found.double(), want, atol=step, rtol=step)
-
-        return Case(f"ops.{name}", function, args, self.rng.choice((0, 2)), errors=TORCHS, judge=judge)
-
-
-def normalized(x: torch.Tensor, args: dict[str, Any]) -> torch.Tensor:
-    """Return the norm of rows in double precision."""
-    weight = args["weight"].double() + args["weight_offset"]
-    return x / (x.square().mean(-1, keepdim=True) + args["eps"]).sqrt() * weight
+    def _case(self, function: Callable[..., Any], args: dict[str, Any]) -> Case:
+        return Case(f"ops.{function.__name__}", function, args, self.rng.choice((0, 2)), errors=TORCHS)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import transformers
-from fuzz_blocks import as_integers
-from fuzz_case import Case
+from fuzz_case import Case, World
+from fuzz_values import as_integers
 from support.models import CONFIGS
 
 from kvpage import CacheConfig, OutOfBlocks
@@ -21,7 +21,7 @@ def model() -> Any:
     return transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()).eval()
 
 
-class ServingWorld:
+class ServingWorld(World):
     covers = ("kvpage.serving.Engine",)
 
     def __init__(self, rng: random.Random) -> None:
@@ -30,9 +30,6 @@ class ServingWorld:
         self.engine = Engine.from_model(
             model(), EngineConfig(CacheConfig(4, 24, 6), max_num_seqs=4, max_model_len=64, blend=blend)
         )
-
-    def __enter__(self) -> "ServingWorld":
-        return self
 
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:

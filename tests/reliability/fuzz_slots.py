@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import numpy as np
-from fuzz_case import Case
+from fuzz_case import Case, World
 
 from kvpage import _C, BlockPool
 from kvpage.checks.errors import OutOfSlots
@@ -12,7 +12,7 @@ from kvpage.checks.errors import OutOfSlots
 NUM_SLOTS, NUM_BLOCKS, MOST = 6, 5, 4
 
 
-class StateSlotWorld:
+class StateSlotWorld(World):
     """Slots of one tier, and a table over blocks of two tiers, of which some are taken."""
 
     covers = ("kvpage._C.SlotPool", "kvpage._C.AnchorTable")
@@ -23,12 +23,6 @@ class StateSlotWorld:
         self.table = _C.AnchorTable(*self.blocks, MOST)
         self.taken = [tier.allocate(rng.randrange(NUM_BLOCKS)) for tier in self.blocks]
         self.anchors: set[int] = set()
-
-    def __enter__(self) -> "StateSlotWorld":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def snapshot(self) -> object:
         counts = [self.pool.ref_count(slot) for slot in range(NUM_SLOTS)]

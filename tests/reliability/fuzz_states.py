@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import torch
-from fuzz_case import Case
+from fuzz_case import Case, World
 
 from kvpage import StateCache, StateLayout, StatePart
 from kvpage.blocks.moves import BlockMove
@@ -15,7 +15,7 @@ LAYOUT = StateLayout.of_parts([CONV, RECURRENT])
 NUM_SLOTS, NUM_HOST_SLOTS = 6, 4
 
 
-class StateCacheWorld:
+class StateCacheWorld(World):
     """Slots of random bytes in both tiers. Every byte of both is compared with what the pairs make of it."""
 
     covers = ("kvpage.StateCache",)
@@ -25,12 +25,6 @@ class StateCacheWorld:
         generator = torch.Generator().manual_seed(rng.getrandbits(32))
         for slots in (self.cache.slots, self.cache.host_slots):
             slots.copy_(torch.randint(0, 256, slots.shape, generator=generator, dtype=torch.uint8))
-
-    def __enter__(self) -> "StateCacheWorld":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
     def snapshot(self) -> object:
         return self.cache.slots.numpy().tobytes(), self.cache.host_slots.numpy().tobytes()
@@ -52,20 +46,10 @@ class StateCacheWorld:
         device, host = self.cache.slots, self.cache.host_slots
         source, target = {"copy": (device, device), "swap_out": (device, host), "swap_in": (host, device)}[name]
         pairs = self._pairs(len(source), len(target), name == "copy")
-        sources, targets = pairs.T.tolist()
         is_move = self.rng.random() < 0.3
-        before, expected = (device.clone(), host.clone()), target.clone()
-        expected[targets] = source[sources].clone()
-
-        def judge(_: object) -> None:
-            was_device, was_host = before
-            is_host = target is host
-            assert torch.equal(device, was_device if is_host else expected)
-            assert torch.equal(host, expected if is_host else was_host)
-
         if is_move:
-            return Case("StateCache.do_move", self._do_move, {"kind": name, "pairs": pairs.numpy()}, judge=judge)
-        return Case(f"StateCache.{name}", getattr(self.cache, name), {"pairs": pairs}, judge=judge)
+            return Case("StateCache.do_move", self._do_move, {"kind": name, "pairs": pairs.numpy()})
+        return Case(f"StateCache.{name}", getattr(self.cache, name), {"pairs": pairs})
 
     def _do_move(self, kind: Any, pairs: Any) -> None:
         self.cache.do_move(BlockMove(kind, pairs))
@@ -80,14 +64,7 @@ class StateCacheWorld:
 
     def _part(self) -> Case:
         part = self.rng.choice(LAYOUT.parts)
-
-        def judge(view: torch.Tensor) -> None:
-            begin = LAYOUT.offsets[LAYOUT.parts.index(part)]
-            rows = self.cache.slots[:, begin : begin + part.num_bytes]
-            assert view.shape == (NUM_SLOTS, *part.shape) and view.dtype == part.dtype
-            assert view.contiguous().view(torch.uint8).numpy().tobytes() == rows.contiguous().numpy().tobytes()
-
-        return Case("StateCache.part", self.cache.part, {"part": part}, judge=judge)
+        return Case("StateCache.part", self.cache.part, {"part": part})
 
 
 def make_cache(**given: Any) -> Any:

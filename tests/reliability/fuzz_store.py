@@ -1,29 +1,28 @@
-"""KVStore over a tier in memory: tokens, K and V, masks and blocks of every kind."""
+"""KVStore over a tier in memory: its blocks, layers and states. StoreLives have its other calls."""
 
 import random
 from typing import Any
 
 import torch
-from fuzz_case import Case
+from fuzz_case import Case, World
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.layout.groups import StateLayout, StatePart
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
 
 CHUNK, LAYERS, HEADS, SIZE = 4, 2, 1, 4
-CALLS = ("store", "retrieve", "lookup", "keys_of", "pin", "remove", "flush")
-CALLS += ("store_blocks", "load_blocks", "load_layers", "layer")
+CALLS = ("keys_of", "flush", "store_blocks", "load_blocks", "load_layers", "layer")
 CALLS += ("states_put", "states_get", "states_longest", "states_explain")
 CALLS += ("layers_there", "layers_put", "layers_load", "layers")
 LAYOUT = StateLayout.of_parts([StatePart(0, "conv", 0, (3,), torch.float32)])
 
 
-class StoreWorld:
-    covers = ("kvpage.store.KVStore", "kvpage.store.KVStoreStats", "kvpage.store.Pin", "kvpage.store.metadata_of")
-    covers += ("kvpage.store.LayerLoad", "kvpage.store.StateRecords", "kvpage.store.LayerChunks")
+class StoreWorld(World):
+    covers = ("kvpage.store.metadata_of", "kvpage.store.LayerLoad", "kvpage.store.StateRecords")
+    covers += ("kvpage.store.LayerChunks",)
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.pins, self.loads = rng, [], []
+        self.rng, self.loads = rng, []
         model, cache = ModelConfig(SIZE, HEADS, ("full_attention",) * LAYERS, torch.float32), CacheConfig(CHUNK, 6, 0)
         self.engine = CacheEngine(cache, model)
         self.metadata = KVStoreMetadata("m", fmt=rng.choice(("vllm", "huggingface")), kv_dtype=torch.float32)
@@ -33,12 +32,7 @@ class StoreWorld:
         self.states = self.store.states(LAYOUT, torch.float32)
         self.layers = self.store.layers(self.engine)
 
-    def __enter__(self) -> "StoreWorld":
-        return self
-
     def __exit__(self, *error: object) -> None:
-        for pin in self.pins:
-            pin.release()
         for load in self.loads:
             load.close()
         self.store.close()
@@ -54,55 +48,12 @@ class StoreWorld:
     def check(self) -> None:
         assert self.store.stats().corrupt_records == self.block_store.stats().corrupt_records == 0
 
-    def _kv(self, tokens: list[int]) -> torch.Tensor:
-        """A function of each token and its place."""
-        rows = torch.tensor([[t + 10.0 * i for i, t in enumerate(tokens)]]).reshape(1, 1, -1, 1, 1)
-        kv = rows.expand(LAYERS, 2, len(tokens), HEADS, SIZE).contiguous()
-        return kv if self.metadata.fmt == "vllm" else kv.transpose(2, 3).contiguous()
-
     def case(self, rng: random.Random) -> Case:
         tokens = [rng.choice((1, 1, 2)) for _ in range(rng.randrange(1, 11))]
-        return getattr(
-            self,
-            f"_{rng.choice(CALLS)}",
-        )(tokens)
-
-    def _store(self, tokens: list[int]) -> Case:
-        args = {
-            "tokens": tokens,
-            "kv_tensors": self._kv(tokens),
-            "kv_tensors_mask": self.rng.choice((None, torch.ones(len(tokens), dtype=torch.bool))),
-            "skip_existing": True,
-            "blocking": True,
-            "namespace": b"right",
-        }
-        case = Case("store.store", self.store.store, args)
-        case.fixed = ("namespace",)
-        return case
-
-    def _retrieve(self, tokens: list[int]) -> Case:
-        args = {"tokens": tokens, "mask": None, "return_tuple": False, "device": "cpu", "namespace": b"read"}
-        args["out"] = torch.zeros_like(self._kv(tokens)) if self.rng.random() < 0.5 else None
-
-        def judge(found: Any) -> None:
-            kv, mask = found
-            count = int(mask.sum())
-            wanted = self._kv(tokens)
-            assert count == 0 or torch.equal(kv, wanted.narrow(2 if self.metadata.fmt == "vllm" else 3, 0, count))
-
-        return Case("store.retrieve", self.store.retrieve, args, judge=judge)
-
-    def _lookup(self, tokens: list[int]) -> Case:
-        return Case("store.lookup", self.store.lookup, {"tokens": tokens, "namespace": b"right"})
+        return getattr(self, f"_{rng.choice(CALLS)}")(tokens)
 
     def _keys_of(self, tokens: list[int]) -> Case:
         return Case("store.keys_of", self.store.keys_of, {"tokens": tokens, "namespace": b"right"})
-
-    def _pin(self, tokens: list[int]) -> Case:
-        return Case("store.pin", self.store.pin, {"tokens": tokens, "namespace": b"right"}, done=self.pins.append)
-
-    def _remove(self, tokens: list[int]) -> Case:
-        return Case("store.remove", self.store.remove, {"tokens": tokens, "namespace": b"right"})
 
     def _flush(self, tokens: list[int]) -> Case:
         return Case("store.flush", self.store.flush, {"sync": False})

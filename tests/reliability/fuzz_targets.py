@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import fuzz_blend
-import fuzz_blocks
 import fuzz_bound
 import fuzz_branches
 import fuzz_bytes
 import fuzz_configs
 import fuzz_copier
-import fuzz_groups
-import fuzz_manager
+import fuzz_engine
+import fuzz_lives
 import fuzz_native_ops
 import fuzz_ops
 import fuzz_products
@@ -43,19 +42,20 @@ TARGETS = [
     Target("sampling", fuzz_sampling.SamplingWorld, 2),
     Target("bound ops", fuzz_bound.BoundWorld),
     Target("copier", fuzz_copier.CopierWorld),
-    Target("tree", fuzz_blocks.TreeWorld, 4, 100),
-    Target("manager", fuzz_manager.ManagerWorld, 3, 100),
-    Target("manager of groups", fuzz_groups.GroupsWorld, 6, 100),
+    Target("tree", fuzz_lives.TreeLives, 4, 100),
+    Target("manager", fuzz_lives.ManagerLives, 3, 100),
+    Target("manager of groups", fuzz_lives.GroupLives, 6, 100),
     Target("states", fuzz_states.StateCacheWorld),
     Target("state slots", fuzz_slots.StateSlotWorld),
-    Target("engine's caches", fuzz_manager.EngineWorld),
+    Target("engine's caches", fuzz_engine.EngineWorld),
     Target("vllm", fuzz_vllm.VllmWorld, 2),
     Target("configs", fuzz_configs.ConfigWorld, 2, 100),
     Target("tries", fuzz_configs.TrieWorld),
     Target("serving", fuzz_serving.ServingWorld, 0.1, 50),
-    Target("store", fuzz_store.StoreWorld),
+    Target("store", fuzz_lives.StoreLives),
+    Target("parts of stores", fuzz_store.StoreWorld),
     Target("bytes", fuzz_bytes.ByteWorld),
-    Target("slots", fuzz_blocks.SlotWorld, 2, 100),
+    Target("slots", fuzz_lives.SlotLives, 2, 100),
     Target("blending", fuzz_blend.BlendMathWorld, 2),
     Target("blended rows", fuzz_blend.BlendRowsWorld, 2),
     Target("segments", fuzz_blend.SegmentWorld),

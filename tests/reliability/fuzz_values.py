@@ -48,6 +48,17 @@ class NoIndex:
         raise TypeError("no length")
 
 
+def as_integers(values: list[int], rng: random.Random) -> Any:
+    """The same numbers in one of the forms that are taken."""
+    forms = (
+        list,
+        lambda v: np.array(v, np.int32),
+        lambda v: np.array(v, np.int64),
+        lambda v: torch.tensor(v, dtype=torch.int32),
+    )
+    return rng.choice(forms)(values)
+
+
 def junk(rng: random.Random) -> Any:
     """Anything at all."""
     kinds: tuple[Callable[[], Any], ...] = (

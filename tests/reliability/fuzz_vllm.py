@@ -1,8 +1,6 @@
 """kvpage.integrations.vllm_ops: vLLM's operations, over caches in an arena."""
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from fuzz_case import Case
@@ -236,13 +234,7 @@ class VllmWorld(ArenaWorld):
     def _swap_blocks(self) -> Case:
         block_bytes = self.key[0].numel() * self.key.element_size()
         args = {"src": self.key, "dst": self.value, "block_size_in_bytes": block_bytes, "block_mapping": self._pairs()}
-        expected = self.value.clone()
-        expected[args["block_mapping"][:, 1]] = self.key[args["block_mapping"][:, 0]]
-
-        def is_right() -> bool:  # by bytes: there may be NaNs
-            return torch.equal(self.value.view(torch.uint8), expected.view(torch.uint8))
-
-        return self._judged("swap_blocks", args, is_right)
+        return Case("vllm_ops.swap_blocks", vllm_ops.swap_blocks, args)
 
     def _swap_blocks_batch(self) -> Case:
         item = self.key[0].numel() * self.key.element_size()
@@ -262,9 +254,3 @@ class VllmWorld(ArenaWorld):
     def _copy_blocks_mla(self) -> Case:
         args = {"kv_caches": [self.latents], "block_mapping": self._pairs()}
         return Case("vllm_ops.copy_blocks_mla", vllm_ops.copy_blocks_mla, args)
-
-    def _judged(self, name: str, args: dict[str, Any], is_right: Callable[[], bool]) -> Case:
-        def judge(_: object) -> None:
-            assert is_right()
-
-        return Case(f"vllm_ops.{name}", getattr(vllm_ops, name), args, judge=judge)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from support import grouped_life, manager_life, naive_pool, naive_tree, slot_life, slot_oracle, store_life, tree_life
+from support import group_worlds, grouped_life, naive_pool, naive_tree, slot_life, slot_oracle, store_life, tree_life
 from support.life import World
 
 from kvpage.blocks.drafts.grouped_manager import GroupedManager
@@ -29,8 +29,8 @@ def is_noticed(worlds: Sequence[World], num_rounds: int = 2) -> bool:
         (tree_life.WORLDS, naive_tree.NaiveTree, "unpin"),
         (tree_life.WORLDS, naive_tree.NaiveTree, "shorten"),
         (tree_life.WORLDS, tree_life.TreeLife, "disown"),
-        (manager_life.WORLDS, BlockSpace, "add_copies"),
-        (manager_life.WORLDS, BlockManager, "give_back_room"),
+        (group_worlds.ALONE, BlockSpace, "add_copies"),
+        (group_worlds.ALONE, BlockManager, "give_back_room"),
         (grouped_life.WORLDS, GroupedManager, "give_back_room"),
         (slot_life.WORLDS, slot_oracle.SlotOracle, "use"),
         (store_life.WORLDS, KVStore, "clear"),

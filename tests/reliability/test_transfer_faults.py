@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 from battery_transfers import Schedule
-from fake_device import FakeEvent, FakeStream, Lane, Point
+from fake_device import FakeEvent, FakeStream
 
 
 class Hasty(FakeStream):
@@ -62,22 +62,3 @@ def is_caught(num_schedules: int, **options) -> bool:
 )
 def test_a_fault_is_caught(options):
     assert is_caught(300, **options)
-
-
-def test_nothing_is_caught_without_a_fault():
-    assert not is_caught(50)
-
-
-def test_a_lane_waits_and_keeps_the_order_of_its_batches():
-    schedule = Schedule(0)
-    first, second, log = Lane(schedule.rng), Lane(schedule.rng), []
-    first.put([lambda: log.append("a"), lambda: log.append("b")])
-    second.put(first.point())
-    second.put([lambda: log.append("c")])
-    assert not second.can_step() and not Point(first, 1).is_reached()
-    first.step()
-    assert not second.can_step() and len(log) == 1
-    first.step()
-    second.step()
-    second.step()
-    assert sorted(log[:2]) == ["a", "b"] and log[2] == "c" and not second.can_step() and not first.can_step()

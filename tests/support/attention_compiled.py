@@ -3,9 +3,6 @@
 Kernels of the interpreter cannot be compiled.
 """
 
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 import triton
@@ -19,7 +16,6 @@ from kvpage.kernels.attention_launch import Plan, Rows, as_loaded, constants_of,
 from kvpage.kernels.attention_plan import choose_tile
 from kvpage.layout.attention import Attention
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8"}
 TYPES |= {torch.uint8: "*u8", torch.int16: "*i16"}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -186,9 +182,3 @@ def compile_kernel(kernel, arch, pointers, strides, constants, **launch):
             signature[name] = "fp32" if name in ("factor", "softcap") else "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
-
-
-def tool_output(name, compiled, tmp_path, *options):
-    cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    return subprocess.run([TOOLS / name, *options, cubin], check=True, capture_output=True, text=True).stdout

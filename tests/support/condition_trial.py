@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from support import state_engines
 from support.state_engines import B, finished, greedy, own_tokens, random_prompt
 from transformers import PreTrainedModel
 
@@ -27,6 +28,15 @@ class ConditionTrial:
     def make_engine(self, **fields: Any) -> Engine:
         """An engine over the model. What nobody owns is poisoned."""
         return self._engines.make_engine(self.model, **fields)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a prefix may end anywhere; else it ends with a block."""
+        return self._engines is state_engines
+
+    def found_at(self, position: int) -> int:
+        """Return how many of that many cached tokens another prompt finds."""
+        return position if self.has_states else position // B * B
 
     def poison(self, engine: Engine) -> None:
         """Spoil what nobody owns."""

@@ -107,18 +107,19 @@ class GroupMemory:
             assert len(set(places.tolist())) == end - begin
             cells.reshape(-1)[places] = path[begin + 1 : end + 1]
 
-    def check_sequence(self, seq_id: object, path: list[int], has_state: bool = True) -> None:
+    def check_sequence(self, seq_id: object, path: list[int], num_left: int = 0) -> None:
         """All that the next token reads is the path's: K and V, those of windows, and the state."""
         end, manager = len(path) - 1, self.manager
         ids = manager.block_ids(seq_id)[: -(-end // self.size)]
-        assert self.blocks["device"][0][ids].ravel()[:end].tolist() == path[1:], f"K and V of {seq_id}"
+        cells = self.blocks["device"][0][ids].ravel()[num_left:end]
+        assert cells.tolist() == path[num_left + 1 :], f"K and V of {seq_id}"
         for window, cells in zip(manager.windows, self.blocks["device"][1:], strict=True):
             first = max(end - window.blocks.window.num_tokens + 1, 0)
             slots, table = window.slots(seq_id, first, end).tolist(), window.tables([seq_id])[0]
             assert table.shape == manager.block_tables([seq_id])[0].shape
             assert [table[i // self.size] * self.size + i % self.size for i in range(first, end)] == slots
             assert cells.reshape(-1)[slots].tolist() == path[first + 1 :], f"a window of {seq_id}"
-        if manager.states and has_state and end:
+        if manager.states and end:
             assert self.slots["device"][manager.states.slot_of(seq_id)] == path[-1], f"the state of {seq_id}"
 
     def checkpoint_numbers(self) -> dict[int, int]:

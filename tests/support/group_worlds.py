@@ -28,6 +28,7 @@ class World:
     is_caching: bool = True
     rule: Callable[[int, int], LoadOrCompute] | None = None
     pin_quota: int = 6
+    shares_parts: bool = False
 
     @property
     def states(self) -> States | None:
@@ -39,7 +40,7 @@ class World:
             self.block_size,
             self.is_caching,
             num_host_blocks=self.num_host_blocks,
-            share_parts=False,
+            share_parts=self.shares_parts,
             host_policy=HostPolicy(self.after_hits),
             rule=self.rule(seed, self.block_size) if self.rule else None,
             pin_quota=self.pin_quota,
@@ -48,7 +49,16 @@ class World:
         return GroupLife(manager, seed)
 
 
-ALONE = [World(24, 4), World(16, 4, num_host_blocks=20, after_hits=1), World(12, 1, num_host_blocks=8, rule=Whim)]
+ALONE = [
+    World(24, 4),
+    World(16, 4, num_host_blocks=20, after_hits=1),
+    World(12, 1, num_host_blocks=8, rule=Whim),
+    World(24, 4, shares_parts=True),
+    World(24, 4, num_host_blocks=6, shares_parts=True),
+    World(24, 4, num_host_blocks=60, rule=Whim, shares_parts=True),
+    World(24, 4, num_host_blocks=12, after_hits=0, shares_parts=True),
+    World(24, 4, num_host_blocks=6, after_hits=2, is_caching=False, shares_parts=True),
+]
 WINDOWS = [
     World(64, 4, (Window(5, 64),)),
     World(40, 4, (Window(1, 12), Window(9, 12))),

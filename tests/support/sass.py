@@ -1,7 +1,14 @@
 """Machine code of NVIDIA's GPUs, as cuobjdump prints it: its instructions, and its loops."""
 
 import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
+
+import triton
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class Instruction(NamedTuple):
@@ -19,6 +26,21 @@ class Instruction(NamedTuple):
         """The address that it branches to; None for any other."""
         found = re.search(r"0x([0-9a-f]+)", self.text) if self.name == "BRA" else None
         return None if found is None else int(found[1], 16)
+
+
+def printed(cubin, option):
+    """What cuobjdump prints of the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([CUOBJDUMP, option, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def stack_of(compiled):
+    """Bytes of a thread that registers are stored to. Local arrays are an error."""
+    usage = printed(compiled.asm["cubin"], "-res-usage")
+    assert re.search(r"LOCAL:0\b", usage), usage
+    return max(map(int, re.findall(r"STACK:(\d+)", usage)))
 
 
 def instructions(sass):

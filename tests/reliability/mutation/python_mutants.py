@@ -32,7 +32,7 @@ class PythonMutants:
         self.mutants: list[Mutant] = []
         self._how: list[Site | tuple[str, int]] = []
         self._trees: dict[str, ast.Module] = {}
-        self._files = {str(root / path): path for path in paths}
+        self._files = {str(source_at(path, root)): path for path in paths}
         self._reached: set[tuple[str, int]] = set()
         for path in paths:
             self._add_file(source_at(path, root), path)

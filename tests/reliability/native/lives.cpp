@@ -3,7 +3,6 @@
 #include <iterator>
 
 #include "copy_life.h"
-#include "pool_life.h"
 #include "sequence_life.h"
 #include "slot_life.h"
 #include "slot_pool_life.h"
@@ -30,11 +29,6 @@ std::unique_ptr<Life> slot_life(uint64_t seed, Figures* figures) {
 }
 std::unique_ptr<Life> copy_life(uint64_t seed, Figures* figures) { return std::make_unique<CopyLife>(seed, figures); }
 
-std::unique_ptr<Life> pool_life(uint64_t seed, Figures* figures) {
-  constexpr int64_t kNumBlocks[] = {32, 100, 0, 1, 12};
-  return std::make_unique<PoolLife>(kNumBlocks[seed % std::size(kNumBlocks)], seed, figures);
-}
-
 std::unique_ptr<Life> slot_pool_life(uint64_t seed, Figures* figures) {
   constexpr int64_t kNumSlots[] = {8, 3, 0, 1, 17, 64};
   return std::make_unique<SlotPoolLife>(kNumSlots[seed % std::size(kNumSlots)], seed, figures);
@@ -46,13 +40,9 @@ std::unique_ptr<Life> sequence_life(uint64_t seed, Figures* figures) {
 }
 
 constexpr Kind kKinds[] = {
-    {"pool", 425, 50'000, 128, &pool_life},
-    {"tree", 480, 20'000, 256, &tree_life},
-    {"wide_tree", 10, 20'000, 1024, &wide_life},
-    {"sequences", 15, 5'000, 32, &sequence_life},
-    {"slots", 50, 20'000, 32, &slot_life},
-    {"slot_pool", 10, 5'000, 32, &slot_pool_life},
-    {"copy", 10, 20, 1, &copy_life},
+    {"tree", 905, 20'000, 256, &tree_life},        {"wide_tree", 10, 20'000, 1024, &wide_life},
+    {"sequences", 15, 5'000, 32, &sequence_life},  {"slots", 50, 20'000, 32, &slot_life},
+    {"slot_pool", 10, 5'000, 32, &slot_pool_life}, {"copy", 10, 20, 1, &copy_life},
 };
 
 }  // namespace

@@ -31,15 +31,9 @@ def compile_tests(name: str) -> ModuleType:
     return module
 
 
-def cuobjdump() -> Path:
-    import triton
-
-    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-
 def measured(compiled: Any, arch: int, loop: str | None = None) -> Cost:
     """Return the cost of a loop that has such an instruction, or of the whole kernel where none is named."""
-    found = MachineCode.of(compiled.asm["cubin"], cuobjdump())
+    found = MachineCode.of(compiled.asm["cubin"])
     lines = found.path() if loop is None else found.loop(loop)
     return Cost.of(lines, found.registers, compiled.metadata.shared, compiled.metadata.num_warps, arch)
 
@@ -83,7 +77,7 @@ def copy(vector: str, arch: int) -> Cost:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         command = ["nvcc", "-std=c++20", "-O3", f"-I{ROOT / 'csrc'}", f"-arch=sm_{arch}", "-cubin", source]
         subprocess.run([*command, "-o", file.name], check=True)
-        found = MachineCode.of(Path(file.name).read_bytes(), cuobjdump(), f"copy_inlineI{vector}Ll8128E")
+        found = MachineCode.of(Path(file.name).read_bytes(), f"copy_inlineI{vector}Ll8128E")
     return Cost.of(found.loop("LDG"), found.registers, 0, 8, arch)
 
 

@@ -1,12 +1,9 @@
 """Machine code of a compiled kernel, as cuobjdump prints it: the instructions that a tile takes."""
 
 import re
-import subprocess
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
-from support.sass import instructions, loops
+from support.sass import instructions, loops, printed
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+([^;]*);")
 
@@ -20,12 +17,9 @@ class MachineCode:
     stack: int
 
     @staticmethod
-    def of(cubin: bytes, cuobjdump: Path, name: str = "") -> "MachineCode":
+    def of(cubin: bytes, name: str = "") -> "MachineCode":
         """Read the only function, or the one whose name contains this."""
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(cubin)
-            file.flush()
-            code, usage = (_output(cuobjdump, option, file.name) for option in ("-sass", "-res-usage"))
+        code, usage = (printed(cubin, option) for option in ("-sass", "-res-usage"))
         _, *functions = re.split(r"\bFunction : ", code)
         (text,) = [function for function in functions if name in function.split("\n", 1)[0]]
         full = text.split("\n", 1)[0].strip()
@@ -51,7 +45,3 @@ class MachineCode:
         if not bodies:
             raise ValueError(f"a loop must have {wanted}, got none")
         return [each.text for each in min(bodies, key=len)]
-
-
-def _output(tool: Path, option: str, path: str) -> str:
-    return subprocess.run([tool, option, path], check=True, capture_output=True, text=True).stdout

@@ -11,7 +11,6 @@ from support.ptx.machine.threads import Batch, Threads
 from support.ptx.opcodes.memory import space_of
 from support.ptx.opcodes.table import build
 from support.ptx.scalars import PtxError, width
-from support.ptx.source.forms import form_of
 from support.ptx.source.parser import parse
 from support.ptx.source.program import Instruction
 
@@ -25,7 +24,6 @@ class Kernel:
     def __init__(self, ptx: str, name: str | None = None) -> None:
         self.entry = parse(ptx, name)
         self.program = Program.of(self.entry, build)
-        self.forms = {form_of(".".join(each.parts)) for each in self.entry.instructions}
         self.shared_unit = _smallest_access(self.entry.instructions, "shared")
         self.global_unit = _smallest_access(self.entry.instructions, "global")
 

@@ -1,13 +1,10 @@
 """The interpreter of PTX refuses what a device would not do as written: bounds, alignment, races, lost barriers."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from support.ptx.kernel import Kernel, random_picks
 from support.ptx.scalars import PtxError
 from support.ptx.snippet import run_snippet
-from support.ptx.source.forms import form_of, untested
 
 U32 = np.uint32
 THREADS = np.arange(64, dtype=U32)
@@ -159,17 +156,3 @@ def test_warps_may_run_in_any_order():
 def test_blocks_have_whole_warps_and_at_most_1024_threads(block_size):
     with pytest.raises(PtxError, match="block_size must be"):
         Kernel(".visible .entry nothing() { ret; }").launch((1, 1, 1), block_size, b"", [])
-
-
-@pytest.mark.parametrize("name, form", [
-    ("ld.global.L1::evict_last.L2::cache_hint.v4.b32", "ld.global.v4.b32"), ("bra.uni", "bra"),
-    ("fence.proxy.async.shared::cta", "fence.proxy.async.shared"),
-    ("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16", "wgmma.mma_async.sync.aligned.m64k16.f32.f16.f16"),
-])  # fmt: skip
-def test_advice_does_not_make_a_form(name, form):
-    assert form_of(name) == form
-
-
-def test_forms_that_no_test_writes_out_are_found():
-    tests = [Path(__file__).with_name("test_ptx_opcodes.py")]
-    assert untested({"mul.hi.u32", "min.relu" + ".s32", "min.relu" + ".s16"}, tests) == ["min.relu" + ".s16"]
