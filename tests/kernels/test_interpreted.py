@@ -15,7 +15,12 @@ KERNELS = {
     "kernels/test_triton_chunks.py": ["test_chunks_are_stored_and_loaded_as"],
     "kernels/test_triton_attention.py": ["test_any_number_of_queries", "test_long_sequences_are_split_and_merged"],
     "kernels/test_sampling_kernels.py": ["test_tokens_are_those_of_the_cpu"],
-    "kernels/test_layers_in_the_interpreter.py": ["test_norms_are", "test_a_layer_launches", "test_rotations", "test_activations"],
+    "kernels/test_layers_in_the_interpreter.py": [
+        "test_norms_are",
+        "test_a_layer_launches",
+        "test_rotations",
+        "test_activations",
+    ],
     "blend/test_mix_rows.py": ["test_from_anywhere_to_anywhere", "test_deviation"],
 }
 
