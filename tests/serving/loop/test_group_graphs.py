@@ -1,4 +1,4 @@
-"""Captured decode steps of models with windows and with states: tokens of plain steps, padding that spoils nothing."""
+"""Captured decode steps of each kind of model: tokens of plain steps, padding that spoils nothing."""
 
 import logging
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.cpu_graphs import CpuCapturer
-from support.group_engines import STATES, WINDOWS, GroupKind
+from support.group_engines import FULL, STATES, WINDOWS, GroupKind
 from support.state_engines import B, finished, greedy, random_prompt
 
 from kvpage.blocks.rows import StepInputs
@@ -18,7 +18,7 @@ OTHERS = "mistral", "jamba", "nemotron_h", "recurrent_gemma", "zamba"
 """Without full layers; with attention beside; with steps that are not scans; with held states; with a shared module."""
 
 
-@pytest.fixture(params=[*WINDOWS, *STATES], scope="module")
+@pytest.fixture(params=[*FULL, *WINDOWS, *STATES], scope="module")
 def kind(request: pytest.FixtureRequest) -> GroupKind:
     return GroupKind(request.param)
 
