@@ -5,6 +5,7 @@ from collections.abc import Hashable
 
 import numpy as np
 import pytest
+from support.scheduler_steps import plan
 from support.slot_memory import SlotMemory
 
 from kvpage.blocks.manager import BlockManager
@@ -35,10 +36,6 @@ def run_step(scheduler: Scheduler, new_token: int = 1) -> Batch:
         if request.append(new_token, now=0.0):
             scheduler.finish(request)
     return batch
-
-
-def plan(batch: Batch) -> list[tuple[str, int, int]]:
-    return [(portion.request.request_id, portion.start, portion.end) for portion in batch.portions]
 
 
 class Simulation:
