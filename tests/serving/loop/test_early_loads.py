@@ -19,6 +19,7 @@ from kvpage.blocks.space import HostPolicy
 from kvpage.cache import layered_moves
 from kvpage.cache.layered_moves import Arrival
 from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving.loop.moves.expected_blocks import ExpectedBlocks
 from kvpage.serving.model.step import BatchItem
 from kvpage.store import BlockStore, KVStore, KVStoreConfig, metadata_of
 from kvpage.store.load import block_chunks
@@ -338,3 +339,36 @@ def test_a_store_that_tells_another_count(expected, store: LateStore, told: obje
     engine.add_request(PROMPTS[1], PARAMS)
     assert finish(engine, store) == {"request-0": expected[1]}
     assert (engine.stats().num_cached_tokens > 0) == (told == 10**6)
+
+
+class Waits:
+    """An arrival, as far as ExpectedBlocks uses it."""
+
+    def __init__(self) -> None:
+        self.layers: list[int | None] = []
+        self.is_over = False
+
+    def wait_layer(self, layer: int) -> None:
+        self.layers.append(layer)
+
+    def wait(self) -> None:
+        self.layers.append(None)
+        self.is_over = True
+
+
+def test_who_waits_for_which_blocks() -> None:
+    expected, arrivals = ExpectedBlocks(), [Waits(), Waits(), Waits()]
+    tables = np.array([[1, 2, 0], [5, 0, 0]], np.int32)
+    assert expected.join(None, tables) is None and expected.join(arrivals[2], tables) is arrivals[2]
+    expected.add(np.array([3, 4], np.int32), arrivals[0])
+    expected.add(np.array([5, 6], np.int32), arrivals[1])
+    assert expected.join(None, np.array([[1, 2]], np.int32)) is None
+    assert expected.join(None, tables) is arrivals[1]
+    expected.join(arrivals[2], tables).wait_layer(4)
+    assert [one.layers for one in arrivals] == [[], [4], [4]]
+    expected.wait(tables)
+    assert [one.is_over for one in arrivals] == [False, True, False] and expected.join(None, tables) is None
+    expected.discard(arrivals[1])
+    expected.discard(arrivals[1])
+    expected.wait()
+    assert [one.layers for one in arrivals] == [[None], [4, None], [4]]
