@@ -167,38 +167,3 @@ def test_exceptions_are_of_modules_that_need_them():
     for name, (beginnings, _) in ALLOWED.items():
         found = [line.split(": ")[1] for line in assignments_of(PACKAGE.parent / name)]
         assert [one for one in beginnings if not any(target.startswith(one) for target in found)] == [], name
-
-
-SMALL = """
-class Queue:
-    limit: int = 0
-    def __init__(self): self.waiting, self.is_held = [], None
-    def pause(self, other): other.waiting = []; other.gate.is_shut = True
-def wire(loop, queue, part):
-    loop.pieces.blender = part
-    queue.waiting = 1
-    queue.size += 1
-    (queue.first, [*queue.rest]) = 1, [2]
-    del queue.gate
-    setattr(queue, "name", 1)
-    for queue.item in part: pass
-    made = Queue()
-    made.colour = 1
-    made = part
-    fresh = object.__new__(Queue)
-    fresh.colour = 1
-    def inner(): part.shape = 1
-"""
-
-
-def test_the_rule_on_a_small_module():
-    assert [line.split(": ")[1] for line in outside_assignments(SMALL)] == [
-        "other.gate.is_shut", "loop.pieces.blender", "queue.size", "queue.first", "queue.rest", "queue.gate",
-        "queue.name", "queue.item", "made.colour", "part.shape",
-    ]  # fmt: skip
-
-
-def test_a_record_is_filled_by_its_folder(tmp_path):
-    (tmp_path / "a.py").write_text("@dataclass(slots=True)\nclass Entry:\n    size: int\nclass Loop:\n    gate: int\n")
-    (tmp_path / "b.py").write_text("def f(entry, loop):\n    entry.size = 1\n    loop.gate = 2\n")
-    assert assignments_of(tmp_path / "b.py") == ["3: loop.gate"]

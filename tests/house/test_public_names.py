@@ -124,12 +124,6 @@ def _is_module(module_name: str, name: str) -> bool:
     return isinstance(getattr(load(module_name), name, None), types.ModuleType)
 
 
-def test_the_pages_name_operations_and_tries():
-    """The test above finds them."""
-    assert "`kvpage.ops` has `reshape_and_cache`" in PAGES
-    assert "`kvpage.extras.token_trie` is for" in PAGES
-
-
 def classes_in(hint: object) -> Iterator[type]:
     if isinstance(hint, type) and not isinstance(hint, types.GenericAlias):
         yield hint

@@ -233,88 +233,58 @@ def test_rows_behind_a_seam_count_for_more() -> None:
     assert found == {0.0: [4, 9, 10], 1.0: [4, 9, 10], 4.0: [0, 5, 10]}
 
 
+STAGES = [(1, ()), (2, ()), (2, ((1, 0.6),)), (3, ((1, 0.7), (2, 0.5)))]
+"""The layer that is checked, and the filters before it."""
+
+
 @pytest.mark.parametrize("metric", ["k", "v", "kv"])
 @pytest.mark.parametrize("token_dim", [0, 1])
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.6, 1.0])
-def test_filters_choose_among_what_is_left(ratio: float, token_dim: int, metric: str) -> None:
-    """A loop over requests and rows: each layer ranks the valid rows that the one before has left."""
-    forward = Forward(5, [11, 1, 20], token_dim=token_dim)
-    executor = CacheBlendImpl(ratio, 3, metric, ROTARY, [(1, 0.7), (2, 0.5)], seam=0.0)
-    rows = list(range(forward.bounds[-1]))
-    forward.blend(executor, 0, torch.tensor(rows))
-    for layer, share in ((1, max(0.7, ratio)), (2, max(0.5, ratio)), (3, ratio)):
+@pytest.mark.parametrize("stages", STAGES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blending_is_that_of_a_loop(ratio: float, token_dim: int, metric: str, stages: tuple, dtype) -> None:
+    """A loop over requests and rows: each filter, and then the check layer, ranks the valid rows that are left."""
+    forward, (check_layer, filters) = Forward(5, [11, 1, 20], dtype, token_dim), stages
+    executor = CacheBlendImpl(ratio, check_layer, metric, ROTARY, filters, seam=0.0)
+    shares = {layer: max(share, ratio) for layer, share in filters} | {check_layer: ratio}
+    rows, before = list(range(forward.bounds[-1])), [part.clone() for layer in forward.retrieved for part in layer]
+    for layer in range(4):
         output = forward.blend(executor, layer, torch.tensor(rows))
         k = ROTARY.rotate(forward.retrieved[layer][0], forward.original, forward.positions)
         v, fresh = forward.retrieved[layer][1].clone(), forward.fresh[layer]
-        parts = [(name, new, old) for name, new, old in (("k", fresh[1], k), ("v", fresh[2], v)) if name in metric]
-        deviation = sum((new - old).square().mean(1) for _, new, old in parts)
-        chosen = []
-        for begin, end in zip(forward.bounds[:-1], forward.bounds[1:], strict=True):
-            valid = [row for row in range(begin, end) if forward.valid[row]]
-            ranked = sorted((row for row in valid if row in rows), key=lambda row: (-float(deviation[row]), row))
-            count = max(1, int(len(valid) * share)) if share else 0
-            always = {*range(begin, end)} - {*valid} | {end - 1}
-            chosen += sorted({*ranked[:count], *always})
+        chosen = rows
+        if layer in shares:
+            parts = [(fresh[1], k)] * ("k" in metric) + [(fresh[2], v)] * ("v" in metric)
+            deviation = sum((new.float() - old.float()).square().mean(1) for new, old in parts)
+            chosen = chosen_rows(forward, deviation, rows, shares[layer])
+            assert executor.selection.indices.tolist() == chosen
+            assert output.query_start_loc.tolist() == [sum(row < bound for row in chosen) for bound in forward.bounds]
+        else:
+            assert output.query_start_loc is None
         assert output.local_indices.tolist() == [rows.index(row) for row in chosen]
-        assert executor.selection.indices.tolist() == chosen
         assert torch.equal(output.q, forward.shaped(fresh[0][chosen]))
         assert torch.equal(output.positions, forward.positions[chosen])
-        assert output.query_start_loc.tolist() == [sum(row < bound for row in chosen) for bound in forward.bounds]
-        k[rows], v[rows] = fresh[1][rows], fresh[2][rows]
-        assert torch.equal(output.k, forward.shaped(k)) and torch.equal(output.v, forward.shaped(v))
-        rows = chosen
-
-
-@pytest.mark.parametrize("metric", ["k", "v", "kv"])
-@pytest.mark.parametrize("token_dim", [0, 1])
-@pytest.mark.parametrize("check_layer", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blending_is_that_of_a_loop(metric: str, token_dim: int, check_layer: int, dtype: torch.dtype) -> None:
-    forward = Forward(3, [11, 1, 20], dtype, token_dim)
-    executor = CacheBlendImpl(0.25, check_layer, metric, ROTARY, seam=0.0)
-    count, rows = forward.bounds[-1], torch.arange(forward.bounds[-1])
-    before = [part.clone() for layer in forward.retrieved for part in layer]
-    for layer in range(check_layer):
-        output = forward.blend(executor, layer, rows)
-        assert torch.equal(output.local_indices, rows) and output.query_start_loc is None
-        for found, part in zip((output.q, output.k, output.v), forward.fresh[layer], strict=True):
-            assert torch.equal(found, forward.shaped(part))
-    output = forward.blend(executor, check_layer, rows)
-    fresh, (old_k, old_v) = forward.fresh[check_layer], forward.retrieved[check_layer]
-    deviation = torch.zeros(count)
-    rotated = ROTARY.rotate(old_k, forward.original, forward.positions)
-    for name, new, old in (("k", fresh[1], rotated), ("v", fresh[2], old_v)):
-        if name in metric:
-            deviation += (new.float() - old.float()).square().mean(1).nan_to_num()
-    expected = naive_selection(deviation.tolist(), forward.valid.tolist(), forward.bounds, 0.25)
-    chosen = [row for each in expected for row in each]
-    assert output.local_indices.tolist() == chosen
-    assert torch.equal(output.q, forward.shaped(fresh[0][chosen]))
-    assert torch.equal(output.k, forward.shaped(fresh[1])) and torch.equal(output.v, forward.shaped(fresh[2]))
-    assert torch.equal(output.positions, forward.positions[chosen])
-    assert output.query_start_loc.tolist() == [sum(map(len, expected[:index])) for index in range(4)]
-    torch.testing.assert_close(executor.selection.deviation, deviation, rtol=1e-3, atol=1e-6)
-    for layer in range(check_layer + 1, 4):
-        output = forward.blend(executor, layer, torch.tensor(chosen))
-        k = ROTARY.rotate(forward.retrieved[layer][0], forward.original, forward.positions)
-        v = forward.retrieved[layer][1].clone()
-        k[chosen], v[chosen] = forward.fresh[layer][1][chosen], forward.fresh[layer][2][chosen]
+        if min(shares) <= layer:
+            k[rows], v[rows] = fresh[1][rows], fresh[2][rows]
+        else:
+            k, v = fresh[1:]
         assert torch.equal(output.k, forward.shaped(k)) and torch.equal(output.v, forward.shaped(v))
         assert not output.k.isnan().any() and not output.v.isnan().any(), "an invalid row was not computed"
-        assert output.local_indices.tolist() == list(range(len(chosen))) and output.query_start_loc is None
+        rows = chosen
     after = [part for layer in forward.retrieved for part in layer]
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_ratios_zero_and_one(ratio: float) -> None:
-    forward = Forward(5, [9, 4])
-    executor = CacheBlendImpl(ratio, rotary=ROTARY)
-    rows = torch.arange(13)
-    for layer in range(2):
-        output = forward.blend(executor, layer, rows)
-    always = {8, 12} | set((~forward.valid).nonzero().flatten().tolist())
-    assert output.local_indices.tolist() == (list(range(13)) if ratio else sorted(always))
+def chosen_rows(forward: Forward, deviation: torch.Tensor, rows: list[int], share: float) -> list[int]:
+    """Return the rows of all requests that are computed on: the worst of the valid ones, and all that are not valid."""
+    chosen = []
+    for begin, end in zip(forward.bounds[:-1], forward.bounds[1:], strict=True):
+        valid = [row for row in range(begin, end) if forward.valid[row]]
+        ranked = sorted((row for row in valid if row in rows), key=lambda row: (-float(deviation[row]), row))
+        count = max(1, int(len(valid) * share)) if share else 0
+        always = {*range(begin, end)} - {*valid} | {end - 1}
+        chosen += sorted({*ranked[:count], *always})
+    return chosen
 
 
 def test_a_ratio_for_each_request() -> None:
@@ -329,17 +299,6 @@ def test_a_ratio_for_each_request() -> None:
         executor = CacheBlendImpl([0.0, 1.0, 0.5], rotary=ROTARY)
         for layer in range(2):
             forward.blend(executor, layer, rows)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32, torch.uint8])
-def test_masks_of_bools_and_integers(dtype: torch.dtype) -> None:
-    forward, outputs = Forward(7, [12]), []
-    for mask in (forward.valid, forward.valid.to(dtype)):
-        executor = CacheBlendImpl(0.3, rotary=ROTARY)
-        for layer in range(2):
-            output = forward.blend(executor, layer, torch.arange(12), mask)
-        outputs.append(output.local_indices.tolist())
-    assert outputs[0] == outputs[1]
 
 
 def test_layer_zero_begins_anew_and_other_layers_need_the_one_before() -> None:

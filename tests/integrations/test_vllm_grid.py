@@ -104,12 +104,6 @@ def expected_bits(rows, kind, scale):
     return (rows.float() / scale.reshape(-1, 1)).clamp(-448, 448).to(FP8).view(torch.uint8)
 
 
-def check_near(stored, rows, kind, scale):
-    if kind == "fp8":
-        read = stored.view(FP8).float() * scale.reshape(-1, 1)
-        torch.testing.assert_close(read, rows.float(), atol=1e-3, rtol=0.1)
-
-
 @cases(GRID, {})
 def test_reshape_and_cache(device, heads, size, block_size, num_blocks, dtype, kind):
     cached = cache_dtype(dtype, kind)
@@ -131,8 +125,6 @@ def test_reshape_and_cache(device, heads, size, block_size, num_blocks, dtype, k
         expected_value[block, :, :, offset] = stored_value[token]
     assert torch.equal(bits(key_cache), expected_key)
     assert torch.equal(bits(value_cache), expected_value)
-    check_near(stored_key, key, kind, scales[0])
-    check_near(stored_value, value, kind, scales[1])
 
 
 @cases(FLASH_GRID, {})
@@ -154,7 +146,6 @@ def test_reshape_and_cache_flash(device, heads, size, block_size, num_blocks, dt
         stored = expected_bits(given, kind, given_scale)
         want[slots // block_size, slots % block_size] = stored
         assert torch.equal(bits(part), want)
-        check_near(stored, given, kind, given_scale)
 
 
 @cases(SWAP_GRID, {"direction": [("cpu", "cpu")]})
@@ -205,17 +196,6 @@ def test_concat_and_cache_mla(device, rank, rope, block_size, num_blocks, dtype,
     vllm_ops.concat_and_cache_mla(kv_c, k_pe, cache, slots, kind, scale)
     expected[slots // block_size, slots % block_size] = expected_bits(torch.cat([kv_c, k_pe], 1), kind, scale)
     assert torch.equal(bits(cache), expected)
-
-
-@cases(MLA_GRID, {})
-def test_swap_blocks_mla(device, rank, rope, block_size, num_blocks, dtype, kind):
-    shape, cached = (num_blocks, block_size, rank + rope), cache_dtype(dtype, kind)
-    src, dst = (random_bytes(shape, cached, device) for _ in range(2))
-    pairs = torch.tensor([[1, 0], [7, 5]])
-    expected = bits(dst).clone()
-    expected[pairs[:, 1]] = bits(src)[pairs[:, 0]]
-    vllm_ops.swap_blocks(src, dst, src.element_size() * src.stride(0), pairs)
-    assert torch.equal(bits(dst), expected)
 
 
 GATHER_GRID = MLA_GRID | {"rank": [512], "num_blocks": [1024], "start": [False, True], "op": ["cp", "dequant"]}
@@ -317,12 +297,3 @@ def test_the_reference_agrees():
     rows = torch.randn(TOKENS, 3, 46) * 100
     scale = torch.tensor([0.1, 0.3, 0.7])
     assert torch.equal(expected_bits(rows, "fp8", scale), reference.quantize_fp8(rows, scale, FP8).view(torch.uint8))
-
-
-def test_the_selection_holds_every_pair():
-    chosen = pairwise(FLASH_GRID)
-    every = {
-        pair for case in itertools.product(*FLASH_GRID.values()) for pair in itertools.combinations(enumerate(case), 2)
-    }
-    assert {pair for case in chosen for pair in itertools.combinations(enumerate(case), 2)} == every
-    assert len(chosen) < 40

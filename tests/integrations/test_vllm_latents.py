@@ -164,17 +164,6 @@ def test_entries_are_gathered_from_the_first_token_on_by_default():
     assert torch.equal(bits(given["dst"]), bits(expected))
 
 
-def test_what_was_written_is_gathered():
-    kv_c, k_pe = torch.randn(6, 512).bfloat16(), torch.randn(6, 64).bfloat16()
-    cache = torch.zeros(3, BLOCK_SIZE, 656, dtype=torch.uint8)
-    vllm_ops.concat_and_cache_mla(kv_c, k_pe, cache, torch.tensor([8, 9, 10, 11, 0, 1]), "fp8_ds_mla", ONE)
-    dst = torch.zeros(6, 576).bfloat16()
-    table, starts = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
-    vllm_ops.cp_gather_and_upconvert_fp8_kv_cache(cache, dst, table, starts, 1)
-    torch.testing.assert_close(dst[:, :512], kv_c, rtol=0.07, atol=2e-2)
-    assert torch.equal(dst[:, 512:], k_pe)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_entries_come_from_host_rows_too(device):
     """device_row_ids: places of the cache, or -1; then host_row_ids says which row of the host's."""

@@ -101,12 +101,6 @@ def test_without_a_template_the_error_says_what_helps():
     assert error["code"] == "no_chat_template" and "--chat-template FILE" in error["message"]
 
 
-def test_only_text_is_taken(server):
-    image = {"type": "image_url", "image_url": {"url": "https://host/image.png"}}
-    error = refused(server, messages=[{"role": "user", "content": [image]}])
-    assert error["param"] == "messages" and "parts of the type 'image_url' are not served" in error["message"]
-
-
 def test_samples_are_choices(server):
     fields = {"messages": MESSAGES, "n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 4}
     whole = ask(server, PATH, **fields).json()["choices"]

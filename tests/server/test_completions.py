@@ -179,19 +179,6 @@ def test_a_prompt_is_rendered_as_it_would_be_computed(server):
     assert rendered == {"model": NAME, "prompt": PROMPT, "token_ids": server.tokens(PROMPT)}
 
 
-def test_a_salt_separates_what_is_cached(server):
-    def cached(**fields):
-        usage = ask(server, prompt="a text of several blocks, sent more than once", max_tokens=1, **fields).json()[
-            "usage"
-        ]
-        return usage["prompt_tokens_details"]["cached_tokens"]
-
-    assert cached(cache_salt="one") == 0
-    assert cached(cache_salt="two") == 0
-    assert cached() == 0
-    assert cached(cache_salt="one") > 0
-
-
 @pytest.mark.parametrize("path", [PATH, CHATS])
 def test_a_prompt_goes_on_at_positions_that_another_named(path):
     """Of a model with states: without the field, the second one begins at 0."""

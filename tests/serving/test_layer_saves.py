@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from kvpage import CacheConfig, CacheEngine, ops
 from kvpage.serving import Engine, EngineConfig, SamplingParams
-from kvpage.serving.loop.moves.written_layers import WrittenLayers
 from kvpage.serving.model import attention
 from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
@@ -288,17 +287,6 @@ def test_no_block_is_given_back_while_it_is_being_stored(model, store, monkeypat
 
 
 # --- trouble ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_group_is_written_when_all_its_layers_are() -> None:
-    written = WrittenLayers([(0, 1), (2, 3), (4,)], torch.device("cpu"))
-    for layer, num_groups in ((1, 0), (2, 0), (4, 0), (0, 1), (0, 1), (7, 1), (3, 3)):
-        written.note(layer)
-        assert len(written._streams) == num_groups, layer
-    written.end()
-    assert written.wait(2) is not None and written.wait(3) is None
-    written.fail()
-    assert written.wait(0) is None
 
 
 def slow_first(engine: Engine) -> tuple[threading.Event, threading.Event]:

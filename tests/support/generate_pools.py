@@ -55,12 +55,18 @@ def hands_latents(kind: str) -> bool:
     return shapes[0] == (1, 1, 3, model.config.kv_lora_rank)
 
 
-def make_pool(kind: str, num_blocks: int = 64, num_host_blocks: int = 0, **fields: object) -> KVPageCachePool:
-    """A pool whose blocks hold NaN where nothing has been written."""
+def make_pool(
+    kind: str,
+    num_blocks: int = 64,
+    num_host_blocks: int = 0,
+    max_working_bytes: int | None = None,
+    **fields: object,
+) -> KVPageCachePool:
+    """A pool whose blocks hold NaN where nothing has been written. fields: of its CacheConfig."""
     if hands_latents(kind):
         fields["backend"] = "mla"
     config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks, **fields)
-    pool = KVPageCachePool.from_model(model_of(kind), config)
+    pool = KVPageCachePool.from_model(model_of(kind), config, max_working_bytes=max_working_bytes)
     if not pool.engine.layout.has_token_scales:
         for cache in (*pool.engine.gpu_cache, *pool.engine.cpu_cache):
             cache.fill_(float("nan"))

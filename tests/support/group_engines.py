@@ -1,4 +1,4 @@
-"""Engines over models whose layers have windows with blocks of their own, or states, as on a device."""
+"""Engines over models with one table, with windows that have blocks of their own, or with states, as on a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvpage.serving import Engine
 
-WINDOWS, STATES = ("gemma3", "gpt_oss"), ("mamba2", "qwen3_next", "lfm2")
+FULL, WINDOWS, STATES = ("llama",), ("gemma3", "gpt_oss"), ("mamba2", "qwen3_next", "lfm2")
 
 
 @dataclass
@@ -27,7 +27,11 @@ class GroupKind:
 
     @property
     def has_states(self) -> bool:
-        return self.name not in window_engines.KINDS
+        return not self.has_windows and self.name not in FULL
+
+    @property
+    def has_windows(self) -> bool:
+        return self.name in window_engines.KINDS
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -42,6 +46,8 @@ class GroupKind:
         num_checkpoints = options.pop("num_checkpoints", None)
         if num_checkpoints is not None and self.has_states:
             options["states"] = states_for(self.engines.make_engine(self.model), *num_checkpoints)
+        if self.name in FULL:
+            options["num_window_blocks"] = None
         return self.engines.make_engine(self.model, **options)
 
     def on_device(

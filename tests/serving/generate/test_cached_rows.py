@@ -136,15 +136,6 @@ def test_hide_gives_up_what_was_found() -> None:
     model.manager.check()
 
 
-def test_namespaces_do_not_find_each_other() -> None:
-    model, prompt = Model(32), list(range(2 * B + 1))
-    rows = model.open([prompt], namespace=b"one")
-    model.compute(rows, [[]], [prompt])
-    rows.release()
-    assert model.open([prompt], namespace=b"two").length == 0
-    assert model.open([prompt], namespace=b"one").length == 2 * B
-
-
 @pytest.mark.parametrize("findable", [True, False])
 @pytest.mark.parametrize("length", [0, 1, B - 1, B, B + 1, 2 * B, 2 * B + 3, 3 * B])
 def test_crop_then_other_tokens(length: int, findable: bool) -> None:

@@ -44,17 +44,6 @@ def test_a_forward_that_raises_is_as_if_it_had_not_been() -> None:
         assert torch.equal(generate("llama", ids, cache), generate("llama", ids))
 
 
-def test_a_forward_after_one_that_raised() -> None:
-    pool, ids = make_pool("llama"), rows_of(*make_prompts([2 * B]))
-    with KVPageCache(pool, ids) as cache:
-        hook = model_of("llama").model.layers[1].register_forward_pre_hook(broken)
-        with pytest.raises(RuntimeError, match="broken"):
-            generate("llama", ids, cache)
-        hook.remove()
-        assert torch.equal(generate("llama", ids, cache), generate("llama", ids))
-    check_drained(pool)
-
-
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt("broken")])
 @pytest.mark.parametrize("where", ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"])
 def test_other_tokens_after_a_forward_that_did_not_end(where: str, error: BaseException) -> None:
@@ -83,28 +72,6 @@ def test_other_tokens_after_a_forward_that_did_not_end(where: str, error: BaseEx
         with KVPageCache(pool, asked) as cache:
             assert cache.get_seq_length() == num_found
             assert torch.equal(generate("llama", asked, cache), generate("llama", asked))
-    check_drained(pool)
-
-
-@pytest.mark.parametrize("where", ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"])
-def test_a_generate_that_was_interrupted_goes_on_from_a_crop(where: str) -> None:
-    pool, ids = make_pool("llama"), rows_of(*make_prompts([2 * B + 2]))
-    calls = []
-
-    def breaks(module: torch.nn.Module, args: tuple) -> None:
-        calls.append(module)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-
-    with KVPageCache(pool, ids) as cache:
-        hook = model_of("llama").get_submodule(where).register_forward_pre_hook(breaks)
-        with pytest.raises(KeyboardInterrupt):
-            generate("llama", ids, cache)
-        hook.remove()
-        cache.crop(ids.shape[1] + 1)
-        known = generate("llama", ids)[:, : ids.shape[1] + 1]
-        asked = torch.cat([known, rows_of([5])], 1)
-        assert torch.equal(generate("llama", asked, cache), generate("llama", asked))
     check_drained(pool)
 
 

@@ -138,15 +138,6 @@ def test_several_calls_over_one_cache() -> None:
     check_drained(pool)
 
 
-def test_two_caches_at_once() -> None:
-    pool = make_pool("llama")
-    prompts = make_prompts([2 * B + 1, 3 * B], seed=10)
-    with KVPageCache(pool, rows_of(prompts[0])) as one, KVPageCache(pool, rows_of(prompts[1])) as two:
-        for prompt, cache in zip(prompts, (one, two), strict=True):
-            assert torch.equal(generate("llama", rows_of(prompt), cache), generate("llama", rows_of(prompt)))
-    check_drained(pool)
-
-
 def test_what_was_evicted_comes_back_from_the_host() -> None:
     pool = make_pool("llama", 8, num_host_blocks=32)
     prompts = make_prompts([4 * B] * 4, seed=11)

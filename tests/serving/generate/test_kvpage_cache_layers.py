@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from support.generate_pools import hands_latents
 from support.models import make_model, make_prompts
 
 from kvpage import CacheConfig
@@ -81,7 +82,7 @@ SELECTIONS = {
 @pytest.mark.parametrize("max_working_bytes", [None, 0])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek_v3", "gpt2"])
 def test_a_walk_over_both(kind: str, max_working_bytes: int | None) -> None:
-    fields = {"backend": "mla"} if kind == "deepseek_v3" and hands_latents() else {}
+    fields = {"backend": "mla"} if kind == "deepseek_v3" and hands_latents(kind) else {}
     pair = Pair(kind, 3, 2 * B + 1, max_working_bytes=max_working_bytes, **fields)
     pair.forward(pair.ids)
     pair.check()
@@ -100,14 +101,6 @@ def test_a_walk_over_both(kind: str, max_working_bytes: int | None) -> None:
     pair.both(lambda cache: cache.batch_select_indices(torch.tensor([5, 0])))
     pair.check()
     pair.ours.release()
-
-
-def hands_latents() -> bool:
-    model = make_model("deepseek_v3")
-    cache = tf.DynamicCache()
-    with torch.no_grad():
-        model(torch.ones(1, 2, dtype=torch.long), past_key_values=cache, use_cache=True)
-    return cache.layers[0].keys.shape[1] == 1
 
 
 @pytest.mark.parametrize("name", SELECTIONS)

@@ -1,43 +1,17 @@
 """K and V in one piece beside the blocks: nothing is gathered that was computed here, and blocks are written whole."""
 
-import functools
 import gc
 
 import pytest
 import torch
-import transformers as tf
+from support.generate_pools import NEW, B, generate, make_pool
 from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig, ops
 from kvpage.serving import KVPageCache, KVPageCachePool
 
-B, NEW = 4, 10
 PROMPTS = make_prompts([3 * B + 1, 3 * B + 1], seed=7)
 LLAMA_TOKEN = 3 * 2 * 2 * 8 * 4  # layers, K and V, heads, size, bytes
-
-
-def make_pool(model: tf.PreTrainedModel, max_working_bytes: int | None, num_blocks: int = 64) -> KVPageCachePool:
-    config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks)
-    pool = KVPageCachePool.from_model(model, config, max_working_bytes=max_working_bytes)
-    for blocks in pool.engine.gpu_cache:
-        blocks.fill_(float("nan"))
-    return pool
-
-
-@functools.cache
-def model_of(kind: str) -> tf.PreTrainedModel:
-    return make_model(kind)
-
-
-@functools.cache
-def expected_of(kind: str, prompt: tuple[int, ...], options: tuple[tuple[str, int], ...]) -> torch.Tensor:
-    """The tokens without a cache, computed once for all limits."""
-    return generate(make_pool(model_of(kind), None), torch.tensor([prompt]), None, **dict(options))
-
-
-def generate(pool: KVPageCachePool, ids: torch.Tensor, cache: KVPageCache | None, **options: object) -> torch.Tensor:
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False, **options}
-    return pool.model.generate(ids, past_key_values=cache, pad_token_id=0, **options)
 
 
 @pytest.fixture
@@ -54,14 +28,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_a_step_gathers_nothing_and_a_block_is_written_at_once(calls: dict[str, int]) -> None:
-    pool = make_pool(model_of("llama"), None)
+    pool = make_pool("llama")
     ids = torch.tensor(PROMPTS[:1])
     for num_gathered in (0, 1):
         calls.update(dict.fromkeys(calls, 0))
         with KVPageCache(pool, ids) as cache:
             found = cache.get_seq_length()
-            expected = generate(pool, ids, None)
-            assert torch.equal(generate(pool, ids, cache), expected)
+            expected = generate("llama", ids)
+            assert torch.equal(generate("llama", ids, cache), expected)
             num_blocks = (cache.get_seq_length() - 1) // B - max(found // B, (ids.shape[1] - 1) // B - 1)
         assert calls["gather_cache"] == 3 * num_gathered
         assert calls["reshape_and_cache"] <= 3 * (num_blocks + 1)
@@ -72,13 +46,13 @@ def test_a_step_gathers_nothing_and_a_block_is_written_at_once(calls: dict[str, 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
 def test_with_more_memory_or_less(kind: str, max_working_bytes: int | None, options: dict[str, int]) -> None:
     """Some limits are reached by the prompt already, some by the answer, some by the second cache alone."""
-    pool = make_pool(model_of(kind), max_working_bytes)
+    pool = make_pool(kind, max_working_bytes=max_working_bytes)
     for prompt in (*PROMPTS, PROMPTS[0] + [5] * 60, PROMPTS[0] + [5] * 60):
         ids = torch.tensor([prompt])
-        expected = expected_of(kind, tuple(prompt), tuple(options.items()))
+        expected = generate(kind, ids, **options)
         with KVPageCache(pool, ids) as cache, KVPageCache(pool, torch.tensor([PROMPTS[0]])) as other:
-            generate(pool, torch.tensor([PROMPTS[0]]), other)
-            assert torch.equal(generate(pool, ids, cache, **options), expected)
+            generate(kind, torch.tensor([PROMPTS[0]]), other)
+            assert torch.equal(generate(kind, ids, cache, **options), expected)
         limit = float("inf") if max_working_bytes is None else max_working_bytes
         assert pool.working_memory.num_bytes == 0 <= limit
     pool.manager.check()
@@ -88,30 +62,30 @@ def test_with_more_memory_or_less(kind: str, max_working_bytes: int | None, opti
 def test_memory_that_runs_out_amid_an_answer() -> None:
     """What was in one piece goes into blocks, is gathered from then on, and can be found."""
     room = len(PROMPTS[0]) + 64  # what the prompt takes; one token more asks for more
-    pool = make_pool(model_of("llama"), room * LLAMA_TOKEN)
+    pool = make_pool("llama", max_working_bytes=room * LLAMA_TOKEN)
     ids = torch.tensor(PROMPTS[:1])
-    expected = generate(pool, ids, None, max_new_tokens=90)
+    expected = generate("llama", ids, max_new_tokens=90)
     for found in (0, len(PROMPTS[0]) - 1):
         with KVPageCache(pool, ids) as cache:
             assert cache.get_seq_length() == found
-            assert torch.equal(generate(pool, ids, cache, max_new_tokens=90), expected)
+            assert torch.equal(generate("llama", ids, cache, max_new_tokens=90), expected)
             assert pool.working_memory.num_bytes == 0
     with KVPageCache(pool, expected) as again:
         assert again.get_seq_length() >= (expected.shape[1] - 1) // B * B
 
 
 def test_memory_is_counted_and_given_back() -> None:
-    pool = make_pool(model_of("llama"), None)
+    pool = make_pool("llama")
     ids = torch.tensor(PROMPTS)
     num_bytes = 2 * (ids.shape[1] + 64) * LLAMA_TOKEN
     with KVPageCache(pool, ids) as cache:
         assert pool.working_memory.num_bytes == 0
-        generate(pool, ids, cache)
+        generate("llama", ids, cache)
         assert pool.working_memory.num_bytes == num_bytes
         cache.batch_select_indices([1])
         assert pool.working_memory.num_bytes == 0
     cache = KVPageCache(pool, ids)
-    generate(pool, ids, cache)
+    generate("llama", ids, cache)
     del cache
     gc.collect()
     assert pool.working_memory.num_bytes == num_bytes  # a forgotten one's, until the next is made
@@ -121,7 +95,7 @@ def test_memory_is_counted_and_given_back() -> None:
 
 @pytest.mark.parametrize("max_working_bytes", [None, 0])
 def test_what_is_computed_is_found_when_the_next_step_begins(max_working_bytes: int | None) -> None:
-    pool = make_pool(model_of("llama"), max_working_bytes)
+    pool = make_pool("llama", max_working_bytes=max_working_bytes)
     row = PROMPTS[0]
     with KVPageCache(pool, torch.tensor([row])) as cache, torch.no_grad():
         for begin in range(0, 3 * B, B):
@@ -132,7 +106,7 @@ def test_what_is_computed_is_found_when_the_next_step_begins(max_working_bytes: 
         with KVPageCache(pool, torch.tensor([row])) as other:
             assert other.get_seq_length() == 3 * B
             assert (
-                generate(pool, torch.tensor([row]), other)[0, len(row) :].tolist()
+                generate("llama", torch.tensor([row]), other)[0, len(row) :].tolist()
                 == generate_each(pool.model, [row], NEW)[0]
             )
     pool.manager.check()

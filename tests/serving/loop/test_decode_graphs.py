@@ -30,19 +30,6 @@ def poison(engine: Engine) -> None:
         cache.fill_(float("nan"))
 
 
-@pytest.mark.parametrize("num_seqs", range(1, MOST + 1))
-def test_tokens_are_those_of_plain_steps(num_seqs: int) -> None:
-    """Of every number of sequences, which comes down as some end before others."""
-    prompts = make_prompts([B + 3 * index for index in range(num_seqs)], seed=num_seqs)
-    params = [SamplingParams(max_tokens=5 + 2 * index) for index in range(num_seqs)]
-    plain, engine = make_engine(), captured()
-    poison(engine)
-    want = [output.token_ids for output in plain.generate(prompts, params)]
-    assert [output.token_ids for output in engine.generate(prompts, params)] == want
-    stats = engine.stats().graphs
-    assert stats.sizes == (1, 2, 4, 6) and stats.num_replays >= 4 and not stats.misses
-
-
 @pytest.mark.parametrize("kind", ["gemma2", "gpt2", "mistral"])
 def test_families(kind: str) -> None:
     prompts = make_prompts([3, 9, 2 * B], seed=5)
@@ -58,26 +45,6 @@ def test_latents_in_blocks() -> None:
     engine = captured("deepseek_v3", backend="mla")
     assert [one.token_ids for one in engine.generate(prompts, params)] == want
     assert engine.stats().graphs.num_replays > 0
-
-
-def test_padding_writes_no_block_and_moves_nothing() -> None:
-    """Every byte of the blocks that no sequence has is as before, and so are the addresses of the inputs."""
-    engine = captured()
-    poison(engine)
-    addresses = [part.data_ptr() for part in engine.debug.batch_runner.graphs._inputs.views(MOST)]
-    for prompt in make_prompts([5, 6, 7], seed=2):
-        engine.add_request(prompt, SamplingParams(max_tokens=40))
-    for _ in range(6):
-        engine.step()
-    requests = engine.scheduler.running
-    owned = sorted({block for one in requests for block in engine.manager.block_ids(one.seq_id).tolist()})
-    assert len(requests) == 3 and engine.stats().graphs.num_replays >= 4, "rows of 3 sequences, and of padding"
-    free = [block for block in range(engine.manager.num_blocks) if block not in owned]
-    for cache in engine.cache.bound_caches:
-        for view in cache.views:
-            assert view.rows[free].isnan().all()
-            assert all(not view.rows[block].isnan().all() for block in owned)
-    assert [part.data_ptr() for part in engine.debug.batch_runner.graphs._inputs.views(MOST)] == addresses
 
 
 # --- reasons ---------------------------------------------------------------------------------------------------------
@@ -132,29 +99,8 @@ def test_an_interrupt_leaves_nothing_captured() -> None:
     assert engine.stats().graphs.sizes == () and run(engine) == run(make_engine())
 
 
-class Waiting(torch.nn.Module):
-    """A layer that reads a number on the host."""
-
-    __module__ = "transformers.made_up"
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * (1 if x.isfinite().any().item() else 2)
-
-
 class Foreign(torch.nn.Linear):
     __module__ = "adapters.layer"
-
-
-def test_a_model_that_waits_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
-    model = make_model("llama")
-    model.model.layers[1].mlp = Waiting(model.model.layers[1].mlp)
-    engine = as_on_a_device(make_engine(model=model), capturer=CpuCapturer(finds_waits=True))
-    assert caplog.text.count("the model waits for the device, in _local_scalar_dense") == 1
-    assert engine.stats().graphs.sizes == () and run(engine) == run(make_engine())
 
 
 def test_a_module_of_another_package_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,6 @@ from kvpage import CacheConfig
 from kvpage.blocks.rows import SequenceSteps
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.loop.batch.batch import Decodes
-from kvpage.serving.loop.outputs import StepOutput, outputs_of_tokens
 
 B = 4
 
@@ -118,31 +117,6 @@ def test_a_step_leaves_nothing_to_the_garbage_collector() -> None:
 # --- the columns -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by_take", [True, False])
-def test_columns_follow_tokens_that_were_given_one_by_one(by_take: bool) -> None:
-    """By `take`, or by each request: the next step reads the same lengths and newest tokens."""
-    requests = [request_of(number, 3 + number, max_tokens=9) for number in range(3)]
-    for request in requests:
-        request.admit(0)
-        request.set_computed(request.num_tokens)
-        request.append(10, now=0.0)
-    decodes, outputs = Decodes(requests, np.arange(3)), []
-    for token in (20, 30, 40):
-        decodes.begin()
-        assert decodes.ends.tolist() == [request.num_tokens for request in requests]
-        assert decodes.newest_tokens.tolist() == [request.tokens[request.num_tokens - 1] for request in requests]
-        decodes.set_computed()
-        if by_take:
-            decodes.take(np.array([token, token + 1, token + 2], np.int32), outputs)
-        else:
-            for index, request in enumerate(requests):
-                request.append(token + index, now=0.0)
-    assert [request.generated_token_ids for request in requests] == [[10, 20 + i, 30 + i, 40 + i] for i in range(3)]
-    assert [request.num_room for request in requests] == [request.num_tokens - 1 for request in requests]
-    assert [request.num_computed for request in requests] == [request.num_tokens - 1 for request in requests]
-    assert len(outputs) == 9 * by_take
-
-
 def test_last_tokens_are_left_to_the_caller() -> None:
     """Of a stop token, and of the last of max_tokens; a stop token of one request is none of another."""
     requests = [
@@ -161,12 +135,6 @@ def test_last_tokens_are_left_to_the_caller() -> None:
     decodes.take(np.array([7, 7, 7, 8]), outputs, but=[0, 2, 3])
     assert [output.request_id for output in outputs] == ["r1"]
     assert [request.num_generated for request in requests] == [1, 2, 1, 1]
-
-
-def test_outputs_are_those_that_the_class_makes() -> None:
-    made = outputs_of_tokens(["a", "b"], [3, 4], [0, 2])
-    assert made == [StepOutput("a", 3), StepOutput("b", 4, 2)] and {type(one) for one in made} == {StepOutput}
-    assert outputs_of_tokens([], [], []) == []
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 16])

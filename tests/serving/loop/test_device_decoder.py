@@ -1,7 +1,6 @@
 """Decodes one step ahead of their tokens: every output is that of an engine that waits, whatever comes between."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,14 +9,13 @@ from support.ctrl_c import CtrlC, pythons_handler  # noqa: F401, a fixture for a
 from support.models import make_model, make_prompts
 
 from kvpage import CacheConfig
-from kvpage.serving import Branches, Engine, EngineConfig, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 B = 4
 STEM = make_prompts([3 * B + 1], seed=8)[0]
-Making = Callable[[], Engine]
 
 
 def make_engine(model: torch.nn.Module | None = None, num_blocks: int = 120, **options: object) -> Engine:
@@ -145,42 +143,6 @@ def test_a_trace(seed: int, options: dict) -> None:
     assert engine.stats().num_preemptions > 0 or not options
 
 
-@pytest.mark.parametrize("call", ["abort", "close", "reset", "branches", "room"])
-def test_calls_between_two_steps(call: str) -> None:
-    """A step has begun then. Whoever is aborted has the tokens that it was told of; the others have all of theirs."""
-    prompts = make_prompts([5, 6, 9], seed=1)
-    want = [one.token_ids for one in make_engine().generate(prompts, SamplingParams(max_tokens=9))]
-    engine, told = ahead(), {"r0": [], "r1": [], "r2": []}
-    for index, prompt in enumerate(prompts):
-        engine.add_request(prompt, SamplingParams(max_tokens=9), f"r{index}")
-    for number in range(12):
-        for output in engine.step():
-            told[output.request_id].append(output.token_id)
-        if number == 3:
-            assert engine.debug.decoder.is_ahead
-            between(engine, call, told)
-    if call == "abort":
-        assert told.pop("r1") == want.pop(1)[:4]
-    assert [*told.values()] == want
-    while engine.has_unfinished:
-        engine.step()
-    check_nothing_left(engine)
-
-
-def between(engine: Engine, call: str, told: dict[str, list[int]]) -> None:
-    if call == "abort":
-        assert engine.abort("r1").token_ids == told["r1"]
-    elif call == "close":
-        engine.close()
-    elif call == "reset":
-        engine.reset_prefix_cache()
-    elif call == "room":
-        assert engine.make_room()
-    else:
-        with Branches(engine) as branches:
-            branches.compute([branches.start(STEM)])
-
-
 @pytest.mark.parametrize("end", ["stop", "abort"])
 def test_the_last_request_is_let_go(end: str) -> None:
     """The step that was begun for it keeps nothing of it, nor is that step forgotten before it ends."""
@@ -217,43 +179,6 @@ def test_blocks_of_one_who_leaves_are_not_given_to_a_store_before_the_step_has_e
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
-
-
-def failing(engine: Engine, nth: int, error: BaseException) -> Engine:
-    """Its model raises in its nth forward, once; captured steps run the same layers."""
-    layer, count = engine.debug.runner.view.model.layers[1], [0]
-    forward = layer.forward
-
-    def fail(*args, **kwargs):
-        count[0] += 1
-        if count[0] == nth:
-            raise error
-        return forward(*args, **kwargs)
-
-    vars(layer)["forward"] = fail
-    return engine
-
-
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("nth", [1, 3, 5])
-@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_a_step_that_raises(nth: int, error: BaseException, graphs: bool) -> None:
-    """The call of that step raises, and no token is lost, doubled or wrong."""
-    prompts = make_prompts([5, 6], seed=1)
-    want = [one.token_ids for one in make_engine().generate(prompts, SamplingParams(max_tokens=9))]
-    engine = failing(ahead(graphs=graphs), nth, error)
-    told, raised = {"0": [], "1": []}, 0
-    for index, prompt in enumerate(prompts):
-        engine.add_request(prompt, SamplingParams(max_tokens=9), str(index))
-    while engine.has_unfinished:
-        try:
-            for output in engine.step():
-                told[output.request_id].append(output.token_id)
-        except (RuntimeError, KeyboardInterrupt) as found:
-            assert found is error
-            raised += 1
-    assert raised == 1 and [*told.values()] == want
-    check_nothing_left(engine)
 
 
 def test_one_with_which_the_model_raises_ends_alone() -> None:
@@ -295,36 +220,6 @@ def test_logits_that_are_no_numbers(graphs: bool) -> None:
         found.append([(one.token_ids, one.finish_reason, one.error) for one in outputs])
         check_nothing_left(engine)
     assert found[0] == found[1] and found[1][1][1] == "error" and len(found[1][1][0]) == 4
-
-
-def test_ctrl_c_at_any_line() -> None:
-    """By one who goes on: no token is lost, no block is held."""
-    prompts = make_prompts([5, 6, 9], seed=1)
-    want = [one.token_ids for one in make_engine().generate(prompts, SamplingParams(max_tokens=6))]
-
-    def work(engine: Engine, told: list[list[int]]) -> None:
-        for index, prompt in enumerate(prompts):
-            if not told[index] and str(index) not in engine.loop.requests:
-                engine.add_request(prompt, SamplingParams(max_tokens=6), str(index))
-        while engine.has_unfinished:
-            for output in engine.step():
-                told[int(output.request_id)].append(output.token_id)
-
-    engine = ahead(graphs=False)
-    with CtrlC() as counted:
-        work(engine, [[], [], []])
-    rng, num_raised = random.Random(0), 0
-    for _ in range(10):
-        engine, told = ahead(graphs=False), [[], [], []]
-        with CtrlC(rng.randint(1, counted.num_lines)) as ctrl_c:
-            try:
-                work(engine, told)
-            except KeyboardInterrupt:
-                num_raised += 1
-        work(engine, told)
-        assert told == want, ctrl_c.place
-        check_nothing_left(engine)
-    assert num_raised > 5
 
 
 def test_without_room_for_a_step_ahead() -> None:

@@ -1,4 +1,4 @@
-"""Decodes one step ahead, of models with windows and with states: no sequence sees a state with a token too many."""
+"""Decodes one step ahead, of each kind of model: no sequence sees a state or a block with a token too many."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.cpu_graphs import LateFetch
 from support.ctrl_c import CtrlC, pythons_handler  # noqa: F401, a fixture for all that is here
-from support.group_engines import STATES, WINDOWS, GroupKind
+from support.group_engines import FULL, STATES, WINDOWS, GroupKind
 from support.models import WINDOW
 from support.state_engines import B, greedy, random_prompt
 
@@ -17,7 +17,7 @@ PROMPT = random_prompt(3 * B + 2)
 NUM_TOKENS = 12
 
 
-@pytest.fixture(params=[*WINDOWS, *STATES], scope="module")
+@pytest.fixture(params=[*FULL, *WINDOWS, *STATES], scope="module")
 def kind(request: pytest.FixtureRequest) -> GroupKind:
     return GroupKind(request.param)
 
@@ -219,7 +219,7 @@ def test_logits_that_are_no_numbers_leave_no_state(stateful: GroupKind, place: i
     stateful.engines.check_nothing_held(engine)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 def test_ctrl_c_at_any_line(name: str) -> None:
     """By one who goes on: no token is lost, no block or slot is held, no kept state is wrong."""
     kind, prompts = GroupKind(name), [random_prompt(length, length) for length in (5, 6, 9)]
@@ -268,7 +268,7 @@ def test_a_trace(kind: GroupKind, seed: int, options: dict[str, object]) -> None
     """Of hits, samples, stops, aborts, room that is asked for, preemptions and swaps. Then each next turn is right."""
     rng, asked, ended = random.Random(seed), {}, {}
     stem = random_prompt(2 * B + 1, 77)
-    if not kind.has_states:
+    if kind.has_windows:
         options = {**options, "num_window_blocks": 2 * (WINDOW // B + 2) + 1}
     engine = kind.on_device(**{"max_num_batched_tokens": 24, **options})
     for number in range(20):

@@ -1,24 +1,19 @@
-"""Captured decode steps of models with windows and with states: tokens of plain steps, padding that spoils nothing."""
+"""Captured decode steps of each kind of model: tokens of plain steps, padding that spoils nothing."""
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 from support.cpu_graphs import CpuCapturer
-from support.group_engines import STATES, WINDOWS, GroupKind
+from support.group_engines import FULL, STATES, WINDOWS, GroupKind
 from support.state_engines import B, finished, greedy, random_prompt
-
-from kvpage.blocks.rows import StepInputs
-from kvpage.serving.loop.graphs.decode_inputs import DecodeInputs
-from kvpage.serving.loop.graphs.static_inputs import StaticInputs
 
 MOST = 6
 OTHERS = "mistral", "jamba", "nemotron_h", "recurrent_gemma", "zamba"
 """Without full layers; with attention beside; with steps that are not scans; with held states; with a shared module."""
 
 
-@pytest.fixture(params=[*WINDOWS, *STATES], scope="module")
+@pytest.fixture(params=[*FULL, *WINDOWS, *STATES], scope="module")
 def kind(request: pytest.FixtureRequest) -> GroupKind:
     return GroupKind(request.param)
 
@@ -28,46 +23,6 @@ def engine_of(kind: GroupKind, **options: object):
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
-
-
-def inputs_of(num_seqs: int, width: int, num_windows: int, has_states: bool) -> DecodeInputs:
-    """Numbers that are all different."""
-    numbers = iter(range(100, 10_000))
-
-    def array(*shape: int) -> np.ndarray:
-        return np.array([next(numbers) for _ in range(int(np.prod(shape)))]).reshape(shape)
-
-    seq_lens = array(num_seqs).astype(np.int64)
-    groups = [
-        StepInputs(array(num_seqs).astype(np.int64), array(num_seqs, width).astype(np.int32), seq_lens)
-        for _ in range(1 + num_windows)
-    ]
-    return DecodeInputs(groups[0], groups[1:], array(num_seqs).astype(np.int64) if has_states else None)
-
-
-@pytest.mark.parametrize("has_states", [False, True])
-@pytest.mark.parametrize("num_windows", [0, 1, 2])
-def test_each_number_has_its_place(num_windows: int, has_states: bool) -> None:
-    """At addresses that stay, padding after it; tables of earlier steps are left behind those of this one."""
-    static = StaticInputs(MOST, 5, torch.device("cpu"), 1, num_groups=1 + num_windows, pad_state=9)
-    addresses = [part.data_ptr() for part in static.views(MOST)]
-    for num_seqs, num_rows, width in ((6, 6, 5), (3, 4, 2), (1, 1, 1), (0, 2, 0)):
-        inputs = inputs_of(num_seqs, width, num_windows, has_states)
-        static.fill(num_rows, inputs, np.arange(num_seqs, dtype=np.int32) + 7)
-        views, pad = static.views(num_rows), [0] * (num_rows - num_seqs)
-        assert views.token_ids.tolist() == [*range(7, 7 + num_seqs), *pad]
-        assert views.positions.tolist() == [*(inputs.full.seq_lens - 1), *pad]
-        assert views.seq_lens.tolist() == [*inputs.full.seq_lens, *(one + 1 for one in pad)]
-        slots = inputs.state_slots if has_states else [9] * num_seqs
-        assert views.state_slots.tolist() == [*slots, *(one + 9 for one in pad)]
-        for group, of_group in enumerate((inputs.full, *inputs.windows)):
-            assert views.slots[group].tolist() == [*of_group.slots, *(one - 1 for one in pad)]
-            assert views.tables[group, :num_seqs, :width].tolist() == of_group.block_tables.tolist()
-            assert views.slots[group].is_contiguous() and views.tables[group].stride() == (5, 1)
-    assert [part.data_ptr() for part in static.views(MOST)] == addresses
-    static.clear()
-    views = static.views(MOST)
-    assert (views.slots == -1).all() and (views.state_slots == 9).all() and (views.seq_lens == 1).all()
 
 
 def test_without_attention_no_table_is_kept() -> None:

@@ -184,22 +184,6 @@ def test_a_preempted_request_is_asked_for_again(warm) -> None:
     check_nothing_left(engine)
 
 
-@pytest.mark.parametrize("slow", ["lookup", "load"])
-def test_a_store_that_hangs_holds_up_each_request_for_its_deadline_at_most(warm, slow: str) -> None:
-    store, expected = warm
-    gate = threading.Event()
-    store.trouble = lambda name: gate.wait() if name == slow else None
-    try:
-        engine = make_engine(store, 64 * BLOCKS, store_deadline=0.02)
-        assert run_clients(engine, PROMPTS[:14], 14) == expected[:14]
-        stats = engine.stats().store
-        assert stats is not None and 1 <= stats.num_late <= 14 and stats.num_loads == 0
-    finally:
-        gate.set()
-        store.trouble = lambda name: None
-    check_nothing_left(engine)
-
-
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
 def test_requests_that_end_while_they_wait_leave_nothing(warm, num_steps: int) -> None:
     store, expected = warm

@@ -5,6 +5,7 @@ from collections.abc import Hashable
 
 import numpy as np
 import pytest
+from support.scheduler_steps import plan
 from support.slot_memory import SlotMemory
 
 from kvpage.blocks.manager import BlockManager
@@ -35,10 +36,6 @@ def run_step(scheduler: Scheduler, new_token: int = 1) -> Batch:
         if request.append(new_token, now=0.0):
             scheduler.finish(request)
     return batch
-
-
-def plan(batch: Batch) -> list[tuple[str, int, int]]:
-    return [(portion.request.request_id, portion.start, portion.end) for portion in batch.portions]
 
 
 class Simulation:
@@ -170,15 +167,6 @@ def test_decodes_come_first_then_running_prefills_then_new_ones() -> None:
     assert plan(run_step(scheduler)) == [("r0", 5, 6), ("r1", 18, 20), ("r2", 0, 2)]
 
 
-def test_no_more_than_max_num_seqs_run() -> None:
-    scheduler = make_scheduler(64, max_num_seqs=2)
-    for number in range(3):
-        scheduler.add(make_request(number, [number], max_tokens=2))
-    assert plan(run_step(scheduler)) == [("r0", 0, 1), ("r1", 0, 1)]
-    assert plan(run_step(scheduler)) == [("r0", 1, 2), ("r1", 1, 2)]
-    assert plan(run_step(scheduler)) == [("r2", 0, 1)]
-
-
 def test_a_prefix_that_is_being_computed_is_computed_once() -> None:
     scheduler = make_scheduler(64, budget=6)
     prefix = list(range(100, 100 + 2 * B))
@@ -197,31 +185,6 @@ def test_requests_that_share_nothing_do_not_wait(other: dict) -> None:
     scheduler.add(make_request(0, prompt))
     scheduler.add(make_request(1, **{"prompt": prompt, **other}))
     assert plan(run_step(scheduler)) == [("r0", 0, 5), ("r1", 0, 5)]
-
-
-def test_the_youngest_is_preempted_and_finds_its_blocks_again() -> None:
-    scheduler = make_scheduler(num_blocks=5, budget=64)
-    scheduler.add(make_request(0, list(range(8)), max_tokens=5))
-    scheduler.add(make_request(1, list(range(20, 27)), max_tokens=3))
-    assert plan(run_step(scheduler)) == [("r0", 0, 8), ("r1", 0, 7)]
-    assert plan(run_step(scheduler)) == [("r0", 8, 9), ("r1", 7, 8)]
-    assert plan(run_step(scheduler)) == [("r0", 9, 10)]  # r1 needs a block, and the fifth went to r0
-    assert scheduler.preemptions.num == 1
-    assert [request.request_id for request in scheduler.waiting] == ["r1"]
-    while scheduler.running or scheduler.waiting:
-        last = run_step(scheduler)
-    assert plan(last) == [("r1", 8, 9)]  # 8 of its 9 tokens were found
-
-
-def test_a_batch_that_failed_is_scheduled_again() -> None:
-    scheduler = make_scheduler(64)
-    scheduler.add(make_request(0, [1, 2, 3, 4, 5], max_tokens=2))
-    scheduler.requeue(portion.request for portion in scheduler.schedule().portions)
-    assert scheduler.manager.num_free_blocks == 64
-    assert plan(run_step(scheduler)) == [("r0", 0, 5)]
-    scheduler.requeue(portion.request for portion in scheduler.schedule().portions)
-    assert plan(run_step(scheduler)) == [("r0", 4, 6)]
-    assert not scheduler.running and not scheduler.waiting
 
 
 @pytest.mark.parametrize("length, max_tokens, fits", [(8, 1, True), (9, 1, False), (1, 8, True), (1, 9, False)])

@@ -195,20 +195,6 @@ def test_a_layer_that_no_longer_attends_over_blocks_is_told() -> None:
     assert serve(engine, b"") == generate_each(model, PROMPTS, NEW)
 
 
-def test_adapters_are_switched_for_both() -> None:
-    model = make_model("llama")
-    plain = generate_each(model, PROMPTS, NEW)
-    engine = Engine.from_model(model, EngineConfig(CACHE))
-    adapt(model)
-    for is_on in (True, False, True):
-        for module in model.modules():
-            if isinstance(module, Adapter):
-                module.is_on = is_on
-        expected = generate_each(model, PROMPTS, NEW)
-        assert serve(engine, b"%d" % is_on) == expected
-        assert (expected == plain) != is_on
-
-
 # --- forwards that were replaced --------------------------------------------------------------------------------------
 
 

@@ -68,13 +68,6 @@ def _fields(params: SamplingParams) -> dict[str, object]:
     return {name: getattr(params, name) for name in params.__dataclass_fields__}
 
 
-def test_they_do_not_depend_on_the_batch() -> None:
-    together = make_engine(max_num_seqs=8).generate(PROMPTS, EACH)
-    for prompt, params, output in zip(PROMPTS, EACH, together, strict=True):
-        (alone,) = make_engine().generate([prompt], params)
-        assert alone.samples == output.samples
-
-
 def test_steps_have_those_of_their_token() -> None:
     engine, found = make_engine(), []
     engine.add_request(PROMPTS[0], EACH[0])

@@ -67,17 +67,3 @@ def test_the_likeliest_tokens_are_those_of_the_definition(name: str) -> None:
         assert [sample.token_ids for sample in output.samples] == [naive(prompt, params)] * 3
     plain = [naive(prompt, SamplingParams()) for prompt in PROMPTS]
     assert name == "none" or [output.token_ids for output in outputs] != plain, "the field has done nothing"
-
-
-@pytest.mark.parametrize("fields", [{"temperature": 1e-5}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
-def test_what_leaves_one_token_takes_the_likeliest(fields: dict) -> None:
-    params = SamplingParams(**{"max_tokens": MAX_TOKENS, "temperature": 1.0, "seed": 4, **fields})
-    want = [naive(prompt, SamplingParams()) for prompt in PROMPTS]
-    assert [output.token_ids for output in make_engine().generate(PROMPTS, params)] == want
-
-
-def test_samples_of_a_seed_are_the_same_and_differ_from_each_other() -> None:
-    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=11, n=4)
-    first, second = (make_engine().generate(PROMPTS, params) for _ in range(2))
-    assert [output.samples for output in first] == [output.samples for output in second]
-    assert all(len({tuple(sample.token_ids) for sample in output.samples}) > 1 for output in first)

@@ -112,13 +112,6 @@ def test_a_step_that_fails_forks_nothing(alone: list[list[list[int]]]) -> None:
     assert [sample.token_ids for sample in outputs[-1].output.samples] == alone[4]
 
 
-def test_without_a_temperature_all_samples_are_equal() -> None:
-    engine = make_engine()
-    (output,) = engine.generate(PROMPTS[:1], SamplingParams(n=3, max_tokens=6))
-    (one,) = engine.generate(PROMPTS[:1], SamplingParams(max_tokens=6))
-    assert [sample.token_ids for sample in output.samples] == [one.token_ids] * 3
-
-
 def test_bad_numbers_of_samples() -> None:
     for wrong in (0, -1, 1.5, True, "2"):
         with pytest.raises(ValueError, match="n must be a positive integer"):

@@ -47,13 +47,23 @@ def test_blocks_behind_the_window_are_given_back(kind: str) -> None:
     check_nothing_held(engine)
 
 
+FEW = (40, WINDOW // B + 2, 0)
+"""Blocks of all tokens, of each window, and of the host."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "num_window_blocks"), [("gemma3", 9), ("mistral", 16), *((kind, WINDOW // B + 2) for kind in KINDS)]
+    ("kind", "few"),
+    [
+        ("gemma3", (40, 9, 0)),
+        ("mistral", (40, 16, 0)),
+        *((kind, few) for kind in KINDS for few in (FEW, (24, WINDOW // B + 4, 6), (24, WINDOW // B + 4, 64))),
+    ],
 )
-def test_requests_together_in_few_blocks(kind: str, num_window_blocks: int) -> None:
+def test_requests_together_in_few_blocks(kind: str, few: tuple[int, int, int]) -> None:
+    """Preempted requests compute again, or go to the host and come back."""
     model = make_window_model(kind)
     prompts = [random_prompt(length, length) for length in (1, B - 1, B, B + 1, 9 * B, 5 * B + 3, 7 * B)]
-    engine = make_engine(model, num_blocks=40, num_window_blocks=num_window_blocks, max_num_batched_tokens=13)
+    engine = make_engine(model, *few, load_or_compute=False, max_num_batched_tokens=13)
     for prompt in prompts:
         engine.add_request(prompt, greedy(NUM_TOKENS))
     outputs = []
@@ -63,7 +73,7 @@ def test_requests_together_in_few_blocks(kind: str, num_window_blocks: int) -> N
         engine.manager.check()
     found = {tuple(output.prompt_token_ids): output.samples[0].token_ids for output in outputs}
     assert found == {tuple(prompt): own_tokens(model, prompt, NUM_TOKENS) for prompt in prompts}
-    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_preemptions > 0 and (engine.stats().num_swaps > 0) == (few[2] > 0)
     check_nothing_held(engine)
 
 
@@ -81,25 +91,6 @@ def test_what_is_evicted_comes_back_from_the_host(kind: str, is_beside: bool) ->
         assert ask(engine, other, 4) == (own_tokens(model, other, 4), 0)
     assert ask(engine, prompt, 4) == (expected, 9 * B)
     assert all(stats.promoted_blocks > 0 for stats in engine.stats().windows)
-    check_nothing_held(engine)
-
-
-@pytest.mark.parametrize("num_host_blocks", [6, 64])
-@pytest.mark.parametrize("kind", KINDS)
-def test_preempted_requests_go_to_the_host_and_come_back(kind: str, num_host_blocks: int) -> None:
-    model = make_window_model(kind)
-    prompts = [random_prompt(length, length) for length in (1, B - 1, B, B + 1, 9 * B, 5 * B + 3, 7 * B)]
-    engine = make_engine(model, 24, WINDOW // B + 4, num_host_blocks, load_or_compute=False, max_num_batched_tokens=13)
-    for prompt in prompts:
-        engine.add_request(prompt, greedy(NUM_TOKENS))
-    outputs = []
-    while engine.has_unfinished:
-        poison(engine)
-        outputs += [one.output for one in engine.step() if one.output is not None]
-        engine.manager.check()
-    found = {tuple(output.prompt_token_ids): output.samples[0].token_ids for output in outputs}
-    assert found == {tuple(prompt): own_tokens(model, prompt, NUM_TOKENS) for prompt in prompts}
-    assert engine.stats().num_preemptions > 0 and engine.stats().num_swaps > 0
     check_nothing_held(engine)
 
 
