@@ -25,8 +25,7 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.serving.generate.row_slots import RowSlots
-from kvpage.serving.generate.states.row_pass import RowPass
-from kvpage.serving.generate.states.row_states import RowStates
+from kvpage.serving.generate.states.row_states import RowPass, RowStates
 from kvpage.serving.generate.working_rows import WorkingRows
 
 TokenRow = npt.NDArray[np.int32]

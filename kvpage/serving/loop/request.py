@@ -128,8 +128,8 @@ class Request:
         self.params = params
         self.namespace = namespace
         self.blending = blending
-        is_greedy = params.is_greedy
-        self.seed = secrets.randbelow(MAX_SEED) if params.seed is None and not is_greedy else params.seed or 0
+        draws = bool(params.temperature)
+        self.seed = secrets.randbelow(MAX_SEED) if params.seed is None and draws else params.seed or 0
         self.stop_ids = frozenset() if params.ignore_eos else eos_token_ids
         if params.stop_token_ids:
             self.stop_ids = self.stop_ids.union(params.stop_token_ids)
@@ -142,7 +142,7 @@ class Request:
         self.scored: ScoredPrompt | None = None
         guided = None if self.answer is None else self.answer.guided
         self.sampled_row: SampledRow | None = None  # None where the likeliest token is taken as it is
-        if not is_greedy or params.changes_logits or guided is not None:
+        if draws or params.changes_logits or guided is not None:
             self.sampled_row = SampledRow(params, self.stop_ids, len(prompt), max_tokens, guided)
         self.num_computed = self.num_committed = self.num_room = 0
         self.finish_reason: FinishReason | None = None
@@ -185,11 +185,6 @@ class Request:
         self.group.samples.append(self)
 
     # --- its blocks --------------------------------------------------------------------------------------------------
-
-    @property
-    def max_written_tokens(self) -> int:
-        """The most tokens whose K and V it will ever write: the last one generated is never fed back."""
-        return len(self.tokens) - 1
 
     @property
     def needs_room(self) -> bool:

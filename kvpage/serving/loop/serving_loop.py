@@ -84,15 +84,15 @@ class ServingLoop:
             number += 1
         return f"request-{number}"
 
-    @uninterrupted
     def add(self, request: Request) -> None:
-        """Queue it; its arrival is the number of requests before it.
+        """Queue it; its arrival is the number of requests before it. The caller holds interrupts back.
 
-        ValueError, and no change, if its id is in use, or Scheduler.add refuses it.
+        ValueError, and no change, if its id is in use, or Scheduler.check refuses it.
         """
         self.thread.check()
         if request.request_id in self.requests:
             raise ValueError(f"request_id must not be in use, {request.request_id!r} is")
+        self._scheduler.check(request)
         request.group.arrival = self.num_arrivals
         self._scheduler.add(request)
         self.requests[request.request_id] = request

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kvpage.cache.state_cache import StateKey
 from kvpage.serving.generate.states.hooking import REGISTERING
-from kvpage.serving.generate.states.row_pass import RowPass
+from kvpage.serving.generate.states.row_states import RowPass
 from kvpage.serving.model.states.mixer import PieceForward
 
 
