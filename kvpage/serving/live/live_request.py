@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Protocol
 
-from kvpage.serving.live.mailbox import Mailbox
-from kvpage.serving.live.waiter import LoopWaiter, ThreadWaiter
+from kvpage.serving.live.mailbox import LoopWaiter, Mailbox, ThreadWaiter
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.text.token_logprobs import TokenLogprobs
 

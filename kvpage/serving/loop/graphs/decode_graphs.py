@@ -21,7 +21,6 @@ import torch
 
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.graphs.capture import CannotCapture, Capturer, Replay, is_out_of_memory
-from kvpage.serving.loop.graphs.capture_sizes import default_sizes
 from kvpage.serving.loop.graphs.decode_inputs import DecodeInputs
 from kvpage.serving.loop.graphs.fixed_model import FixedModel, why_not_fixed
 from kvpage.serving.loop.graphs.static_inputs import StaticInputs
@@ -30,6 +29,20 @@ from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+
+def default_sizes(max_num_seqs: int) -> list[int]:
+    """Return powers of two, from 16 on also those between them, up to max_num_seqs, and that itself.
+
+    At most half of a step's rows are padding, from 16 on a third.
+    """
+    sizes, size = {max_num_seqs}, 1
+    while size < max_num_seqs:
+        sizes.add(size)
+        if size >= 16 and 3 * size // 2 < max_num_seqs:
+            sizes.add(3 * size // 2)
+        size *= 2
+    return sorted(sizes)
 
 
 class Replayed(NamedTuple):
