@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from kvpage.blend.config import BlendConfig
+from kvpage.blocks.config import BlockConfig
 from kvpage.blocks.space import HostPolicy
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_list, check_at_least, check_flag
@@ -19,8 +20,7 @@ from kvpage.serving.params.defaults import GenerationDefaults
 from kvpage.serving.params.states import StateConfig
 
 FLAGS = (
-    "enable_prefix_caching", "share_parts", "load_or_compute", "native_layers", "enforce_eager", "compile_model",
-    "save_portions",
+    "load_or_compute", "native_layers", "enforce_eager", "compile_model", "save_portions",
 )  # fmt: skip
 AttentionBackendName = Literal["auto", "kvpage", "flashinfer", "flash_attn", "flash_attn_3", "flash_mla"]
 MAX_RANK_TIMEOUT = 86_400.0
@@ -129,7 +129,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
-        for name, kind in (("host_policy", HostPolicy), ("events", EventConfig), ("blend", BlendConfig)):
+        self.block_config()  # checks the options of blocks
+        for name, kind in (("events", EventConfig), ("blend", BlendConfig)):
             if getattr(self, name) is not None:
                 _check_type(name, getattr(self, name), kind)
         _check_type("states", self.states, StateConfig)
@@ -146,6 +147,18 @@ class EngineConfig:
             raise ValueError("blend needs enable_prefix_caching, which keeps K and V until they are kept as segments")
         if self.generation_config not in get_args(GenerationDefaults):
             raise ValueError(f"generation_config must be 'model', 'served' or 'ignore', got {self.generation_config!r}")
+
+    def block_config(self) -> BlockConfig:
+        """Return the options of the block manager."""
+        return BlockConfig(
+            self.cache_config.num_gpu_blocks,
+            self.cache_config.block_size,
+            self.enable_prefix_caching,
+            num_host_blocks=self.cache_config.num_cpu_blocks,
+            share_parts=self.share_parts,
+            host_policy=self.host_policy,
+            pin_quota=self.pin_quota,
+        )
 
     def _check_flags(self) -> None:
         for name in FLAGS:
@@ -217,7 +230,6 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
         if self.max_model_len is not None and (not _is_integer(self.max_model_len) or self.max_model_len < 1):
             raise ValueError(f"max_model_len must be a positive integer or None, got {self.max_model_len!r}")
-        check_at_least("pin_quota", self.pin_quota, 0)
         if self.kv_cache_memory is not None:
             check_at_least("kv_cache_memory", self.kv_cache_memory, 1)
             if self.cache_config.num_gpu_blocks:

@@ -18,7 +18,7 @@ from kvpage.layout.config import DeviceConfig, ParallelConfig, cache_block_bytes
 from kvpage.serving.assembly.device_memory import bytes_taken, free_bytes
 from kvpage.serving.assembly.memory_split import SEQUENCES, WindowSplit, checkpoint_share, split_windows
 from kvpage.serving.assembly.parts import ServableModel, make_cache, takes_own_blocks, without_autocast
-from kvpage.serving.assembly.state_parts import SlotCounts, slot_bytes
+from kvpage.serving.assembly.state_parts import slot_bytes, slots_of
 from kvpage.serving.assembly.window_groups import num_blocks_of_sequence, short_windows
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.graphs.capture import Capturer, CudaCapturer, is_out_of_memory
@@ -204,5 +204,5 @@ def _bytes_of_states(servable: ServableModel, config: EngineConfig, free: int) -
     num_blocks = min(most_blocks(servable, config), max(_num_fitting(_block_bytes(servable, config), free), 1))
     cache_config = replace(config.cache_config, num_gpu_blocks=num_blocks)
     states = replace(config.states, checkpoint_bytes=config.states.checkpoint_bytes or 0)
-    counts = SlotCounts.of(replace(config, cache_config=cache_config, states=states), servable.states)
-    return counts.device * slot_bytes(cache_config, servable.states) + servable.states.layout.slot_bytes
+    slots = slots_of(replace(config, cache_config=cache_config, states=states), servable.states)
+    return slots.num_slots * slot_bytes(cache_config, servable.states) + servable.states.layout.slot_bytes

@@ -8,7 +8,7 @@ model, EngineConfig ─► ServableModel ─► blocks: a number, caches, a mana
          └────────► Connectors ──► a store, kept segments
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpage.blend.segments import MemorySegments, SegmentCache
 from kvpage.blend.stored_segments import StoredSegments
-from kvpage.blocks.groups.states.state_space import States
-from kvpage.blocks.groups.window_blocks import Window
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
@@ -196,8 +194,8 @@ def _joined(
 ) -> EngineParts:
     """Make the parts, and connect a store and segments. lead: the side of the other ranks; None without any."""
     rank_parts = assemble_rank(servable, config)
-    rule, store_rule = (make_rule(config, servable.config) for _ in range(2))  # the two differ in speed
-    manager = make_manager(config, rule, rank_parts.groups)
+    rule, store_rule = (_make_rule(config, servable.config) for _ in range(2))  # the two differ in speed
+    manager = BlockManager.of(config.block_config(), rule, rank_parts.groups)
     blender = _blender(servable, config)
     if segments is not None and blender is None:
         raise ValueError("segments must be None without blend")
@@ -289,29 +287,12 @@ def _slot_bytes(caches: RankCaches) -> int:
     return caches.states.layout.slot_bytes + sum(layer.nbytes // caches.full.num_gpu_blocks for layer in layers)
 
 
-def make_rule(config: EngineConfig, model_config: ModelConfig) -> LoadOrCompute | None:
+def _make_rule(config: EngineConfig, model_config: ModelConfig) -> LoadOrCompute | None:
     """Return the rule by which blocks of one tier are loaded or computed; None if they are always loaded."""
     if not config.load_or_compute or model_config.is_attention_free:
         return None
     block_bytes = CacheEngine.get_cache_block_size(config.cache_config, model_config)
     return LoadOrCompute(block_bytes, config.cache_config.block_size)
-
-
-def make_manager(
-    config: EngineConfig, rule: LoadOrCompute | None, groups: Sequence[Window | States] = ()
-) -> BlockManager:
-    """Return the manager of both tiers' blocks. groups: of layers that keep less than all tokens."""
-    return BlockManager(
-        config.cache_config.num_gpu_blocks,
-        config.cache_config.block_size,
-        config.enable_prefix_caching,
-        num_host_blocks=config.cache_config.num_cpu_blocks,
-        share_parts=config.share_parts,
-        host_policy=config.host_policy,
-        rule=rule,
-        pin_quota=config.pin_quota,
-        groups=groups,
-    )
 
 
 def _default_segments(store: BlockStore | None, cache: CacheEngine, max_bytes: int) -> SegmentCache:

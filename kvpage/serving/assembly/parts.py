@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.groups.window_blocks import Window
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.state_cache import StateCache
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, Candidate, candidates
@@ -22,7 +23,7 @@ from kvpage.ops.cuda.libraries.library import AttentionLibrary
 from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.ops.cuda.served import check_served
 from kvpage.serving.assembly.found_states import found_states
-from kvpage.serving.assembly.state_parts import SlotCounts
+from kvpage.serving.assembly.state_parts import slots_of
 from kvpage.serving.assembly.window_groups import WindowGroups, short_windows
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.ranks.rank_caches import RankCaches
@@ -38,6 +39,7 @@ from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.paged_check import verify_model, verify_quantized
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.states.model_states import ModelStates
+from kvpage.serving.model.states.slot_budget import with_tails
 from kvpage.serving.params.defaults import ParamDefaults
 
 logger = logging.getLogger(__name__)
@@ -249,19 +251,22 @@ def attend_with(cache: CacheEngine, library: AttentionLibrary | None) -> None:
 
 def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
     """Make the parts that every rank has: all ranks check, and compute, the same. Raises as Engine.from_model does."""
-    model, found = servable.runner.model, servable.states
+    model, states = servable.runner.model, servable.states
     defaults = ParamDefaults.of_model(model, config.generation_config)
     max_model_len = limited_model_len(model, config.max_model_len)
     windows = WindowGroups.of(config, servable.attention.windows, max_model_len)
-    counts = None if found is None else SlotCounts.of(config, found)
+    slots = None if states is None else slots_of(config, states)
     with without_autocast(model.device):
         if windows is None:
-            full, of_windows = make_cache(servable, config, counts), []
+            full, of_windows = make_cache(servable, config, slots), []
         else:
-            full, *of_windows = _group_caches(servable, config, windows, counts)
-        states = None if counts is None or found is None else counts.slots(found, model.device)
-    groups = [*(windows.options() if windows else ()), *([counts.options(config)] if counts else ())]
-    return RankParts(RankCaches(full, of_windows, states), defaults, max_model_len, groups, windows is None)
+            full, *of_windows = _group_caches(servable, config, windows, slots)
+        state_cache = None
+        if states is not None and slots is not None:
+            num_slots = slots.num_slots + 1  # with that of padding
+            state_cache = StateCache(states.layout, num_slots, slots.num_host_slots, model.device)
+    groups = [*(windows.options() if windows else ()), *([slots] if slots else ())]
+    return RankParts(RankCaches(full, of_windows, state_cache), defaults, max_model_len, groups, windows is None)
 
 
 def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | None:
@@ -281,11 +286,9 @@ def _model_config(model: PreTrainedModel, config: EngineConfig, states: ModelSta
     return ModelConfig.from_hf(model.config, model.dtype, use_mla=keeps_latents)
 
 
-def make_cache(servable: ServableModel, config: EngineConfig, counts: SlotCounts | None = None) -> CacheEngine:
+def make_cache(servable: ServableModel, config: EngineConfig, slots: States | None = None) -> CacheEngine:
     """Return the cache with its scales. ValueError where it quantises, and nothing of the model is left."""
-    runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
-    if counts is not None:
-        cache_config = counts.with_tails(cache_config)
+    runner, model_config, cache_config = servable.runner, servable.config, with_tails(config.cache_config, slots)
     if model_config.is_attention_free:
         return CacheEngine(cache_config, model_config, device_config=DeviceConfig(runner.model.device))
     scales = _scales(servable, config, cache_config)
@@ -304,12 +307,12 @@ def _scales(servable: ServableModel, config: EngineConfig, cache_config: CacheCo
 
 
 def _group_caches(
-    servable: ServableModel, config: EngineConfig, groups: WindowGroups, counts: SlotCounts | None
+    servable: ServableModel, config: EngineConfig, groups: WindowGroups, slots: States | None
 ) -> list[CacheEngine]:
     """Return the cache of the full layers, then those of windows. ValueError as `make_cache`."""
     cache_config, model_config = config.cache_config, servable.config
     scales = _scales(servable, config, cache_config)
-    caches = groups.caches(cache_config, model_config, servable.runner.model.device, scales, counts)
+    caches = groups.caches(cache_config, model_config, servable.runner.model.device, scales, slots)
     if caches[-1].layout.is_quantized:
         verify_quantized(servable.runner, cache_config, model_config, scales)
     return caches

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
+from kvpage.blocks.config import BlockConfig
 from kvpage.blocks.space import HostPolicy
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.values import as_integer
@@ -87,8 +88,15 @@ class KVPageCachePool(ModelBlocks):
         _check_backend(model, shape, cache_config)
         check_windows(model)
         _verify(model, shape, cache_config, kv_scales, found)
-        options = share_parts, host_policy, pin_quota, max_working_bytes, found
-        pool = cls.make(model, shape, cache_config, kv_scales, *options)
+        blocks = BlockConfig(
+            cache_config.num_gpu_blocks,
+            cache_config.block_size,
+            num_host_blocks=cache_config.num_cpu_blocks,
+            share_parts=share_parts,
+            host_policy=host_policy,
+            pin_quota=pin_quota,
+        )
+        pool = cls.make(model, shape, cache_config, kv_scales, blocks, max_working_bytes, found)
         assert isinstance(pool, cls)
         return pool
 

@@ -1,0 +1,41 @@
+"""BlockConfig: the options of a BlockManager, as the parts of an engine or of a pool hand them on."""
+
+from dataclasses import dataclass
+
+from kvpage.blocks.space import HostPolicy
+from kvpage.checks.values import check_at_least, check_flag
+
+
+@dataclass(frozen=True, slots=True)
+class BlockConfig:
+    """The options of a BlockManager. It checks itself.
+
+    Attributes:
+        num_blocks: Blocks of the device tier.
+        block_size: Tokens of a block.
+        enable_prefix_caching: Whether sequences share blocks. Without it every sequence has blocks of its own.
+        num_host_blocks: Blocks of the host tier.
+        share_parts: Whether a new sequence also gets a copy of the longest part of the next block that a cached block
+            shares.
+        host_policy: When cached blocks are copied to the host; None for HostPolicy's own rule.
+        pin_quota: How many blocks `space.pin` may keep.
+
+    Raises:
+        ValueError: A number is out of range.
+        TypeError: An option is of another type.
+    """
+
+    num_blocks: int
+    block_size: int
+    enable_prefix_caching: bool = True
+    num_host_blocks: int = 0
+    share_parts: bool = True
+    host_policy: HostPolicy | None = None
+    pin_quota: int = 0
+
+    def __post_init__(self) -> None:
+        check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        check_flag("share_parts", self.share_parts)
+        if self.host_policy is not None and not isinstance(self.host_policy, HostPolicy):
+            raise TypeError(f"host_policy must be a HostPolicy, got {type(self.host_policy).__name__}")
+        check_at_least("pin_quota", self.pin_quota, 0)
