@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvpage.blocks.space import HostPolicy
 from kvpage.checks.values import check_at_least, check_flag
+from kvpage.layout.config import CacheConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,28 @@ class BlockConfig:
     share_parts: bool = True
     host_policy: HostPolicy | None = None
     pin_quota: int = 0
+
+    @classmethod
+    def of_cache(
+        cls,
+        cache: CacheConfig,
+        enable_prefix_caching: bool = True,
+        share_parts: bool = True,
+        host_policy: HostPolicy | None = None,
+        pin_quota: int = 0,
+    ) -> "BlockConfig":
+        """Return the options of a manager that gives out the blocks of a cache.
+
+        Args:
+            cache: The cache's config, with the numbers of blocks.
+            enable_prefix_caching: As for the class.
+            share_parts: As for the class.
+            host_policy: As for the class.
+            pin_quota: As for the class.
+        """
+        num_blocks, num_host_blocks = cache.num_gpu_blocks, cache.num_cpu_blocks
+        options = enable_prefix_caching, num_host_blocks, share_parts, host_policy, pin_quota
+        return cls(num_blocks, cache.block_size, *options)
 
     def __post_init__(self) -> None:
         check_flag("enable_prefix_caching", self.enable_prefix_caching)

@@ -150,15 +150,8 @@ class EngineConfig:
 
     def block_config(self) -> BlockConfig:
         """Return the options of the block manager."""
-        return BlockConfig(
-            self.cache_config.num_gpu_blocks,
-            self.cache_config.block_size,
-            self.enable_prefix_caching,
-            num_host_blocks=self.cache_config.num_cpu_blocks,
-            share_parts=self.share_parts,
-            host_policy=self.host_policy,
-            pin_quota=self.pin_quota,
-        )
+        options = self.enable_prefix_caching, self.share_parts, self.host_policy, self.pin_quota
+        return BlockConfig.of_cache(self.cache_config, *options)
 
     def _check_flags(self) -> None:
         for name in FLAGS:
@@ -257,8 +250,8 @@ class EngineConfig:
         if isinstance(self.kv_scales, str):
             raise ValueError(f"kv_scales must be KVScales, one a layer, 'calibrate' or None, got {self.kv_scales!r}")
         scales = tuple(as_list("kv_scales", self.kv_scales))
-        for one in scales:
-            _check_type("kv_scales", one, KVScales)
+        for scale in scales:
+            _check_type("kv_scales", scale, KVScales)
         object.__setattr__(self, "kv_scales", scales)
 
 

@@ -68,6 +68,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
              | {"is_interleaved": True}),
     "BlockConfig": (BlockConfig, {"num_blocks": 8, "block_size": 4, "enable_prefix_caching": True, "num_host_blocks": 2}
                     | {"share_parts": True, "host_policy": HostPolicy(), "pin_quota": 1}),
+    "BlockConfig.of_cache": (BlockConfig.of_cache, {"cache": CacheConfig(4, 8), "pin_quota": 1}),
     "HostPolicy": (HostPolicy, {"after_hits": 2}),
     "LoadOrCompute": (LoadOrCompute, {"block_bytes": 1 << 16, "block_size": 4, "bytes_per_second": 1e9}
                       | {"tokens_per_second": 1e3, "latency": 1e-5}),

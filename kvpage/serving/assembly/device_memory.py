@@ -32,6 +32,6 @@ def bytes_taken(device: torch.device, work: Callable[[], object]) -> Taken:
     torch.cuda.reset_peak_memory_stats(device)
     work()
     most = torch.cuda.max_memory_reserved(device) - reserved
-    kept = free - free_bytes(device)
-    beside = kept - (torch.cuda.memory_reserved(device) - reserved)
-    return Taken(max(most + max(beside, 0), 0), max(kept, 0))
+    num_kept = free - free_bytes(device)
+    beside = num_kept - (torch.cuda.memory_reserved(device) - reserved)
+    return Taken(max(most + max(beside, 0), 0), max(num_kept, 0))

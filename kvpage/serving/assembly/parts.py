@@ -302,8 +302,8 @@ def make_cache(servable: ServableModel, config: EngineConfig, slots: States | No
 
 def _scales(servable: ServableModel, config: EngineConfig, cache_config: CacheConfig) -> Sequence[KVScales] | None:
     heads = servable.config.num_kv_heads, servable.num_all_heads
-    given = scales_of_this_rank(config.kv_scales, *heads)
-    return choose_scales(servable.runner, cache_config, servable.config, given, config.calibration_tokens)
+    kv_scales = scales_of_this_rank(config.kv_scales, *heads)
+    return choose_scales(servable.runner, cache_config, servable.config, kv_scales, config.calibration_tokens)
 
 
 def _group_caches(

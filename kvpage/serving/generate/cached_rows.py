@@ -102,19 +102,19 @@ class CachedRows:
         """
         self._rows, self._tokens = self._allocate_each(tokens, is_findable, namespace, cache_at=cache_at), tokens
         self._num_prompt = tokens.shape[1]
-        found = [row.num_written for row in self._rows]
-        while self._states is not None and max(found) > min(found):
+        num_found = [row.num_written for row in self._rows]
+        while self._states is not None and max(num_found) > min(num_found):
             self._release_all()
-            rows = self._allocate_each(tokens, is_findable, namespace, min(found), cache_at)
-            self._rows, self._tokens, found = rows, tokens, [row.num_written for row in rows]
+            rows = self._allocate_each(tokens, is_findable, namespace, min(num_found), cache_at)
+            self._rows, self._tokens, num_found = rows, tokens, [row.num_written for row in rows]
 
     @uninterrupted
     def hide(self, places: Sequence[int]) -> None:
         """Make these rows, of which nothing is computed, unfindable and without found tokens."""
         hidden = self._allocate_each(self._tokens[list(places)], [False] * len(places), b"")
-        for place, row in zip(places, hidden, strict=True):
-            self._give_back(self._rows[place], self._tokens[place, :0])
-            self._rows[place] = row
+        for index, row in zip(places, hidden, strict=True):
+            self._give_back(self._rows[index], self._tokens[index, :0])
+            self._rows[index] = row
 
     def skip_found(self) -> None:
         """Take the tokens that every row has found as computed. At least the last token of the prompt is left."""
@@ -191,8 +191,8 @@ class CachedRows:
             raise ValueError(f"length must be in [0, {self.length}], got {length}")
         if length == self.length:
             return
-        kept = [row.num_written <= length for row in self._rows]
-        self._rearrange(range(len(self)), kept, self._tokens[:, :length], length)
+        stays = [row.num_written <= length for row in self._rows]
+        self._rearrange(range(len(self)), stays, self._tokens[:, :length], length)
         self.length = length
 
     @uninterrupted
@@ -204,7 +204,7 @@ class CachedRows:
         if not indices or min(indices) < 0 or max(indices) >= len(self):
             raise ValueError(f"indices must be rows in [0, {len(self)}), got {list(indices)}")
         self.commit()
-        is_first = [index not in indices[:place] for place, index in enumerate(indices)]
+        is_first = [index not in indices[:position] for position, index in enumerate(indices)]
         self._rearrange(indices, is_first, self._tokens, self.length)
 
     @uninterrupted
@@ -250,8 +250,8 @@ class CachedRows:
         rows: list[_Row] = []
         try:
             for row_tokens, findable in zip(tokens, is_findable, strict=True):
-                own = namespace if findable else b"private:" + uuid.uuid4().bytes
-                rows.append(self._allocate(row_tokens, own, not findable, max_cached, cache_at))
+                row_namespace = namespace if findable else b"private:" + uuid.uuid4().bytes
+                rows.append(self._allocate(row_tokens, row_namespace, not findable, max_cached, cache_at))
         except BaseException:
             for row in rows:
                 self._manager.release(row.seq_id)
@@ -290,11 +290,11 @@ class CachedRows:
         """Make new rows of old ones: the row itself where it is kept, otherwise a copy of its first `length` tokens."""
         rows: list[_Row] = []
         try:
-            for source, kept in zip(sources, is_kept, strict=True):
-                rows.append(self._rows[source] if kept else self._copy(self._rows[source], tokens[source], length))
+            for source, stays in zip(sources, is_kept, strict=True):
+                rows.append(self._rows[source] if stays else self._copy(self._rows[source], tokens[source], length))
         except BaseException:
-            for row, kept, source in zip(rows, is_kept, sources, strict=False):
-                if not kept:
+            for row, stays, source in zip(rows, is_kept, sources, strict=False):
+                if not stays:
                     self._give_back(row, tokens[source, :length])
             raise
         if self.working is not None and list(sources) != list(range(len(self._rows))):

@@ -98,7 +98,7 @@ class ForwardHooks:
 
 def is_on_stack(frame: FrameType) -> bool:
     """Whether the frame's call has not ended. torch calls hooks after an Exception, none after KeyboardInterrupt."""
-    found: FrameType | None = sys._getframe(1)
-    while found is not None and found is not frame:
-        found = found.f_back
-    return found is not None
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None

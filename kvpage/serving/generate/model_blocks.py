@@ -42,7 +42,7 @@ class ModelBlocks:
         self.states = states
         self.model, self.engine, self.manager, self.dtype = model, engine, manager, shape.dtype
         layers = zip(shape.layer_ids, engine.bound_caches, shape.layer_shapes, strict=True)
-        self.layers = {layer_id: LayerBlocks(cache, shape.is_latent, own) for layer_id, cache, own in layers}
+        self.layers = {layer_id: LayerBlocks(cache, shape.is_latent, sizes) for layer_id, cache, sizes in layers}
         self.num_layers = max(*self.layers, *(states.layer_ids if states else ()), -1) + 1
         self.working_memory = WorkingMemory(max_working_bytes)
         self.forgotten: deque[Callable[[], None]] = deque()
@@ -74,10 +74,7 @@ class ModelBlocks:
         Returns:
             The blocks, with nothing cached.
         """
-        if blocks is None:
-            blocks = BlockConfig(
-                cache_config.num_gpu_blocks, cache_config.block_size, num_host_blocks=cache_config.num_cpu_blocks
-            )
+        blocks = BlockConfig.of_cache(cache_config) if blocks is None else blocks
         if states is not None:
             parts = states.make(shape, cache_config, model.device, kv_scales, blocks)
             return cls(model, shape, parts.engine, parts.manager, max_working_bytes, parts.states)

@@ -104,8 +104,17 @@ class AsyncEngine:
             EngineClosed: The engine drains, is closed, or has failed.
             RuntimeError: This is a forked process.
         """
-        about = tokens, params, request_id, namespace, blend, segments, self._stepper.sink
-        prompt = Prompt(*about, priority=priority, cache_at=cache_at)
+        prompt = Prompt(
+            tokens,
+            params,
+            request_id,
+            namespace,
+            blend,
+            segments,
+            sink=self._stepper.sink,
+            priority=priority,
+            cache_at=cache_at,
+        )
         return self._submit(prompt, timeout, keeps_tokens=True)
 
     async def generate(
@@ -140,8 +149,17 @@ class AsyncEngine:
         Raises:
             ValueError, TypeError, QueueFull, EngineClosed, RuntimeError: As `submit`.
         """
-        about = tokens, params, request_id, namespace, blend, segments, self._stepper.sink
-        prompt = Prompt(*about, priority=priority, cache_at=cache_at)
+        prompt = Prompt(
+            tokens,
+            params,
+            request_id,
+            namespace,
+            blend,
+            segments,
+            sink=self._stepper.sink,
+            priority=priority,
+            cache_at=cache_at,
+        )
         request = self._submit(prompt, timeout, keeps_tokens=False)
         async for _ in request:
             pass

@@ -129,9 +129,9 @@ class Mailbox:
     def take(self) -> list[StepOutput]:
         """Return all that is here, in order."""
         items = self._items
-        taken = [items.popleft() for _ in range(len(items))]
-        self._num_taken += sum(map(_size_of, taken))
-        return taken
+        outputs = [items.popleft() for _ in range(len(items))]
+        self._num_taken += sum(map(_size_of, outputs))
+        return outputs
 
     def announce(self, waiter: Waiter) -> None:
         """Have the reader woken. RuntimeError if another one waits."""

@@ -171,8 +171,15 @@ class Request:
         return [self._fork(index) for index in range(begin, begin + self.num_forks_due)]
 
     def _fork(self, index: int) -> "Request":
-        about = self.params, 0, self.stop_ids, self.namespace
-        fork = Request(self.request_id, self.prompt, *about, answer_rules=self.group.answer_rules)
+        fork = Request(
+            self.request_id,
+            self.prompt,
+            self.params,
+            arrival=0,
+            eos_token_ids=self.stop_ids,
+            namespace=self.namespace,
+            answer_rules=self.group.answer_rules,
+        )
         fork.seq_id, fork.sample_index, fork.group = (self.request_id, index), index, self.group
         fork.seed = (self.seed + index) % MAX_SEED
         return fork
@@ -330,7 +337,7 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=self.prompt.tolist(),
-            samples=tuple(one.sample() for one in group.samples),
+            samples=tuple(sample.sample() for sample in group.samples),
             num_cached_tokens=group.num_cached_tokens or 0,
             arrival_time=group.arrival_time,
             first_token_time=group.first_token_time,

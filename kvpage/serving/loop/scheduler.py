@@ -127,7 +127,8 @@ class Scheduler:
         self._windows.begin()
         decodes = self._room_for_decodes()
         are_mixed = len(decodes.requests) < len(self.running)
-        prefilling = [one for one in self.running if one.num_computed < one.num_room] if are_mixed else []
+        running = self.running if are_mixed else []
+        prefilling = [request for request in running if request.num_computed < request.num_room]
         if decodes.requests:
             decodes.begin()
         portions: list[Portion] = []
@@ -399,18 +400,18 @@ class Scheduler:
             return False
         try:
             if was_swapped:
-                given = self.manager.swap_in(request.seq_id, tokens, num_spare=num_spare)
+                allocation = self.manager.swap_in(request.seq_id, tokens, num_spare=num_spare)
             else:
-                given = self._states.allocate(request, tokens, num_spare)
+                allocation = self._states.allocate(request, tokens, num_spare)
         except OutOfBlocks:
             return False
         self._turns.hand_over(request)
         request.group.note_loaded((space.num_promoted_blocks - num_promoted) * self._block_size)
-        if request.admit(given.num_cached_tokens):
+        if request.admit(allocation.num_cached_tokens):
             self.num_prompt_tokens += request.num_prompt_tokens
-            self.num_cached_tokens += given.num_cached_tokens
+            self.num_cached_tokens += allocation.num_cached_tokens
         if request.blending is not None and not was_swapped:
-            request.blending.admit(given.num_cached_tokens)
+            request.blending.admit(allocation.num_cached_tokens)
         self.waiting.remove(request)
         self.running.append(request)
         return True

@@ -337,8 +337,8 @@ class ServingLoop:
         if chosen.prefilled:
             self._connectors.keep(chosen.prefilled)
         self._scheduler.complete(chosen.batch)
-        for request, each in chosen.forks.items():
-            self._scheduler.fork(request, each)
+        for request, forks in chosen.forks.items():
+            self._scheduler.fork(request, forks)
         if chosen.batch.prefills:
             self._connectors.save(chosen.prefilled, chosen.batch.prefills)
 
@@ -387,10 +387,20 @@ class ServingLoop:
             output = group.samples[0].output()
             group.let_go()
         sink = self._outputs if group.sink is None else group.sink
-        about = request.sample_index, request.finish_reason, output, request.error, logprobs
         has_ended = request.finish_reason is not None
-        end = (request.stop_reason, request.text) if has_ended else (None, None)
-        sink.append(StepOutput(request.request_id, token, *about, *end))
+        sink.append(
+            StepOutput(
+                request.request_id,
+                token,
+                request.sample_index,
+                request.finish_reason,
+                output,
+                request.error,
+                logprobs,
+                stop_reason=request.stop_reason if has_ended else None,
+                text=request.text if has_ended else None,
+            )
+        )
 
     def _end(self, request: Request) -> None:
         self._suspects.clear([request])

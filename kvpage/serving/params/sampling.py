@@ -144,7 +144,7 @@ def params_of_each(
         return [params] * num_prompts
     if not isinstance(params, Iterable):
         raise TypeError(f"params must be SamplingParams, or one a prompt, got {type(params).__name__}")
-    each = list(params)
-    if len(each) != num_prompts:
-        raise ValueError(f"params must be one, or one a prompt, got {len(each)} for {num_prompts} prompts")
-    return each
+    params_list = list(params)
+    if len(params_list) != num_prompts:
+        raise ValueError(f"params must be one, or one a prompt, got {len(params_list)} for {num_prompts} prompts")
+    return params_list

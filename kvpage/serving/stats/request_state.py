@@ -55,8 +55,10 @@ def request_states(scheduler: Scheduler, connectors: Connectors, limit: int) -> 
     """
     running = list(islice(scheduler.running, limit))
     waiting = islice(scheduler.waiting, limit - len(running))
-    states = [_state_of(one, "prefill" if one.num_generated == 0 else "decode") for one in running]
-    return states + [_state_of(one, "loading" if _is_loading(one, connectors) else "waiting") for one in waiting]
+    states = [_state_of(request, "prefill" if request.num_generated == 0 else "decode") for request in running]
+    for request in waiting:
+        states.append(_state_of(request, "loading" if _is_loading(request, connectors) else "waiting"))
+    return states
 
 
 def _is_loading(request: Request, connectors: Connectors) -> bool:

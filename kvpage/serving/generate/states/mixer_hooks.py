@@ -61,8 +61,8 @@ class MixerHooks:
         pieces = states.pieces(self._mixer.is_stepwise, not self._forward.is_stepwise)
         last, is_left_out = pieces[-1], self._mixer.steps_apart and states.is_scanned(pieces[-1])
         for piece in pieces if is_left_out else pieces[:-1]:
-            given, named = (_cut(one, states.num_tokens, piece) for one in (args, kwargs))
-            self._outputs.append(self._forward.compute(self._listener(), given, named))
+            piece_args, named = (_cut(values, states.num_tokens, piece) for values in (args, kwargs))
+            self._outputs.append(self._forward.compute(self._listener(), piece_args, named))
             states.keep(self._mixer.keys, piece.stop)
         if is_left_out:
             self._after_scan = states.copied(self._mixer.keys)
@@ -85,7 +85,7 @@ class MixerHooks:
     def _states(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> RowPass | None:
         """Return the states of the forward that the call belongs to. The listener belongs to its own thread."""
         listener = self._listener()
-        if listener is None or kwargs is None or not any(one is listener for one in (*kwargs.values(), *args)):
+        if listener is None or kwargs is None or not any(value is listener for value in (*kwargs.values(), *args)):
             return None
         return listener.row_pass
 

@@ -46,7 +46,7 @@ class RowPass:
         self.states = PieceCache(views, slots, start > 0)
         self._views, self._start, self._end = views, start, end
         self._is_answer = end - start == 1 and start >= num_prompt
-        self._marks = [(position, row, slot) for row, own in enumerate(marks) for position, slot in own]
+        self._marks = [(position, row, slot) for row, row_marks in enumerate(marks) for position, slot in row_marks]
 
     @property
     def has_marks(self) -> bool:
@@ -70,8 +70,8 @@ class RowPass:
         cuts = {position - self._start for position, _, _ in self._marks if position < self._end}
         if is_stepwise:
             first = min(cuts, default=self.num_tokens) if not self._start else 1
-            every = range(first, self.num_tokens)
-            after = [self.num_tokens - 1] if is_scanned and (self._start or cuts) else every
+            steps = range(first, self.num_tokens)
+            after = [self.num_tokens - 1] if is_scanned and (self._start or cuts) else steps
             cuts |= {cut for cut in after if cut > 0}
         bounds = [0, *sorted(cuts), self.num_tokens]
         return [slice(first, last) for first, last in pairwise(bounds)]

@@ -50,11 +50,11 @@ def outcome_of(request: Request) -> RequestOutput:
 
 def ended(output: RequestOutput, reason: FinishReason, error: str | None) -> RequestOutput:
     """Return the outcome with the reason, and the error, for the samples that were not complete."""
-    each = [
-        replace(one, finish_reason=reason, error=error) if one.finish_reason == "abort" else one
-        for one in output.samples
+    samples = [
+        replace(sample, finish_reason=reason, error=error) if sample.finish_reason == "abort" else sample
+        for sample in output.samples
     ]
-    return replace(output, samples=tuple(each))
+    return replace(output, samples=tuple(samples))
 
 
 class Stepper:
@@ -287,7 +287,7 @@ class Stepper:
     def _forget(self, mailbox: Mailbox) -> None:
         del self._mailboxes[mailbox.request_id]
         output = mailbox.output
-        self.num_failed += output is not None and any(one.finish_reason == "error" for one in output.samples)
+        self.num_failed += output is not None and any(sample.finish_reason == "error" for sample in output.samples)
         self.admission.leave(mailbox.request_id, time.monotonic())
 
     def _leave(self) -> None:

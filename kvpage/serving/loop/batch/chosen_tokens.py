@@ -35,7 +35,7 @@ class ChosenTokens:
     @property
     def new_requests(self) -> list[Request]:
         """The forks, in order."""
-        return [fork for each in self.forks.values() for fork in each] if self.forks else []
+        return [fork for forks in self.forks.values() for fork in forks] if self.forks else []
 
 
 def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
@@ -57,9 +57,10 @@ def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
         due = going.decodes.requests + prefilled
         forks = {request: request.forks() for request in prefilled if request.num_forks_due}
         try:
-            some, requests = _with_forks(logits, rows, due, forks)
-            tokens = np.array(sample(some, requests), np.int32)
-            return ChosenTokens(going, failed, prefilled, forks, tokens, logprobs_asked(some, requests, tokens))
+            chosen_logits, requests = _with_forks(logits, rows, due, forks)
+            tokens = np.array(sample(chosen_logits, requests), np.int32)
+            logprobs = logprobs_asked(chosen_logits, requests, tokens)
+            return ChosenTokens(going, failed, prefilled, forks, tokens, logprobs)
         except LogitsNotFinite as error:
             bad = _owners(error.rows, due, forks)
             failed += bad
@@ -91,11 +92,11 @@ def _with_forks(
     if not forks:
         return logits if len(rows) == len(logits) else logits[list(rows)], list(due)
     row_of = dict(zip(due, rows, strict=True))
-    new = [(row_of[request], fork) for request, each in forks.items() for fork in each]
+    new = [(row_of[request], fork) for request, request_forks in forks.items() for fork in request_forks]
     return logits[[*rows, *(row for row, _ in new)]], [*due, *(fork for _, fork in new)]
 
 
 def _owners(rows: Sequence[int], due: Sequence[Request], forks: dict[Request, list[Request]]) -> list[Request]:
     """Return the due requests of these rows of `_with_forks`, each once."""
-    owners = [*due, *(request for request, each in forks.items() for _ in each)]
+    owners = [*due, *(request for request, request_forks in forks.items() for _ in request_forks)]
     return list(dict.fromkeys(owners[row] for row in rows))

@@ -51,7 +51,7 @@ class StepGroups:
         if group is None:
             return []
         bounds = list(zip(seq_ids, starts, ends, strict=True))
-        marks = [group.reserve(*bound) if place >= num_decodes else [] for place, bound in enumerate(bounds)]
+        marks = [group.reserve(*bound) if index >= num_decodes else [] for index, bound in enumerate(bounds)]
         group.do_moves(partial(self._do_move, len(self)))
         slots = [group.slot_of(seq_id) for seq_id in seq_ids]
         return [StateRow(*row) for row in zip(slots, starts, ends, marks, nums_prompt, strict=True)]

@@ -139,7 +139,7 @@ class DecodeGraphs:
     def num_bytes(self) -> int:
         """Device memory that the captures and their inputs keep."""
         inputs = 0 if self._inputs is None else self._inputs.num_bytes
-        return inputs + sum(one.replay.num_bytes for one in self._captured.values())
+        return inputs + sum(captured.replay.num_bytes for captured in self._captured.values())
 
     # --- capturing ---------------------------------------------------------------------------------------------------
 

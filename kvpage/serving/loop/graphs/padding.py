@@ -58,8 +58,8 @@ def largest(limits: StepLimits) -> list[Padding]:
     """Return the steps that take the most memory: one long prompt, many short ones, and decodes of all sequences."""
     most = min(limits.num_tokens, limits.seq_len)
     num_seqs = min(limits.num_seqs, limits.num_tokens)
-    each = min(limits.num_tokens // num_seqs, limits.seq_len)
-    return [Padding(1, most, most), Padding(num_seqs, each, each), Padding(num_seqs, 1, 1)]
+    num_tokens = min(limits.num_tokens // num_seqs, limits.seq_len)
+    return [Padding(1, most, most), Padding(num_seqs, num_tokens, num_tokens), Padding(num_seqs, 1, 1)]
 
 
 class PaddedSteps:

@@ -73,8 +73,8 @@ class Channel:
         rows[dist.get_rank()] = torch.tensor(values, dtype=torch.int64)
         options.timeout = self._timeout(seconds)
         self._run(lambda group: group.allreduce([rows], options))  # their sum
-        found: list[list[int]] = rows.tolist()
-        return found
+        gathered: list[list[int]] = rows.tolist()
+        return gathered
 
     def drop(self) -> None:
         """Let go of the group: its sockets are closed."""

@@ -25,11 +25,11 @@ def sharded_size(model: PreTrainedModel) -> int:
 
 def check_sharded_size(model: PreTrainedModel, size: int) -> None:
     """Raise ValueError unless the model is sharded over so many ranks, which are all that there are."""
-    found = sharded_size(model)
-    if found != size:
-        how = "load it by from_pretrained(..., tp_plan='auto') in each process of torchrun" if found == 1 else ""
+    num_ranks = sharded_size(model)
+    if num_ranks != size:
+        how = "load it by from_pretrained(..., tp_plan='auto') in each process of torchrun" if num_ranks == 1 else ""
         raise ValueError(
-            f"tensor_parallel_size must be {found}, over which {type(model).__name__} is sharded, got {size}"
+            f"tensor_parallel_size must be {num_ranks}, over which {type(model).__name__} is sharded, got {size}"
             f"{how and '; '}{how}"
         )
     if size == 1:
@@ -64,4 +64,4 @@ def scales_of_this_rank(kv_scales: Any, num_heads: int, num_all_heads: int) -> A
     def own(scales: torch.Tensor) -> torch.Tensor:
         return scales[begin : begin + num_heads].clone() if len(scales) == num_all_heads else scales
 
-    return [KVScales(own(one.key), own(one.value)) for one in kv_scales]
+    return [KVScales(own(scales.key), own(scales.value)) for scales in kv_scales]

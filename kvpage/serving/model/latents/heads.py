@@ -91,8 +91,8 @@ class LatentHeads:
         numbers = len(rows) * (query.shape[2] + value_size)
         step, outputs = max(MAX_EXPANDED // max(numbers, 1), 1), []
         for begin in range(0, num_heads, step):
-            some = slice(begin, begin + step)
-            heads = LatentHeads(self.key[some], self.value[some])
-            own = attention if attention.sinks is None else replace(attention, sinks=attention.sinks[some])
-            outputs.append(attend(query[:, some], *heads.expanded(rows), own))
+            part = slice(begin, begin + step)
+            heads = LatentHeads(self.key[part], self.value[part])
+            part_attention = attention if attention.sinks is None else replace(attention, sinks=attention.sinks[part])
+            outputs.append(attend(query[:, part], *heads.expanded(rows), part_attention))
         return torch.cat(outputs, dim=1)

@@ -40,14 +40,15 @@ class NativeLayers:
 
         copied: the modules that are copied anyway.
         """
-        found = dict.fromkeys(copied)
-        given, left = len(found), [*found]
+        containers = dict.fromkeys(copied)
+        num_copied, left = len(containers), [*containers]
         while left:
-            children = [child for child in [*left.pop()._modules.values()] if child is not None and child not in found]
-            inner = [child for child in children if _is_the_models(child) and _has_layers(child)]
-            found.update(dict.fromkeys(inner))
+            children = [child for child in [*left.pop()._modules.values()] if child is not None]
+            unseen = [child for child in children if child not in containers]
+            inner = [child for child in unseen if _is_the_models(child) and _has_layers(child)]
+            containers.update(dict.fromkeys(inner))
             left += inner
-        return [*found][given:]
+        return [*containers][num_copied:]
 
     def stand_ins(self, copied: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
         """Return the native layers in place of children of copied modules, by the model's own layers."""
@@ -100,4 +101,4 @@ def _is_the_models(module: nn.Module) -> bool:
 
 
 def _has_layers(module: nn.Module) -> bool:
-    return any(type(one) is nn.Linear for one in module.modules() if one is not module)
+    return any(type(part) is nn.Linear for part in module.modules() if part is not module)

@@ -75,8 +75,8 @@ def _epsilon_name(source: nn.Module) -> str | None:
 def _formula_of(source: nn.Module, name: str) -> NormFormula | None:
     """Try the norm out. In fp32 its formula shows; in bf16 how it rounds, of which the nearer way is taken."""
     formulas = [NormFormula(name, offset, rounds) for offset in (0.0, 1.0) for rounds in (True, False)]
-    equal = [one for one in formulas if _error(source, one, torch.float32) <= MAX_ERROR]
-    return min(equal, key=lambda one: _error(source, one, torch.bfloat16), default=None)
+    equal = [formula for formula in formulas if _error(source, formula, torch.float32) <= MAX_ERROR]
+    return min(equal, key=lambda formula: _error(source, formula, torch.bfloat16), default=None)
 
 
 def _error(source: nn.Module, formula: NormFormula, dtype: torch.dtype) -> float:
@@ -101,11 +101,11 @@ def _native_class(kind: type[nn.Module]) -> type[nn.Module]:
         is_as_tried = type(source) is kind and kind.forward is tried
         if len(args) == 1 and not kwargs and is_as_tried and is_plain_call(args[0]):
             epsilon, offset, rounds = formula
-            held = vars(norm)
-            weight, num_threads = held["_parameters"].get("weight"), threads.caller or get_num_threads()
-            found = host_rms_norm(args[0], weight, held[epsilon], offset, rounds, num_threads)
-            if found is not None:
-                return found
+            attributes = vars(norm)
+            weight, num_threads = attributes["_parameters"].get("weight"), threads.caller or get_num_threads()
+            normed = host_rms_norm(args[0], weight, attributes[epsilon], offset, rounds, num_threads)
+            if normed is not None:
+                return normed
             check_memory(weight=weight)
         return type(source).forward(source, *args, **kwargs)
 

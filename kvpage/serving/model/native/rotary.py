@@ -46,23 +46,23 @@ class RotaryKinds:
 
     def forward_of(self, module: nn.Module, copy: nn.Module) -> RotaryForward | None:
         """Return a forward for the module's copy; None if the module rotates nothing, or in another way."""
-        own = type(module).forward
-        if type(own) is not FunctionType or innermost(own, NAME) is None or "forward" in vars(module):
+        forward = type(module).forward
+        if type(forward) is not FunctionType or innermost(forward, NAME) is None or "forward" in vars(module):
             return None
-        if own not in self._rotating:
-            self._rotating[own] = _rotating(own)
-        rotating = self._rotating[own]
-        return None if rotating is None else RotaryForward(copy, own, rotating)
+        if forward not in self._rotating:
+            self._rotating[forward] = _rotating(forward)
+        rotating = self._rotating[forward]
+        return None if rotating is None else RotaryForward(copy, forward, rotating)
 
 
-def _rotating(own: FunctionType) -> FunctionType | None:
+def _rotating(forward: FunctionType) -> FunctionType | None:
     """Return the same function with another meaning of NAME; None if the model's rotates in another way."""
-    inner = innermost(own, NAME)
+    inner = innermost(forward, NAME)
     assert inner is not None
     rotate = inner.__globals__.get(NAME)
     if not callable(rotate) or not _rotates_halves(rotate):
         return None
-    return with_meaning(own, NAME, partial(_rotate_both, inner.__globals__, rotate))
+    return with_meaning(forward, NAME, partial(_rotate_both, inner.__globals__, rotate))
 
 
 def _rotates_halves(rotate: Callable[..., Any]) -> bool:
@@ -72,19 +72,19 @@ def _rotates_halves(rotate: Callable[..., Any]) -> bool:
     cos, sin = angles[:1], angles[1:]
     try:
         with torch.no_grad():
-            found = rotate(query, key, cos, sin)
+            pair_of_rows = rotate(query, key, cos, sin)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):  # it takes other arguments
         return False
-    if type(found) is not tuple or len(found) != 2:
+    if type(pair_of_rows) is not tuple or len(pair_of_rows) != 2:
         return False
     expected = [rotated(rows, cos.unsqueeze(1), sin.unsqueeze(1)) for rows in (query, key)]
-    return all(relative_error(*pair) <= MAX_ERROR for pair in zip(found, expected, strict=True))
+    return all(relative_error(*pair) <= MAX_ERROR for pair in zip(pair_of_rows, expected, strict=True))
 
 
-def _rotate_both(names: dict[str, Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _rotate_both(names: dict[str, Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Rotate (query, key, cos, sin), if this is all that is given. names: of the model's file, which may change."""
     current = names[NAME]
-    if current is not own or len(args) != 4 or kwargs or not _fit(*args):
+    if current is not function or len(args) != 4 or kwargs or not _fit(*args):
         return current(*args, **kwargs)
     query, key, cos, sin = args
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -95,10 +95,10 @@ def _fit(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.T
     """Whether all four are plain, of one dtype, and cos and sin are as wide as a head."""
     if not is_plain_call(query):
         return False
-    for given in (key, cos, sin):
-        if type(given) is not torch.Tensor or given.dtype is not query.dtype or given.layout is not torch.strided:
+    for tensor in (key, cos, sin):
+        if type(tensor) is not torch.Tensor or tensor.dtype is not query.dtype or tensor.layout is not torch.strided:
             return False
-        if not given.is_cpu or given.is_neg():
+        if not tensor.is_cpu or tensor.is_neg():
             return False
     return (
         query.dim() == key.dim() == 4

@@ -100,8 +100,8 @@ class PackedStates(ABC):
         pieces = self._pieces_of(forward)
         for piece in pieces:
             cache = PieceCache(self._states.views, piece.slots, piece.has_previous)
-            given, named = (cut(one, self._num_tokens, piece.cut) for one in (args, kwargs))
-            outputs.append(forward.compute(cache, given, named, piece.is_answer))
+            piece_args, named = (cut(values, self._num_tokens, piece.cut) for values in (args, kwargs))
+            outputs.append(forward.compute(cache, piece_args, named, piece.is_answer))
             self._keep(forward, cache, piece)
         return join(outputs, self._num_tokens, [piece.cut for piece in pieces])
 
@@ -157,16 +157,16 @@ class StatePass(PackedStates):
     def _cut_row(self, is_apart: bool) -> Iterator[Piece]:
         """Yield the decodes, and then the pieces of all others. is_apart: answers are in pieces of their own."""
         firsts = [0, *accumulate(row.end - row.start for row in self._rows)]
-        each = list(zip(self._rows, firsts, strict=False))
+        rows = list(zip(self._rows, firsts, strict=False))
         for is_answer in (True, False) if is_apart else (False,):
             decodes = [
                 (row, first)
-                for row, first in each
+                for row, first in rows
                 if row.is_decode and (is_apart and row.is_answer(row.start)) == is_answer
             ]
             if decodes:
                 yield self._decodes(decodes, is_answer)
-        for row, first in each:
+        for row, first in rows:
             if not row.is_decode:
                 yield from _pieces(row, first, is_apart)
 
