@@ -22,6 +22,7 @@ from support.models import make_model  # noqa: E402
 
 import kvpage  # noqa: E402
 from kvpage import CacheConfig  # noqa: E402
+from kvpage.checks.interrupts import HeldInterrupts  # noqa: E402
 from kvpage.serving import Engine, EngineConfig, SamplingParams  # noqa: E402
 
 PACKAGE = str(Path(kvpage.__file__).parent)
@@ -99,6 +100,13 @@ def hops_of_a_step(num_steps_before: int) -> list[str]:
 
 def hops_done(hops: list[CodeType]) -> bool:
     return bool(hops) and hops[0].co_name == "<module>"
+
+
+def guards_of(call: Callable[[], object]) -> int:
+    """Return how often a call holds interrupts back, once for each HeldInterrupts."""
+    with walked() as walk:
+        call()
+    return walk.calls[HeldInterrupts.__enter__.__code__]
 
 
 def walk_of_a_chat() -> Walk:

@@ -23,7 +23,6 @@ import torch
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
-from kvpage.checks.interrupts import uninterrupted
 from kvpage.serving.generate.row_slots import RowSlots
 from kvpage.serving.generate.states.row_states import RowPass, RowStates
 from kvpage.serving.generate.working_rows import WorkingRows
@@ -59,7 +58,7 @@ class CachedRows:
     states: of a model whose layers keep states. `manager` has their group.
 
     Each method does all or nothing. One that raises (OutOfBlocks, ValueError) may have committed rows and have marked
-    cached blocks as used, and has changed nothing else. Ctrl-C is raised after it.
+    cached blocks as used, and has changed nothing else. The caller holds Ctrl-C back.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class CachedRows:
         """Whether others find the row: its K and V follow from its tokens alone."""
         return not self._rows[row].is_private
 
-    @uninterrupted
     def open(
         self, tokens: TokenRows, is_findable: Sequence[bool], namespace: bytes, cache_at: Sequence[int] = ()
     ) -> None:
@@ -108,7 +106,6 @@ class CachedRows:
             rows = self._allocate_each(tokens, is_findable, namespace, min(num_found), cache_at)
             self._rows, self._tokens, num_found = rows, tokens, [row.num_written for row in rows]
 
-    @uninterrupted
     def hide(self, places: Sequence[int]) -> None:
         """Make these rows, of which nothing is computed, unfindable and without found tokens."""
         hidden = self._allocate_each(self._tokens[list(places)], [False] * len(places), b"")
@@ -126,14 +123,12 @@ class CachedRows:
         if not np.array_equal(known, tokens[:, : known.shape[1]]):
             raise ValueError("input_ids must be those that the cache was made with, and follow what it holds")
 
-    @uninterrupted
     def begin(self, tokens: TokenRows, start: int) -> RowSlots:
         """Reserve blocks for every row's tokens from `start` on, [num_rows, at least 1]. `start` <= the length."""
         self.commit()
         self._reserve(end := start + tokens.shape[1])
         return self._slots(start, end)
 
-    @uninterrupted
     def begin_working(self, tokens: TokenRows, start: int) -> bool:
         """Reserve blocks and working rows, as `begin`. Return False, with nothing changed, without working memory."""
         end = start + tokens.shape[1]
@@ -165,7 +160,6 @@ class CachedRows:
         known = np.concatenate([self._tokens[:, :start], tokens, self._tokens[:, end:]], axis=1)
         self.length, self._tokens = end, known
 
-    @uninterrupted
     def commit(self) -> None:
         """Make whole blocks of computed tokens findable."""
         start = min((row.num_written for row in self._rows), default=self.length)
@@ -178,7 +172,6 @@ class CachedRows:
             self._states.keep([row.seq_id for row in self._rows])
             self._has_marks = False
 
-    @uninterrupted
     def crop(self, length: int) -> None:
         """Forget every row's tokens from the `length`th on. Committed ones stay in the tree, for others to find.
 
@@ -195,7 +188,6 @@ class CachedRows:
         self._rearrange(range(len(self)), stays, self._tokens[:, :length], length)
         self.length = length
 
-    @uninterrupted
     def select(self, indices: Sequence[int]) -> None:
         """Put row indices[i] in place of row i. A row named twice shares its blocks, one not named is released.
 
@@ -207,7 +199,6 @@ class CachedRows:
         is_first = [index not in indices[:position] for position, index in enumerate(indices)]
         self._rearrange(indices, is_first, self._tokens, self.length)
 
-    @uninterrupted
     def release(self) -> None:
         """Commit the computed tokens and release all rows. Committed blocks can be found until they are evicted."""
         try:

@@ -175,6 +175,7 @@ class KVPageCache(Cache):
 
     # --- called by generate ---
 
+    @uninterrupted
     def crop(self, num_tokens: int) -> None:
         """Remove the last tokens of every row.
 
@@ -192,6 +193,7 @@ class KVPageCache(Cache):
         else:
             self._rows.crop(max(length + num_tokens, 0))
 
+    @uninterrupted
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put row beam_idx[i] in place of each row i.
 
@@ -204,6 +206,7 @@ class KVPageCache(Cache):
         """
         self._select(as_indices("beam_idx", beam_idx).tolist())
 
+    @uninterrupted
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | Sequence[bool]) -> None:
         """Keep these rows, in this order.
 
@@ -216,6 +219,7 @@ class KVPageCache(Cache):
         """
         self._select(as_selection("indices", indices, len(self._rows)))
 
+    @uninterrupted
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row, its copies beside each other.
 
@@ -226,11 +230,9 @@ class KVPageCache(Cache):
             OutOfBlocks: with nothing changed, where copies need blocks and none are free.
             ValueError: for no repeats, or more than the pool has blocks.
         """
-        repeats = as_integer("repeats", repeats)
-        if repeats > self._pool.manager.num_blocks:
-            raise ValueError(f"repeats must be at most the number of blocks, got {repeats}")
-        self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
+        self._repeat(as_integer("repeats", repeats))
 
+    @uninterrupted
     def reset(self) -> None:
         """Release all rows. The next forward begins a new batch, of any number of rows."""
         self._current()
@@ -475,7 +477,7 @@ class KVPageCache(Cache):
         rows.check(tokens, start, repeats)
         self._hide([all(is_whole[row : row + repeats]) for row in range(0, len(tokens), repeats)])
         if repeats > 1:
-            self.batch_repeat_interleave(repeats)
+            self._repeat(repeats)
         try:
             slots = None if rows.begin_working(tokens, start) else self._begin_in_blocks(tokens, start)
         except OutOfBlocks:
@@ -492,6 +494,7 @@ class KVPageCache(Cache):
             self._rows.finish(forward.tokens, forward.start, forward.states)
         self._forward = None
 
+    @uninterrupted
     def end_forward(self) -> None:
         """Undo a forward that has not finished: rows that it repeated are single again."""
         forward, self._forward = self._forward, None
@@ -512,6 +515,11 @@ class KVPageCache(Cache):
         if self._rows.working is not None:
             self._rows.working.drop()
         return self._rows.begin(tokens, start)
+
+    def _repeat(self, repeats: int) -> None:
+        if repeats > self._pool.manager.num_blocks:
+            raise ValueError(f"repeats must be at most the number of blocks, got {repeats}")
+        self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def _select(self, indices: list[int]) -> None:
         self._current()
