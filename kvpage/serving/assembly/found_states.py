@@ -10,19 +10,10 @@ from kvpage.serving.model.states.model_states import ModelStates, check_states_a
 
 
 def found_states(model: PreTrainedModel, config: EngineConfig) -> ModelStates | None:
-    """Return what the layers of a model keep besides K and V.
+    """Return what the layers of a model keep besides K and V; None for K and V alone. The model computes two tokens.
 
-    Args:
-        model: A decoder. It computes two tokens, where its cache has layers with states.
-        config: Of the engine that is to serve it.
-
-    Returns:
-        The states, or None for a model that keeps K and V alone.
-
-    Raises:
-        ValueError: The model has layers of unknown types, or states outside of its cache or that do not fit into slots.
-            Its KV heads cannot be split over the ranks.
-        OptionError: An option does not go with states.
+    ValueError for layers of unknown types, for states outside of the cache or that do not fit into slots, and for KV
+    heads that cannot be split over the ranks. OptionError for an option that does not go with states.
     """
     check_config(model, takes_states=True)
     check_states_are_cached(model)

@@ -201,18 +201,10 @@ def choose_attention(
     """Return the first library that computes the model's own logits over a few blocks, or kvpage's kernels.
 
     Several ranks try as many, or their collectives would not meet: the first one only.
+    model_config: with the KV heads of this rank. name: "auto", "kvpage", or a library's.
+    takes_windows: whether tables will lack the blocks behind windows. Libraries may read these, and do not attend.
 
-    Args:
-        runner: Of the model.
-        cache_config: Of the blocks.
-        model_config: With the KV heads of this rank.
-        name: "auto", "kvpage", or a library's.
-        num_ranks: How many ranks compute the model.
-        takes_windows: Whether tables will lack the blocks behind windows. Libraries may read these, and do not attend.
-
-    Raises:
-        ValueError: The model cannot be served, or not by the named library, or not by the first one on several ranks.
-        RankLost: Another rank is gone. It says nothing of the library.
+    ValueError for a model that cannot be served, or not by the named library, or not by the first one on several ranks.
     """
     for make in [] if takes_windows else _candidates(name, cache_config, model_config, runner.model.device):
         try:

@@ -57,12 +57,9 @@ class _Started(NamedTuple):
 
 
 class RowUploads:
-    """The rows of some runs.
+    """The rows of some runs. reuses: one for each run; at least one. device: of the blocks.
 
-    Args:
-        reuses: One for each run; at least one.
-        device: Of the blocks.
-        copies: How they are copied. Default: from pinned memory to a CUDA device.
+    copies: how they are copied; None for from pinned memory to a CUDA device.
     """
 
     def __init__(self, reuses: Sequence[Reuse], device: torch.device, copies: Copies | None = None) -> None:
@@ -77,14 +74,7 @@ class RowUploads:
         self._taken: tuple[int, Rows] | None = None
 
     def rows(self, layer: int) -> Rows:
-        """Return a layer's rows, for work on the current stream.
-
-        Args:
-            layer: From 0; each call's is that of the call before, or a later one.
-
-        Returns:
-            K, not rotated, and V of each run, of the segments' dtype.
-        """
+        """Return a layer's K, not rotated, and V of each run, for work on the current stream. Layers come in order."""
         if self._taken is None or self._taken[0] != layer:
             self._taken = layer, self._of(layer)
         return self._taken[1]

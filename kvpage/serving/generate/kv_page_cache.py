@@ -180,7 +180,7 @@ class KVPageCache(Cache):
         """Remove the last tokens of every row.
 
         Args:
-            num_tokens: a negative number removes so many tokens. A positive one is the length to leave. Zero removes
+            num_tokens: a negative number removes that many tokens. A positive one is the length to leave. Zero removes
                 nothing or, where transformers' own `crop` takes a length, all tokens.
 
         Raises:

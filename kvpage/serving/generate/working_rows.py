@@ -49,7 +49,7 @@ class WorkingRows:
         return not self._kv
 
     def reserve(self, num_rows: int, num_tokens: int) -> bool:
-        """Reserve room for so many tokens of each row. Return False, with nothing changed, if memory lacks.
+        """Reserve room for the tokens of each row. Return False, with nothing changed, if memory lacks.
 
         Where there are rows already, num_rows is their number.
         """

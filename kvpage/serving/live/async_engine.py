@@ -180,7 +180,7 @@ class AsyncEngine:
             return LiveRequest(mailbox, stepper, self)
 
     def check_room(self, num_requests: int = 1) -> None:
-        """Raise as `submit` would now if so many requests do not fit into the queue. Any thread may ask.
+        """Raise as `submit` would now if num_requests requests do not fit into the queue. Any thread may ask.
 
         Args:
             num_requests: Requests that are to be submitted.

@@ -178,7 +178,7 @@ def _prefilled(requests: Iterable[Request]) -> list[Request]:
 
 
 def _first_tokens(request: Request, num_tokens: int) -> npt.NDArray[np.int32]:
-    """Return so many tokens of the request, without the repetition of a segment that is being warmed."""
+    """Return the first num_tokens tokens of the request, without the repetition of a segment that is being warmed."""
     copy_at = None if request.blending is None else request.blending.copy_at
     return request.tokens[:num_tokens][:copy_at]
 

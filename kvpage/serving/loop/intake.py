@@ -94,7 +94,7 @@ class Intake:
         return array
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """ValueError if the model does not take so many tokens."""
+        """ValueError if the model does not take num_prompt_tokens + max_tokens tokens."""
         num_prompt_tokens = as_integer("num_prompt_tokens", num_prompt_tokens)
         max_tokens = as_integer("max_tokens", max_tokens)
         if num_prompt_tokens + max_tokens > self.max_model_len:

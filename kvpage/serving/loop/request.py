@@ -199,13 +199,13 @@ class Request:
         return self.num_room < self.num_tokens
 
     def admit(self, num_cached_tokens: int) -> bool:
-        """Take room for all tokens, of which so many are cached; return whether this is the first admission."""
+        """Take room for all tokens, num_cached_tokens of them cached; return whether this is the first admission."""
         self.num_computed = self.num_committed = num_cached_tokens
         self.num_room = self.num_tokens
         return self.group.note_cached(num_cached_tokens)
 
     def set_computed(self, num_computed: int) -> None:
-        """Note that K and V of so many leading tokens are in blocks."""
+        """Note that K and V of num_computed leading tokens are in blocks."""
         self.num_computed = num_computed
 
     def set_committed(self) -> None:

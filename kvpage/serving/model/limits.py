@@ -62,7 +62,7 @@ def limited_model_len(model: PreTrainedModel, asked: int | None) -> int:
 
 
 def rope_limit(model: PreTrainedModel, num_tokens: int) -> str:
-    """Return the end of an error about so many tokens: the reason in the rotary embeddings. Empty if there is none."""
+    """Return the end of an error about num_tokens: the reason in the rotary embeddings. Empty if there is none."""
     limit = constant_rope_len(model)
     if num_tokens <= limit:
         return ""

@@ -44,7 +44,7 @@ class LogitsParams:
         min_length: the number of tokens of prompt and answer together before one may end the request.
         repetition_penalty: above 1, tokens of the prompt and the answer become less likely.
         sequence_bias: added to the logit of a token that would complete such a sequence: {tokens: bias}, or pairs.
-        no_repeat_ngram_size: no run of so many tokens comes twice. 0 allows all.
+        no_repeat_ngram_size: no run of that many tokens comes twice. 0 allows all.
         bad_words_ids: sequences that are not generated.
         suppress_tokens: tokens that are not generated.
         begin_suppress_tokens: tokens that are not generated first.

@@ -21,8 +21,8 @@ class StateConfig:
             memory, too. None means a share of the cache's memory where an engine chooses `num_gpu_blocks`, else 1 GiB.
         host_checkpoint_bytes: Memory of the host for checkpoints that the device has evicted, and for requests that
             are preempted.
-        checkpoint_every: A checkpoint is also taken every so many tokens of a prompt; None for the ends of prompts and
-            answers, where prompts diverge, and `cache_at`.
+        checkpoint_every: A checkpoint is also taken at each multiple of this number of tokens of a prompt; None for the
+            ends of prompts and answers, where prompts diverge, and `cache_at`.
 
     Raises:
         ValueError: A value is no integer, or out of its range.

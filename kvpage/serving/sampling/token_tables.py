@@ -89,7 +89,7 @@ class TokenTables:
         self.words.bitwise_and_(~SUPPRESSED).bitwise_or_(self._always_barred | barred)
 
     def note_chosen(self, num_tokens: int, token: int) -> None:
-        """Note the token that the kernel has chosen, and counted, after so many; -1 if it chose none."""
+        """Note the token that the kernel has chosen, and counted, after num_tokens tokens; -1 if it chose none."""
         self._num_counted, self._newest = (num_tokens + 1, token) if token >= 0 else (-1, -1)
 
     def _fixed_words(self) -> npt.NDArray[np.int32]:

@@ -43,16 +43,7 @@ class RequestState:
 
 
 def request_states(scheduler: Scheduler, connectors: Connectors, limit: int) -> list[RequestState]:
-    """Return the states of the running requests and then of those that wait, `limit` at most.
-
-    Args:
-        scheduler: The requests.
-        connectors: Knows which of them wait for something.
-        limit: The largest number of states.
-
-    Returns:
-        The states, in the order of the scheduler's lists.
-    """
+    """Return the states of the running requests, then of those that wait, in order, `limit` at most."""
     running = list(islice(scheduler.running, limit))
     waiting = islice(scheduler.waiting, limit - len(running))
     states = [_state_of(request, "prefill" if request.num_generated == 0 else "decode") for request in running]

@@ -106,7 +106,7 @@ class _Search:
         self._follow([])
 
     def _candidates(self, logits: torch.Tensor) -> list[_Candidate]:
-        """Return the best continuations, so many that num_beams go on even if each beam ends with each stop token."""
+        """Return the best continuations, enough that num_beams go on even if each beam ends with each stop token."""
         sums = self._processed(logits.float().log_softmax(dim=-1)) + self._scores[:, None].to(logits.device)
         count = min(max(2, 1 + len(self._stop_ids)) * self.params.num_beams, sums.numel())
         scores, indices = sums.flatten().topk(count)

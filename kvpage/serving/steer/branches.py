@@ -127,7 +127,7 @@ class Branches:
 
         Args:
             branch: All of its tokens are computed.
-            num_tokens: Fork only so many leading tokens, at least `first_forkable`. None means all.
+            num_tokens: Leading tokens to fork, at least `first_forkable`. None means all.
 
         Returns:
             The new branch.

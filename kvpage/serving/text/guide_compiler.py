@@ -26,7 +26,7 @@ MAX_KEPT_CHARACTERS = 2**20
 WHITE_SPACE = r"(\x20|\x0D?\x0A[\x20\x09]{0,20})"
 """Between the tokens of JSON: a space, or a new line with its indentation. Small models write blanks without end."""
 NUM_WALKS, WALK_TOKENS = 4, 8
-"""Sequences of so many tokens that a guide is tried with."""
+"""Tokens of the sequences that a guide is tried with."""
 
 
 class GuideCompiler:

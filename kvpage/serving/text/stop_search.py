@@ -46,7 +46,7 @@ class StopSearch:
 
     The text has no special tokens. It is searched with their own text (`<|im_end|>`), and without.
 
-    stops: at least one. min_tokens: a stop string that ends with one of so many first tokens does not count.
+    stops: at least one. min_tokens: a stop string that ends within the first min_tokens tokens does not count.
     keeps_stop: whether the text ends after the stop string. detokenizer: of the tokenizer, which skips special tokens;
     others of it are used. None makes one.
     """

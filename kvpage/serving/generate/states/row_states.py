@@ -2,7 +2,7 @@
 
     slots      [ state of row 0 ] [ state of row 1 ]        unchanged until the forward is done
     pass         a copy of all, which mixers read and write
-    marks      after so many tokens, the states of some rows go to slots of their own
+    marks      after a number of tokens, the states of some rows go to slots of their own
 
 All rows have one length. A forward that fails changes no slot of a row.
 """
@@ -21,17 +21,12 @@ from kvpage.serving.model.states.piece_cache import PieceCache
 
 
 class RowPass:
-    """The states of rows, for tokens [start, end) of each.
+    """The states of rows, for tokens [start, end) of each. With a start of 0 there are none, whatever is in the slots.
 
-    states: what mixers read and write; see PieceCache.
-
-    Args:
-        views: The states of all slots: see StateCache.
-        slots: The slot of each row, int64 [num_rows] on the device of the views.
-        start: Tokens before. With 0 there are no states, whatever is in the slots.
-        end: Tokens after.
-        marks: For each row, (position, slot) with start < position <= end.
-        num_prompt: How many tokens of each row are a prompt's. A single one after them was generated.
+    states: what mixers read and write; see PieceCache. views: the states of all slots; see StateCache.
+    slots: the slot of each row, int64 [num_rows] on the device of the views.
+    marks: for each row, (position, slot) with start < position <= end.
+    num_prompt: how many tokens of each row are a prompt's. The model has generated a single token after them.
     """
 
     def __init__(
@@ -77,7 +72,7 @@ class RowPass:
         return [slice(first, last) for first, last in pairwise(bounds)]
 
     def keep(self, keys: Iterable[StateKey], num_tokens: int) -> None:
-        """Copy states of a mixer to the slots of marks, after so many tokens of the forward."""
+        """Copy states of a mixer to the slots of marks, after num_tokens tokens of the forward."""
         here = [(row, slot) for position, row, slot in self._marks if position == self._start + num_tokens]
         for key in keys if here else ():
             states = self.states.known(key)

@@ -34,7 +34,7 @@ class FinishRate:
             self._idle_since = now
 
     def seconds_until(self, num_finished: int, now: float | None = None) -> float:
-        """Return in how many seconds so many more will have finished, between LEAST and MOST."""
+        """Return in how many seconds num_finished more will have finished, between LEAST and MOST."""
         times = self._times.copy()
         if not times:
             return UNKNOWN

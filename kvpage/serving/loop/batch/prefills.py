@@ -53,7 +53,7 @@ class Prefills:
         return int(differ.argmax()) if differ.any() else length
 
     def _is_ahead(self, other: Request, num_tokens: int) -> bool:
-        """Whether a block of so many leading tokens is yet to be computed, or the state after them."""
+        """Whether a block of num_tokens leading tokens is yet to be computed, or the state after them."""
         if num_tokens < self._block_size:
             return False
         num_usable = num_tokens if self._states.are_kept else num_tokens // self._block_size * self._block_size

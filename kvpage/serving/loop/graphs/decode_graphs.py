@@ -189,7 +189,7 @@ class DecodeGraphs:
         logger.warning("decode steps are not captured as graphs, because %s", reason)
 
     def _why_not_captured(self, inputs: StaticInputs, size: int) -> str | None:
-        """Capture a step of so many rows; return why it cannot be. Another size may take less memory."""
+        """Capture a step of `size` rows; return why it cannot be. Another size may take less memory."""
         try:
             self._capture(inputs, size)
         except _TooLarge as error:
@@ -206,7 +206,7 @@ class DecodeGraphs:
         logger.warning("decode steps of %d rows are not captured, because %s", size, reason)
 
     def _capture(self, inputs: StaticInputs, size: int) -> None:
-        """Capture a step of so many rows, all of them padding."""
+        """Capture a step of `size` rows, all of them padding."""
         inputs.clear()
         step = StaticStep(self._runner, self._caches, inputs, size, self._max_seq_len)
         others = [*self._captured.values()]

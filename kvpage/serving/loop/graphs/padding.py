@@ -22,7 +22,7 @@ from kvpage.serving.model.step import BatchItem, PackedTokens, Step
 
 NUM_QUERIES = 1, 2, 3, 5, 9, 17, 33, 65
 MOST_KEYS = 2048
-"""Kernels are compiled anew from some power of two of queries on, and up to so many keys of a sequence."""
+"""Kernels are compiled anew from some power of two of queries on, and up to this number of keys of a sequence."""
 
 
 class StepLimits(NamedTuple):

@@ -24,7 +24,7 @@ JOIN_SECONDS = 300.0
 
 
 def connected_group(seconds: float) -> Any:
-    """Return a group of gloo of all ranks. All call it at once. RankLost if not all come within so many seconds."""
+    """Return a group of gloo of all ranks. All call it at once. RankLost if not all come within `seconds`."""
     try:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
     except RuntimeError as error:

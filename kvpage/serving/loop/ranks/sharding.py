@@ -24,7 +24,7 @@ def sharded_size(model: PreTrainedModel) -> int:
 
 
 def check_sharded_size(model: PreTrainedModel, size: int) -> None:
-    """Raise ValueError unless the model is sharded over so many ranks, which are all that there are."""
+    """Raise ValueError unless the model is sharded over `size` ranks, which are all ranks."""
     num_ranks = sharded_size(model)
     if num_ranks != size:
         how = "load it by from_pretrained(..., tp_plan='auto') in each process of torchrun" if num_ranks == 1 else ""

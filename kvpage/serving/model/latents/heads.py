@@ -78,7 +78,7 @@ class LatentHeads:
         return torch.cat([key, rot.unsqueeze(1).expand(-1, key.shape[1], -1)], dim=2), value
 
     def gains_by_expanding(self, num_queries: int) -> bool:
-        """Return whether so many queries of a sequence pay for expanding its keys, by the number of products."""
+        """Return whether num_queries queries of a sequence pay for expanding its keys, by the number of products."""
         expanded_size = self.nope_size + self.value.shape[1]
         return num_queries * (2 * self.rank - expanded_size) > self.rank * expanded_size
 

@@ -19,7 +19,8 @@ import torch
 class TorchThreads:
     """The limit of one view, which is for one thread.
 
-    caller: the caller's torch.get_num_threads(), while torch has one thread; None otherwise. Native layers use so many.
+    caller: the caller's torch.get_num_threads(), while torch has one thread; None otherwise. Native
+    layers use that number.
     Does nothing where torch's threads are not those of an OpenMP runtime that this process shows.
     """
 

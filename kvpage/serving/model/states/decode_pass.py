@@ -19,9 +19,7 @@ from kvpage.serving.model.states.state_pass import PackedStates, Piece
 class DecodePass(PackedStates):
     """One generated token after a state, of each of several sequences. Make one for each time that it is computed.
 
-    Args:
-        states: The slots.
-        slots: Of each sequence, int64 [num_seqs] on the states' device. Several may name a slot that nobody reads.
+    slots: of each sequence, int64 [num_seqs] on the states' device. Several may name a slot that nobody reads.
     """
 
     def __init__(self, states: StateCache, slots: torch.Tensor) -> None:

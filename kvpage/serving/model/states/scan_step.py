@@ -160,10 +160,7 @@ def steps_apart(model: PreTrainedModel, cache_argument: str, mixer: StateMixer, 
     """Return whether a mixer computes one token after a state by another rule than it computes a prompt.
 
     The model computes a few tokens. cache_argument: the argument of its forward that is its cache. shapes: of its
-    states.
-
-    Raises:
-        ValueError: It does, and no step by the scan's rule can be made of its code.
+    states. ValueError if the rules differ, and no step by the scan's rule can be made of its code.
     """
     trial, limits = _trial(model, cache_argument, mixer, shapes), limits_of(mixer.module)
     if trial is None:  # its code tells what it does

@@ -31,8 +31,8 @@ class StateRow(NamedTuple):
 
     slot: the sequence's working slot, whose state is that after `start` tokens, and becomes that after `end` tokens.
     start: with 0 there is no state before, whatever the slot's bytes are.
-    marks: positions in (start, end], ascending, each with the slot that gets the state after so many tokens.
-    num_prompt: the sequence's tokens after so many were generated; None if all are a prompt's.
+    marks: positions in (start, end], ascending, each with the slot that gets the state after it.
+    num_prompt: how many tokens the prompt has; the model has generated the later tokens. None if all are a prompt's.
     """
 
     slot: int
@@ -118,16 +118,10 @@ class PackedStates(ABC):
 
 
 class StatePass(PackedStates):
-    """What `Step.states` holds: slots for the sequences of one step, in the step's order.
+    """The states of a step: slots for its sequences, in the step's order. rows: one for each sequence.
 
     After an error in the forward pass, the states in the rows' slots and in their marks' slots are undefined.
-
-    Args:
-        states: The slots.
-        rows: One for each sequence of the step.
-
-    Raises:
-        ValueError: A slot is out of range, or named twice; a position or a mark is out of range, or marks descend.
+    ValueError for a slot out of range or named twice, a position or a mark out of range, and marks that descend.
     """
 
     def __init__(self, states: StateCache, rows: Sequence[StateRow]) -> None:
