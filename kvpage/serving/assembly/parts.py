@@ -22,8 +22,7 @@ from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, Candidate, candidat
 from kvpage.ops.cuda.libraries.library import AttentionLibrary
 from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.ops.cuda.served import check_served
-from kvpage.serving.assembly.found_states import found_states
-from kvpage.serving.assembly.state_parts import slots_of
+from kvpage.serving.assembly.state_parts import found_states, slots_of
 from kvpage.serving.assembly.window_groups import WindowGroups, short_windows
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.ranks.rank_caches import RankCaches

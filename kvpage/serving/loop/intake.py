@@ -25,8 +25,8 @@ from kvpage.serving.loop.request import Request
 from kvpage.serving.model.limits import eos_token_ids, rope_limit, vocab_size
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.params.sampling import SamplingParams, check_params
-from kvpage.serving.text.scored_prompt import ScoredPrompt
 from kvpage.serving.text.text_rules import TextRules
+from kvpage.serving.text.token_logprobs import ScoredPrompt
 
 MAX_SCORED_LOGITS = 2**26
 """Logits of prompts that one step may have at most: 256 MiB in fp32."""

@@ -27,8 +27,7 @@ from kvpage.serving.loop.outputs import FinishReason, RequestOutput, Sample, Ste
 from kvpage.serving.params.sampling import DEFAULT_MAX_TOKENS, MAX_SEED, SamplingParams
 from kvpage.serving.sampling.sampled_row import SampledRow
 from kvpage.serving.text.answer import Answer, AnswerRules
-from kvpage.serving.text.scored_prompt import ScoredPrompt
-from kvpage.serving.text.token_logprobs import TokenLogprobs
+from kvpage.serving.text.token_logprobs import ScoredPrompt, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)

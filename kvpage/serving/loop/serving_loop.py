@@ -25,9 +25,8 @@ from kvpage.checks.wait_limit import WaitLimit
 from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.loop.batch.batch import Batch
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
-from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens, chosen_of_decodes
+from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens, chosen_of_decodes, take_prompt_logprobs
 from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
-from kvpage.serving.loop.batch.prompt_logprobs import take_prompt_logprobs
 from kvpage.serving.loop.batch.suspects import Suspects
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from kvpage.cache.state_cache import StateKey
-from kvpage.serving.generate.states.hooking import REGISTERING
+from kvpage.serving.generate.forward_hooks import REGISTERING
 from kvpage.serving.generate.states.row_states import RowPass
 from kvpage.serving.model.states.mixer import PieceForward
 

@@ -25,7 +25,7 @@ from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.loop.ranks.step_plan import GroupBlocks, OtherRanks, StepPlan
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.step import BatchItem, ModelInputs, PackedTokens, Step
-from kvpage.serving.sampling.likeliest import likeliest
+from kvpage.serving.sampling.logits_check import likeliest
 
 Rows = npt.NDArray[np.int64]
 

@@ -7,9 +7,9 @@ import torch
 
 from kvpage.serving.loop.graphs.static_inputs import StaticInputs
 from kvpage.serving.loop.ranks.rank_caches import RankCaches
-from kvpage.serving.model.states.decode_pass import DecodePass
+from kvpage.serving.model.states.state_pass import DecodePass
 from kvpage.serving.model.step import ModelInputs, Step
-from kvpage.serving.sampling.likeliest import likeliest
+from kvpage.serving.sampling.logits_check import likeliest
 
 
 class Computing(Protocol):

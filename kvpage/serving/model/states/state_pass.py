@@ -222,3 +222,22 @@ def _check_marks(row: StateRow) -> None:
         raise ValueError(f"marks must be in ascending order, got {positions}")
     if positions and not row.start < positions[0] <= positions[-1] <= row.end:
         raise ValueError(f"marks must be in ({row.start}, {row.end}], got {positions}")
+
+
+class DecodePass(PackedStates):
+    """One generated token after a state, of each of several sequences. Make one for each time that it is computed.
+
+    slots: of each sequence, int64 [num_seqs] on the states' device. Several may name a slot that nobody reads.
+    """
+
+    def __init__(self, states: StateCache, slots: torch.Tensor) -> None:
+        super().__init__(states, len(slots))
+        self._decodes = Piece(Cut(slice(0, len(slots)), True), slots, True, [], is_answer=True)
+
+    def check(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
+        """Raise ValueError unless a step with these lengths has one token of each sequence."""
+        if list(query_lens) != [1] * self._num_tokens:
+            raise ValueError(f"query_lens must be 1 for each of {self._num_tokens} sequences, got {list(query_lens)}")
+
+    def _pieces_of(self, forward: PieceForward) -> list[Piece]:
+        return [self._decodes]
