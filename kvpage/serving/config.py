@@ -80,7 +80,7 @@ class EngineConfig:
             (`from_pretrained(..., tp_plan="auto")`, started by torchrun). Rank 0 makes the engine, and each other one
             calls `Engine.follow`. It excludes `blend` and `compile_model`; decode steps are neither captured nor begun
             ahead.
-        rank_timeout: Seconds after which a rank that is silent counts as lost. One that has ended is noticed at once.
+        rank_timeout: Seconds after which a rank that is silent counts as lost. The end of a rank is noticed at once.
         states: The budget and the positions of kept states, for models with recurrent layers.
         num_window_blocks: Blocks of each group of layers with the same sliding window, apart from the blocks of the
             other layers. Sequences give back those behind the window. None means one table for all layers, whose blocks

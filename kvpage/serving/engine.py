@@ -503,7 +503,7 @@ class Engine(SteerableEngine):
 
     @property
     def attention_backend(self) -> str:
-        """What attends over the blocks: the library that the engine has chosen, or "kvpage"."""
+        """The name of the library that attends over the blocks, or "kvpage"."""
         library = self._parts.caches.library
         return OURS if library is None else library.name
 

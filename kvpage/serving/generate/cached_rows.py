@@ -57,7 +57,7 @@ class CachedRows:
         commit writes them into blocks. While it is empty, the model's K and V go into the slots of `begin`.
     states: of a model whose layers keep states. `manager` has their group.
 
-    Each method does all or nothing. One that raises (OutOfBlocks, ValueError) may have committed rows and have marked
+    Each method does all or nothing. A method that raises (OutOfBlocks, ValueError) may have committed rows and marked
     cached blocks as used, and has changed nothing else. The caller holds Ctrl-C back.
     """
 

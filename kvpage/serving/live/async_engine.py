@@ -36,7 +36,7 @@ class AsyncEngineStats:
     Attributes:
         engine: The numbers of the engine.
         num_unfinished: Requests that have been submitted and have not ended.
-        num_waiting: Those of them that wait, preempted ones included.
+        num_waiting: Requests that wait, preempted requests included.
         num_submitted: Requests that were taken.
         num_refused: Requests that were refused by QueueFull.
         num_aborted: Requests that were aborted, by callers or because their readers went.

@@ -56,7 +56,7 @@ class LiveRequest:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Those of RequestOutput, before the end already: from the first token on, where this process computes it."""
+        """The prompt_logprobs of RequestOutput: from the first token on, where this process computes the request."""
         request, output = self._mailbox.request, self._mailbox.output
         if output is not None:
             return output.prompt_logprobs

@@ -64,7 +64,7 @@ class Wakeups:
             self._by_loop.setdefault(waiter.loop, []).append(waiter)
 
     def send(self) -> None:
-        """Wake the coroutines. Those of a loop that is closed are gone: they drop their requests."""
+        """Wake the coroutines. The coroutines of a closed loop are gone: they drop their requests."""
         if not self._by_loop:
             return
         by_loop, self._by_loop = self._by_loop, {}

@@ -5,7 +5,7 @@
               └────preempt───────┘   blocks are short: the last in order gives its own back (to the host, or for good)
 
 Requests with a lower `priority` come first; those with the same one are served first come, first served. `waiting` is
-kept in this order, also for those that come back. One that waits preempts running ones of higher numbers.
+kept in this order, also for requests that come back. A waiting request preempts running requests of higher numbers.
 
 Every request finishes, once those before it in order have:
 
@@ -361,7 +361,7 @@ class Scheduler:
                 prefills.add(request)
 
     def _is_passed_over(self, request: Request, prefills: Prefills) -> bool:
-        """Whether something comes that it does better to wait for. What was loaded for it need not wait for others."""
+        """Whether it does better to wait for something that comes. Loaded blocks need not wait for others."""
         if self._turns.holds(request):
             return True
         needs_all = request.scores_prompt or self._turns.has_blocks(request)

@@ -61,7 +61,7 @@ class SamplingParams(LogitsParams):
         epsilon_cutoff: as in transformers' GenerationConfig.
         eta_cutoff: as in transformers' GenerationConfig.
         stop: a request ends where its text has the first of these strings, also amid a token. They
-            need the tokenizer given to `Engine.from_model`. Those within the first `min_tokens` tokens do not count.
+            need the tokenizer given to `Engine.from_model`. Strings within the first `min_tokens` tokens do not count.
         include_stop_str_in_output: end `Sample.text` after the stop string, not before it.
         logprobs: return the log-probability of each generated token, and the ids and log-probabilities of that many
             likeliest ones, at most 20; 0 for the generated one alone. They are log_softmax in fp32 of the model's own

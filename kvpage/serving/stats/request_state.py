@@ -21,8 +21,8 @@ class RequestState:
         namespace: The namespace of its blocks.
         stage: "waiting", "loading" (it waits for a store or for segments), "prefill" or "decode".
         num_prompt_tokens: Tokens of its prompt.
-        num_cached_tokens: Those of them that were found on the device at the first admission. 0 before it.
-        num_loaded_tokens: Those of them that came from the host tier or a store for this request.
+        num_cached_tokens: Tokens of the prompt that were cached on the device at the first admission. 0 before it.
+        num_loaded_tokens: Tokens of the prompt that came from the host tier or a store for this request.
         num_computed_tokens: Tokens whose K and V are in its blocks now, cached and loaded ones included.
         num_generated_tokens: Tokens that it has generated.
         arrival_time: Seconds of time.monotonic() when it was queued.

@@ -7,7 +7,7 @@
 Other modules compute all tokens at once. Most forwards are one piece: then only the snapshot is taken.
 
 A mixer whose steps are apart would compute one token of a prompt by another rule: see scan_step. Then the last piece is
-computed before the call, too. What the call makes of it is left out.
+computed before the call, too. The call's own output for it is left out.
 """
 
 import weakref

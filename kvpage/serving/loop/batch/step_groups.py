@@ -20,7 +20,7 @@ from kvpage.serving.model.step import Step
 
 
 class StepGroups:
-    """What the groups of a manager give to a step, beside the blocks of the full layers.
+    """The blocks of windows and the state slots that a step reads, beside the blocks of the full layers.
 
     caches: of all groups. tell: called with each move that was made, and its group's number, for other ranks; None if
     there are none.

@@ -1,6 +1,6 @@
 """Padding: steps of sequences that belong to nobody. Their tokens are written nowhere, and nothing reads their results.
 
-What their attention reads is of no account: their tables name block 0 again and again. So a cache of one block serves.
+Their attention may read anything: their tables name block 0 again and again. So a cache of one block serves.
 """
 
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ MOST_KEYS = 2048
 
 
 class StepLimits(NamedTuple):
-    """What a step of an engine has at most: sequences, tokens of all, and tokens of one with those before."""
+    """The most sequences of a step, tokens of all of them, and tokens of one sequence with those before."""
 
     num_seqs: int
     num_tokens: int

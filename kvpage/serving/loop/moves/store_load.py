@@ -57,7 +57,7 @@ class StoreLoad(Generic[RequestT]):
 
     @property
     def futures(self) -> list[Future[Any]]:
-        """What is under way, and done when there is something new."""
+        """The lookup or load under way, which is done when there is something new."""
         return [future for future in (self.future, self.verified) if future is not None]
 
     @property

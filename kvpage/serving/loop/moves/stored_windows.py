@@ -5,8 +5,8 @@
                                  ^               ^
     A prompt can go on after whole blocks to which full layers' chunks lead, and whose last window is there.
 
-Each group has records of its own. What windows have left before a prompt was stored is not stored. A load that lacks
-anything is none: its blocks are freed, and the request computes.
+Each group has records of its own. Tokens that have left the windows before a prompt was stored are not stored. A load
+that lacks anything is none: its blocks are freed, and the request computes.
 """
 
 from collections.abc import Sequence

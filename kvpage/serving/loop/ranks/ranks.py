@@ -27,7 +27,7 @@ ASSEMBLY_SECONDS = 86_400.0
 
 
 class Role(IntEnum):
-    """What a rank has called."""
+    """The call of a rank."""
 
     LEADS = 0
     FOLLOWS = 1

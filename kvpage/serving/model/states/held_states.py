@@ -120,7 +120,7 @@ class _Continued:
 
 
 def _goes_on(mixer: StateMixer, parts: Sequence[StatePart]) -> bool:
-    """Try a block out: tokens in two parts must give what they give together. Nobody may have replaced its forward.
+    """Try a block out: tokens in two parts must give the output of all at once. Its forward must be its own.
 
     ValueError for a block whose step of one token, which is its own for all that goes on, is not part of that.
     """

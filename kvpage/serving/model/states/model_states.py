@@ -32,7 +32,7 @@ FIRST_VERSION = "5.5"
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """What one model keeps for each sequence, where that is more than K and V.
+    """The states that one model keeps for each sequence, beside K and V or alone.
 
     groups: of all layers. layout: of a state slot. mixers: the modules that read and write states.
     kv_shape: of the layers with attention; None where none has. model_config: of the blocks of those layers.

@@ -41,7 +41,7 @@ from kvpage.serving.model.states.row_cuts import Cut, cut
 NUM_BEFORE, NUM_TOKENS = 3, 5
 MAX_ERROR = 1e-5  # of fp32 numbers, relative, where several tokens are one by one
 CANNOT_COMPUTE = RuntimeError, TypeError, ValueError, AttributeError, IndexError
-"""What a copy raises that takes no fp32, or other arguments."""
+"""The errors of a copy that takes no fp32, or other arguments."""
 AT_ONCE, ONE_BY_ONE = (NUM_BEFORE, NUM_TOKENS), range(NUM_BEFORE, NUM_TOKENS + 1)
 NAME, LIMITS = "mamba2_selective_state_update", "time_step_limit"
 NO_LIMITS = 0.0, float("inf")

@@ -4,7 +4,7 @@
     its turn comes                         ─► blocks for all of its tokens, as its admission takes ─► load    thread
     all is there                           ─► commit; it is admitted, and finds the tokens in the prefix tree
 
-What one load brings is loaded once: others with the same prefix wait for it. A request that finds no room is loaded
+A prefix is loaded once: other requests with the same prefix wait for the load. A request that finds no room is loaded
 at its next turn, and one that was preempted is asked for again. Whatever takes longer than the deadline is computed. A
 load that comes late goes into the tree all the same.
 """
