@@ -4,8 +4,9 @@ memory    '-- windows, or checkpoints ----------'-- blocks of all tokens -------
               those of 4 * max_num_seqs             the rest
               sequences, half at most
 
-The lengths of sequences are not known yet. Short sequences need more windows, long sequences more blocks. A
-split for one length may hold few sequences of another. Half and half holds at least half as many as the best split, whatever the length.
+The lengths of sequences are not known yet. Short sequences need more windows, long sequences more blocks. A split for
+one length may hold few sequences of another. Half and half holds at least half as many as the best split, whatever the
+length.
 """
 
 from typing import NamedTuple
