@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvpage.blocks.space import HostPolicy
-from kvpage.checks.values import check_at_least, check_flag
+from kvpage.checks.values import as_integer, check_at_least, check_flag
 from kvpage.layout.config import CacheConfig
 
 
@@ -51,12 +51,20 @@ class BlockConfig:
             share_parts: As for the class.
             host_policy: As for the class.
             pin_quota: As for the class.
+
+        Raises:
+            TypeError: `cache` is no CacheConfig.
         """
+        if not isinstance(cache, CacheConfig):
+            raise TypeError(f"cache must be a CacheConfig, got {type(cache).__name__}")
         num_blocks, num_host_blocks = cache.num_gpu_blocks, cache.num_cpu_blocks
         options = enable_prefix_caching, num_host_blocks, share_parts, host_policy, pin_quota
         return cls(num_blocks, cache.block_size, *options)
 
     def __post_init__(self) -> None:
+        for name, least in (("num_blocks", 0), ("block_size", 1), ("num_host_blocks", 0)):
+            if as_integer(name, getattr(self, name)) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_flag("share_parts", self.share_parts)
         if self.host_policy is not None and not isinstance(self.host_policy, HostPolicy):
