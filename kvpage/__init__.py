@@ -17,6 +17,7 @@ __path__ = usable_path(__path__, sys.path)
 from kvpage.checks.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
 import kvpage._C as _C
 from kvpage._C import BlockPool, HotPrefix, Match, PartMatch, PrefixTree, TreeEntry
+from kvpage.blocks.config import BlockConfig
 from kvpage.blocks.explain import Ending, Explanation, GroupReach, StoreReach, StoreVerdict
 from kvpage.blocks.groups.held_blocks import HeldBlocks
 from kvpage.blocks.groups.states.state_space import States
@@ -51,6 +52,7 @@ __all__ = [
     "Allocation",
     "Arrival",
     "AttentionBackend",
+    "BlockConfig",
     "BlockManager",
     "BlockMove",
     "BlockMoves",

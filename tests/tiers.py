@@ -43,6 +43,8 @@ WHOLE: dict[str, str] = {
     "tests/serving/loop/test_rank_groups.py": "slow",
     "tests/serving/model/test_compiled_model.py": "slow",
     "tests/serving/test_telemetry.py::test_a_missing_extra_is_named": "slow",
+    # Models and a server, whose making costs more than the walks.
+    "tests/house/test_walks.py": "slow",
     # nvcc compiles a module for the fixtures.
     "tests/compiled/test_compiled_copies.py": "slow",
     "tests/ops/test_swap_calls.py": "slow",

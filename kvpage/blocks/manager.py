@@ -21,6 +21,7 @@ Layers that keep less than all tokens are groups, which hold what they need besi
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from kvpage.blocks.config import BlockConfig
 from kvpage.blocks.explain import Explanation, explain_attention
 from kvpage.blocks.groups.all_groups import AllGroups
 from kvpage.blocks.groups.group import GroupManager, Prompt
@@ -38,7 +39,7 @@ from kvpage.blocks.states import Allocation, Ids, SeqId, SequenceState, Slots
 from kvpage.blocks.stats import BlockStats
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens, some_tokens
-from kvpage.checks.values import as_counts, as_integer, as_list, check_flag, check_namespace
+from kvpage.checks.values import as_counts, as_integer, as_list, check_namespace
 
 
 class BlockManager:
@@ -83,12 +84,13 @@ class BlockManager:
         pin_quota: int = 0,
         groups: Sequence[GroupOptions] = (),
     ) -> None:
-        check_flag("enable_prefix_caching", enable_prefix_caching)
-        check_flag("share_parts", share_parts)
         options = checked_options(groups)
+        config = BlockConfig(
+            num_blocks, block_size, enable_prefix_caching, num_host_blocks, share_parts, host_policy, pin_quota
+        )
         self.block_size = block_size
         self.enable_prefix_caching = is_caching = enable_prefix_caching
-        self.share_parts = share_parts and is_caching and not options
+        self.share_parts = config.share_parts and is_caching and not options
         self.space = space = BlockSpace(num_blocks, block_size, num_host_blocks, host_policy, rule, pin_quota)
         self.pool, self.tree = space.pool, space.tree
         self._sequences = sequences = Sequences(self.tree, is_caching)
@@ -97,6 +99,29 @@ class BlockManager:
         self._in_groups: AllGroups | None = None
         if self._groups:
             self._in_groups = AllGroups(space, sequences, self._groups, self.states is not None, is_caching)
+
+    @classmethod
+    def of(
+        cls, config: BlockConfig, rule: LoadOrCompute | None = None, groups: Sequence[GroupOptions] = ()
+    ) -> "BlockManager":
+        """Return a manager with the options of a config.
+
+        Args:
+            config: The options.
+            rule: As for the class.
+            groups: As for the class.
+        """
+        return cls(
+            config.num_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            num_host_blocks=config.num_host_blocks,
+            share_parts=config.share_parts,
+            host_policy=config.host_policy,
+            rule=rule,
+            pin_quota=config.pin_quota,
+            groups=groups,
+        )
 
     def take_moves(self) -> BlockMoves:
         """Return the moves to make before the next step, in order. Each is handed over once, and taken as made."""

@@ -13,7 +13,6 @@ handler. A program with a handler of its own, as most servers have, is not affec
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from signal import SIGINT
 from types import FrameType
@@ -32,35 +31,48 @@ Result = TypeVar("Result")
 class HeldInterrupts:
     """A context manager in which Ctrl-C waits. KeyboardInterrupt is raised when the block ends.
 
-    One within another does nothing.
+    One within another does nothing. It is the signal handler of its block. A program may keep that handler and set it
+    again, and a fork inherits it: outside of the block and of its process it does the same as Python's own handler.
     """
 
-    def __init__(self) -> None:
-        self.is_pending = False
-        self._handler: _Handler | None = None
+    is_pending = False
+    _thread: tuple[int, int] | None = None  # process and thread, while it is the handler
 
     def __enter__(self) -> None:
         before = signals.getsignal(SIGINT)
-        if before is not signals.default_int_handler and not (isinstance(before, _Handler) and before.held is None):
+        if before is not signals.default_int_handler and not (isinstance(before, HeldInterrupts) and before.is_idle):
             return
-        handler = _Handler(self)
+        self._thread = os.getpid(), threading.get_ident()
         try:
-            signals.signal(SIGINT, handler)
+            signals.signal(SIGINT, self)
         except ValueError:  # another thread than Python's main one
-            return
-        self._handler = handler
+            self._thread = None
 
     def __exit__(self, *error: object) -> None:
-        if self._handler is not None:
-            self.let_go()
+        if self._thread is not None:
+            if signals.getsignal(SIGINT) is self:  # else another handler was set meanwhile
+                signals.signal(SIGINT, signals.default_int_handler)
+            self._thread = None
         if self.is_pending:
             self.raise_pending()
 
-    def let_go(self) -> None:
-        """Restore Python's own handler, unless another handler was set meanwhile."""
-        if self._handler and signals.getsignal(SIGINT) is self._handler:
-            signals.signal(SIGINT, signals.default_int_handler)
-        self._handler = None
+    def __call__(self, signal_number: int, frame: FrameType | None) -> None:
+        """Note Ctrl-C. A second one does not wait."""
+        if self.is_idle:
+            raise KeyboardInterrupt
+        if self.is_pending:
+            self.__exit__()
+        self.is_pending = True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it holds back nothing in this process."""
+        return self._thread is None or self._thread[0] != os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it holds back what interrupts this thread."""
+        return self._thread == (os.getpid(), threading.get_ident())
 
     def raise_pending(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C has come."""
@@ -69,49 +81,24 @@ class HeldInterrupts:
             raise KeyboardInterrupt
 
 
-class _Handler:
-    """The signal handler of one HeldInterrupts.
-
-    It can outlive that object, where a program keeps it and sets it again, or after a fork. Then it does the same as
-    Python's own handler.
-    """
-
-    def __init__(self, holder: HeldInterrupts) -> None:
-        self._held, self._pid, self.thread_id = weakref.ref(holder), os.getpid(), threading.get_ident()
-
-    @property
-    def held(self) -> HeldInterrupts | None:
-        return self._held() if self._pid == os.getpid() else None
-
-    def __call__(self, signal_number: int, frame: FrameType | None) -> None:
-        holder = self.held
-        if holder is None:
-            raise KeyboardInterrupt
-        if holder.is_pending:  # a second Ctrl-C does not wait
-            holder.let_go()
-            holder.raise_pending()
-        holder.is_pending = True
-
-
 class interruptible:
     """A context manager for work that may end anywhere: Ctrl-C is raised at once, also one that has come before."""
 
     def __enter__(self) -> None:
-        self._handler: _Handler | None = None
-        handler = signals.getsignal(SIGINT)
-        holder = handler.held if isinstance(handler, _Handler) and handler.thread_id == threading.get_ident() else None
-        if holder is None:
+        self._holder: HeldInterrupts | None = None
+        holder = signals.getsignal(SIGINT)
+        if not isinstance(holder, HeldInterrupts) or not holder.is_here:
             return
         holder.raise_pending()
-        self._handler = handler
+        self._holder = holder
         signals.signal(SIGINT, signals.default_int_handler)
         if holder.is_pending:  # it came between the two
-            signals.signal(SIGINT, handler)
+            signals.signal(SIGINT, holder)
             holder.raise_pending()
 
     def __exit__(self, *error: object) -> None:
-        if self._handler and signals.getsignal(SIGINT) is signals.default_int_handler:
-            signals.signal(SIGINT, self._handler)
+        if self._holder and signals.getsignal(SIGINT) is signals.default_int_handler:
+            signals.signal(SIGINT, self._holder)
 
 
 def made_or_undone(make: Callable[[], Result], undo: Callable[[Result], object]) -> Result:

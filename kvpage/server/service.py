@@ -16,9 +16,9 @@ from kvpage.server.config import ServerConfig
 from kvpage.server.metrics.latencies import Latencies
 from kvpage.server.page.feed import Feed
 from kvpage.server.protocol.errors import ApiError, bad_request, busy
-from kvpage.server.running.model_limits import ModelLimits
 from kvpage.server.running.open_requests import OpenRequests, Place
 from kvpage.server.running.runner import Runner
+from kvpage.server.running.sampling import ModelLimits
 from kvpage.server.text.text_service import TextService
 from kvpage.server.text.vocabulary import Vocabulary
 from kvpage.serving import AsyncEngine

@@ -4,11 +4,10 @@ from kvpage.serving.config import EngineConfig
 from kvpage.serving.engine import Engine
 from kvpage.serving.generate.cache_pool import KVPageCachePool
 from kvpage.serving.generate.kv_page_cache import KVPageCache
-from kvpage.serving.live.async_engine import AsyncEngine
+from kvpage.serving.live.async_engine import AsyncEngine, AsyncEngineStats
 from kvpage.serving.live.config import AsyncEngineConfig
 from kvpage.serving.live.errors import EngineClosed, QueueFull
 from kvpage.serving.live.live_request import LiveRequest
-from kvpage.serving.live.stats import AsyncEngineStats
 from kvpage.serving.loop.outputs import RequestOutput, Sample, StepOutput
 from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.token_stream import TokenStream

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from kvpage.blend.config import BlendConfig
+from kvpage.blocks.config import BlockConfig
 from kvpage.blocks.space import HostPolicy
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_list, check_at_least, check_flag
@@ -19,8 +20,7 @@ from kvpage.serving.params.defaults import GenerationDefaults
 from kvpage.serving.params.states import StateConfig
 
 FLAGS = (
-    "enable_prefix_caching", "share_parts", "load_or_compute", "native_layers", "enforce_eager", "compile_model",
-    "save_portions",
+    "load_or_compute", "native_layers", "enforce_eager", "compile_model", "save_portions",
 )  # fmt: skip
 AttentionBackendName = Literal["auto", "kvpage", "flashinfer", "flash_attn", "flash_attn_3", "flash_mla"]
 MAX_RANK_TIMEOUT = 86_400.0
@@ -80,7 +80,7 @@ class EngineConfig:
             (`from_pretrained(..., tp_plan="auto")`, started by torchrun). Rank 0 makes the engine, and each other one
             calls `Engine.follow`. It excludes `blend` and `compile_model`; decode steps are neither captured nor begun
             ahead.
-        rank_timeout: Seconds after which a rank that is silent counts as lost. One that has ended is noticed at once.
+        rank_timeout: Seconds after which a rank that is silent counts as lost. The end of a rank is noticed at once.
         states: The budget and the positions of kept states, for models with recurrent layers.
         num_window_blocks: Blocks of each group of layers with the same sliding window, apart from the blocks of the
             other layers. Sequences give back those behind the window. None means one table for all layers, whose blocks
@@ -129,7 +129,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
-        for name, kind in (("host_policy", HostPolicy), ("events", EventConfig), ("blend", BlendConfig)):
+        self.block_config()  # checks the options of blocks
+        for name, kind in (("events", EventConfig), ("blend", BlendConfig)):
             if getattr(self, name) is not None:
                 _check_type(name, getattr(self, name), kind)
         _check_type("states", self.states, StateConfig)
@@ -146,6 +147,11 @@ class EngineConfig:
             raise ValueError("blend needs enable_prefix_caching, which keeps K and V until they are kept as segments")
         if self.generation_config not in get_args(GenerationDefaults):
             raise ValueError(f"generation_config must be 'model', 'served' or 'ignore', got {self.generation_config!r}")
+
+    def block_config(self) -> BlockConfig:
+        """Return the options of the block manager."""
+        options = self.enable_prefix_caching, self.share_parts, self.host_policy, self.pin_quota
+        return BlockConfig.of_cache(self.cache_config, *options)
 
     def _check_flags(self) -> None:
         for name in FLAGS:
@@ -217,7 +223,6 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
         if self.max_model_len is not None and (not _is_integer(self.max_model_len) or self.max_model_len < 1):
             raise ValueError(f"max_model_len must be a positive integer or None, got {self.max_model_len!r}")
-        check_at_least("pin_quota", self.pin_quota, 0)
         if self.kv_cache_memory is not None:
             check_at_least("kv_cache_memory", self.kv_cache_memory, 1)
             if self.cache_config.num_gpu_blocks:
@@ -245,8 +250,8 @@ class EngineConfig:
         if isinstance(self.kv_scales, str):
             raise ValueError(f"kv_scales must be KVScales, one a layer, 'calibrate' or None, got {self.kv_scales!r}")
         scales = tuple(as_list("kv_scales", self.kv_scales))
-        for one in scales:
-            _check_type("kv_scales", one, KVScales)
+        for scale in scales:
+            _check_type("kv_scales", scale, KVScales)
         object.__setattr__(self, "kv_scales", scales)
 
 

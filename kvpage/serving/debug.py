@@ -38,7 +38,7 @@ class EngineDebug:
 
     @property
     def store(self) -> StoreConnector:
-        """What stands between the loop and the engine's store.
+        """The connector between the loop and the engine's store.
 
         Raises:
             ValueError: The engine has no store.
@@ -49,7 +49,7 @@ class EngineDebug:
 
     @property
     def blend(self) -> BlendConnector:
-        """What stands between the loop and the kept segments.
+        """The connector between the loop and the kept segments.
 
         Raises:
             ValueError: The engine does not blend.

@@ -1,42 +1,46 @@
 """Engine: requests in, tokens out, through a Hugging Face decoder whose K and V are in paged blocks.
 
-prompts, SamplingParams ─► Engine ─► EngineCore: the loop, the scheduler, the blocks ─► tokens
-
-The calls for requests and tokens are here, those for the engine as a whole in EngineCore.
+prompts, SamplingParams ─► Engine ─► ServingLoop, Scheduler, BlockManager: see EngineParts ─► tokens
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpage.blend.segments import SegmentCache
-from kvpage.checks.interrupts import HeldInterrupts, made_or_undone
+from kvpage.blocks.explain import Explanation
+from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.checks.interrupts import HeldInterrupts, made_or_undone, uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import check_namespace
-from kvpage.serving.assembly.block_count import with_blocks
-from kvpage.serving.assembly.core import EngineCore
-from kvpage.serving.assembly.parts import assemble, assemble_rank, check_arguments, check_servable, default_segments
+from kvpage.checks.values import check_at_least, check_namespace
+from kvpage.ops.cuda.libraries.rules import OURS
+from kvpage.serving.assembly.engine_parts import EngineParts, assemble, follow
 from kvpage.serving.config import EngineConfig
+from kvpage.serving.debug import EngineDebug
 from kvpage.serving.generate.alternative import names_alternative
 from kvpage.serving.loop.intake import Prompt, as_prompts
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
-from kvpage.serving.loop.ranks.follower import Follower
-from kvpage.serving.loop.ranks.lead import Lead
-from kvpage.serving.loop.ranks.ranked_store import RankedStore, StoreFollower
-from kvpage.serving.loop.ranks.ranks import Ranks, Role
 from kvpage.serving.loop.request import Request
+from kvpage.serving.loop.serving_loop import ServingLoop
 from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.loop.token_stream import TokenStream
+from kvpage.serving.model.step import BatchItem
 from kvpage.serving.params.beam import BeamSearchParams
 from kvpage.serving.params.sampling import SamplingParams, check_params, params_of_each
+from kvpage.serving.stats import EngineStats
+from kvpage.serving.stats.request_state import RequestState, request_states
 from kvpage.serving.steer.beam_search import BeamSearchOutput, search_beams
+from kvpage.serving.steer.steerable import SteerableEngine
 
 
-class Engine(EngineCore):
+class Engine(SteerableEngine):
     """A serving loop over one model. Make it by `from_model`.
 
     It is not thread-safe: one engine, one thread. A forked process needs an engine of its own: in it, every call that
@@ -61,6 +65,20 @@ class Engine(EngineCore):
         defaults: The values of parameters that are None.
         tokenizer: The one that was given; else None.
     """
+
+    def __init__(self, parts: EngineParts) -> None:
+        """Take the parts, which `from_model` makes. They must belong to no other engine.
+
+        Args:
+            parts: The parts, joined with each other.
+        """
+        self._parts, self._loop, self._intake, self._connectors = parts, parts.loop, parts.intake, parts.connectors
+        self.config, self.defaults, self.tokenizer = parts.config, parts.defaults, parts.intake.tokenizer
+        self.manager, self.scheduler, self.telemetry = parts.manager, parts.scheduler, parts.telemetry
+        self.cache, self.states = parts.caches.full, parts.caches.states
+        self.window_caches = tuple(parts.caches.windows)
+        self.max_model_len, self.vocab_size = parts.intake.max_model_len, parts.intake.vocab_size
+        self.eos_token_ids = parts.intake.eos_token_ids
 
     @classmethod
     def from_model(
@@ -95,41 +113,7 @@ class Engine(EngineCore):
             RankLost: Not all ranks have come, or one has failed.
         """
         config = EngineConfig() if config is None else config
-        check_arguments(model, config, tokenizer)
-        if config.num_window_blocks == "auto" and isinstance(store, BlockStore) and not store.has_layers:
-            config = replace(config, num_window_blocks=None)
-        if config.tensor_parallel_size == 1:
-            return cls._made(model, config, store, segments, None, tokenizer)
-        lead = Lead(Ranks.join(model, config, Role.LEADS, store))
-        with lead.assembling():
-            ranked = None if store is None else RankedStore(store, lead.ranks, lead)
-            return cls._made(model, config, ranked, segments, lead, tokenizer)
-
-    @classmethod
-    def _made(
-        cls,
-        model: PreTrainedModel,
-        config: EngineConfig,
-        store: BlockStore | None,
-        segments: SegmentCache | None,
-        lead: Lead | None,
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> "Engine":
-        """Make an engine. lead: the side of the other ranks; None where there are none."""
-        # To name another way it computes, which ranks only do together.
-        with names_alternative(model, config.cache_config) if lead is None else nullcontext():
-            servable = check_servable(model, config)
-        config = with_blocks(servable, config) if lead is None else with_blocks(servable, config, lead.ranks.least)
-        parts = assemble(servable, config)
-        if segments is not None and parts.blender is None:
-            raise ValueError("segments must be None without blend")
-        engine = cls(config, parts, lead, tokenizer)
-        if store is not None:
-            engine._connect_store(store, parts.store_rule)
-        if config.blend is not None and parts.blender is not None:
-            kept = default_segments(store, parts.caches.full, config.blend.max_bytes) if segments is None else segments
-            engine.use_segments(parts.blender, kept)
-        return engine
+        return cls(assemble(model, config, store, segments, tokenizer, names_alternative))
 
     @classmethod
     def follow(cls, model: PreTrainedModel, config: EngineConfig, *, store: BlockStore | None = None) -> None:
@@ -148,15 +132,7 @@ class Engine(EngineCore):
             RankLost: Rank 0 or another rank is gone, or has failed. The process groups are closed then.
             Exception: The model has failed on this rank alone. The process groups are closed then.
         """
-        check_arguments(model, config)
-        ranks = Ranks.join(model, config, Role.FOLLOWS, store)
-        with HeldInterrupts():
-            with ranks.together(), ranks.watch.waiting():
-                servable = check_servable(model, config)
-                caches = assemble_rank(servable, with_blocks(servable, config, ranks.least)).caches
-                follower_store = None if store is None else StoreFollower(store, caches.full, ranks)
-                ranks.meet()
-            Follower(ranks, servable.runner, caches, follower_store).run()
+        follow(model, config, store)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -201,7 +177,7 @@ class Engine(EngineCore):
             TypeError: The tokens are text, or another argument has another type.
         """
         prompt = Prompt(tokens, params, request_id, namespace, blend, segments, priority=priority, cache_at=cache_at)
-        return made_or_undone(lambda: self._add(prompt), self._loop.drop).request_id
+        return made_or_undone(partial(self._add, prompt), self._loop.drop).request_id
 
     def warm_segments(self, segments: Sequence[Tokens], namespace: bytes = b"") -> None:
         """Compute each segment by itself, and keep it, so that it serves in every context.
@@ -218,14 +194,14 @@ class Engine(EngineCore):
             ValueError: As `add_request`, before anything is computed.
             RuntimeError: Some segments could not be computed; the others are kept.
         """
-        blend, config = self._connectors.blend, self._blend_config
-        if blend is None or config is None:
+        blend = self._connectors.blend
+        if blend is None:
             raise ValueError("segments need an engine with a BlendConfig")
         check_namespace(namespace)
-        warmings = [self._intake.warming(tokens, namespace, config) for tokens in segments]
-        asked = [(as_tokens(prompt.tokens)[: prompt.copy_at], prompt.copy_at is not None) for prompt in warmings]
-        wanted = blend.wants_each(asked, namespace)
-        outputs = self._generate([one for one, wants in zip(warmings, wanted, strict=True) if wants], lambda num: None)
+        warmings = [self._intake.warming(tokens, namespace, blend.blender.config) for tokens in segments]
+        prompts = [(as_tokens(prompt.tokens)[: prompt.copy_at], prompt.copy_at is not None) for prompt in warmings]
+        is_new = blend.wants_each(prompts, namespace)
+        outputs = self._generate([prompt for prompt, new in zip(warmings, is_new, strict=True) if new])
         blend.drain()
         if errors := [output.error for output in outputs if output.error is not None]:
             raise RuntimeError(f"{len(errors)} of {len(outputs)} segments could not be computed: {errors[0]}")
@@ -303,12 +279,11 @@ class Engine(EngineCore):
             ValueError, TypeError: As `add_request`, before anything is computed.
         """
         prompts = as_prompts(prompts)
-        each = params_of_each(params, len(prompts))
+        params_by_prompt = params_of_each(params, len(prompts))
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, got {type(progress).__name__}")
-        about: dict[str, Any] = {"blend": blend, "cache_at": cache_at}
-        asked = [Prompt(tokens, one, **about) for tokens, one in zip(prompts, each, strict=True)]
-        return self._generate(asked, progress or (lambda num: None))
+        pairs = zip(prompts, params_by_prompt, strict=True)
+        return self._generate([Prompt(*pair, blend=blend, cache_at=cache_at) for pair in pairs], progress)
 
     def beam_search(
         self, prompts: Sequence[Tokens], params: BeamSearchParams | None = None, namespace: bytes = b""
@@ -372,9 +347,9 @@ class Engine(EngineCore):
             request = self._add(prompt)
             return TokenStream(take, lambda: self._loop.drop(request), lambda: self._loop.forget(request))
 
-    # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _generate(self, prompts: Sequence[Prompt], progress: Callable[[int], object]) -> list[RequestOutput]:
+    def _generate(
+        self, prompts: Sequence[Prompt], progress: Callable[[int], object] | None = None
+    ) -> list[RequestOutput]:
         """Run them to their ends. If anything raises, they are aborted."""
         sink: deque[StepOutput] = deque()
         outputs: dict[str, RequestOutput] = {}
@@ -388,7 +363,7 @@ class Engine(EngineCore):
                 finished = {output.request_id: output.output for output in sink if output.output}
                 sink.clear()
                 outputs.update(finished)
-                if finished:
+                if finished and progress is not None:
                     progress(len(finished))
         finally:
             self._loop.drop(*requests)
@@ -397,6 +372,216 @@ class Engine(EngineCore):
     def _add(self, prompt: Prompt) -> Request:
         """Queue a prompt; see add_request."""
         request_id = self._loop.new_id() if prompt.request_id is None else prompt.request_id
-        request = self.prepare(prompt, request_id)
+        request = self._intake.request(prompt, request_id)
         self._loop.add(request)
         return request
+
+    # --- prompts that are not queued ---------------------------------------------------------------------------------
+
+    def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
+        """Return how far what is cached reaches into a prompt, and why it ends there, for each group of layers.
+
+        A store is asked, too, and waited for at most `EngineConfig.store_deadline` seconds, as by a request. One that
+        raises or is late is no error: `Explanation.store` says so.
+
+        Args:
+            tokens: Token ids of a prompt.
+            namespace: Where to search.
+
+        Returns:
+            The explanation. Nothing changes by it in the engine, not even what counts as used.
+
+        Raises:
+            ValueError, TypeError: As `add_request` for tokens and namespace.
+        """
+        array = self.check_tokens(tokens)
+        explanation, store = self.manager.explain(array, namespace), self._connectors.store
+        return explanation if store is None else replace(explanation, store=store.explain(array, namespace))
+
+    def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
+        return self._intake.check_tokens(tokens)
+
+    def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        self._intake.check_length(num_prompt_tokens, max_tokens)
+
+    # --- the whole engine --------------------------------------------------------------------------------------------
+
+    def use_store(self, store: BlockStore, rule: LoadOrCompute | None = None) -> None:
+        """Ask a store for all that the blocks do not hold, and store finished prefills, from now on.
+
+        Both happen in the background, while other requests compute. Close the engine before the store.
+
+        Args:
+            store: A `kvpage.store.KVStore` or another BlockStore. It stays its owner's to close.
+            rule: Whether loading is worth it. None means always.
+
+        Raises:
+            ValueError: The engine has no prefix caching, or has a store already. It is one of several ranks: each
+                gives its store to `from_model` or `follow`.
+        """
+        if self._parts.lead is not None:
+            raise ValueError("use_store needs tensor_parallel_size=1: with more, give stores to from_model and follow")
+        self._parts.connect_store(store, rule)
+
+    def warmup(self, progress: Callable[[int], object] | None = None) -> None:
+        """Compile all kernels that steps ask for, and compute some of padding; capture decode steps as CUDA graphs.
+
+        Kernels are compiled side by side, in threads, those of a KVStore's chunks and of blending among them. Call it
+        once, before the first request. A call between two steps is allowed, and captures anew: after weights or modules
+        of the model were replaced, for example. A size that the memory does not suffice for is left out. Where nothing
+        can be captured, the log says why, and decode steps run as without it. On a CPU nothing is compiled or captured.
+
+        Args:
+            progress: Called with the number of finished parts, like the `update` of a progress bar. None shows a bar on
+                a terminal.
+
+        Raises:
+            RuntimeError: A step is under way.
+            ValueError: The model is in training mode.
+        """
+        self._parts.warm_up(progress)
+
+    def close(self) -> None:
+        """Wait for all that is on its way to a store and to kept segments, and publish the last events.
+
+        The engine goes on without them. Without a store, blending and events there is nothing to close. Other ranks
+        end: an engine with these computes no more.
+        """
+        try:
+            self._connectors.drain()
+            self._close()
+        finally:
+            if self._parts.lead is not None:
+                self._parts.lead.close()
+
+    @uninterrupted
+    def _close(self) -> None:
+        self._loop.disconnect()
+        self.telemetry.close()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all K and V. Call it after a change of the model's weights, before the next step.
+
+        No request, new or under way, finds anything that was computed before. Forgotten is all that is cached in both
+        tiers, in all namespaces, pinned or not, and the segments for blending in host memory. Unfinished requests keep
+        their tokens, and compute the K and V of all of them again. The call waits for transfers of a store.
+
+        A store is left as it is, with the segments in it, and is asked as before: its keys name the model. For other
+        weights make a store whose metadata name another model, or another revision of it, and give it to another
+        engine. A `segments` object of the caller's is emptied if it has a method `clear`. KVScales stay.
+
+        Raises:
+            RuntimeError: A step is under way, or there are live Branches; nothing is forgotten. Close these, and
+                `clear` each PagedTokenTrie.
+        """
+        self._loop.check_between_steps("reset_prefix_cache")
+        self._connectors.drain()
+        with HeldInterrupts():
+            num_branches = self.manager.stats().num_sequences - len(self.scheduler.running)
+            if num_branches:
+                raise RuntimeError(f"reset_prefix_cache needs all Branches to be closed, {num_branches} are live")
+            self._loop.restart()
+            self._connectors.forget_kept()
+            self.manager.reset_prefix_cache()
+            self.telemetry.tell()
+
+    def saves_under_way(self) -> "list[Future[int]]":
+        """Return what the store is being given now. A prompt is among it once its first token has come.
+
+        Returns:
+            A future of each prompt: of the number of its tokens that the store holds. None without a store. Do not wait
+            for them on the engine's thread: other requests would wait, too.
+        """
+        return self._connectors.store.saves.futures if self._connectors.store else []
+
+    # --- numbers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> BlockStore | None:
+        """The store that is asked; None without one."""
+        return None if self._connectors.store is None else self._connectors.store.store
+
+    @property
+    def attention_backend(self) -> str:
+        """The name of the library that attends over the blocks, or "kvpage"."""
+        library = self._parts.caches.library
+        return OURS if library is None else library.name
+
+    def stats(self) -> EngineStats:
+        """Return counters and the state now.
+
+        Returns:
+            The numbers. Another thread may ask while the engine works; then they are not all of one moment.
+        """
+        return self._parts.stats()
+
+    @property
+    def debug(self) -> EngineDebug:
+        """The parts inside, by the names of their roles: for tests."""
+        parts = self._parts
+        return EngineDebug(
+            runner=parts.runner,
+            connectors=parts.connectors,
+            transfers=parts.transfers,
+            batch_runner=parts.batch_runner,
+            decoder=parts.loop.decoder,
+            use_graphs=parts.use_graphs,
+        )
+
+    # --- for an AsyncEngine ------------------------------------------------------------------------------------------
+
+    def prepare(self, prompt: Prompt, request_id: str) -> Request:
+        """Check a prompt, and make a request of it that is not queued yet. Any thread may call it at any time.
+
+        Args:
+            prompt: The arguments of `add_request`.
+            request_id: The id.
+
+        Returns:
+            The request.
+
+        Raises:
+            ValueError, TypeError: As `add_request`, but for an id that is in use.
+        """
+        request = self._intake.request(prompt, request_id)
+        self.scheduler.check(request)
+        return request
+
+    @property
+    def loop(self) -> ServingLoop:
+        """The loop: it queues requests that are prepared, and computes them."""
+        return self._loop
+
+    def request_states(self, limit: int) -> list[RequestState]:
+        """Return how far the unfinished requests are: those that run first, then those that wait.
+
+        Args:
+            limit: The largest number of states. A long queue is not read to its end.
+
+        Returns:
+            The states. Ask between two steps, as by `AsyncEngine.call`.
+
+        Raises:
+            ValueError: `limit` is negative.
+        """
+        check_at_least("limit", limit, 0)
+        return request_states(self.scheduler, self._connectors, limit)
+
+    # --- for Branches, and other owners of sequences -----------------------------------------------------------------
+
+    def compute(self, items: Sequence[BatchItem]) -> torch.Tensor:
+        return self._loop.compute(items)
+
+    @uninterrupted
+    def make_room(self) -> bool:
+        if not self.scheduler.running:
+            return self._connectors.reclaim()
+        self.scheduler.preempt_last()
+        return True
+
+    def add_reclaimer(self, reclaimer: Callable[[], bool]) -> None:
+        self.scheduler.reclaimers.append(reclaimer)
+
+    def remove_reclaimer(self, reclaimer: Callable[[], bool]) -> None:
+        reclaimers = self.scheduler.reclaimers
+        reclaimers[:] = [other for other in reclaimers if other != reclaimer]

@@ -10,8 +10,7 @@ MAX_FLOORS = 10
 MAX_ENTRIES = 12
 MORE_ENTRIES = {
     "kvpage.checks": (13, "each kind of check, and of lock, has a file"),
-    "kvpage.serving.assembly": (13, "each thing that an engine is put together from has a file"),
-    "kvpage.blocks": (13, "each kind of cache group has a folder"),
+    "kvpage.blocks": (14, "each kind of cache group has a folder; the options have a file"),
     "kvpage": (len(ROOMS) + 1, "the rooms, and source_folder, which runs before any of them can be found"),
     "kvpage.serving.generate": (13, "each part of one Cache has a file; its states have a folder"),
     "kvpage.serving": (14, "each thing that an engine does has a folder; its view for tests is a file"),

@@ -9,6 +9,7 @@ import torch
 from fuzz_case import Case, World
 
 from kvpage import (
+    BlockConfig,
     BlockManager,
     BlockPool,
     CacheConfig,
@@ -81,6 +82,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
                            {"key": ROWS, "value": ROWS, "dtype": torch.float8_e5m2, "per_head": True}),
     "Rotation": (Rotation, {"cos": torch.ones(3, 2), "sin": torch.zeros(3, 2), "head_size": 8, "first": 2}
              | {"is_interleaved": True}),
+    "BlockConfig": (BlockConfig, {"num_blocks": 8, "block_size": 4, "enable_prefix_caching": True, "num_host_blocks": 2}
+                    | {"share_parts": True, "host_policy": HostPolicy(), "pin_quota": 1}),
+    "BlockConfig.of_cache": (BlockConfig.of_cache, {"cache": CacheConfig(4, 8), "pin_quota": 1}),
     "HostPolicy": (HostPolicy, {"after_hits": 2}),
     "LoadOrCompute": (LoadOrCompute, {"block_bytes": 1 << 16, "block_size": 4, "bytes_per_second": 1e9}
                       | {"tokens_per_second": 1e3, "latency": 1e-5}),
@@ -142,6 +146,7 @@ class ConfigWorld(World):
             "DeviceConfig",
             "KVScales",
             "HostPolicy",
+            "BlockConfig",
             "LoadOrCompute",
             "CacheGroup",
             "GroupKind",

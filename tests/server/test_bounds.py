@@ -14,7 +14,7 @@ from support.server_app import NAME, Server, events_of, running_server
 from support.waiting import until
 
 from kvpage.server import ServerConfig
-from kvpage.server.answers import event_stream, long_lists
+from kvpage.server.answers import formats, responses
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.protocol.errors import ApiError
@@ -321,8 +321,8 @@ def test_long_answers_are_written_aside(server, monkeypatch):
     plain = asyncio.run(server.post(COMPLETIONS, body)).json()["choices"]
     assert threads == {True}
     monkeypatch.setattr(generation, "FEW_TOKENS", 0)
-    monkeypatch.setattr(long_lists, "PART", 2)
-    monkeypatch.setattr(event_stream, "PART_BYTES", 100)
+    monkeypatch.setattr(formats, "PART", 2)
+    monkeypatch.setattr(responses, "PART_BYTES", 100)
     assert asyncio.run(server.post(COMPLETIONS, body)).json()["choices"] == plain
     assert threads == {True, False}
 
@@ -339,7 +339,7 @@ def test_long_prompts_of_streams_are_written_aside(server, monkeypatch):
     plain = asyncio.run(server.post(COMPLETIONS, body)).text
     assert threads == {True}
     monkeypatch.setattr(generation, "FEW_TOKENS", 0)
-    monkeypatch.setattr(event_stream, "PART_BYTES", 100)
+    monkeypatch.setattr(responses, "PART_BYTES", 100)
     parted = asyncio.run(server.post(COMPLETIONS, body)).text
     assert threads == {True, False}
     ids = [[event["choices"][0].get("prompt_token_ids") for event in events_of(text)][0] for text in (plain, parted)]
@@ -347,17 +347,17 @@ def test_long_prompts_of_streams_are_written_aside(server, monkeypatch):
 
 
 def test_long_answers_of_other_paths_are_json(monkeypatch):
-    monkeypatch.setattr(long_lists, "PART", 2)
+    monkeypatch.setattr(formats, "PART", 2)
     each = {"model": "a", "prompt": None, "token_ids": [1, 2, 3], "text": "\u00e4", "none": []}
     for content in (each, [each, each], []):
         assert json.loads(bodies.long_answer(content).body) == content
 
 
 def test_lists_in_parts_are_json():
-    for number in (0, 1, long_lists.PART - 1, long_lists.PART, long_lists.PART + 1):
+    for number in (0, 1, formats.PART - 1, formats.PART, formats.PART + 1):
         values = [[index, None, "\u00e4"] for index in range(number)]
-        assert json.loads(long_lists.long_list(iter(values))) == values
-    assert long_lists.long_list([1, {"a": "b"}]) == '[1,{"a":"b"}]'
+        assert json.loads(formats.long_list(iter(values))) == values
+    assert formats.long_list([1, {"a": "b"}]) == '[1,{"a":"b"}]'
 
 
 def test_arguments_of_calls_that_are_nested_deeply_are_400(server):

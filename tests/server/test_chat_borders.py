@@ -18,8 +18,7 @@ from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.request_model import read_model
 from kvpage.server.routes.prompts import chat_of
 from kvpage.server.text.chat_template import ChatTemplate, RenderedChat
-from kvpage.server.text.prompt import Prompt
-from kvpage.server.text.text_service import TextService
+from kvpage.server.text.text_service import Prompt, TextService
 
 CHATS = "/v1/chat/completions"
 EACH = "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"

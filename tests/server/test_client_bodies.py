@@ -7,8 +7,8 @@ from server.test_bad_input import CHATS, COMPLETIONS, check_refused
 from server.test_completions import ask
 from support.server_app import NAME
 
+from kvpage.server.protocol.errors import as_api_error
 from kvpage.server.protocol.sampling_fields import within
-from kvpage.server.running.refusals import as_api_error
 
 HELLO = [{"role": "user", "content": "Hello"}]
 FUNCTION = {"name": "exec", "description": "Run", "parameters": {"type": "object", "properties": {}}}

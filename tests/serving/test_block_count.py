@@ -14,8 +14,7 @@ from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.config import DeviceConfig
 from kvpage.serving import Engine, EngineConfig, SamplingParams, StateConfig
 from kvpage.serving.assembly import block_count
-from kvpage.serving.assembly.block_count import with_blocks
-from kvpage.serving.assembly.device_memory import bytes_taken
+from kvpage.serving.assembly.block_count import bytes_taken, with_blocks
 from kvpage.serving.assembly.parts import check_servable
 from kvpage.serving.model.states.model_states import ModelStates
 

@@ -25,7 +25,7 @@ from kvpage import CacheConfig, HostPolicy  # noqa: E402
 from kvpage.blend.config import BlendConfig  # noqa: E402
 from kvpage.observe.events.config import EventConfig  # noqa: E402
 from kvpage.serving import BeamSearchParams, Branches, Engine, EngineConfig, PagedTokenTrie, SamplingParams  # noqa: E402
-from kvpage.serving.assembly.found_states import found_states  # noqa: E402
+from kvpage.serving.assembly.state_parts import found_states  # noqa: E402
 from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, metadata_of  # noqa: E402
 
 B = 4

@@ -24,7 +24,7 @@ from support.rank_models import VOCAB, run_ranks, save_model, sharded_model
 from support.rank_work import CONFIG, Seat, prompts, raise_for
 
 from kvpage.serving import Engine, SamplingParams
-from kvpage.serving import engine as engines
+from kvpage.serving.assembly import engine_parts
 from kvpage.serving.loop.ranks import rank_watch
 from kvpage.store import BlockStore
 
@@ -94,12 +94,12 @@ def slow(seat: Seat, model: PreTrainedModel) -> None:
         asker.join()
         return found, asked
 
-    check = engines.check_servable
+    check = engine_parts.check_servable
     if seat.rank:
-        engines.check_servable = lambda *arguments: time.sleep(2.5 * TIMEOUT) or check(*arguments)
+        engine_parts.check_servable = lambda *arguments: time.sleep(2.5 * TIMEOUT) or check(*arguments)
         raise_for(model, SLOW, lambda: time.sleep(1.6 * TIMEOUT))
     serve(seat, "slow", model, ActingStore(), work)
-    engines.check_servable = check
+    engine_parts.check_servable = check
 
 
 def hung(seat: Seat, model: PreTrainedModel, rank: int) -> None:
@@ -121,7 +121,7 @@ def unmade(seat: Seat, model: PreTrainedModel) -> None:
     if seat.rank:
         seat.note("unmade", lambda: Engine.follow(model, FAULTY))
         return
-    engines.check_servable = fail
+    engine_parts.check_servable = fail
     seat.note("unmade", lambda: Engine.from_model(model, FAULTY))
     time.sleep(3 * TIMEOUT)
 

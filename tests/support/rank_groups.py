@@ -25,8 +25,7 @@ from support.window_engines import poison as poison_windows
 
 from kvpage import CacheConfig
 from kvpage.serving import Engine, EngineConfig, StateConfig
-from kvpage.serving import engine as engines
-from kvpage.serving.assembly import parts
+from kvpage.serving.assembly import engine_parts, parts
 from kvpage.serving.loop.ranks.rank_caches import RankCaches
 
 NUM_TOKENS = 13
@@ -156,7 +155,7 @@ def serve_all(seat: Seat, kinds: list[str], seen: dict[str, Any]) -> None:
         fill(rank_parts.caches)
         return rank_parts
 
-    parts.assemble_rank = engines.assemble_rank = assemble
+    parts.assemble_rank = engine_parts.assemble_rank = assemble
     for kind in kinds:
         serve_as_two(seat, kind, seen[f"{kind}: generate"])
 

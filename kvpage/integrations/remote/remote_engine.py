@@ -97,7 +97,7 @@ class RemoteEngine:
         Raises:
             ValueError, TypeError: As Engine.add_request. It asks for segments, which workers do not take.
         """
-        return self._intake.request(prompt, request_id, None)
+        return self._intake.request(prompt, request_id)
 
     def stats(self) -> EngineStats:
         """Return the sums of the workers' last numbers; zeros before there are any.

@@ -1,17 +1,64 @@
 """ChatFormat and CompletionFormat: choices as the JSON of a whole answer, and of the chunks of a stream.
 
 A stream has a chunk for each token, so chunks are put together from texts: only the new text is encoded. All is ASCII,
-since readers of lines disagree about what ends one.
+since readers of lines disagree about the end of a line.
 """
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
 from json.encoder import encode_basestring_ascii as quoted
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvpage.server.answers.long_lists import long_list
-from kvpage.server.answers.usage import Usage
+PART = 1024  # elements
+ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+
 
 DONE = b"data: [DONE]\n\n"
+
+
+def long_list(values: Iterable[Any]) -> str:
+    """Return values as a JSON list without spaces.
+
+    Args:
+        values: The values, which may be made one by one.
+    """
+    iterator, parts = iter(values), list[str]()
+    while part := list(islice(iterator, PART)):
+        parts.append(ENCODE(part)[1:-1])
+    return f"[{','.join(parts)}]"
+
+
+@dataclass(slots=True)
+class Usage:
+    """The tokens of one HTTP request, all its prompts and samples together.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompts.
+        completion_tokens: Tokens that were generated.
+        cached_tokens: Tokens of the prompts whose K and V were in the cache; None until it is known.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+
+    def found(self, num_tokens: int) -> None:
+        """Note that num_tokens tokens of one more prompt were in the cache."""
+        self.cached_tokens = (self.cached_tokens or 0) + num_tokens
+
+    def generated(self, num_tokens: int) -> None:
+        """Note how many tokens were generated so far."""
+        self.completion_tokens = num_tokens
+
+    def json(self) -> str:
+        """Return it as JSON."""
+        known = "null" if self.cached_tokens is None else f'{{"cached_tokens":{self.cached_tokens}}}'
+        return (
+            f'{{"prompt_tokens":{self.prompt_tokens},"completion_tokens":{self.completion_tokens},'
+            f'"total_tokens":{self.prompt_tokens + self.completion_tokens},"prompt_tokens_details":{known}}}'
+        )
 
 
 class Piece(NamedTuple):

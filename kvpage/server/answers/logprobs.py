@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from kvpage.server.answers.choice import Choice
-from kvpage.server.answers.long_lists import long_list
+from kvpage.server.answers.formats import long_list
 from kvpage.server.text.vocabulary import Vocabulary
 from kvpage.serving.text.token_logprobs import TokenLogprobs
 

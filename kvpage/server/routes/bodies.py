@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpage.server.access.request_log import record_of
-from kvpage.server.answers.long_lists import long_list
+from kvpage.server.answers.formats import long_list
 from kvpage.server.protocol.errors import ApiError
 from kvpage.server.protocol.request_model import RequestModel, parse_json, read_model
 from kvpage.server.running.open_requests import Place

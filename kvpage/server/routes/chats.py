@@ -8,11 +8,11 @@ from starlette.responses import Response
 
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.routes.bodies import body_of, large_answer
+from kvpage.server.routes.generation import respond
 from kvpage.server.routes.prompts import prompt_of
-from kvpage.server.routes.responding import respond
 from kvpage.server.running.sampling import check_limits
 from kvpage.server.service import Service
-from kvpage.server.text.prompt import Prompt
+from kvpage.server.text.text_service import Prompt
 
 router = APIRouter()
 

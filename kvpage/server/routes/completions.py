@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.routes.bodies import body_of, large_answer
+from kvpage.server.routes.generation import respond
 from kvpage.server.routes.prompts import prompts_of
-from kvpage.server.routes.responding import respond
 from kvpage.server.running.sampling import check_limits
 from kvpage.server.service import Service
 

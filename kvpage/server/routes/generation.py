@@ -6,30 +6,38 @@ body ─► prompts ─► Job ─► Runner ─► Transcript ─► AnswerForm
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from kvpage.blocks.groups.states.marks import as_cache_at
 from kvpage.server.access.keys import Caller
+from kvpage.server.access.request_log import CLIENT_GONE, record_of
 from kvpage.server.answers.choice import Choice, TextRules
-from kvpage.server.answers.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, Piece
+from kvpage.server.answers.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, Piece, Usage
 from kvpage.server.answers.logprobs import ChatLogprobs, CompletionLogprobs, TokenNames
+from kvpage.server.answers.responses import EventStream, WholeAnswer, end_tasks, until_gone
 from kvpage.server.answers.transcript import Shown, Transcript
-from kvpage.server.answers.usage import Usage
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import CompletionRequest
-from kvpage.server.protocol.errors import ApiError, failed
+from kvpage.server.protocol.errors import ApiError, checked, failed
 from kvpage.server.running.guides import compiled_guide
-from kvpage.server.running.job import Job
-from kvpage.server.running.refusals import checked
+from kvpage.server.running.runner import Job, abort_all
 from kvpage.server.running.sampling import sampling_params
-from kvpage.server.service import Service
-from kvpage.server.text.prompt import Prompt
+from kvpage.server.service import Service, caller_of
+from kvpage.server.text.text_service import Prompt
 from kvpage.serving import Detokenizer, LiveRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
 AnyRequest = CompletionRequest | ChatRequest
 FEW_TOKENS = 1024  # whose answer is written at once
+
+
+Result = TypeVar("Result")
+MakePrompts = Callable[[], Coroutine[Any, Any, Sequence[Prompt]]]
 
 
 class Generation:
@@ -179,3 +187,54 @@ def _num_tokens(transcripts: Sequence[Transcript]) -> int:
 
 def _event_of(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n"
+
+
+async def respond(
+    request: Request, body: AnyRequest, make_prompts: MakePrompts, model: str, stack: ExitStack
+) -> Response:
+    """Run a request, and return its answer. ApiError 499 once the client has gone.
+
+    make_prompts: called once.
+    stack: contexts that end with the request; the answer takes it along.
+    """
+    service = Service.of(request)
+    generation = Generation(service, body, model, _answer_id(request, body))
+
+    async def prepared() -> tuple[Sequence[Prompt], Job]:
+        prompts = await make_prompts()
+        return prompts, await generation.job(prompts, caller_of(request))
+
+    prompts, job = await _unless_gone(request, prepared())
+    if body.stream:
+        return _stream(service, generation, job, prompts, stack)
+    content = await _unless_gone(request, generation.whole(job, prompts))
+    return WholeAnswer(content, stack.pop_all().close)
+
+
+def _stream(
+    service: Service, generation: Generation, job: Job, prompts: Sequence[Prompt], stack: ExitStack
+) -> Response:
+    """Queue the job, so that a refusal has its own status, and return the stream of its events."""
+    requests = service.runner.submit(job)
+    stack.callback(abort_all, requests)
+    events = generation.events(job, generation.transcripts(prompts), requests)
+    return EventStream(events, stack.pop_all().close, service.config.send_timeout)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of work. If the client goes before it is there, the work is cancelled, wherever it waits."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(until_gone(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ApiError(CLIENT_GONE, "the client has gone", code="client_gone")
+    finally:
+        await end_tasks(working, leaving)
+
+
+def _answer_id(request: Request, body: AnyRequest) -> str:
+    """Return the answer's id: that of the body, or that of the request."""
+    asked = body.request_id or record_of(request.scope).request_id
+    return ("chatcmpl-" if isinstance(body, ChatRequest) else "cmpl-") + asked

@@ -17,7 +17,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvpage.server.answers.event_stream import EventStream
+from kvpage.server.answers.responses import EventStream
 from kvpage.server.page.feed import MAX_WATCHERS, Feed
 from kvpage.server.protocol.errors import ApiError, busy
 from kvpage.server.routes.bodies import answer

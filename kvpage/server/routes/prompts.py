@@ -5,8 +5,7 @@ from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.protocol.errors import bad_request
 from kvpage.server.service import Service
 from kvpage.server.text.chat_template import Chat
-from kvpage.server.text.prompt import Prompt
-from kvpage.server.text.text_service import too_long
+from kvpage.server.text.text_service import Prompt, too_long
 
 AnyRequest = CompletionRequest | ChatRequest
 

@@ -11,20 +11,88 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.server.metrics.latencies import Latencies
 from kvpage.server.page.ended import EndedRequests
-from kvpage.server.running.job import Job
-from kvpage.server.running.refusals import REFUSED, as_api_error
-from kvpage.server.running.tenant_pins import TenantPins
-from kvpage.serving import AsyncEngine, EngineClosed, LiveRequest
+from kvpage.server.protocol.errors import REFUSED, as_api_error
+from kvpage.serving import AsyncEngine, EngineClosed, LiveRequest, SamplingParams
 from kvpage.serving.engine import Engine
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 
 logger = logging.getLogger(__name__)
 MAX_AHEAD = 4  # lists of outputs of a batch that wait for a slow client; the engine's limits hold behind them
 Turn = tuple[int, list[StepOutput]]
+
+
+class TenantPins:
+    """Pins by the tenants that asked for them. All calls are for the engine's thread.
+
+    quota: Blocks that the pins of one tenant hold at most. None means all that the engine's own quota allows.
+    """
+
+    def __init__(self, quota: int | None) -> None:
+        self._quota = quota
+        self._pins: list[tuple[str, int]] = []  # tenant and handle; each holds a block or more
+
+    def pin(self, engine: Any, tokens: Sequence[int], namespace: bytes, ttl: float, tenant: str) -> None:
+        """Pin a prompt for `ttl` seconds. ValueError beyond a quota: nothing of it is pinned then."""
+        space = engine.manager.space
+        handle = space.pin(tokens, namespace, ttl)
+        num_blocks = space.pins.num_blocks_of(handle)
+        live_pins, num_pinned = list[tuple[str, int]](), 0
+        for owner, pin in self._pins:
+            if num_held := space.pins.num_blocks_of(pin):
+                live_pins.append((owner, pin))
+                num_pinned += num_held if owner == tenant else 0
+        self._pins = live_pins
+        if self._quota is not None and num_pinned + num_blocks > self._quota:
+            space.unpin(handle)
+            raise ValueError(
+                f"pins of a tenant must hold at most {self._quota} blocks, got {num_pinned} + {num_blocks}"
+            )
+        if num_blocks:
+            self._pins.append((tenant, handle))
+        else:
+            space.unpin(handle)  # nothing of it is cached
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Prompts with their parameters, and the fields that they share.
+
+    Attributes:
+        prompts: Token ids of each prompt.
+        params: One for each prompt.
+        namespace: Where cached blocks are searched and kept.
+        priority: Requests with a lower one are scheduled first.
+        timeout: Seconds; None for no deadline.
+        pin_ttl: Seconds for which the prompts stay pinned afterwards; None for not at all.
+        tenant: Who asks, to whom the pins are counted.
+        cache_at: Positions of each prompt at which other prompts may go on.
+        compiled: The CompiledGuide of the answers, which is held until they are queued; None for any form.
+    """
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    namespace: bytes = b""
+    priority: int = 0
+    timeout: float | None = None
+    pin_ttl: float | None = None
+    tenant: str = ""
+    cache_at: Sequence[int] = ()
+    compiled: object = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of AsyncEngine.submit that all prompts share."""
+        return {
+            "namespace": self.namespace,
+            "priority": self.priority,
+            "timeout": self.timeout,
+            "cache_at": self.cache_at,
+        }
 
 
 class Runner:

@@ -1,19 +1,33 @@
 """sampling_params: the fields of a request as SamplingParams of the engine."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvpage.server.config import MAX_PRIORITY, ServerConfig
-from kvpage.server.protocol.errors import bad_request
+from kvpage.server.protocol.errors import bad_request, checked
 from kvpage.server.protocol.sampling_fields import SamplingFields
-from kvpage.server.running.model_limits import ModelLimits
-from kvpage.server.running.refusals import checked
 from kvpage.serving import Guide, SamplingParams
 from kvpage.serving.params.sampling import MAX_PRIORITY as MAX_CACHE_PRIORITY
 
 SAME_NAMES = (
     "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos", "n",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The limits and defaults of a model.
+
+    Attributes:
+        max_model_len: Tokens of a request at most, generated ones included, by the model and by the blocks.
+        temperature: For requests that have none: that of a model that states how it samples, else 1.
+        max_retain_priority: Priority of a prompt's blocks that a hint may ask for at most.
+    """
+
+    max_model_len: int
+    temperature: float
+    max_retain_priority: int
 
 
 def sampling_params(

@@ -1,4 +1,4 @@
-"""TextService: the tokenizer of a server, beside its event loop.
+"""TextService: the tokenizer of a server, beside its event loop. It makes Prompts of texts and chats.
 
 Text is tokenized and chats are rendered in threads. Each has a tokenizer of its own: the library's must not be used by
 two threads at once.
@@ -7,15 +7,41 @@ two threads at once.
 import asyncio
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kvpage.blocks.groups.states.marks import MIN_SAVED
 from kvpage.server.protocol.errors import ApiError, bad_request
 from kvpage.server.text.chat_template import Chat, ChatTemplate
-from kvpage.server.text.prompt import Prompt
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt.
+
+    Attributes:
+        token_ids: Its tokens.
+        text: Its text, where that is shown.
+        borders: Numbers of tokens after which later prompts are likely to part from it, in order.
+    """
+
+    token_ids: list[int]
+    text: str = ""
+    borders: tuple[int, ...] = ()
+
+    def cut(self, num_tokens: int) -> "Prompt":
+        """Return the prompt with its last tokens alone, num_tokens at most."""
+        num_left_out = max(len(self.token_ids) - num_tokens, 0)
+        borders = tuple(border - num_left_out for border in self.borders if border > num_left_out)
+        return Prompt(self.token_ids[num_left_out:], self.text, borders)
+
+    def with_borders(self, cache_at: Sequence[int]) -> list[int]:
+        """Return a caller's marks, and the borders at which a state is worth its while, in order."""
+        return sorted({*cache_at, *(border for border in self.borders if border >= MIN_SAVED)})
 
 
 class TextService:

@@ -6,19 +6,20 @@ free memory, the weights are loaded
                                                 and never more than requests can fill
 """
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvpage.cache.state_cache import StateCache
+from kvpage.checks.device_lock import synchronize
 from kvpage.layout.config import DeviceConfig, ParallelConfig, cache_block_bytes
-from kvpage.serving.assembly.device_memory import bytes_taken, free_bytes
 from kvpage.serving.assembly.memory_split import SEQUENCES, WindowSplit, checkpoint_share, split_windows
 from kvpage.serving.assembly.parts import ServableModel, make_cache, takes_own_blocks, without_autocast
-from kvpage.serving.assembly.state_parts import SlotCounts, slot_bytes
+from kvpage.serving.assembly.state_parts import slot_bytes, slots_of
 from kvpage.serving.assembly.window_groups import num_blocks_of_sequence, short_windows
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.graphs.capture import Capturer, CudaCapturer, is_out_of_memory
@@ -29,10 +30,37 @@ from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.model.limits import limited_model_len
 
 logger = logging.getLogger(__name__)
-
 CPU_BYTES = 4 << 30  # of blocks on a CPU; half of the free memory at most
 COUNTING_BLOCKS = 1 << 16  # at most, where they have no K and V: they only count tokens, and take no memory
 """Bounds that hold where nothing else does."""
+
+
+class Taken(NamedTuple):
+    """Bytes beyond those before some work. most: while it was done. kept: once it was done, and nothing is cached."""
+
+    most: int
+    kept: int
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the device's free memory, once torch's allocator keeps nothing that nobody uses."""
+    with torch.cuda.device(device):
+        gc.collect()
+        synchronize(device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+
+
+def bytes_taken(device: torch.device, work: Callable[[], object]) -> Taken:
+    """Do the work, and return what it has taken: by torch's allocator, and by modules and libraries beside it."""
+    free = free_bytes(device)
+    reserved = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    work()
+    most = torch.cuda.max_memory_reserved(device) - reserved
+    num_kept = free - free_bytes(device)
+    beside = num_kept - (torch.cuda.memory_reserved(device) - reserved)
+    return Taken(max(most + max(beside, 0), 0), max(num_kept, 0))
 
 
 def with_blocks(
@@ -204,5 +232,5 @@ def _bytes_of_states(servable: ServableModel, config: EngineConfig, free: int) -
     num_blocks = min(most_blocks(servable, config), max(_num_fitting(_block_bytes(servable, config), free), 1))
     cache_config = replace(config.cache_config, num_gpu_blocks=num_blocks)
     states = replace(config.states, checkpoint_bytes=config.states.checkpoint_bytes or 0)
-    counts = SlotCounts.of(replace(config, cache_config=cache_config, states=states), servable.states)
-    return counts.device * slot_bytes(cache_config, servable.states) + servable.states.layout.slot_bytes
+    slots = slots_of(replace(config, cache_config=cache_config, states=states), servable.states)
+    return slots.num_slots * slot_bytes(cache_config, servable.states) + servable.states.layout.slot_bytes

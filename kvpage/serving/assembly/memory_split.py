@@ -4,8 +4,9 @@ memory    '-- windows, or checkpoints ----------'-- blocks of all tokens -------
               those of 4 * max_num_seqs             the rest
               sequences, half at most
 
-Nobody knows yet how long sequences will be. Short ones need more windows, long ones more blocks. A split for one length
-may hold few sequences of another. Half and half holds at least half as many as the best split, whatever the length.
+The lengths of sequences are not known yet. Short sequences need more windows, long sequences more blocks. A split for
+one length may hold few sequences of another. Half and half holds at least half as many as the best split, whatever the
+length.
 """
 
 from typing import NamedTuple
@@ -35,16 +36,11 @@ def num_beside(num_bytes: int, block_bytes: int, unit_bytes: int, most: int) -> 
 def split_windows(
     num_bytes: int, block_bytes: int, window_bytes: int, num_sequence_blocks: int, num_seqs: int, num_step_blocks: int
 ) -> WindowSplit | None:
-    """Return the split of memory over blocks of full layers and of windows; None where one table holds no less.
+    """Return the split of num_bytes over blocks of full layers and of windows; None where one table holds no less.
 
-    Args:
-        num_bytes: The memory.
-        block_bytes: Of a block of the full layers. A model of windows alone has none: its blocks only count tokens, and
-            `num_blocks` is 0.
-        window_bytes: Of a block of all windows together.
-        num_sequence_blocks: Blocks of the widest window that a sequence needs.
-        num_seqs: Sequences that run at once.
-        num_step_blocks: Blocks of all portions of a step.
+    block_bytes: of a block of the full layers. A model of windows alone has none: its blocks only count tokens, and
+    `num_blocks` is 0. window_bytes: of a block of all windows together. num_sequence_blocks: of the widest window,
+    for a sequence. num_seqs: that run at once. num_step_blocks: of all portions of a step.
     """
     most = SEQUENCES * num_seqs * num_sequence_blocks + num_step_blocks
     num_windows = max(num_beside(num_bytes, block_bytes, window_bytes, most), num_sequence_blocks)
@@ -58,12 +54,9 @@ def split_windows(
 
 
 def checkpoint_share(num_bytes: int, block_bytes: int, checkpoint_bytes: int, num_seqs: int) -> int:
-    """Return the bytes of the memory that checkpoints get, beside the slots of running sequences.
+    """Return the bytes of num_bytes that checkpoints get, beside the slots of running sequences.
 
-    Args:
-        num_bytes: The memory.
-        block_bytes: Of a block of the layers with attention; 0 without any.
-        checkpoint_bytes: Of a state and its tail.
-        num_seqs: Sequences that run at once.
+    block_bytes: of the layers with attention; 0 without any. checkpoint_bytes: of a state and its tail.
+    num_seqs: that run at once.
     """
     return checkpoint_bytes * num_beside(num_bytes, block_bytes, checkpoint_bytes, SEQUENCES * CHECKPOINTS * num_seqs)

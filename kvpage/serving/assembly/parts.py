@@ -1,44 +1,36 @@
-"""Assembly: the parts of an engine, made for one model and one EngineConfig.
+"""The parts of an engine that every rank makes: a model that was tried out over blocks, and its caches.
 
-model, EngineConfig ─► checks, and a little computed over blocks ─► EngineParts ─► Engine
+model, EngineConfig ─► checks, and a little computed over blocks ─► ServableModel ─► RankParts
 """
 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvpage.blend.segments import MemorySegments, SegmentCache
-from kvpage.blend.stored_segments import StoredSegments
 from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.groups.window_blocks import Window
-from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.cache.state_cache import StateCache
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.layout.kv_scales import KVScales
-from kvpage.observe.events.config import SpecKind
-from kvpage.observe.telemetry import Telemetry
 from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, Candidate, candidates
 from kvpage.ops.cuda.libraries.library import AttentionLibrary
 from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.ops.cuda.served import check_served
-from kvpage.serving.assembly.found_states import found_states
-from kvpage.serving.assembly.state_parts import SlotCounts
+from kvpage.serving.assembly.state_parts import found_states, slots_of
 from kvpage.serving.assembly.window_groups import WindowGroups, short_windows
-from kvpage.serving.blending.blender import Blender
-from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.loop.ranks.rank_lost import RankLost
-from kvpage.serving.loop.ranks.sharding import check_heads, check_sharded_size, of_this_rank, scales_of_this_rank
-from kvpage.serving.loop.store_connector import BlockStore
+from kvpage.serving.loop.ranks.sharding import check_heads, check_sharded_size, scales_of_this_rank
 from kvpage.serving.model.argument_check import check_model
-from kvpage.serving.model.config_check import check_config
+from kvpage.serving.model.attention_shapes import with_seen_shapes
+from kvpage.serving.model.config_check import check_config, check_divides
 from kvpage.serving.model.kv_calibration import choose_scales
 from kvpage.serving.model.latent_check import check_latents, verify_latents
 from kvpage.serving.model.limits import limited_model_len
@@ -47,31 +39,10 @@ from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.paged_check import verify_model, verify_quantized
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.states.model_states import ModelStates
+from kvpage.serving.model.states.slot_budget import with_tails
 from kvpage.serving.params.defaults import ParamDefaults
-from kvpage.store import KVStore
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """The parts of one engine, which are made before it.
-
-    max_model_len: tokens of a request at most. window: of the attention of all layers; None if one sees everything.
-    rule: whether blocks of the host are loaded or computed; None for always loaded.
-    store_rule: the same of a store, whose speed differs. blender: None without blending.
-    """
-
-    runner: ModelRunner
-    caches: RankCaches
-    manager: BlockManager
-    telemetry: Telemetry
-    defaults: ParamDefaults
-    max_model_len: int
-    window: int | None
-    rule: LoadOrCompute | None
-    store_rule: LoadOrCompute | None
-    blender: Blender | None
 
 
 class ChosenAttention(NamedTuple):
@@ -105,8 +76,9 @@ class ServableModel:
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """The parts of an engine that every rank has, see EngineParts.
+    """The parts of an engine that every rank has.
 
+    max_model_len: tokens of a request at most.
     groups: options of the manager's groups. shares_blocks: whether layers with windows share the blocks of the others.
     """
 
@@ -156,7 +128,7 @@ def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates
     )
     with _names_compiler() if compiles else nullcontext():
         if states is None:
-            model_config = of_this_rank(runner, cache_config, of_all, size)
+            model_config = _shapes_of_this_rank(runner, cache_config, of_all, size)
         else:
             model_config = states.model_config
             check_heads(type(model).__name__, model_config, of_all.num_kv_heads, size)
@@ -170,6 +142,20 @@ def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates
             attention = choose_attention(runner, cache_config, model_config, name, takes_windows=True)
     num_all_heads = model_config.num_kv_heads if size == 1 else of_all.num_kv_heads
     return ServableModel(runner, model_config, attention, num_all_heads, states)
+
+
+def _shapes_of_this_rank(runner: ModelRunner, cache_config: CacheConfig, config: ModelConfig, size: int) -> ModelConfig:
+    """Return the config with the shapes of one rank's K and V, as its attention gets them. All ranks call it at once.
+
+    Raises ValueError if the heads cannot be split over the ranks, or if layers with unlike numbers of heads would be.
+    """
+    if config.use_mla:
+        return config
+    name = type(runner.model).__name__
+    check_divides(name, config.num_kv_heads, size)
+    seen = with_seen_shapes(runner, cache_config, config)
+    check_heads(name, seen, config.num_kv_heads, size)
+    return seen
 
 
 def takes_own_blocks(
@@ -215,18 +201,10 @@ def choose_attention(
     """Return the first library that computes the model's own logits over a few blocks, or kvpage's kernels.
 
     Several ranks try as many, or their collectives would not meet: the first one only.
+    model_config: with the KV heads of this rank. name: "auto", "kvpage", or a library's.
+    takes_windows: whether tables will lack the blocks behind windows. Libraries may read these, and do not attend.
 
-    Args:
-        runner: Of the model.
-        cache_config: Of the blocks.
-        model_config: With the KV heads of this rank.
-        name: "auto", "kvpage", or a library's.
-        num_ranks: How many ranks compute the model.
-        takes_windows: Whether tables will lack the blocks behind windows. Libraries may read these, and do not attend.
-
-    Raises:
-        ValueError: The model cannot be served, or not by the named library, or not by the first one on several ranks.
-        RankLost: Another rank is gone. It says nothing of the library.
+    ValueError for a model that cannot be served, or not by the named library, or not by the first one on several ranks.
     """
     for make in [] if takes_windows else _candidates(name, cache_config, model_config, runner.model.device):
         try:
@@ -263,47 +241,24 @@ def attend_with(cache: CacheEngine, library: AttentionLibrary | None) -> None:
         layer.use_library(library)
 
 
-def assemble(servable: ServableModel, config: EngineConfig) -> EngineParts:
-    """Make the parts. Raises as Engine.from_model does."""
-    runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
-    parts = assemble_rank(servable, config)
-    rule, store_rule = (make_rule(config, model_config) for _ in range(2))
-    manager = make_manager(config, rule, parts.groups)
-    blender = None
-    if config.blend is not None:
-        with without_autocast(runner.model.device):
-            blender = checked_blender(config.blend, runner, cache_config, model_config)
-    spec_kind: SpecKind = "mla_attention" if model_config.use_mla else "full_attention"
-    telemetry = Telemetry(manager.tree, config.events, config.residency_sample_rate, spec_kind)
-    return EngineParts(
-        runner,
-        parts.caches,
-        manager,
-        telemetry,
-        parts.defaults,
-        parts.max_model_len,
-        servable.attention.window if parts.shares_blocks else None,
-        rule,
-        store_rule,
-        blender,
-    )
-
-
 def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
     """Make the parts that every rank has: all ranks check, and compute, the same. Raises as Engine.from_model does."""
-    model, found = servable.runner.model, servable.states
+    model, states = servable.runner.model, servable.states
     defaults = ParamDefaults.of_model(model, config.generation_config)
     max_model_len = limited_model_len(model, config.max_model_len)
     windows = WindowGroups.of(config, servable.attention.windows, max_model_len)
-    counts = None if found is None else SlotCounts.of(config, found)
+    slots = None if states is None else slots_of(config, states)
     with without_autocast(model.device):
         if windows is None:
-            full, of_windows = make_cache(servable, config, counts), []
+            full, of_windows = make_cache(servable, config, slots), []
         else:
-            full, *of_windows = _group_caches(servable, config, windows, counts)
-        states = None if counts is None or found is None else counts.slots(found, model.device)
-    groups = [*(windows.options() if windows else ()), *([counts.options(config)] if counts else ())]
-    return RankParts(RankCaches(full, of_windows, states), defaults, max_model_len, groups, windows is None)
+            full, *of_windows = _group_caches(servable, config, windows, slots)
+        state_cache = None
+        if states is not None and slots is not None:
+            num_slots = slots.num_slots + 1  # with that of padding
+            state_cache = StateCache(states.layout, num_slots, slots.num_host_slots, model.device)
+    groups = [*(windows.options() if windows else ()), *([slots] if slots else ())]
+    return RankParts(RankCaches(full, of_windows, state_cache), defaults, max_model_len, groups, windows is None)
 
 
 def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | DeviceLayers | None:
@@ -325,11 +280,9 @@ def _model_config(model: PreTrainedModel, config: EngineConfig, states: ModelSta
     return ModelConfig.from_hf(model.config, model.dtype, use_mla=keeps_latents)
 
 
-def make_cache(servable: ServableModel, config: EngineConfig, counts: SlotCounts | None = None) -> CacheEngine:
+def make_cache(servable: ServableModel, config: EngineConfig, slots: States | None = None) -> CacheEngine:
     """Return the cache with its scales. ValueError where it quantises, and nothing of the model is left."""
-    runner, model_config, cache_config = servable.runner, servable.config, config.cache_config
-    if counts is not None:
-        cache_config = counts.with_tails(cache_config)
+    runner, model_config, cache_config = servable.runner, servable.config, with_tails(config.cache_config, slots)
     if model_config.is_attention_free:
         return CacheEngine(cache_config, model_config, device_config=DeviceConfig(runner.model.device))
     scales = _scales(servable, config, cache_config)
@@ -343,53 +296,17 @@ def make_cache(servable: ServableModel, config: EngineConfig, counts: SlotCounts
 
 def _scales(servable: ServableModel, config: EngineConfig, cache_config: CacheConfig) -> Sequence[KVScales] | None:
     heads = servable.config.num_kv_heads, servable.num_all_heads
-    given = scales_of_this_rank(config.kv_scales, *heads)
-    return choose_scales(servable.runner, cache_config, servable.config, given, config.calibration_tokens)
+    kv_scales = scales_of_this_rank(config.kv_scales, *heads)
+    return choose_scales(servable.runner, cache_config, servable.config, kv_scales, config.calibration_tokens)
 
 
 def _group_caches(
-    servable: ServableModel, config: EngineConfig, groups: WindowGroups, counts: SlotCounts | None
+    servable: ServableModel, config: EngineConfig, groups: WindowGroups, slots: States | None
 ) -> list[CacheEngine]:
     """Return the cache of the full layers, then those of windows. ValueError as `make_cache`."""
     cache_config, model_config = config.cache_config, servable.config
     scales = _scales(servable, config, cache_config)
-    caches = groups.caches(cache_config, model_config, servable.runner.model.device, scales, counts)
+    caches = groups.caches(cache_config, model_config, servable.runner.model.device, scales, slots)
     if caches[-1].layout.is_quantized:
         verify_quantized(servable.runner, cache_config, model_config, scales)
     return caches
-
-
-def make_rule(config: EngineConfig, model_config: ModelConfig) -> LoadOrCompute | None:
-    """Return the rule by which blocks of one tier are loaded or computed; None if they are always loaded."""
-    if not config.load_or_compute or model_config.is_attention_free:
-        return None
-    block_bytes = CacheEngine.get_cache_block_size(config.cache_config, model_config)
-    return LoadOrCompute(block_bytes, config.cache_config.block_size)
-
-
-def make_manager(
-    config: EngineConfig, rule: LoadOrCompute | None, groups: Sequence[Window | States] = ()
-) -> BlockManager:
-    """Return the manager of both tiers' blocks. groups: of layers that keep less than all tokens."""
-    return BlockManager(
-        config.cache_config.num_gpu_blocks,
-        config.cache_config.block_size,
-        config.enable_prefix_caching,
-        num_host_blocks=config.cache_config.num_cpu_blocks,
-        share_parts=config.share_parts,
-        host_policy=config.host_policy,
-        rule=rule,
-        pin_quota=config.pin_quota,
-        groups=groups,
-    )
-
-
-def default_segments(store: BlockStore | None, cache: CacheEngine, max_bytes: int) -> SegmentCache:
-    """Return segments in the store, where that can hold rows of the cache as they are, or in host memory."""
-    return StoredSegments(store) if _keeps_rows(store, cache) else MemorySegments(max_bytes)
-
-
-def _keeps_rows(store: BlockStore | None, cache: CacheEngine) -> TypeGuard[KVStore]:
-    if not isinstance(store, KVStore) or cache.layout.is_quantized:
-        return False
-    return store.metadata.kv_dtype in (None, cache.layout.dtype)

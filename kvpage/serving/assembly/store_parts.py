@@ -1,11 +1,7 @@
 """The connector between an engine and its store, with the engine's settings."""
 
-from collections.abc import Sequence
-
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
-from kvpage.cache.cache_engine import CacheEngine
-from kvpage.cache.state_cache import StateCache
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.layer_saves import LayerSaves
@@ -15,6 +11,7 @@ from kvpage.serving.loop.moves.stored_blocks import StoredBlocks
 from kvpage.serving.loop.moves.stored_group import StoredGroup
 from kvpage.serving.loop.moves.stored_states import StoredStates
 from kvpage.serving.loop.moves.stored_windows import StoredWindows
+from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.loop.store_connector import StoreConnector
 from kvpage.store.block_store import BlockStore, check_store
 
@@ -22,20 +19,17 @@ from kvpage.store.block_store import BlockStore, check_store
 def make_store_connector(
     config: EngineConfig,
     store: BlockStore,
-    cache: CacheEngine,
+    caches: RankCaches,
     manager: BlockManager,
     transfers: BlockTransfers,
     rule: LoadOrCompute | None,
-    states: StateCache | None,
-    windows: Sequence[CacheEngine],
 ) -> StoreConnector:
-    """Return the connector.
-
-    states: the slots of a model with states, which the manager gives out. windows: the caches of the manager's windows.
+    """Return the connector. caches: of the manager's blocks and slots.
 
     Raises TypeError for no BlockStore. ValueError for one that cannot keep what the engine has.
     """
     check_store(store)
+    cache, states, windows = caches.full, caches.states, caches.windows
     group: StoredGroup
     if states is not None and windows:
         raise ValueError("num_window_blocks must be None beside a store, for a model whose layers keep states")

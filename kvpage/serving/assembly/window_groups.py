@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.groups.window_blocks import Window
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig
 from kvpage.layout.kv_scales import KVScales
-from kvpage.serving.assembly.state_parts import SlotCounts
 from kvpage.serving.config import EngineConfig
+from kvpage.serving.model.states.slot_budget import with_tails
 
 
 def short_windows(windows: Mapping[int, int | None], max_model_len: int) -> dict[int, int]:
@@ -78,20 +79,18 @@ class WindowGroups:
         model_config: ModelConfig,
         device: torch.device,
         kv_scales: Sequence[KVScales] | None,
-        counts: SlotCounts | None,
+        slots: States | None,
     ) -> list[CacheEngine]:
         """Return the cache of the full layers, then that of each window.
 
-        kv_scales: of all layers with a cache. counts: of state slots, whose tail blocks each cache has, too.
+        kv_scales: of all layers with a cache. slots: of states, whose tail blocks each cache has, too.
         """
-        every = model_config.attention_layers(ParallelConfig())
+        layer_ids = model_config.attention_layers(ParallelConfig())
         of_windows = replace(cache_config, num_gpu_blocks=self.num_blocks, num_cpu_blocks=self.num_host_blocks)
-        configs = [cache_config, *[of_windows] * len(self.layers)]
-        if counts is not None:
-            configs = [counts.with_tails(config) for config in configs]
+        configs = [with_tails(config, slots) for config in (cache_config, *[of_windows] * len(self.layers))]
         caches = []
         for config, layers in zip(configs, [self.full, *self.layers.values()], strict=True):
-            scales = None if kv_scales is None else [kv_scales[every.index(layer)] for layer in sorted(layers)]
+            scales = None if kv_scales is None else [kv_scales[layer_ids.index(layer)] for layer in sorted(layers)]
             shape = model_config.with_caches_of(layers)
             caches.append(CacheEngine(config, shape, device_config=DeviceConfig(device), kv_scales=scales))
         return caches

@@ -72,12 +72,12 @@ class BlendPass:
         device = step.slot_mapping.device
         self._uploads = RowUploads(self._reuses, device)
         self._rows = sent(torch.from_numpy(np.concatenate(rows)), device)
-        offsets = torch.cat([one.begin + torch.arange(one.num_tokens) for one in self._reuses])
+        offsets = torch.cat([reuse.begin + torch.arange(reuse.num_tokens) for reuse in self._reuses])
         self._weights = sent(seam_weights(offsets, config.seam), device)  # of the reused rows
-        sensitivity, is_known, whose = _known(items, config)
+        sensitivity, is_known, item_ids = _known(items, config)
         self._knows_all = bool(is_known.all())
-        self._sensitivity, self._is_known, whose = (sent(part, device) for part in (sensitivity, is_known, whose))
-        self._kinds = 2 * whose + self._is_known  # of the reused rows: those of one item and kind compare
+        self._sensitivity, self._is_known, item_ids = (sent(part, device) for part in (sensitivity, is_known, item_ids))
+        self._kinds = 2 * item_ids + self._is_known  # of the reused rows: those of one item and kind compare
         self._stages = _stages(items, config, len(layers))
         self._rotations: dict[RotaryTables | None, list[Rotation | None]] = {}
         self._open_slots: Sequence[torch.Tensor] = ()  # of each reused run, PAD_SLOT where a row was chosen
@@ -150,7 +150,8 @@ class BlendPass:
         """Return the layer's K and V, [num_blocks, block_size, kv heads, size]; None if rows do not fit in."""
         layout, rows = self._step.layout, self._reuses[0].segment.k
         key, value = self._step.caches[layer].views
-        is_plain = layout.dtype in IN_PLACE_DTYPES and all(one.segment.k.dtype == layout.dtype for one in self._reuses)
+        dtypes = {reuse.segment.k.dtype for reuse in self._reuses}
+        is_plain = layout.dtype in IN_PLACE_DTYPES and dtypes <= {layout.dtype}
         if not is_plain or value is None or key.rows.shape[3] > 1 or value.rows.shape[3] > 1:
             return None
         return key.rows[..., 0, : rows.shape[-1]], value.rows[..., 0, : rows.shape[-1]]
@@ -169,17 +170,18 @@ class BlendPass:
         """Of each reused run, from where its K was computed to where it is: the same in all layers of a kind."""
         rotary = self._rotary[index]
         if rotary not in self._rotations:
-            self._rotations[rotary] = [None if rotary is None else self._rotation(rotary, one) for one in self._reuses]
+            rotations = [None if rotary is None else self._rotation(rotary, reuse) for reuse in self._reuses]
+            self._rotations[rotary] = rotations
         return self._rotations[rotary]
 
-    def _rotation(self, rotary: RotaryTables, one: Reuse) -> Rotation:
-        old = one.segment.positions[one.begin : one.begin + one.num_tokens]
-        return rotary.rotation(old, torch.arange(one.start, one.start + one.num_tokens), self._rows.device)
+    def _rotation(self, rotary: RotaryTables, reuse: Reuse) -> Rotation:
+        old = reuse.segment.positions[reuse.begin : reuse.begin + reuse.num_tokens]
+        return rotary.rotation(old, torch.arange(reuse.start, reuse.start + reuse.num_tokens), self._rows.device)
 
     def _slots_not_chosen(self, selection: Selection) -> Sequence[torch.Tensor]:
         slots = self._step.slot_mapping.clone()
         slots[selection.indices] = PAD_SLOT
-        return torch.split(slots[self._rows], [one.num_tokens for one in self._reuses])
+        return torch.split(slots[self._rows], [reuse.num_tokens for reuse in self._reuses])
 
     def _choose(self, ratios: list[float], fresh: tuple[int, torch.Tensor, torch.Tensor] | None) -> Selection:
         """fresh: a layer, and its K and V of the rows that are computed so far; None where there is nothing to see."""
@@ -205,12 +207,12 @@ class BlendPass:
         key, value: of all rows that are left.
         """
         places, is_left = left.cumsum(0)[candidates] - 1, left[self._rows]
-        everything = torch.ones_like(candidates, dtype=torch.bool)
+        all_candidates = torch.ones_like(candidates, dtype=torch.bool)
         deviation = torch.zeros(len(candidates), device=key.device)
         for part, fresh, retrieved in zip("kv", (key, value), self._retrieved(index, key), strict=True):
             if part in self._config.metric:
                 rows = retrieved[is_left, ..., : fresh.shape[-1]]
-                deviation += token_deviation(fresh[places], rows, everything, 0)
+                deviation += token_deviation(fresh[places], rows, all_candidates, 0)
         return deviation * self._weights[is_left]
 
 
@@ -219,24 +221,25 @@ def _known(items: Sequence[BatchItem], config: BlendConfig) -> tuple[torch.Tenso
 
     Exact rows would be known. Beside some that are not, they are ranked with those, and last: none is to be chosen.
     """
-    sensitivity, is_known, whose = [], [], []
+    sensitivity, is_known, item_ids = [], [], []
     for index, item in enumerate(items):
         is_all_known = _is_known(item, config)
         for reuse in item.reuse:
             counts = config.uses_sensitivity and (is_all_known or not reuse.is_exact)
-            found = reuse.sensitivity() if counts else None
-            sensitivity.append(torch.zeros(reuse.num_tokens) if found is None else found)
-            is_known.append(torch.full((reuse.num_tokens,), found is not None))
-            whose.append(torch.full((reuse.num_tokens,), index))
-    return torch.cat(sensitivity), torch.cat(is_known), torch.cat(whose)
+            values = reuse.sensitivity() if counts else None
+            sensitivity.append(torch.zeros(reuse.num_tokens) if values is None else values)
+            is_known.append(torch.full((reuse.num_tokens,), values is not None))
+            item_ids.append(torch.full((reuse.num_tokens,), index))
+    return torch.cat(sensitivity), torch.cat(is_known), torch.cat(item_ids)
 
 
 def _stages(items: Sequence[BatchItem], config: BlendConfig, num_layers: int) -> dict[int, list[float]]:
     """Return, for each layer that chooses in any item, the share of each item's rows that goes on after it."""
-    each = [config.stages_of(num_layers, _is_known(item, config)) if item.reuse else () for item in items]
-    layers = sorted({stage.layer for stages in each for stage in stages})
+    stages_by_item = [config.stages_of(num_layers, _is_known(item, config)) if item.reuse else () for item in items]
+    layers = sorted({stage.layer for stages in stages_by_item for stage in stages})
     return {
-        layer: [min([1.0, *(one.ratio for one in stages if one.layer <= layer)]) for stages in each] for layer in layers
+        layer: [min([1.0, *(stage.ratio for stage in stages if stage.layer <= layer)]) for stages in stages_by_item]
+        for layer in layers
     }
 
 

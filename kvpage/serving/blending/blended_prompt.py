@@ -51,8 +51,8 @@ class BlendedPrompt:
 
     def admit(self, num_cached_tokens: int) -> None:
         """Choose the segments that the prefill at hand reuses: those found, after the tokens that are cached anyway."""
-        clipped = [one.after(num_cached_tokens) for one in self.reusable or ()]
-        self.reuse = [one for one in clipped if one is not None]
+        clipped = [reuse.after(num_cached_tokens) for reuse in self.reusable or ()]
+        self.reuse = [reuse for reuse in clipped if reuse is not None]
 
     def leave_blocks(self) -> None:
         """Forget the choice: the request has no blocks any more."""

@@ -72,11 +72,11 @@ def _verify(blender: Blender, probe: "_Probe", segment: SegmentKV, expected: tor
     model = probe.runner.model
     name = type(model).__name__
     try:
-        _, found = probe.compute(0, blender, segment)
+        _, blended = probe.compute(0, blender, segment)
     except (AssertionError, IndexError, RuntimeError, TypeError) as cause:
         raise ValueError(f"blend needs layers that can go on with some rows, those of {name} cannot") from cause
     limit = MAX_ERROR if min(model.dtype.itemsize, segment.k.dtype.itemsize) >= 4 else MAX_ERROR_HALF
-    error = relative_error(found, expected)
+    error = relative_error(blended, expected)
     if not error <= limit:
         raise ValueError(f"blended logits must be the model's own, those of {name} are {error:.1e} off (relative)")
 

@@ -74,7 +74,7 @@ class _Found(NamedTuple):
     """Segments of a prompt that are kept, and spans that are to be kept."""
 
     reusable: list[Reuse]
-    wanted: list[Span]
+    missing: list[Span]
 
 
 class _Lookup(NamedTuple):
@@ -207,15 +207,15 @@ class BlendConnector:
         self._manager.tree.release(match)
 
         def find() -> _Found:
-            reusable, wanted = [], []
+            reusable, missing = [], []
             for span in spans:
                 tokens = prompt.tokens[slice(*span)]
                 segment = self.source.find(tokens, namespace) if may_reuse and span.end > num_cached else None
                 if segment is not None:
                     reusable.append(Reuse(segment, 0, span.start, segment.num_tokens))
                 elif self.source.wants(tokens, span.start == 0, is_measured, namespace):
-                    wanted.append(span)
-            return _Found(reusable, wanted)
+                    missing.append(span)
+            return _Found(reusable, missing)
 
         self._lookups[prompt] = _Lookup(self._thread.submit(find), time.monotonic() + self._deadline)
         self.stats.num_lookups += 1
@@ -242,9 +242,9 @@ class BlendConnector:
         del self._lookups[prompt]
         failed = future.exception() is not None
         self.stats.num_errors += failed
-        found = _Found([], []) if failed else future.result()
-        prompt.set_found(*found)
-        self.stats.num_found_tokens += sum(one.num_tokens for one in found.reusable)
+        segments = _Found([], []) if failed else future.result()
+        prompt.set_found(*segments)
+        self.stats.num_found_tokens += sum(reuse.num_tokens for reuse in segments.reusable)
 
     def _segment(self, prompt: BlendedPrompt, span: Span) -> SegmentKV:
         """Copy K and V of the span out of the prompt's blocks to the host."""

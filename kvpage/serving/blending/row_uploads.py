@@ -57,19 +57,16 @@ class _Started(NamedTuple):
 
 
 class RowUploads:
-    """The rows of some runs.
+    """The rows of some runs. reuses: one for each run; at least one. device: of the blocks.
 
-    Args:
-        reuses: One for each run; at least one.
-        device: Of the blocks.
-        copies: How they are copied. Default: from pinned memory to a CUDA device.
+    copies: how they are copied; None for from pinned memory to a CUDA device.
     """
 
     def __init__(self, reuses: Sequence[Reuse], device: torch.device, copies: Copies | None = None) -> None:
         self._reuses, self._device = reuses, device
-        segments = [one.segment for one in reuses]
-        dtypes = {part.dtype for one in segments for part in (one.k, one.v)}
-        is_on_host = all(part.device.type == "cpu" for one in segments for part in (one.k, one.v))
+        segments = [reuse.segment for reuse in reuses]
+        dtypes = {part.dtype for segment in segments for part in (segment.k, segment.v)}
+        is_on_host = all(part.device.type == "cpu" for segment in segments for part in (segment.k, segment.v))
         self._copies = copies
         if copies is None and device.type == "cuda" and is_on_host and len(dtypes) == 1:
             self._copies = PinnedCopies(device)
@@ -77,20 +74,13 @@ class RowUploads:
         self._taken: tuple[int, Rows] | None = None
 
     def rows(self, layer: int) -> Rows:
-        """Return a layer's rows, for work on the current stream.
-
-        Args:
-            layer: From 0; each call's is that of the call before, or a later one.
-
-        Returns:
-            K, not rotated, and V of each run, of the segments' dtype.
-        """
+        """Return a layer's K, not rotated, and V of each run, for work on the current stream. Layers come in order."""
         if self._taken is None or self._taken[0] != layer:
             self._taken = layer, self._of(layer)
         return self._taken[1]
 
     def _of(self, layer: int) -> Rows:
-        pairs = [one.rows(layer) for one in self._reuses]
+        pairs = [reuse.rows(layer) for reuse in self._reuses]
         rows = [key for key, _ in pairs], [value for _, value in pairs]
         if self._copies is None:
             return rows[0], rows[1]
@@ -103,11 +93,11 @@ class RowUploads:
         return _cut(started.copied, rows[0]), _cut(started.copied[sum(part.numel() for part in rows[0]) :], rows[1])
 
     def _start(self, layer: int, copies: Copies) -> _Started:
-        pairs = [one.rows(layer) for one in self._reuses]
+        pairs = [reuse.rows(layer) for reuse in self._reuses]
         parts = [key for key, _ in pairs] + [value for _, value in pairs]
         buffer = copies.buffer(sum(part.numel() for part in parts), parts[0].dtype)
-        for place, part in zip(_cut(buffer, parts), parts, strict=True):
-            place.copy_(part)
+        for view, part in zip(_cut(buffer, parts), parts, strict=True):
+            view.copy_(part)
         return _Started(layer, *copies.start(buffer))
 
 

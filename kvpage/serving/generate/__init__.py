@@ -26,7 +26,7 @@ Modules. Each imports only modules in the lines above its own:
     cached_rows      CachedRows: the sequences of one batch in the block manager
     forward_inputs   ForwardInputs: the arguments of a forward that decide over K and V
     forward_hooks    ForwardHooks: report the forwards that are given a cache
-    layered_cache    LayeredCache, KVPageLayer: the part of a transformers Cache that reads layers
+    kv_page_layer    KVPageLayer: a layer of a cache, as transformers reads it
     states           the states of the rows, for models whose layers keep some
     model_blocks     ModelBlocks: the blocks of one model, without any check
     kv_page_cache    KVPageCache: the cache of one call

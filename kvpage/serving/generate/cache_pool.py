@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
+from kvpage.blocks.config import BlockConfig
 from kvpage.blocks.space import HostPolicy
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.values import as_integer
@@ -81,14 +82,14 @@ class KVPageCachePool(ModelBlocks):
         check_config(model, takes_states=True)
         _check_cacheable(model)
         check_eval(model)
-        found = _found_states(model, cache_config, budget)
-        shape = KVShape.of_model(model) if found is None else found.found.kv_shape
+        pool_states = _found_states(model, cache_config, budget)
+        shape = KVShape.of_model(model) if pool_states is None else pool_states.found.kv_shape
         assert shape is not None
         _check_backend(model, shape, cache_config)
         check_windows(model)
-        _verify(model, shape, cache_config, kv_scales, found)
-        options = share_parts, host_policy, pin_quota, max_working_bytes, found
-        pool = cls.make(model, shape, cache_config, kv_scales, *options)
+        _verify(model, shape, cache_config, kv_scales, pool_states)
+        blocks = BlockConfig.of_cache(cache_config, True, share_parts, host_policy, pin_quota)
+        pool = cls.make(model, shape, cache_config, kv_scales, blocks, max_working_bytes, pool_states)
         assert isinstance(pool, cls)
         return pool
 
@@ -111,9 +112,9 @@ def _found_states(model: PreTrainedModel, cache_config: CacheConfig, budget: Sta
     if not keeps_states(model.config):
         check_config(model)
         return None
-    found = ModelStates.of_model(model)
-    forwards = tuple(MixerForward(mixer, mixer.module) for mixer in found.mixers)
-    states = PoolStates.of_model(model, found, forwards, cache_config, budget)
+    model_states = ModelStates.of_model(model)
+    forwards = tuple(MixerForward(mixer, mixer.module) for mixer in model_states.mixers)
+    states = PoolStates.of_model(model, model_states, forwards, cache_config, budget)
     if short_windows(model):
         raise ValueError(f"layers must not have windows beside states, those of {type(model).__name__} have both")
     return states

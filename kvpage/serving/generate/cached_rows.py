@@ -23,10 +23,8 @@ import torch
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
-from kvpage.checks.interrupts import uninterrupted
 from kvpage.serving.generate.row_slots import RowSlots
-from kvpage.serving.generate.states.row_pass import RowPass
-from kvpage.serving.generate.states.row_states import RowStates
+from kvpage.serving.generate.states.row_states import RowPass, RowStates
 from kvpage.serving.generate.working_rows import WorkingRows
 
 TokenRow = npt.NDArray[np.int32]
@@ -59,8 +57,8 @@ class CachedRows:
         commit writes them into blocks. While it is empty, the model's K and V go into the slots of `begin`.
     states: of a model whose layers keep states. `manager` has their group.
 
-    Each method does all or nothing. One that raises (OutOfBlocks, ValueError) may have committed rows and have marked
-    cached blocks as used, and has changed nothing else. Ctrl-C is raised after it.
+    Each method does all or nothing. A method that raises (OutOfBlocks, ValueError) may have committed rows and marked
+    cached blocks as used, and has changed nothing else. The caller holds Ctrl-C back.
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class CachedRows:
         """Whether others find the row: its K and V follow from its tokens alone."""
         return not self._rows[row].is_private
 
-    @uninterrupted
     def open(
         self, tokens: TokenRows, is_findable: Sequence[bool], namespace: bytes, cache_at: Sequence[int] = ()
     ) -> None:
@@ -103,19 +100,18 @@ class CachedRows:
         """
         self._rows, self._tokens = self._allocate_each(tokens, is_findable, namespace, cache_at=cache_at), tokens
         self._num_prompt = tokens.shape[1]
-        found = [row.num_written for row in self._rows]
-        while self._states is not None and max(found) > min(found):
+        num_found = [row.num_written for row in self._rows]
+        while self._states is not None and max(num_found) > min(num_found):
             self._release_all()
-            rows = self._allocate_each(tokens, is_findable, namespace, min(found), cache_at)
-            self._rows, self._tokens, found = rows, tokens, [row.num_written for row in rows]
+            rows = self._allocate_each(tokens, is_findable, namespace, min(num_found), cache_at)
+            self._rows, self._tokens, num_found = rows, tokens, [row.num_written for row in rows]
 
-    @uninterrupted
     def hide(self, places: Sequence[int]) -> None:
         """Make these rows, of which nothing is computed, unfindable and without found tokens."""
         hidden = self._allocate_each(self._tokens[list(places)], [False] * len(places), b"")
-        for place, row in zip(places, hidden, strict=True):
-            self._give_back(self._rows[place], self._tokens[place, :0])
-            self._rows[place] = row
+        for index, row in zip(places, hidden, strict=True):
+            self._give_back(self._rows[index], self._tokens[index, :0])
+            self._rows[index] = row
 
     def skip_found(self) -> None:
         """Take the tokens that every row has found as computed. At least the last token of the prompt is left."""
@@ -127,14 +123,12 @@ class CachedRows:
         if not np.array_equal(known, tokens[:, : known.shape[1]]):
             raise ValueError("input_ids must be those that the cache was made with, and follow what it holds")
 
-    @uninterrupted
     def begin(self, tokens: TokenRows, start: int) -> RowSlots:
         """Reserve blocks for every row's tokens from `start` on, [num_rows, at least 1]. `start` <= the length."""
         self.commit()
         self._reserve(end := start + tokens.shape[1])
         return self._slots(start, end)
 
-    @uninterrupted
     def begin_working(self, tokens: TokenRows, start: int) -> bool:
         """Reserve blocks and working rows, as `begin`. Return False, with nothing changed, without working memory."""
         end = start + tokens.shape[1]
@@ -166,7 +160,6 @@ class CachedRows:
         known = np.concatenate([self._tokens[:, :start], tokens, self._tokens[:, end:]], axis=1)
         self.length, self._tokens = end, known
 
-    @uninterrupted
     def commit(self) -> None:
         """Make whole blocks of computed tokens findable."""
         start = min((row.num_written for row in self._rows), default=self.length)
@@ -179,7 +172,6 @@ class CachedRows:
             self._states.keep([row.seq_id for row in self._rows])
             self._has_marks = False
 
-    @uninterrupted
     def crop(self, length: int) -> None:
         """Forget every row's tokens from the `length`th on. Committed ones stay in the tree, for others to find.
 
@@ -192,11 +184,10 @@ class CachedRows:
             raise ValueError(f"length must be in [0, {self.length}], got {length}")
         if length == self.length:
             return
-        kept = [row.num_written <= length for row in self._rows]
-        self._rearrange(range(len(self)), kept, self._tokens[:, :length], length)
+        stays = [row.num_written <= length for row in self._rows]
+        self._rearrange(range(len(self)), stays, self._tokens[:, :length], length)
         self.length = length
 
-    @uninterrupted
     def select(self, indices: Sequence[int]) -> None:
         """Put row indices[i] in place of row i. A row named twice shares its blocks, one not named is released.
 
@@ -205,10 +196,9 @@ class CachedRows:
         if not indices or min(indices) < 0 or max(indices) >= len(self):
             raise ValueError(f"indices must be rows in [0, {len(self)}), got {list(indices)}")
         self.commit()
-        is_first = [index not in indices[:place] for place, index in enumerate(indices)]
+        is_first = [index not in indices[:position] for position, index in enumerate(indices)]
         self._rearrange(indices, is_first, self._tokens, self.length)
 
-    @uninterrupted
     def release(self) -> None:
         """Commit the computed tokens and release all rows. Committed blocks can be found until they are evicted."""
         try:
@@ -251,8 +241,8 @@ class CachedRows:
         rows: list[_Row] = []
         try:
             for row_tokens, findable in zip(tokens, is_findable, strict=True):
-                own = namespace if findable else b"private:" + uuid.uuid4().bytes
-                rows.append(self._allocate(row_tokens, own, not findable, max_cached, cache_at))
+                row_namespace = namespace if findable else b"private:" + uuid.uuid4().bytes
+                rows.append(self._allocate(row_tokens, row_namespace, not findable, max_cached, cache_at))
         except BaseException:
             for row in rows:
                 self._manager.release(row.seq_id)
@@ -291,11 +281,11 @@ class CachedRows:
         """Make new rows of old ones: the row itself where it is kept, otherwise a copy of its first `length` tokens."""
         rows: list[_Row] = []
         try:
-            for source, kept in zip(sources, is_kept, strict=True):
-                rows.append(self._rows[source] if kept else self._copy(self._rows[source], tokens[source], length))
+            for source, stays in zip(sources, is_kept, strict=True):
+                rows.append(self._rows[source] if stays else self._copy(self._rows[source], tokens[source], length))
         except BaseException:
-            for row, kept, source in zip(rows, is_kept, sources, strict=False):
-                if not kept:
+            for row, stays, source in zip(rows, is_kept, sources, strict=False):
+                if not stays:
                     self._give_back(row, tokens[source, :length])
             raise
         if self.working is not None and list(sources) != list(range(len(self._rows))):

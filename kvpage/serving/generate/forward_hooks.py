@@ -3,7 +3,8 @@
 import inspect
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from threading import Lock
 from types import FrameType
 from typing import Any, Protocol
 
@@ -11,8 +12,25 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvpage.serving.generate.states.hooking import REGISTERING, named_arguments
 from kvpage.serving.model.hf_cache.argument import given_cache
+
+REGISTERING = Lock()
+"""Held while hooks are registered: torch numbers them without a lock, so two threads could take one number."""
+
+
+def named_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name, with those of its **kwargs; nothing for a call that does not fit."""
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError:  # the call itself will raise it
+        return {}
+    named: dict[str, Any] = {}
+    for name, value in bound.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        else:
+            named[name] = value
+    return named
 
 
 class ForwardListener(Protocol):
@@ -98,7 +116,7 @@ class ForwardHooks:
 
 def is_on_stack(frame: FrameType) -> bool:
     """Whether the frame's call has not ended. torch calls hooks after an Exception, none after KeyboardInterrupt."""
-    found: FrameType | None = sys._getframe(1)
-    while found is not None and found is not frame:
-        found = found.f_back
-    return found is not None
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None

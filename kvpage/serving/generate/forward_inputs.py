@@ -12,7 +12,7 @@ from kvpage.checks.tensors import as_numbers
 from kvpage.checks.tokens import as_array
 from kvpage.serving.generate.cached_rows import TokenRows
 from kvpage.serving.generate.row_slots import RowSlots
-from kvpage.serving.generate.states.row_pass import RowPass
+from kvpage.serving.generate.states.row_states import RowPass
 from kvpage.serving.model.hf_cache.argument import KV_ARGUMENTS
 
 # K and V of a token follow from these alone. Any other tensor (images, embeddings, token types) decides over them too,
@@ -53,8 +53,8 @@ class ForwardInputs(NamedTuple):
         positions = [arguments.get(name) for name in ("position_ids", "cache_position")]
         start = 0 if any(x is not None and all(_are_in_place(x, 0, tokens.shape)) for x in positions) else length
         is_whole = is_unmasked(arguments.get("attention_mask"), len(tokens), start + tokens.shape[1])
-        for given in positions:
-            in_place = _are_in_place(given, start, tokens.shape)
+        for numbers in positions:
+            in_place = _are_in_place(numbers, start, tokens.shape)
             is_whole = [whole and right for whole, right in zip(is_whole, in_place, strict=True)]
         return cls(tokens, start, is_whole)
 
@@ -128,7 +128,7 @@ def _are_in_place(positions: Any, start: int, shape: tuple[int, ...]) -> list[bo
     if positions.dim() != 2 or positions.shape[0] not in (1, num_rows) or positions.shape[1] != num_tokens:
         return [False] * num_rows
     if num_tokens == 1:  # each step of a decode: one read from the device
-        return [place == [start] for place in positions.expand(num_rows, 1).tolist()]
+        return [position == [start] for position in positions.expand(num_rows, 1).tolist()]
     expected = torch.arange(start, start + num_tokens, device=positions.device)
     in_place: list[bool] = (positions == expected).all(dim=1).expand(num_rows).tolist()
     return in_place

@@ -2,13 +2,13 @@
 
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from kvpage.blocks.groups.states.marks import as_cache_at
 from kvpage.checks.errors import OutOfBlocks
@@ -18,18 +18,19 @@ from kvpage.checks.values import as_integer, check_namespace
 from kvpage.serving.generate.cached_rows import CachedRows, TokenRows
 from kvpage.serving.generate.forward_hooks import ForwardHooks, is_on_stack
 from kvpage.serving.generate.forward_inputs import Forward, ForwardInputs, as_mask_tensor, as_token_rows, is_unmasked
+from kvpage.serving.generate.kv_page_layer import KVPageLayer, StatefulLayer
 from kvpage.serving.generate.model_blocks import ModelBlocks
 from kvpage.serving.generate.row_slots import RowSlots
 from kvpage.serving.generate.states.mixer_hooks import MixerHooks
-from kvpage.serving.generate.states.row_pass import RowPass
-from kvpage.serving.generate.states.stateful_cache import StatefulCache
+from kvpage.serving.generate.states.row_states import RowPass
+from kvpage.serving.model.states.piece_cache import PieceCache
 
 # A negative number is how many tokens `crop` removes. A positive one is the length that it leaves. In versions of
 # transformers whose own `crop` takes a length, zero is a length, too.
 _CROPS_TO_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
 
 
-class KVPageCache(StatefulCache):
+class KVPageCache(Cache):
     """The cache of one call of `generate`, or of calls that continue each other, over the blocks of a pool.
 
         pool = KVPageCachePool.from_model(model, CacheConfig(block_size=16, num_gpu_blocks=256))
@@ -82,7 +83,7 @@ class KVPageCache(StatefulCache):
         *,
         cache_at: Sequence[int] = (),
     ) -> None:
-        super().__init__()
+        super().__init__(layers=[])
         check_namespace(namespace)
         tokens = as_token_rows(input_ids)
         marks = as_cache_at(cache_at, tokens.shape[1])
@@ -174,11 +175,12 @@ class KVPageCache(StatefulCache):
 
     # --- called by generate ---
 
+    @uninterrupted
     def crop(self, num_tokens: int) -> None:
         """Remove the last tokens of every row.
 
         Args:
-            num_tokens: a negative number removes so many tokens. A positive one is the length to leave. Zero removes
+            num_tokens: a negative number removes that many tokens. A positive one is the length to leave. Zero removes
                 nothing or, where transformers' own `crop` takes a length, all tokens.
 
         Raises:
@@ -191,6 +193,7 @@ class KVPageCache(StatefulCache):
         else:
             self._rows.crop(max(length + num_tokens, 0))
 
+    @uninterrupted
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Put row beam_idx[i] in place of each row i.
 
@@ -203,6 +206,7 @@ class KVPageCache(StatefulCache):
         """
         self._select(as_indices("beam_idx", beam_idx).tolist())
 
+    @uninterrupted
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | Sequence[bool]) -> None:
         """Keep these rows, in this order.
 
@@ -215,6 +219,7 @@ class KVPageCache(StatefulCache):
         """
         self._select(as_selection("indices", indices, len(self._rows)))
 
+    @uninterrupted
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row, its copies beside each other.
 
@@ -225,11 +230,9 @@ class KVPageCache(StatefulCache):
             OutOfBlocks: with nothing changed, where copies need blocks and none are free.
             ValueError: for no repeats, or more than the pool has blocks.
         """
-        repeats = as_integer("repeats", repeats)
-        if repeats > self._pool.manager.num_blocks:
-            raise ValueError(f"repeats must be at most the number of blocks, got {repeats}")
-        self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
+        self._repeat(as_integer("repeats", repeats))
 
+    @uninterrupted
     def reset(self) -> None:
         """Release all rows. The next forward begins a new batch, of any number of rows."""
         self._current()
@@ -276,8 +279,165 @@ class KVPageCache(StatefulCache):
         """Whether there are rows."""
         return len(self._rows) > 0
 
+    @property
+    def batch_size(self) -> int:
+        """The number of rows."""
+        return self.max_batch_size
+
     def __repr__(self) -> str:
         return f"KVPageCache({len(self._rows)} rows of {self._rows.length} tokens)"
+
+    @property
+    def layers(self) -> list[Any]:
+        """The KVPageLayers, made at each call: their `keys` and `values` are copies of the K and V in the cache.
+
+        Within a forward, layers have states, also those without K and V.
+        """
+        row_pass, layer_ids = self.row_pass, range(len(self))
+        if row_pass is None:
+            return [KVPageLayer(self, layer_idx) for layer_idx in layer_ids]
+        return [StatefulLayer(self, layer_idx, row_pass.states) for layer_idx in layer_ids]
+
+    @layers.setter
+    def layers(self, layers: Sequence[object]) -> None:
+        if layers:
+            raise ValueError("layers of a KVPageCache are those of its pool's model, and cannot be set")
+
+    def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return copies of a layer's K and V."""
+        layer = self.layers[layer_idx]
+        return layer.keys, layer.values
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        """Iterate as DynamicCache does: over K and V of each layer and, in some versions of transformers, a window."""
+        iterate = getattr(DynamicCache, "__iter__", None)
+        layers: Iterator[tuple[Any, ...]]
+        layers = iter([(layer.keys, layer.values) for layer in self.layers]) if iterate is None else iterate(self)
+        return layers
+
+    def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None], ...]:
+        """Return a pair of K and V for each layer."""
+        return tuple(self[layer_idx] for layer_idx in range(len(self)))
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: only the number of blocks limits the length.
+
+        Args:
+            layer_idx: The layer; all have the same limit.
+        """
+        return -1
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
+        """Return -1, as get_max_length.
+
+        Args:
+            layer_idx: The layer; all have the same limit.
+        """
+        return -1
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise TypeError: a copy would copy the pool. Another cache over the pool finds the same beginning."""
+        raise TypeError("KVPageCache cannot be copied or pickled: make another one over the same pool")
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """False for each layer: those with a sliding window keep all tokens."""
+        return [False] * len(self)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """False for each layer: none has a state of linear attention."""
+        return [False] * len(self)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """False for each layer."""
+        return [False] * len(self)
+
+    # --- called by mixers, whose states are of one position ---
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the states of a convolution, [num_rows, *shape], which the mixer may change; None before the first.
+
+        Args:
+            layer_idx: The layer.
+            state_idx: Which of the layer's.
+        """
+        return self._states.get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return recurrent states, [num_rows, *shape], which the mixer may change; None before the first.
+
+        Args:
+            layer_idx: The layer.
+            state_idx: Which of the layer's.
+        """
+        return self._states.get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Keep the last columns of a convolution's inputs.
+
+        Args:
+            conv_states: [num_rows, channels, tokens].
+            layer_idx: The layer.
+            state_idx: Which of the layer's.
+            kwargs: Ignored.
+
+        Returns:
+            The columns before, and these.
+        """
+        return self._states.update_conv_state(conv_states, layer_idx, state_idx)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Keep recurrent states, and return them.
+
+        Args:
+            recurrent_states: [num_rows, *shape].
+            layer_idx: The layer.
+            state_idx: Which of the layer's.
+            kwargs: Ignored.
+
+        Returns:
+            The same states.
+        """
+        return self._states.update_recurrent_state(recurrent_states, layer_idx, state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether there is a state before the tokens that are computed next.
+
+        Args:
+            layer_idx: The layer; None for any.
+            state_idx: Which of the layer's.
+        """
+        if self.row_pass is None:
+            return self.get_seq_length() > 0
+        return self.row_pass.states.has_previous_state(layer_idx, state_idx)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: states are of one position.
+
+        Args:
+            layer_idx: The layer.
+        """
+        return False
+
+    @property
+    def _states(self) -> PieceCache:
+        if self.row_pass is None:
+            raise ValueError("states must come from a forward of the pool's model, before release")
+        return self.row_pass.states
 
     # --- called by the hooks: a ForwardListener ---
 
@@ -317,7 +477,7 @@ class KVPageCache(StatefulCache):
         rows.check(tokens, start, repeats)
         self._hide([all(is_whole[row : row + repeats]) for row in range(0, len(tokens), repeats)])
         if repeats > 1:
-            self.batch_repeat_interleave(repeats)
+            self._repeat(repeats)
         try:
             slots = None if rows.begin_working(tokens, start) else self._begin_in_blocks(tokens, start)
         except OutOfBlocks:
@@ -334,6 +494,7 @@ class KVPageCache(StatefulCache):
             self._rows.finish(forward.tokens, forward.start, forward.states)
         self._forward = None
 
+    @uninterrupted
     def end_forward(self) -> None:
         """Undo a forward that has not finished: rows that it repeated are single again."""
         forward, self._forward = self._forward, None
@@ -354,6 +515,11 @@ class KVPageCache(StatefulCache):
         if self._rows.working is not None:
             self._rows.working.drop()
         return self._rows.begin(tokens, start)
+
+    def _repeat(self, repeats: int) -> None:
+        if repeats > self._pool.manager.num_blocks:
+            raise ValueError(f"repeats must be at most the number of blocks, got {repeats}")
+        self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def _select(self, indices: list[int]) -> None:
         self._current()

@@ -6,8 +6,8 @@ from itertools import count
 
 from transformers import PreTrainedModel
 
+from kvpage.blocks.config import BlockConfig
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.space import HostPolicy
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.layout.config import CacheConfig, DeviceConfig
@@ -42,7 +42,7 @@ class ModelBlocks:
         self.states = states
         self.model, self.engine, self.manager, self.dtype = model, engine, manager, shape.dtype
         layers = zip(shape.layer_ids, engine.bound_caches, shape.layer_shapes, strict=True)
-        self.layers = {layer_id: LayerBlocks(cache, shape.is_latent, own) for layer_id, cache, own in layers}
+        self.layers = {layer_id: LayerBlocks(cache, shape.is_latent, sizes) for layer_id, cache, sizes in layers}
         self.num_layers = max(*self.layers, *(states.layer_ids if states else ()), -1) + 1
         self.working_memory = WorkingMemory(max_working_bytes)
         self.forgotten: deque[Callable[[], None]] = deque()
@@ -56,9 +56,7 @@ class ModelBlocks:
         shape: KVShape,
         cache_config: CacheConfig,
         kv_scales: Sequence[KVScales] | None,
-        share_parts: bool = True,
-        host_policy: HostPolicy | None = None,
-        pin_quota: int = 0,
+        blocks: BlockConfig | None = None,
         max_working_bytes: int | None = None,
         states: PoolStates | None = None,
     ) -> "ModelBlocks":
@@ -69,30 +67,21 @@ class ModelBlocks:
             shape: Sizes of its K and V.
             cache_config: The layout, and the number of blocks in each tier.
             kv_scales: One KVScales a layer, for caches of 8-bit floats; None otherwise.
-            share_parts: See BlockManager.
-            host_policy: See BlockManager.
-            pin_quota: See BlockManager.
+            blocks: The options of the manager, with the numbers of `cache_config`; None for its defaults.
             max_working_bytes: See `KVPageCachePool.from_model`.
             states: Of a model whose layers keep some, and their budget; None for another.
 
         Returns:
             The blocks, with nothing cached.
         """
+        blocks = BlockConfig.of_cache(cache_config) if blocks is None else blocks
         if states is not None:
-            parts = states.make(shape, cache_config, model.device, kv_scales, host_policy, pin_quota)
+            parts = states.make(shape, cache_config, model.device, kv_scales, blocks)
             return cls(model, shape, parts.engine, parts.manager, max_working_bytes, parts.states)
         engine = CacheEngine(
             cache_config, shape.model_config(), device_config=DeviceConfig(model.device), kv_scales=kv_scales
         )
-        manager = BlockManager(
-            cache_config.num_gpu_blocks,
-            cache_config.block_size,
-            num_host_blocks=cache_config.num_cpu_blocks,
-            share_parts=share_parts,
-            host_policy=host_policy,
-            pin_quota=pin_quota,
-        )
-        return cls(model, shape, engine, manager, max_working_bytes)
+        return cls(model, shape, engine, BlockManager.of(blocks), max_working_bytes)
 
     @uninterrupted
     def make_rows(self) -> CachedRows:

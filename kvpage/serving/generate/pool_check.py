@@ -23,12 +23,12 @@ def verify_blocks(blocks: ModelBlocks) -> None:
     with torch.no_grad():
         expected = model(input_ids=row, use_cache=True).logits[0]  # some models share K and V only with a cache
         try:
-            found = _over_blocks(blocks, row)
+            logits = _over_blocks(blocks, row)
         except AssertionError as wrong:
             words = f"{type(model).__name__} does not: {wrong}"
             raise ValueError(f"model must take several tokens after those in its cache, {words}") from wrong
-    num_again = len(found) - len(expected)
-    error = relative_error(found, torch.cat([expected, expected[-num_again:]]))
+    num_again = len(logits) - len(expected)
+    error = relative_error(logits, torch.cat([expected, expected[-num_again:]]))
     limit = _limit(model.dtype, blocks.engine.layout)
     if not error <= limit:  # also for NaN
         dtype = blocks.engine.layout.dtype
@@ -43,11 +43,11 @@ def _over_blocks(blocks: ModelBlocks, row: torch.Tensor) -> torch.Tensor:
     model, name = blocks.model, checked_cache_argument(blocks.model)
     with KVPageCache(blocks, row) as cache:
         parts = row[:, :_CUT], row[:, _CUT:]
-        found = [model(input_ids=part, **{name: cache}, use_cache=True).logits[0] for part in parts]
+        outputs = [model(input_ids=part, **{name: cache}, use_cache=True).logits[0] for part in parts]
     with KVPageCache(blocks, row) as cache:
         rest = row[:, cache.get_seq_length() :]
-        found.append(model(input_ids=rest, **{name: cache}, use_cache=True).logits[0])
-    return torch.cat(found)
+        outputs.append(model(input_ids=rest, **{name: cache}, use_cache=True).logits[0])
+    return torch.cat(outputs)
 
 
 def _limit(dtype: torch.dtype, layout: CacheLayout) -> float:

@@ -49,7 +49,7 @@ class WorkingRows:
         return not self._kv
 
     def reserve(self, num_rows: int, num_tokens: int) -> bool:
-        """Reserve room for so many tokens of each row. Return False, with nothing changed, if memory lacks.
+        """Reserve room for the tokens of each row. Return False, with nothing changed, if memory lacks.
 
         Where there are rows already, num_rows is their number.
         """
@@ -70,14 +70,14 @@ class WorkingRows:
         Tokens before `start` that are not here yet are read from blocks. tables: returns RowSlots.block_tables.
         """
         end, dtype = start + new[0].shape[2], self._layers[layer_id].cache.layout.dtype
-        kept = self._kv.get(layer_id)
-        if kept is None or kept[0].shape[2] < end:
-            kept = self._grown(layer_id, new, start, dtype, tables)
-        for part, rows in zip(kept, new, strict=True):
+        pair = self._kv.get(layer_id)
+        if pair is None or pair[0].shape[2] < end:
+            pair = self._grown(layer_id, new, start, dtype, tables)
+        for part, rows in zip(pair, new, strict=True):
             part[:, :, start:end] = rows
         if start == 0:
             return new
-        keys, values = (part[:, :, :end].to(rows.dtype) for part, rows in zip(kept, new, strict=True))
+        keys, values = (part[:, :, :end].to(rows.dtype) for part, rows in zip(pair, new, strict=True))
         return keys, values
 
     def _grown(

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
@@ -17,15 +18,44 @@ from kvpage.checks.values import check_at_least
 from kvpage.serving.live.config import AsyncEngineConfig, check_seconds
 from kvpage.serving.live.live_request import LiveRequest
 from kvpage.serving.live.mailbox import Mailbox
-from kvpage.serving.live.stats import AsyncEngineStats
 from kvpage.serving.live.stepping.served_engine import ServedEngine
 from kvpage.serving.live.stepping.stepper import Stepper
 from kvpage.serving.loop.intake import Prompt
 from kvpage.serving.loop.outputs import RequestOutput
 from kvpage.serving.params.sampling import SamplingParams
+from kvpage.serving.stats.engine_stats import EngineStats
 
 Result = TypeVar("Result")
 DEFAULT = AsyncEngineConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncEngineStats:
+    """Counters since the AsyncEngine was made, and its state now.
+
+    Attributes:
+        engine: The numbers of the engine.
+        num_unfinished: Requests that have been submitted and have not ended.
+        num_waiting: Requests that wait, preempted requests included.
+        num_submitted: Requests that were taken.
+        num_refused: Requests that were refused by QueueFull.
+        num_aborted: Requests that were aborted, by callers or because their readers went.
+        num_late: Requests that reached their deadlines.
+        num_slow: Requests whose readers fell too far back.
+        num_failed: Requests that ended with an error.
+        is_draining: Whether no more requests are taken.
+    """
+
+    engine: EngineStats
+    num_unfinished: int
+    num_waiting: int
+    num_submitted: int
+    num_refused: int
+    num_aborted: int
+    num_late: int
+    num_slow: int
+    num_failed: int
+    is_draining: bool
 
 
 class AsyncEngine:
@@ -104,8 +134,17 @@ class AsyncEngine:
             EngineClosed: The engine drains, is closed, or has failed.
             RuntimeError: This is a forked process.
         """
-        about = tokens, params, request_id, namespace, blend, segments, self._stepper.sink
-        prompt = Prompt(*about, priority=priority, cache_at=cache_at)
+        prompt = Prompt(
+            tokens,
+            params,
+            request_id,
+            namespace,
+            blend,
+            segments,
+            sink=self._stepper.sink,
+            priority=priority,
+            cache_at=cache_at,
+        )
         return self._submit(prompt, timeout, keeps_tokens=True)
 
     async def generate(
@@ -140,8 +179,17 @@ class AsyncEngine:
         Raises:
             ValueError, TypeError, QueueFull, EngineClosed, RuntimeError: As `submit`.
         """
-        about = tokens, params, request_id, namespace, blend, segments, self._stepper.sink
-        prompt = Prompt(*about, priority=priority, cache_at=cache_at)
+        prompt = Prompt(
+            tokens,
+            params,
+            request_id,
+            namespace,
+            blend,
+            segments,
+            sink=self._stepper.sink,
+            priority=priority,
+            cache_at=cache_at,
+        )
         request = self._submit(prompt, timeout, keeps_tokens=False)
         async for _ in request:
             pass
@@ -162,7 +210,7 @@ class AsyncEngine:
             return LiveRequest(mailbox, stepper, self)
 
     def check_room(self, num_requests: int = 1) -> None:
-        """Raise as `submit` would now if so many requests do not fit into the queue. Any thread may ask.
+        """Raise as `submit` would now if num_requests requests do not fit into the queue. Any thread may ask.
 
         Args:
             num_requests: Requests that are to be submitted.

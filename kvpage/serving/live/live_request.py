@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Protocol
 
-from kvpage.serving.live.mailbox import Mailbox
-from kvpage.serving.live.waiter import LoopWaiter, ThreadWaiter
+from kvpage.serving.live.mailbox import LoopWaiter, Mailbox, ThreadWaiter
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.text.token_logprobs import TokenLogprobs
 
@@ -57,7 +56,7 @@ class LiveRequest:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Those of RequestOutput, before the end already: from the first token on, where this process computes it."""
+        """The prompt_logprobs of RequestOutput: from the first token on, where this process computes the request."""
         request, output = self._mailbox.request, self._mailbox.output
         if output is not None:
             return output.prompt_logprobs
@@ -87,8 +86,8 @@ class _Reader:
     def _taken(self) -> list[StepOutput] | None:
         """Return all that has come; None if the request has ended, and all of it was taken."""
         was_over = self._mailbox.is_over  # looked at first: what it put before its end is here then
-        taken = self._mailbox.take()
-        return None if was_over and not taken else taken
+        outputs = self._mailbox.take()
+        return None if was_over and not outputs else outputs
 
     def __del__(self) -> None:
         self._request._steps.drop(self._mailbox)
@@ -99,9 +98,9 @@ class _AsyncReader(_Reader):
         return self
 
     async def __anext__(self) -> list[StepOutput]:
-        while (taken := self._taken()) is not None:
-            if taken:
-                return taken
+        while (outputs := self._taken()) is not None:
+            if outputs:
+                return outputs
             await self._wait()
         raise StopAsyncIteration
 
@@ -124,9 +123,9 @@ class _ThreadReader(_Reader):
         return self
 
     def __next__(self) -> list[StepOutput]:
-        while (taken := self._taken()) is not None:
-            if taken:
-                return taken
+        while (outputs := self._taken()) is not None:
+            if outputs:
+                return outputs
             self._wait()
         raise StopIteration
 

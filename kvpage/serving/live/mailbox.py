@@ -7,11 +7,78 @@ Neither takes a lock. The reader announces itself, then looks at the items once 
 looks for the reader. So one of them sees the other.
 """
 
+import asyncio
+import threading
 from collections import deque
+from collections.abc import Sequence
 
-from kvpage.serving.live.waiter import Waiter, Wakeups
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.loop.request import Request
+
+
+class LoopWaiter:
+    """A coroutine that waits in `future`, on `loop`. is_called: whether it will be woken, or was."""
+
+    __slots__ = ("future", "is_called", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.future: asyncio.Future[None] = loop.create_future()
+        self.is_called = False
+
+
+class ThreadWaiter:
+    """A thread that waits in `wait`. is_called: as above."""
+
+    __slots__ = ("_lock", "is_called")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.is_called = False
+
+    def wait(self) -> None:
+        """Wait until `wake`. Ctrl-C ends it in the main thread."""
+        self._lock.acquire()
+
+    def wake(self) -> None:
+        """End the wait. Call it once."""
+        self._lock.release()
+
+
+Waiter = LoopWaiter | ThreadWaiter
+
+
+class Wakeups:
+    """The readers that a step has outputs for. Each event loop gets one call, for all of its coroutines."""
+
+    def __init__(self) -> None:
+        self._by_loop: dict[asyncio.AbstractEventLoop, list[LoopWaiter]] = {}
+
+    def add(self, waiter: Waiter) -> None:
+        """Wake it: a thread at once, a coroutine at `send`."""
+        waiter.is_called = True
+        if isinstance(waiter, ThreadWaiter):
+            waiter.wake()
+        else:
+            self._by_loop.setdefault(waiter.loop, []).append(waiter)
+
+    def send(self) -> None:
+        """Wake the coroutines. The coroutines of a closed loop are gone: they drop their requests."""
+        if not self._by_loop:
+            return
+        by_loop, self._by_loop = self._by_loop, {}
+        for loop, waiters in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_wake, waiters)
+            except RuntimeError:  # the loop was closed, and its coroutines with it
+                continue
+
+
+def _wake(waiters: Sequence[LoopWaiter]) -> None:
+    for waiter in waiters:
+        if not waiter.future.done():
+            waiter.future.set_result(None)
 
 
 class Mailbox:
@@ -62,9 +129,9 @@ class Mailbox:
     def take(self) -> list[StepOutput]:
         """Return all that is here, in order."""
         items = self._items
-        taken = [items.popleft() for _ in range(len(items))]
-        self._num_taken += sum(map(_size_of, taken))
-        return taken
+        outputs = [items.popleft() for _ in range(len(items))]
+        self._num_taken += sum(map(_size_of, outputs))
+        return outputs
 
     def announce(self, waiter: Waiter) -> None:
         """Have the reader woken. RuntimeError if another one waits."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvpage.blend.config import BlendConfig
 from kvpage.checks.wait_limit import WaitLimit
 from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
@@ -32,6 +33,10 @@ class Connectors(Turns):
     def blender(self) -> Blender | None:
         """The object that blends a batch's items; None without blending."""
         return None if self.blend is None else self.blend.blender
+
+    def blend_config(self) -> BlendConfig | None:
+        """Return how the engine blends; None if it does not."""
+        return None if self.blend is None else self.blend.blender.config
 
     def connect_store(self, store: StoreConnector) -> None:
         """Ask a store from now on."""
@@ -173,7 +178,7 @@ def _prefilled(requests: Iterable[Request]) -> list[Request]:
 
 
 def _first_tokens(request: Request, num_tokens: int) -> npt.NDArray[np.int32]:
-    """Return so many tokens of the request, without the repetition of a segment that is being warmed."""
+    """Return the first num_tokens tokens of the request, without the repetition of a segment that is being warmed."""
     copy_at = None if request.blending is None else request.blending.copy_at
     return request.tokens[:num_tokens][:copy_at]
 

@@ -4,7 +4,7 @@ tokens, params, segments ─► Prompt ─► check_tokens, check_length, the mo
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpage._C import ids_below
 from kvpage.blend.config import BlendConfig
-from kvpage.blend.spans import Span, spans_of_lengths
+from kvpage.blend.spans import spans_of_lengths
 from kvpage.blocks.groups.states.marks import as_cache_at
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.fields import is_int
@@ -25,8 +25,8 @@ from kvpage.serving.loop.request import Request
 from kvpage.serving.model.limits import eos_token_ids, rope_limit, vocab_size
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.params.sampling import SamplingParams, check_params
-from kvpage.serving.text.scored_prompt import ScoredPrompt
 from kvpage.serving.text.text_rules import TextRules
+from kvpage.serving.text.token_logprobs import ScoredPrompt
 
 MAX_SCORED_LOGITS = 2**26
 """Logits of prompts that one step may have at most: 256 MiB in fp32."""
@@ -58,6 +58,7 @@ class Intake:
 
     defaults: for parameters that are left at None. max_model_len: tokens of a request, generated ones included.
     tokenizer: for parameters that speak of text; None refuses these.
+    blend_config: returns how the engine blends now; None if it does not, which refuses segments.
     Any thread may ask it at any time: it reads what does not change, and replaces what it remembers as a whole.
     """
 
@@ -68,12 +69,13 @@ class Intake:
         defaults: ParamDefaults,
         max_model_len: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        blend_config: Callable[[], BlendConfig | None] = lambda: None,
     ) -> None:
-        self.defaults, self.max_model_len = defaults, max_model_len
+        self.defaults, self.max_model_len, self.tokenizer = defaults, max_model_len, tokenizer
         self.vocab_size = vocab_size(model)
         self.eos_token_ids = eos_token_ids(model)
         self._text_rules = TextRules(tokenizer, self.vocab_size, self.eos_token_ids)
-        self._model = model
+        self._model, self._blend_config = model, blend_config
         self._num_slots = manager.num_blocks * manager.block_size
         self._filled: tuple[SamplingParams, SamplingParams] | None = None  # the last ones given, and with defaults
 
@@ -92,7 +94,7 @@ class Intake:
         return array
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """ValueError if the model does not take so many tokens."""
+        """ValueError if the model does not take num_prompt_tokens + max_tokens tokens."""
         num_prompt_tokens = as_integer("num_prompt_tokens", num_prompt_tokens)
         max_tokens = as_integer("max_tokens", max_tokens)
         if num_prompt_tokens + max_tokens > self.max_model_len:
@@ -102,28 +104,29 @@ class Intake:
                 f"got {num_prompt_tokens} + {max_tokens}{why}"
             )
 
-    def request(self, prompt: Prompt, request_id: str, blend_config: BlendConfig | None) -> Request:
-        """Make a request, once all of the prompt is checked.
-
-        request_id: the prompt's own, or a new one. blend_config: how the engine blends; None if it does not.
-        """
-        if prompt.params is not None:
-            self._text_rules.check(check_params(prompt.params))
+    def request(self, prompt: Prompt, request_id: str) -> Request:
+        """Make a request, once all of the prompt is checked. request_id: the prompt's own, or a new one."""
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
         check_namespace(prompt.namespace)
-        check_flag("blend", prompt.blend)
-        if not is_int(prompt.priority):
+        if not isinstance(prompt.priority, int) or isinstance(prompt.priority, bool):
             raise TypeError(f"priority must be an integer, got {type(prompt.priority).__name__}")
         tokens = self.check_tokens(prompt.tokens)
         params = self._params(prompt.params, len(tokens))
-        if prompt.blend and params.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs must be None with blend, which does not compute all of the prompt")
-        is_plain = not prompt.blend and prompt.segments is None
-        blending = None if is_plain else _blending(prompt, request_id, tokens, blend_config)
-        marks = as_cache_at(prompt.cache_at, len(tokens))
-        about = prompt.namespace, prompt.sink, blending, prompt.priority, self._text_rules, marks
-        request = Request(request_id, tokens, params, 0, self.eos_token_ids, *about)
+        is_plain = prompt.blend is False and prompt.segments is None
+        request = Request(
+            request_id,
+            tokens,
+            params,
+            arrival=0,
+            eos_token_ids=self.eos_token_ids,
+            namespace=prompt.namespace,
+            sink=prompt.sink,
+            blending=None if is_plain else self._blending(prompt, request_id, tokens, params),
+            priority=prompt.priority,
+            answer_rules=self._text_rules,
+            cache_at=as_cache_at(prompt.cache_at, len(tokens)),
+        )
         if params.prompt_logprobs is not None:
             max_rows = max(MAX_SCORED_LOGITS // self.vocab_size, 1)
             request.scored = ScoredPrompt(len(tokens), params.prompt_logprobs, max_rows)
@@ -131,55 +134,54 @@ class Intake:
 
     def warming(self, tokens: Tokens, namespace: bytes, config: BlendConfig) -> Prompt:
         """Return a prompt that computes and keeps a segment; see Engine.warm_segments."""
-        array, one = self.check_tokens(tokens), SamplingParams(max_tokens=1)
+        array, params = self.check_tokens(tokens), SamplingParams(max_tokens=1)
         lengths, num_twice = [len(array)], 2 * len(array)
         takes_two = num_twice < self.max_model_len and num_twice <= self._num_slots
         if not config.uses_sensitivity or not takes_two:
-            return Prompt(array, one, namespace=namespace, segments=lengths, is_warming=True)
+            return Prompt(array, params, namespace=namespace, segments=lengths, is_warming=True)
         twice = np.concatenate([array, array])
-        return Prompt(twice, one, namespace=namespace, segments=lengths, copy_at=len(array), is_warming=True)
+        return Prompt(twice, params, namespace=namespace, segments=lengths, copy_at=len(array), is_warming=True)
 
-    def _params(self, given: SamplingParams | None, num_prompt_tokens: int) -> SamplingParams:
+    def _blending(
+        self, prompt: Prompt, request_id: str, tokens: npt.NDArray[np.int32], params: SamplingParams
+    ) -> BlendedPrompt | None:
+        """Return blending's part of the request; None for a prompt without segments."""
+        check_flag("blend", prompt.blend)
+        if prompt.blend and params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs must be None with blend, which does not compute all of the prompt")
+        config = self._blend_config()
+        if config is None:
+            raise ValueError("blend and segments need an engine with a BlendConfig")
+        spans = config.spans(tokens) if prompt.segments is None else spans_of_lengths(prompt.segments, len(tokens))
+        rules = prompt.blend, prompt.copy_at, prompt.is_warming
+        return BlendedPrompt(request_id, tokens, prompt.namespace, spans, *rules) if spans else None
+
+    def _params(self, params: SamplingParams | None, num_prompt_tokens: int) -> SamplingParams:
         """Return parameters with nothing left at its default, which the model and the blocks take.
 
         Those that many requests share, one after the other, are filled in once, and found again by their values.
         """
-        filled = self._filled
-        if filled is not None and given == filled[0]:
-            params = filled[1]
-            if num_prompt_tokens + (params.max_tokens or 0) > self.max_model_len:
-                self.check_length(num_prompt_tokens, params.max_tokens or 0)
-            return params
+        last = self._filled
+        if last is not None and isinstance(params, SamplingParams) and params == last[0]:
+            if num_prompt_tokens + (last[1].max_tokens or 0) > self.max_model_len:
+                self.check_length(num_prompt_tokens, last[1].max_tokens or 0)
+            return last[1]
+        if params is not None:
+            self._text_rules.check(check_params(params))
         longest = min(self.max_model_len, self._num_slots + 1)  # the last token is never fed back
-        params = self.defaults.sampling(given, num_prompt_tokens, longest)
-        self.check_length(num_prompt_tokens, params.max_tokens or 0)
-        params.check_vocabulary(self.vocab_size)
-        if given is not None and given.max_tokens is not None:  # else the prompt's length says how many
-            self._filled = given, params
-        return params
+        filled = self.defaults.sampling(params, num_prompt_tokens, longest)
+        self.check_length(num_prompt_tokens, filled.max_tokens or 0)
+        filled.check_vocabulary(self.vocab_size)
+        if params is not None and params.max_tokens is not None:  # else the prompt's length says how many
+            self._filled = params, filled
+        return filled
 
 
 def as_prompts(prompts: Sequence[Tokens]) -> list[Tokens]:
     """Return the prompts of a call as a list. TypeError for one text, and for the token ids of one prompt."""
     if isinstance(prompts, str | bytes):
         raise TypeError("prompts must be several, each of token ids, got one text: give [tokenizer(text)['input_ids']]")
-    each = as_list("prompts", prompts)
-    if each and is_int(each[0]):
+    listed = as_list("prompts", prompts)
+    if listed and is_int(listed[0]):
         raise TypeError("prompts must be several, each of token ids, got the ids of one: put them into a list")
-    return each
-
-
-def _blending(
-    prompt: Prompt, request_id: str, tokens: npt.NDArray[np.int32], config: BlendConfig | None
-) -> BlendedPrompt | None:
-    """Return blending's part of the request; None for a prompt without segments."""
-    spans = _spans(prompt, tokens, config)
-    if not spans:
-        return None
-    return BlendedPrompt(request_id, tokens, prompt.namespace, spans, prompt.blend, prompt.copy_at, prompt.is_warming)
-
-
-def _spans(prompt: Prompt, tokens: npt.NDArray[np.int32], config: BlendConfig | None) -> list[Span]:
-    if config is None:
-        raise ValueError("blend and segments need an engine with a BlendConfig")
-    return config.spans(tokens) if prompt.segments is None else spans_of_lengths(prompt.segments, len(tokens))
+    return listed

@@ -50,7 +50,7 @@ class RequestOutput:
         num_recomputed_tokens: Tokens that segments had, and that were computed again. 0 for an exact prefill.
         prompt_logprobs: One for each token of the prompt, None for the first one, which follows nothing; None unless
             SamplingParams.prompt_logprobs asked for them, or where the request ended before all were computed.
-        num_loaded_tokens: Those of `num_cached_tokens` that came from the host tier or a store for this request.
+        num_loaded_tokens: Tokens of `num_cached_tokens` that came from the host tier or a store for this request.
     """
 
     request_id: str
@@ -96,7 +96,7 @@ class StepOutput(NamedTuple):
         finish_reason: Set with the last token of the sample, and with its error; else None.
         output: Set with the last token, or the error, of the request's last sample; else None.
         error: The reason of the finish reason "error"; else None.
-        logprobs: Those of the token; None unless SamplingParams.logprobs asked for them.
+        logprobs: Log-probabilities of the token; None unless SamplingParams.logprobs asked for them.
         stop_reason: As in Sample, set with its last token.
         text: The text of the whole sample, as in Sample, set with its last token.
     """

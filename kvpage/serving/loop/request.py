@@ -27,8 +27,7 @@ from kvpage.serving.loop.outputs import FinishReason, RequestOutput, Sample, Ste
 from kvpage.serving.params.sampling import DEFAULT_MAX_TOKENS, MAX_SEED, SamplingParams
 from kvpage.serving.sampling.sampled_row import SampledRow
 from kvpage.serving.text.answer import Answer, AnswerRules
-from kvpage.serving.text.scored_prompt import ScoredPrompt
-from kvpage.serving.text.token_logprobs import TokenLogprobs
+from kvpage.serving.text.token_logprobs import ScoredPrompt, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -128,8 +127,8 @@ class Request:
         self.params = params
         self.namespace = namespace
         self.blending = blending
-        is_greedy = params.is_greedy
-        self.seed = secrets.randbelow(MAX_SEED) if params.seed is None and not is_greedy else params.seed or 0
+        draws = bool(params.temperature)
+        self.seed = secrets.randbelow(MAX_SEED) if params.seed is None and draws else params.seed or 0
         self.stop_ids = frozenset() if params.ignore_eos else eos_token_ids
         if params.stop_token_ids:
             self.stop_ids = self.stop_ids.union(params.stop_token_ids)
@@ -142,7 +141,7 @@ class Request:
         self.scored: ScoredPrompt | None = None
         guided = None if self.answer is None else self.answer.guided
         self.sampled_row: SampledRow | None = None  # None where the likeliest token is taken as it is
-        if not is_greedy or params.changes_logits or guided is not None:
+        if draws or params.changes_logits or guided is not None:
             self.sampled_row = SampledRow(params, self.stop_ids, len(prompt), max_tokens, guided)
         self.num_computed = self.num_committed = self.num_room = 0
         self.finish_reason: FinishReason | None = None
@@ -171,8 +170,15 @@ class Request:
         return [self._fork(index) for index in range(begin, begin + self.num_forks_due)]
 
     def _fork(self, index: int) -> "Request":
-        about = self.params, 0, self.stop_ids, self.namespace
-        fork = Request(self.request_id, self.prompt, *about, answer_rules=self.group.answer_rules)
+        fork = Request(
+            self.request_id,
+            self.prompt,
+            self.params,
+            arrival=0,
+            eos_token_ids=self.stop_ids,
+            namespace=self.namespace,
+            answer_rules=self.group.answer_rules,
+        )
         fork.seq_id, fork.sample_index, fork.group = (self.request_id, index), index, self.group
         fork.seed = (self.seed + index) % MAX_SEED
         return fork
@@ -187,23 +193,18 @@ class Request:
     # --- its blocks --------------------------------------------------------------------------------------------------
 
     @property
-    def max_written_tokens(self) -> int:
-        """The most tokens whose K and V it will ever write: the last one generated is never fed back."""
-        return len(self.tokens) - 1
-
-    @property
     def needs_room(self) -> bool:
         """Whether it decodes, and its newest token has no slot yet."""
         return self.num_room < self.num_tokens
 
     def admit(self, num_cached_tokens: int) -> bool:
-        """Take room for all tokens, of which so many are cached; return whether this is the first admission."""
+        """Take room for all tokens, num_cached_tokens of them cached; return whether this is the first admission."""
         self.num_computed = self.num_committed = num_cached_tokens
         self.num_room = self.num_tokens
         return self.group.note_cached(num_cached_tokens)
 
     def set_computed(self, num_computed: int) -> None:
-        """Note that K and V of so many leading tokens are in blocks."""
+        """Note that K and V of num_computed leading tokens are in blocks."""
         self.num_computed = num_computed
 
     def set_committed(self) -> None:
@@ -335,7 +336,7 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=self.prompt.tolist(),
-            samples=tuple(one.sample() for one in group.samples),
+            samples=tuple(sample.sample() for sample in group.samples),
             num_cached_tokens=group.num_cached_tokens or 0,
             arrival_time=group.arrival_time,
             first_token_time=group.first_token_time,

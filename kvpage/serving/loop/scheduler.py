@@ -5,11 +5,11 @@
               └────preempt───────┘   blocks are short: the last in order gives its own back (to the host, or for good)
 
 Requests with a lower `priority` come first; those with the same one are served first come, first served. `waiting` is
-kept in this order, also for those that come back. One that waits preempts running ones of higher numbers.
+kept in this order, also for requests that come back. A waiting request preempts running requests of higher numbers.
 
 Every request finishes, once those before it in order have:
 
-- `add` refuses a request that does not fit into all blocks together.
+- `check` refuses a request that does not fit into all blocks together.
 - A step gives its tokens to the decoding requests first. It admits nothing before every running request has its share,
   so a running prefill waits at most for a finite number of decodes.
 - Only the last running request in order is preempted, hence never the first while another runs. Alone, the first has
@@ -68,7 +68,7 @@ class Scheduler:
     ) -> None:
         check_at_least("max_num_seqs", max_num_seqs, 1)
         check_at_least("max_num_batched_tokens", max_num_batched_tokens, 1)
-        self.manager = manager
+        self.manager, self._num_blocks, self._block_size = manager, manager.num_blocks, manager.block_size
         self._states, self._windows = RequestStates(manager), WindowRoom(manager, window)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: list[Request] = []
@@ -87,19 +87,21 @@ class Scheduler:
         self._outcome_ahead = outcome_ahead
 
     def add(self, request: Request) -> None:
-        """Queue a request. ValueError as `check`."""
-        self.check(request)
-        self._queue(request)
+        """Queue a request that `check` has passed, or that comes back."""
+        self._has_priorities = self._has_priorities or request.group.priority != 0
+        insort(self.waiting, request, key=attrgetter("order"))
+        self.num_queued += 1
 
     def check(self, request: Request) -> None:
         """ValueError if it would not fit even with all blocks, or all places, for itself. Any thread may call it."""
         if request.params.n > self.max_num_seqs:
             raise ValueError(f"n must be at most max_num_seqs={self.max_num_seqs}, got {request.params.n}")
-        needed = self._blocks_for(request.max_written_tokens)
-        if needed > self.manager.num_blocks:
+        num_written = len(request.tokens) - 1  # the last generated token is never fed back
+        needed = -(-num_written // self._block_size)
+        if needed > self._num_blocks:
             raise ValueError(
-                f"prompt and max_tokens must fit into {self.manager.num_blocks} blocks of "
-                f"{self.manager.block_size} tokens, got {request.num_prompt_tokens} + {request.params.max_tokens} "
+                f"prompt and max_tokens must fit into {self._num_blocks} blocks of "
+                f"{self._block_size} tokens, got {request.num_prompt_tokens} + {request.params.max_tokens} "
                 f"tokens, {needed} blocks"
             )
 
@@ -125,7 +127,8 @@ class Scheduler:
         self._windows.begin()
         decodes = self._room_for_decodes()
         are_mixed = len(decodes.requests) < len(self.running)
-        prefilling = [one for one in self.running if one.num_computed < one.num_room] if are_mixed else []
+        running = self.running if are_mixed else []
+        prefilling = [request for request in running if request.num_computed < request.num_room]
         if decodes.requests:
             decodes.begin()
         portions: list[Portion] = []
@@ -143,7 +146,7 @@ class Scheduler:
 
     def complete(self, batch: Batch) -> None:
         """Note that the batch's K and V are written, and commit them: full blocks become findable."""
-        block_size = self.manager.block_size
+        block_size = self._block_size
         decodes = batch.decodes
         if len(decodes):
             self.manager.rows.commit(decodes.rows, decodes.newest_tokens)
@@ -167,7 +170,7 @@ class Scheduler:
                 self.manager.fork(request.seq_id, fork.seq_id)
             except OutOfBlocks:
                 fork.join()
-                self._queue(fork)
+                self.add(fork)
             else:
                 fork.join(request)
                 self.running.append(fork)
@@ -178,7 +181,7 @@ class Scheduler:
             if request in self.running:
                 self.spoil(request)
                 self._stop(request)
-                self._queue(request)
+                self.add(request)
 
     def finish(self, request: Request) -> None:
         """Take a request out, wherever it is. Its committed tokens can still be found."""
@@ -225,7 +228,7 @@ class Scheduler:
         self.preemptions = self.preemptions.plus(is_swap=self._give_back(last))
         self.running.remove(last)
         self.num_left += 1
-        self._queue(last)
+        self.add(last)
 
     # --- priorities --------------------------------------------------------------------------------------------------
 
@@ -253,11 +256,6 @@ class Scheduler:
             self.preempt_last()
 
     # --- a request's blocks ------------------------------------------------------------------------------------------
-
-    def _queue(self, request: Request) -> None:
-        self._has_priorities = self._has_priorities or request.group.priority != 0
-        insort(self.waiting, request, key=attrgetter("order"))
-        self.num_queued += 1
 
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
@@ -331,7 +329,7 @@ class Scheduler:
 
     def _admit(self, batch: Batch, prefilling: Sequence[Request], tried: Sequence[Request]) -> None:
         """Let waiting requests run, as far as tokens, sequences and blocks go. prefilling: those that run already."""
-        decoding = [] if self._states.are_kept else batch.decodes.that_filled(self.manager.block_size)
+        decoding = [] if self._states.are_kept else batch.decodes.that_filled(self._block_size)
         prefills = Prefills(self._states, [*prefilling, *decoding])
         budget = self.max_num_batched_tokens - batch.num_tokens
         num_seqs = len(self.running) + sum([request.num_forks_due for request in prefilling])
@@ -363,7 +361,7 @@ class Scheduler:
                 prefills.add(request)
 
     def _is_passed_over(self, request: Request, prefills: Prefills) -> bool:
-        """Whether something comes that it does better to wait for. What was loaded for it need not wait for others."""
+        """Whether it does better to wait for something that comes. Loaded blocks need not wait for others."""
         if self._turns.holds(request):
             return True
         needs_all = request.scores_prompt or self._turns.has_blocks(request)
@@ -402,21 +400,21 @@ class Scheduler:
             return False
         try:
             if was_swapped:
-                given = self.manager.swap_in(request.seq_id, tokens, num_spare=num_spare)
+                allocation = self.manager.swap_in(request.seq_id, tokens, num_spare=num_spare)
             else:
-                given = self._states.allocate(request, tokens, num_spare)
+                allocation = self._states.allocate(request, tokens, num_spare)
         except OutOfBlocks:
             return False
         self._turns.hand_over(request)
-        request.group.note_loaded((space.num_promoted_blocks - num_promoted) * self.manager.block_size)
-        if request.admit(given.num_cached_tokens):
+        request.group.note_loaded((space.num_promoted_blocks - num_promoted) * self._block_size)
+        if request.admit(allocation.num_cached_tokens):
             self.num_prompt_tokens += request.num_prompt_tokens
-            self.num_cached_tokens += given.num_cached_tokens
+            self.num_cached_tokens += allocation.num_cached_tokens
         if request.blending is not None and not was_swapped:
-            request.blending.admit(given.num_cached_tokens)
+            request.blending.admit(allocation.num_cached_tokens)
         self.waiting.remove(request)
         self.running.append(request)
         return True
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.manager.block_size)
+        return -(-num_tokens // self._block_size)

@@ -25,9 +25,8 @@ from kvpage.checks.wait_limit import WaitLimit
 from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.loop.batch.batch import Batch
 from kvpage.serving.loop.batch.batch_runner import BatchRunner
-from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens, chosen_of_decodes
+from kvpage.serving.loop.batch.chosen_tokens import ChosenTokens, choose_tokens, chosen_of_decodes, take_prompt_logprobs
 from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
-from kvpage.serving.loop.batch.prompt_logprobs import take_prompt_logprobs
 from kvpage.serving.loop.batch.suspects import Suspects
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
@@ -84,15 +83,15 @@ class ServingLoop:
             number += 1
         return f"request-{number}"
 
-    @uninterrupted
     def add(self, request: Request) -> None:
-        """Queue it; its arrival is the number of requests before it.
+        """Queue it; its arrival is the number of requests before it. The caller holds interrupts back.
 
-        ValueError, and no change, if its id is in use, or Scheduler.add refuses it.
+        ValueError, and no change, if its id is in use, or Scheduler.check refuses it.
         """
         self.thread.check()
         if request.request_id in self.requests:
             raise ValueError(f"request_id must not be in use, {request.request_id!r} is")
+        self._scheduler.check(request)
         request.group.arrival = self.num_arrivals
         self._scheduler.add(request)
         self.requests[request.request_id] = request
@@ -337,8 +336,8 @@ class ServingLoop:
         if chosen.prefilled:
             self._connectors.keep(chosen.prefilled)
         self._scheduler.complete(chosen.batch)
-        for request, each in chosen.forks.items():
-            self._scheduler.fork(request, each)
+        for request, forks in chosen.forks.items():
+            self._scheduler.fork(request, forks)
         if chosen.batch.prefills:
             self._connectors.save(chosen.prefilled, chosen.batch.prefills)
 
@@ -387,10 +386,20 @@ class ServingLoop:
             output = group.samples[0].output()
             group.let_go()
         sink = self._outputs if group.sink is None else group.sink
-        about = request.sample_index, request.finish_reason, output, request.error, logprobs
         has_ended = request.finish_reason is not None
-        end = (request.stop_reason, request.text) if has_ended else (None, None)
-        sink.append(StepOutput(request.request_id, token, *about, *end))
+        sink.append(
+            StepOutput(
+                request.request_id,
+                token,
+                request.sample_index,
+                request.finish_reason,
+                output,
+                request.error,
+                logprobs,
+                stop_reason=request.stop_reason if has_ended else None,
+                text=request.text if has_ended else None,
+            )
+        )
 
     def _end(self, request: Request) -> None:
         self._suspects.clear([request])

@@ -58,7 +58,7 @@ class StoreConnector:
 
     @property
     def stats(self) -> StoreConnectorStats:
-        """What this object and the store have done."""
+        """The counters of this object and of the store."""
         return self.loads.stats
 
     @property
@@ -106,8 +106,8 @@ class StoreConnector:
     def save_portion(self, tokens: TokenIds, start: int, namespace: bytes) -> None:
         """Store the whole chunks of committed tokens, if those from `start` on have completed one.
 
-        It leaves half of the places to prompts that are done. What it skips is stored with the next portion, as far as
-        it is still cached then.
+        It leaves half of the places to prompts that are done. Skipped chunks are stored with the next portion, as far
+        as they are still cached then.
         """
         size = self._chunk_size
         num_tokens = len(tokens) // size * size

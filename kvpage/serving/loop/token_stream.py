@@ -50,15 +50,15 @@ class TokenStream(Iterator[int]):
         if self._is_over:
             raise StopIteration
         try:
-            taken = self._take()
-            self.output = taken.output
-            self._is_over = taken.output is not None
+            step_output = self._take()
+            self.output = step_output.output
+            self._is_over = step_output.output is not None
         except BaseException:  # an interrupt too
             self.close()
             raise
-        if taken.token_id is None:
+        if step_output.token_id is None:
             raise StopIteration
-        return taken.token_id
+        return step_output.token_id
 
     @uninterrupted
     def close(self) -> None:

@@ -161,9 +161,9 @@ def _attend_gathered(
             start = 0 if attention.sliding_window is None else max(first - attention.sliding_window + 1, 0)
             positions = None if positions is None else positions - start
             gathered = ops.gather_cache(step.caches[layer], tables, [num_keys - start], seq_starts=[start], dtype=dtype)
-            found = gathered[0], gathered[0] if gathered[1] is None else gathered[1]  # V of latents is where K is
+            pair = gathered[0], gathered[0] if gathered[1] is None else gathered[1]  # V of latents is where K is
             keys, values = (
-                part[..., : rows.shape[-1]].to(rows.dtype) for part, rows in zip(found, (key, value), strict=True)
+                part[..., : rows.shape[-1]].to(rows.dtype) for part, rows in zip(pair, (key, value), strict=True)
             )
         outputs.append(attend(query[rows], keys, values, attention, positions))
         begin += num_queries

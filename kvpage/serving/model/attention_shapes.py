@@ -44,13 +44,8 @@ class _SeenRows:
 def with_seen_shapes(runner: ModelRunner, cache_config: CacheConfig, config: ModelConfig) -> ModelConfig:
     """Return the config with the shapes that this rank's attention gets. All ranks call it at once.
 
-    Args:
-        runner: Of the model.
-        cache_config: Of the blocks.
-        config: The layers that attend; its heads and sizes are not relied on.
-
-    Raises:
-        ValueError: K and V of a layer have unlike heads, or the model cannot be served from blocks.
+    config: of the layers that attend; its heads and sizes are not relied on. ValueError for K and V of a layer with
+    unlike heads, and for a model that cannot be served from blocks.
     """
     rows = _seen_rows(runner, cache_config, config)
     sources, shared = {_place(pair): layer for layer, pair in reversed(rows.items())}, list[tuple[int, int]]()

@@ -45,6 +45,6 @@ class AttributePatch:
 
 def twin_of(module: Module) -> Module:
     """Return a copy of a module and all within it, which shares each tensor. Other threads may use the module."""
-    shared = [value for each in module.modules() for value in list(vars(each).values())]
-    tensors = (*module.parameters(), *module.buffers(), *(one for one in shared if isinstance(one, torch.Tensor)))
+    shared = [value for part in module.modules() for value in list(vars(part).values())]
+    tensors = (*module.parameters(), *module.buffers(), *(value for value in shared if isinstance(value, torch.Tensor)))
     return deepcopy(module, {id(tensor): tensor for tensor in tensors})

@@ -92,11 +92,11 @@ def _tiles(
         num_rows = min(num_rows, MAX_SCORES // (num_heads * num_keys))
     num_rows = max(1, min(num_rows, MAX_TILE_ROWS))
     for begin in range(0, len(positions), num_rows):
-        some = positions[begin : begin + num_rows]
-        low = 0 if attention.sliding_window is None else max(0, int(some[0]) - attention.sliding_window + 1)
-        span = slice(low, int(some[-1]) + 1)
-        mask = _mask(some, span, attention.sliding_window, device) if len(some) > 1 else None
-        yield Tile(slice(begin, begin + len(some)), span, mask)
+        part_positions = positions[begin : begin + num_rows]
+        low = 0 if attention.sliding_window is None else max(0, int(part_positions[0]) - attention.sliding_window + 1)
+        span = slice(low, int(part_positions[-1]) + 1)
+        mask = _mask(part_positions, span, attention.sliding_window, device) if len(part_positions) > 1 else None
+        yield Tile(slice(begin, begin + len(part_positions)), span, mask)
 
 
 def _mask(positions: Positions, span: slice, window: int | None, device: torch.device) -> torch.Tensor:

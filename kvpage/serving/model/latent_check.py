@@ -63,11 +63,11 @@ class _CheckedPass(LatentPass):
         heads = LatentHeads.of_layer(module, key.shape[1], value.shape[2])
         self._check_forms(query, key, heads, layer)
         output = super().attend(module, query, key, value, layer, attention)
-        found = heads.expanded(self._gather(0, layer, Attention(1.0), query))
+        expanded = heads.expanded(self._gather(0, layer, Attention(1.0), query))
         itemsize = min(query.dtype.itemsize, self._step.layout.dtype.itemsize)
         limit = MAX_ERROR if itemsize >= 4 else MAX_ERROR_HALF
-        for name, one, expected in zip("KV", found, (key, value), strict=True):
-            error = float((one.double() - expected.double()).norm() / expected.double().norm())
+        for name, rows, expected in zip("KV", expanded, (key, value), strict=True):
+            error = float((rows.double() - expected.double()).norm() / expected.double().norm())
             if not error <= limit:  # also for NaN
                 raise ValueError(
                     f"{name} must be what {PROJECTION} makes of a latent for backend 'mla', that of layer {layer} of "

@@ -62,7 +62,7 @@ def limited_model_len(model: PreTrainedModel, asked: int | None) -> int:
 
 
 def rope_limit(model: PreTrainedModel, num_tokens: int) -> str:
-    """Return the end of an error about so many tokens: the reason in the rotary embeddings. Empty if there is none."""
+    """Return the end of an error about num_tokens: the reason in the rotary embeddings. Empty if there is none."""
     limit = constant_rope_len(model)
     if num_tokens <= limit:
         return ""
@@ -75,11 +75,11 @@ def rope_limit(model: PreTrainedModel, num_tokens: int) -> str:
 
 def rope_types(model: PreTrainedModel) -> set[str]:
     """Return the kinds of rotary embeddings that the config names: "default", "llama3", "yarn", ..."""
-    found = _rope_parameters(model.config.get_text_config(decoder=True))
-    return {kind for one in found if (kind := one.get("rope_type", one.get("type")))}
+    parameters = _rope_parameters(model.config.get_text_config(decoder=True))
+    return {kind for rope in parameters if (kind := rope.get("rope_type", rope.get("type")))}
 
 
 def _rope_parameters(text: Any) -> list[dict[str, Any]]:
     """Return the parameters for all layers, or for each layer type. transformers 4 and 5 name them differently."""
-    found = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    return [found, *(nested for nested in found.values() if isinstance(nested, dict))]
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    return [parameters, *(nested for nested in parameters.values() if isinstance(nested, dict))]

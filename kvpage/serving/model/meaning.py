@@ -36,9 +36,9 @@ def with_meaning(own: object, name: str, meaning: Callable[..., Any]) -> Functio
     return copy
 
 
-def _copy(own: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
-    copy = FunctionType(own.__code__, names, own.__name__, own.__defaults__, closure)
-    copy.__kwdefaults__ = own.__kwdefaults__
+def _copy(function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 

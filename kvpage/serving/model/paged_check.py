@@ -110,9 +110,9 @@ def _paged_error(
         layer.use_library(library)
     layout = runner.state_layout
     slots = None if layout is None else StateCache(layout, _NUM_SLOTS * len(sequences), device=model.device)
-    found, windows = paged_logits(runner, engine, sequences, blocks_each, slots)
+    logits, windows = paged_logits(runner, engine, sequences, blocks_each, slots)
     dtype = engine.layout.dtype if engine.layer_ids else model.dtype
-    return relative_error(found, expected), dtype, windows
+    return relative_error(logits, expected), dtype, windows
 
 
 def _own_logits(model: PreTrainedModel, tokens: npt.NDArray[np.int32]) -> torch.Tensor:
@@ -142,7 +142,7 @@ def paged_logits(
         states.slots.fill_(0xFF)  # NaN in each float dtype
     bounds = _BOUNDS if states is None else _BOUNDS_OF_STATES
     for number in range(len(bounds[0]) - 1):
-        starts, ends = [list(column) for column in zip(*(each[number : number + 2] for each in bounds), strict=True)]
+        starts, ends = [list(column) for column in zip(*(row[number : number + 2] for row in bounds), strict=True)]
         parts = [tokens[start:end] for tokens, start, end in zip(sequences, starts, ends, strict=True)]
         token_ids = np.concatenate(parts)
         packed = PackedTokens(token_ids, starts, ends, np.arange(len(token_ids)))
@@ -151,8 +151,8 @@ def paged_logits(
         logits = runner.forward(packed, step)
         _check_calls(runner.model, engine, step)
         windows = dict(step.calls)
-        for kept, part in zip(rows, torch.split(logits, [len(tokens) for tokens in parts]), strict=True):
-            kept.append(part)
+        for row_parts, part in zip(rows, torch.split(logits, [len(tokens) for tokens in parts]), strict=True):
+            row_parts.append(part)
     return torch.cat([part for parts in rows for part in parts]), windows
 
 

@@ -23,8 +23,8 @@ def probe_tokens(vocab_size: int) -> list[npt.NDArray[np.int32]]:
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference, divided by that of `expected`. Logits are taken around their mean."""
-    found, expected = (x.double() - x.double().mean(dim=-1, keepdim=True) for x in (found, expected))
-    return float((found - expected).norm() / expected.norm())
+    computed, reference = (x.double() - x.double().mean(dim=-1, keepdim=True) for x in (found, expected))
+    return float((computed - reference).norm() / reference.norm())
 
 
 def max_error(*dtypes: torch.dtype) -> float:

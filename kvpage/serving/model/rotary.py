@@ -48,18 +48,19 @@ def rotary_of_layers(
     """
     limit = MAX_ERROR if min(model.dtype.itemsize, at_zero[0][0].dtype.itemsize) >= 4 else MAX_ERROR_HALF
     tables = list(_tables(model, at_zero[0][0].device))
-    found: list[RotaryTables | None] = []
+    best_tables: list[RotaryTables | None] = []
     for layer, ((key, value), (key_there, value_there)) in enumerate(zip(at_zero, shifted, strict=True)):
         errors: list[tuple[float, RotaryTables | None]] = [(_error(key, key_there), None)]
-        errors += [(_rotation_error(one, key, key_there, shift), one) for one in _candidates(tables, key.shape[-1])]
-        error, best = min(errors, key=lambda one: one[0])
+        candidates = _candidates(tables, key.shape[-1])
+        errors += [(_rotation_error(rotary, key, key_there, shift), rotary) for rotary in candidates]
+        error, best = min(errors, key=lambda entry: entry[0])
         if not max(error, _error(value, value_there)) <= limit:
             raise ValueError(
                 f"blend needs K that rotary embeddings rotate by position and V without position, those of layer "
                 f"{layer} of {type(model).__name__} are {error:.1e} and {_error(value, value_there):.1e} off (relative)"
             )
-        found.append(best)
-    return found
+        best_tables.append(best)
+    return best_tables
 
 
 def _rotation_error(rotary: RotaryTables, key: torch.Tensor, expected: torch.Tensor, shift: int) -> float:
@@ -67,8 +68,8 @@ def _rotation_error(rotary: RotaryTables, key: torch.Tensor, expected: torch.Ten
     return _error(rotary.rotate(key, old, old + shift), expected)
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+def _error(computed: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((computed.float() - expected.float()).norm() / expected.float().norm())
 
 
 def _candidates(tables: Sequence[CosSin], head_size: int) -> Iterator[RotaryTables]:

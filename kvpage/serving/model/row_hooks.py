@@ -39,7 +39,7 @@ def decoder_layers(model: PreTrainedModel, layer_ids: Sequence[int]) -> list[nn.
     for modules in model.modules():
         if isinstance(modules, nn.ModuleList) and len(modules) >= len(layer_ids):
             layers = [modules[layer] for layer in layer_ids if layer < len(modules)]
-            if all(_has_attention(one, layer) for one, layer in zip(layers, layer_ids, strict=False)):
+            if all(_has_attention(module, layer) for module, layer in zip(layers, layer_ids, strict=False)):
                 return layers
     raise ValueError(f"blend needs a model with a list of decoder layers, {type(model).__name__} has none")
 

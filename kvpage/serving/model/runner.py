@@ -108,13 +108,13 @@ class ModelRunner:
             step.states.check_done()
         return logits if inputs.wanted is None or self._selects_logits else logits[inputs.wanted]
 
-    def _arguments(self, step: Step, given: ModelInputs) -> dict[str, Any]:
+    def _arguments(self, step: Step, inputs: ModelInputs) -> dict[str, Any]:
         """Return the model's arguments."""
-        arguments: dict[str, Any] = {"input_ids": given.token_ids, "use_cache": False}
+        arguments: dict[str, Any] = {"input_ids": inputs.token_ids, "use_cache": False}
         if self._gives_positions:
-            arguments["position_ids"] = given.positions
+            arguments["position_ids"] = inputs.positions
         if self._selects_logits:
-            arguments["logits_to_keep"] = 0 if given.wanted is None else given.wanted  # 0: all, without a copy
+            arguments["logits_to_keep"] = 0 if inputs.wanted is None else inputs.wanted  # 0: all, without a copy
         if self._passes_step:
             arguments["kvpage"] = step
         return arguments

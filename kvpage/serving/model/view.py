@@ -94,9 +94,9 @@ class ModelView:
             self._layers = self._native.stand_ins(modules)
         self._copies = {module: self._copies.get(module) or type(module).__new__(type(module)) for module in modules}
         for module in modules:
-            held = vars(self._copies[module])
-            held.clear()
-            held.update(self._state(module))
+            attributes = vars(self._copies[module])
+            attributes.clear()
+            attributes.update(self._state(module))
         if self._native is not None:
             self._fuse(modules, self._native)
         self._replace_forwards()
@@ -137,15 +137,15 @@ class ModelView:
     def _state(self, module: nn.Module) -> dict[str, Any]:
         """Return the attributes of the module's copy."""
         state = dict(vars(module))  # in one call: other threads may change it
-        held = {name: self._own(value) for name, value in state.items()}
+        attributes = {name: self._own(value) for name, value in state.items()}
         children = copy(state["_modules"])
         children.update((name, self._of_view(child)) for name, child in children.items())
-        held["_modules"] = children
+        attributes["_modules"] = children
         if _keeps_tables(module):
-            held["_buffers"] = copy(state["_buffers"])
-        if held.get("_compiled_call_impl") is not None:  # it calls the model's own modules
-            held["_compiled_call_impl"] = None
-        return held
+            attributes["_buffers"] = copy(state["_buffers"])
+        if attributes.get("_compiled_call_impl") is not None:  # it calls the model's own modules
+            attributes["_compiled_call_impl"] = None
+        return attributes
 
     def _own(self, value: Any) -> Any:
         """Return the view's copy of a module or config of the model, or of a function bound to one."""
@@ -157,34 +157,34 @@ class ModelView:
             return MethodType(value.__func__, self._own(value.__self__))
         if isinstance(value, partial):
             bound = partial(self._own(value.func), *map(self._own, value.args), **value.keywords)
-            vars(bound).update((name, self._own(held)) for name, held in vars(value).items())
+            vars(bound).update((name, self._own(content)) for name, content in vars(value).items())
             return bound
         return value
 
     def _config(self, config: Any) -> Any:
         """Return the config's copy, with copies of nested configs. It is made once."""
         if id(config) not in self._configs:
-            own = copy(config)
-            self._configs[id(config)] = config, own
+            config_copy = copy(config)
+            self._configs[id(config)] = config, config_copy
             for name in getattr(config, "sub_configs", ()):
                 if _is_config(nested := getattr(config, name, None)):
-                    vars(own)[name] = self._config(nested)
+                    vars(config_copy)[name] = self._config(nested)
         return self._configs[id(config)][1]
 
 
 def _modules_to_copy(model: nn.Module, named: Container[nn.Module]) -> list[nn.Module]:
     """Return the modules that are named, that have a config or tables, and those that contain such modules."""
-    found: dict[nn.Module, bool] = {}
+    known: dict[nn.Module, bool] = {}
 
     def visit(module: nn.Module) -> bool:
-        if module not in found:
+        if module not in known:
             inside = [visit(child) for child in [*module._modules.values()] if child is not None]
             is_special = module in named or _has_config(vars(module).values()) or _keeps_tables(module)
-            found[module] = any(inside) or is_special
-        return found[module]
+            known[module] = any(inside) or is_special
+        return known[module]
 
     visit(model)
-    return [module for module, is_copied in found.items() if is_copied]
+    return [module for module, is_copied in known.items() if is_copied]
 
 
 def _has_config(values: Iterable[Any]) -> bool:

@@ -36,10 +36,10 @@ class ParamDefaults:
         """
         if choice not in ("model", "served", "ignore"):
             raise ValueError(f"generation_config must be 'model', 'served' or 'ignore', got {choice!r}")
-        found = getattr(model, "generation_config", None)
+        model_config = getattr(model, "generation_config", None)
         # transformers does not annotate GenerationConfig.__init__.
         no_config = GenerationConfig()  # type: ignore[no-untyped-call, unused-ignore]
-        config = no_config if found is None or choice == "ignore" else copy.deepcopy(found)
+        config = no_config if model_config is None or choice == "ignore" else copy.deepcopy(model_config)
         unserved: Unserved = "ignore" if choice == "served" else "refuse"
         try:
             check_served(config) if unserved == "refuse" else None
@@ -54,26 +54,26 @@ class ParamDefaults:
 
     def sampling(self, params: SamplingParams | None, num_prompt_tokens: int, max_model_len: int) -> SamplingParams:
         """Fill in the fields that are None, and max_tokens. None: return the parameters of `model.generate`."""
-        given = self.sampling_call() if params is None else params
-        return _filled(given, self.stated_sampling, params is None, num_prompt_tokens, max_model_len)
+        filled = self.sampling_call() if params is None else params
+        return _filled(filled, self.stated_sampling, params is None, num_prompt_tokens, max_model_len)
 
     def beams(self, params: BeamSearchParams | None, num_prompt_tokens: int, max_model_len: int) -> BeamSearchParams:
         """Fill in the fields of a beam search, as `sampling` does."""
-        given = self.beam_call() if params is None else params
-        return _filled(given, self.stated_beams, params is None, num_prompt_tokens, max_model_len)
+        filled = self.beam_call() if params is None else params
+        return _filled(filled, self.stated_beams, params is None, num_prompt_tokens, max_model_len)
 
 
-def _filled(given: Params, stated: Params, is_default: bool, num_prompt_tokens: int, max_model_len: int) -> Params:
-    found: dict[str, Any] = {one.name: getattr(stated, one.name) for one in fields(stated)}
-    lacking = {name: value for name, value in found.items() if value is not None and getattr(given, name) is None}
+def _filled(params: Params, stated: Params, is_default: bool, num_prompt_tokens: int, max_model_len: int) -> Params:
+    lacking: dict[str, Any] = {field.name: getattr(stated, field.name) for field in fields(stated)}
+    lacking = {name: value for name, value in lacking.items() if value is not None and getattr(params, name) is None}
     lacking.pop("max_length", None)
-    max_tokens = _asked_tokens(given, num_prompt_tokens)
+    max_tokens = _asked_tokens(params, num_prompt_tokens)
     if max_tokens is None or is_default:
         most = max(max_model_len - num_prompt_tokens, 1)
         asked = max_tokens or _asked_tokens(stated, num_prompt_tokens)
         max_tokens = DEFAULT_MAX_TOKENS if asked is None else min(asked, most)
     lacking["max_tokens"] = max_tokens
-    return given if lacking == {"max_tokens": given.max_tokens} else replace(given, **lacking)
+    return params if lacking == {"max_tokens": params.max_tokens} else replace(params, **lacking)
 
 
 def _asked_tokens(params: SamplingParams | BeamSearchParams, num_prompt_tokens: int) -> int | None:

@@ -61,33 +61,33 @@ def logits_fields(config: Any, unserved: Unserved) -> Fields:
         raise ValueError(f"unserved must be 'refuse' or 'ignore', got {unserved!r}")
     if unserved == "refuse":
         check_served(config)
-    found = {name: getattr(config, name, None) for name in SAME_NAMES}
-    found["max_tokens"], found["min_tokens"] = config.max_new_tokens, config.min_new_tokens
-    if found["max_tokens"] is not None or found["max_length"] == LIBRARY_MAX_LENGTH:
-        found["max_length"] = None
-    if found["min_tokens"] is not None:
-        found["min_length"] = None
-    if UNSERVED["watermarking_config"](found["watermarking_config"]):
-        found["watermarking_config"] = None
-    return _stated(found)
+    stated = {name: getattr(config, name, None) for name in SAME_NAMES}
+    stated["max_tokens"], stated["min_tokens"] = config.max_new_tokens, config.min_new_tokens
+    if stated["max_tokens"] is not None or stated["max_length"] == LIBRARY_MAX_LENGTH:
+        stated["max_length"] = None
+    if stated["min_tokens"] is not None:
+        stated["min_length"] = None
+    if UNSERVED["watermarking_config"](stated["watermarking_config"]):
+        stated["watermarking_config"] = None
+    return _stated(stated)
 
 
 def sampling_fields(config: Any, unserved: Unserved) -> Fields:
     """Return the fields of SamplingParams that the config states. Without do_sample it states a temperature of 0."""
     samples = config.do_sample is True
     temperature = 1.0 if config.temperature is None else config.temperature
-    found: Fields = {name: getattr(config, name, None) for name in WARPERS}
-    found["temperature"] = temperature if samples else 0.0
-    found["top_k"] = config.top_k
+    stated: Fields = {name: getattr(config, name, None) for name in WARPERS}
+    stated["temperature"] = temperature if samples else 0.0
+    stated["top_k"] = config.top_k
     if config.top_k is None or config.top_k == LIBRARY_TOP_K:
-        found["top_k"] = LIBRARY_TOP_K if samples else None
+        stated["top_k"] = LIBRARY_TOP_K if samples else None
     top_p = config.top_p
     if top_p is not None:
-        found["top_p"] = min(max(float(top_p), 1e-9), 1.0)  # 0 leaves the likeliest, as in transformers
+        stated["top_p"] = min(max(float(top_p), 1e-9), 1.0)  # 0 leaves the likeliest, as in transformers
     for name in ("epsilon_cutoff", "eta_cutoff"):
-        if found[name] is not None and not 0 < found[name] < 1:
-            found[name] = None  # as in transformers
-    return _stated(found) | logits_fields(config, unserved)
+        if stated[name] is not None and not 0 < stated[name] < 1:
+            stated[name] = None  # as in transformers
+    return _stated(stated) | logits_fields(config, unserved)
 
 
 def call_fields(config: Any, unserved: Unserved) -> Fields:
@@ -95,10 +95,10 @@ def call_fields(config: Any, unserved: Unserved) -> Fields:
     num_beams: int = config.num_beams or 1
     if num_beams > 1 and unserved == "refuse":
         raise ValueError(f"generation_config must ask for one beam here, it asks for num_beams={num_beams}")
-    found = sampling_fields(config, unserved)
-    if "max_length" not in found:
-        found.setdefault("max_tokens", LIBRARY_MAX_LENGTH)
-    return found | {"n": config.num_return_sequences or 1}
+    stated = sampling_fields(config, unserved)
+    if "max_length" not in stated:
+        stated.setdefault("max_tokens", LIBRARY_MAX_LENGTH)
+    return stated | {"n": config.num_return_sequences or 1}
 
 
 def beam_fields(config: Any, unserved: Unserved) -> Fields:
@@ -110,12 +110,12 @@ def beam_call_fields(config: Any, unserved: Unserved) -> Fields:
     """Return BeamSearchParams' fields of `model.generate` without arguments. ValueError for a config that samples."""
     if config.do_sample is True and unserved == "refuse":
         raise ValueError("generation_config must not draw tokens in a beam search, it asks for do_sample=True")
-    found = beam_fields(config, unserved)
-    if "max_length" not in found:
-        found.setdefault("max_tokens", LIBRARY_MAX_LENGTH)
+    stated = beam_fields(config, unserved)
+    if "max_length" not in stated:
+        stated.setdefault("max_tokens", LIBRARY_MAX_LENGTH)
     counts = {"num_beams": config.num_beams or 1, "num_return_sequences": config.num_return_sequences or 1}
-    return found | counts
+    return stated | counts
 
 
-def _stated(found: Fields) -> Fields:
-    return {name: value for name, value in found.items() if value is not None}
+def _stated(config_fields: Fields) -> Fields:
+    return {name: value for name, value in config_fields.items() if value is not None}

@@ -115,7 +115,7 @@ class Guide:
         """
         if isinstance(choices, str | bytes) or not isinstance(choices, Sequence):
             raise TypeError(f"choices must be a list of texts, got {type(choices).__name__}")
-        if others := [one for one in choices if not isinstance(one, str)]:
+        if others := [choice for choice in choices if not isinstance(choice, str)]:
             raise TypeError(f"choices must be texts, got {others[0]!r}")
         if not choices or not all(choices):
             raise ValueError(f"choices must be at least one text, none of them empty, got {list(choices)!r}")

@@ -44,7 +44,7 @@ class LogitsParams:
         min_length: the number of tokens of prompt and answer together before one may end the request.
         repetition_penalty: above 1, tokens of the prompt and the answer become less likely.
         sequence_bias: added to the logit of a token that would complete such a sequence: {tokens: bias}, or pairs.
-        no_repeat_ngram_size: no run of so many tokens comes twice. 0 allows all.
+        no_repeat_ngram_size: no run of that many tokens comes twice. 0 allows all.
         bad_words_ids: sequences that are not generated.
         suppress_tokens: tokens that are not generated.
         begin_suppress_tokens: tokens that are not generated first.
@@ -117,7 +117,9 @@ class LogitsParams:
 NEUTRAL: dict[str, object] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 NEUTRAL |= {"min_tokens": 0, "min_length": 0, "no_repeat_ngram_size": 0, "remove_invalid_values": False}
 NOT_OF_LOGITS = ("max_length", "renormalize_logits")
-RULES = {one.name: (None, NEUTRAL.get(one.name), ()) for one in fields(LogitsParams) if one.name not in NOT_OF_LOGITS}
+RULES = {
+    rule.name: (None, NEUTRAL.get(rule.name), ()) for rule in fields(LogitsParams) if rule.name not in NOT_OF_LOGITS
+}
 """The rules, each with the values that change nothing."""
 _values_of = attrgetter(*RULES)
 _UNSET = (None,) * len(RULES)

@@ -61,7 +61,7 @@ class SamplingParams(LogitsParams):
         epsilon_cutoff: as in transformers' GenerationConfig.
         eta_cutoff: as in transformers' GenerationConfig.
         stop: a request ends where its text has the first of these strings, also amid a token. They
-            need the tokenizer given to `Engine.from_model`. Those within the first `min_tokens` tokens do not count.
+            need the tokenizer given to `Engine.from_model`. Strings within the first `min_tokens` tokens do not count.
         include_stop_str_in_output: end `Sample.text` after the stop string, not before it.
         logprobs: return the log-probability of each generated token, and the ids and log-probabilities of that many
             likeliest ones, at most 20; 0 for the generated one alone. They are log_softmax in fp32 of the model's own
@@ -144,7 +144,7 @@ def params_of_each(
         return [params] * num_prompts
     if not isinstance(params, Iterable):
         raise TypeError(f"params must be SamplingParams, or one a prompt, got {type(params).__name__}")
-    each = list(params)
-    if len(each) != num_prompts:
-        raise ValueError(f"params must be one, or one a prompt, got {len(each)} for {num_prompts} prompts")
-    return each
+    params_list = list(params)
+    if len(params_list) != num_prompts:
+        raise ValueError(f"params must be one, or one a prompt, got {len(params_list)} for {num_prompts} prompts")
+    return params_list

@@ -74,18 +74,18 @@ class DeviceRows:
 
         Return those that count tokens. They count the call's, too: `note_chosen` tells which.
         """
-        held = [
+        held_tables = [
             HeldTables(index, tables, row.num_prompt_tokens + int(positions[index]))
             for index, (tables, sequence) in enumerate(zip(self._tables, self._sequences, strict=True))
             if tables is not None and tables.counts and (row := sequence.sampled_row) is not None
         ]
-        for index, tables, num_tokens in held:
+        for index, tables, num_tokens in held_tables:
             tables.hold(self._sequences[index].tokens[:num_tokens])
             tables.note_chosen(num_tokens, -1)  # if the call raises, nobody knows what the kernel has counted
         for known, sequence in zip(self._tables, self._sequences, strict=True):
             if known is not None and (row := sequence.sampled_row) is not None and row.mask is not None:
                 known.allow(row.mask)
-        return held
+        return held_tables
 
     def serves(self, logits: torch.Tensor) -> bool:
         """Whether such logits are what it was made for."""
@@ -96,18 +96,18 @@ class DeviceRows:
 
         No rule of any row may count tokens: the host may not know the last one.
         """
-        (given,) = upload([positions], self._device)
-        ops.sample_rows(logits, self._records, given, self._out, self._memory)
+        (device_positions,) = upload([positions], self._device)
+        ops.sample_rows(logits, self._records, device_positions, self._out, self._memory)
         return self._out
 
     def sample(self, logits: torch.Tensor, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Return one token a row; -1 for rows without one. The only wait is for the tokens."""
-        held = self.hold(positions)
+        held_tables = self.hold(positions)
         self._staged.numpy()[:] = positions
         self._positions.copy_(self._staged, non_blocking=True)
         ops.sample_rows(logits, self._records, self._positions, self._out, self._memory)
         chosen: npt.NDArray[np.int32] = self._out.cpu().numpy().copy()
-        for index, tables, num_tokens in held:
+        for index, tables, num_tokens in held_tables:
             tables.note_chosen(num_tokens, int(chosen[index]))
         return chosen
 
@@ -135,7 +135,7 @@ def _packed_records(
     rows: Sequence[SampledRow | None], tables: Sequence[TokenTables | None], records: npt.NDArray[np.void]
 ) -> npt.NDArray[np.int64]:
     """Return the records of `ops.sample_rows`, [num_rows, words of a record]. They hold the tables' addresses."""
-    packed = np.array([_record(row, held) for row, held in zip(rows, tables, strict=True)], SAMPLING_RECORD)
+    packed = np.array([_record(row, row_tables) for row, row_tables in zip(rows, tables, strict=True)], SAMPLING_RECORD)
     for name in DRAW:
         packed[name] = records[name]
     return packed.view(np.int64).reshape(len(rows), ops.SAMPLING_RECORD_WORDS)

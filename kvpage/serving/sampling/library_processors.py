@@ -78,28 +78,28 @@ class LibraryProcessors:
         from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
         params = self._params
-        found: list[Any] = []
+        processors: list[Any] = []
         if params.no_repeat_ngram_size:
-            found.append(NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
+            processors.append(NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
         ends = [[int(token)] for token in self._eos]
         if bad := [list(word) for word in params.bad_words_ids or () if list(word) not in ends]:
-            found.append(NoBadWordsLogitsProcessor(bad))
-        return found
+            processors.append(NoBadWordsLogitsProcessor(bad))
+        return processors
 
     def _ends(self) -> list[Any]:
         import transformers as library
 
         params = self._params
-        found: list[Any] = []
+        processors: list[Any] = []
         if params.forced_bos_token_id is not None:
-            found.append(library.ForcedBOSTokenLogitsProcessor(params.forced_bos_token_id))
+            processors.append(library.ForcedBOSTokenLogitsProcessor(params.forced_bos_token_id))
         if params.forced_eos_token_id:
-            found.append(library.ForcedEOSTokenLogitsProcessor(self._max_length, list(params.forced_eos_token_id)))
+            processors.append(library.ForcedEOSTokenLogitsProcessor(self._max_length, list(params.forced_eos_token_id)))
         if params.remove_invalid_values:
-            found.append(library.InfNanRemoveLogitsProcessor())
+            processors.append(library.InfNanRemoveLogitsProcessor())
         if params.exponential_decay_length_penalty:
-            found.append(self._decay)
-        return found
+            processors.append(self._decay)
+        return processors
 
     def _decay(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         from transformers import ExponentialDecayLengthPenalty
@@ -115,16 +115,16 @@ class LibraryProcessors:
         params, asked = self._params, asked_warpers(self._params)
         if not asked:
             return []
-        found = [_warper("TopHLogitsWarper", params.top_h)] if "top_h" in asked else []
+        warpers = [_warper("TopHLogitsWarper", params.top_h)] if "top_h" in asked else []
         if params.top_k:
-            found.append(library.TopKLogitsWarper(params.top_k))
+            warpers.append(library.TopKLogitsWarper(params.top_k))
         if params.top_p is not None and params.top_p < 1:
-            found.append(library.TopPLogitsWarper(params.top_p))
+            warpers.append(library.TopPLogitsWarper(params.top_p))
         if params.min_p:
-            found.append(_warper("MinPLogitsWarper", params.min_p))
+            warpers.append(_warper("MinPLogitsWarper", params.min_p))
         names = {"typical_p": "TypicalLogitsWarper", "epsilon_cutoff": "EpsilonLogitsWarper"}
         names["eta_cutoff"] = "EtaLogitsWarper"
-        return found + [_warper(kind, getattr(params, name)) for name, kind in names.items() if name in asked]
+        return warpers + [_warper(kind, getattr(params, name)) for name, kind in names.items() if name in asked]
 
 
 def _warper(kind: str, value: float) -> Any:

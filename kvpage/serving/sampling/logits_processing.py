@@ -24,11 +24,11 @@ def process_logits(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: 
     if not any(row.changes_logits for row in rows):
         return
     library = _with_library(rows)
-    _run(scores, library, token_ids, lambda one: one.before)
+    _run(scores, library, token_ids, lambda processors: processors.before)
     _add_biases(scores, rows)
     _penalize(scores, rows, token_ids)
     _rule_out(scores, [row.barred_ids(len(tokens)) for row, tokens in zip(rows, token_ids, strict=True)])
-    _run(scores, library, token_ids, lambda one: one.after)
+    _run(scores, library, token_ids, lambda processors: processors.after)
     _rule_out(scores, [row.unwanted_ids(len(tokens)) for row, tokens in zip(rows, token_ids, strict=True)])
     for index, row in enumerate(rows):
         if row.mask is not None:
@@ -43,12 +43,12 @@ def allowed_tokens(mask: npt.NDArray[np.uint32], vocab_size: int) -> torch.Tenso
 
 def warp_by_library(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:
     """Run transformers' warpers on the rows that need one, in place: top_k, top_p and min_p among them."""
-    _run(scores, _with_library(rows), token_ids, lambda one: one.drawing)
+    _run(scores, _with_library(rows), token_ids, lambda processors: processors.drawing)
 
 
 def watermark(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: TokenArrays) -> None:
     """Watermark the rows that ask for it, in place. It is the last rule."""
-    _run(scores, _with_library(rows), token_ids, lambda one: [one.mark])
+    _run(scores, _with_library(rows), token_ids, lambda processors: [processors.mark])
 
 
 def _with_library(rows: Sequence[SampledRow]) -> list[tuple[int, LibraryProcessors]]:
@@ -65,17 +65,17 @@ def _run(
         if not (asked := stage(processors)):
             continue
         so_far = torch.from_numpy(token_ids[index].astype(np.int64)).unsqueeze(0).to(scores.device)
-        one = scores[index : index + 1].clone()
+        row_scores = scores[index : index + 1].clone()
         for processor in asked:
-            one = processor(so_far, one)
-        scores[index : index + 1] = one
+            row_scores = processor(so_far, row_scores)
+        scores[index : index + 1] = row_scores
 
 
 def _add_biases(scores: torch.Tensor, rows: Sequence[SampledRow]) -> None:
     if not any(len(row.biased_ids) for row in rows):
         return
-    places, taken = _places(scores, [row.biased_ids for row in rows])
-    biases = torch.from_numpy(np.concatenate([row.biases for row in rows])[taken]).to(scores.device)
+    places, is_inside = _places(scores, [row.biased_ids for row in rows])
+    biases = torch.from_numpy(np.concatenate([row.biases for row in rows])[is_inside]).to(scores.device)
     scores.index_put_(places, biases, accumulate=True)
 
 
@@ -89,13 +89,13 @@ def _penalize(scores: torch.Tensor, rows: Sequence[SampledRow], token_ids: Token
     all_ids = [np.empty(0, np.int64)] * len(rows)
     for index, (ids, _) in zip(asking, seen, strict=True):
         all_ids[index] = ids
-    places, taken = _places(scores, all_ids)
-    penalties = np.repeat(np.array([rows[index].penalties for index in asking], np.float32), lengths, axis=0)[taken]
-    counts = np.concatenate([counts for _, counts in seen])[taken].astype(np.float32)
+    places, is_inside = _places(scores, all_ids)
+    penalties = np.repeat(np.array([rows[index].penalties for index in asking], np.float32), lengths, axis=0)[is_inside]
+    counts = np.concatenate([counts for _, counts in seen])[is_inside].astype(np.float32)
     repetition = torch.from_numpy(np.ascontiguousarray(penalties[:, 0])).to(scores.device)
     taken_off = torch.from_numpy(penalties[:, 1] * (counts > 0) + penalties[:, 2] * counts).to(scores.device)
-    found = scores[places]
-    scores[places] = torch.where(found < 0, found * repetition, found / repetition) - taken_off
+    old_scores = scores[places]
+    scores[places] = torch.where(old_scores < 0, old_scores * repetition, old_scores / repetition) - taken_off
 
 
 def _rule_out(scores: torch.Tensor, ids: Sequence[npt.NDArray[np.int64]]) -> None:
@@ -108,8 +108,8 @@ def _places(
     scores: torch.Tensor, ids: Sequence[npt.NDArray[np.int64]]
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], npt.NDArray[np.bool_]]:
     """Return the row and column of each id of each row, and which ids have a place: those of the vocabulary."""
-    rows = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
+    rows = np.repeat(np.arange(len(ids)), [len(row_ids) for row_ids in ids])
     columns = np.concatenate(ids)
-    taken = (columns >= 0) & (columns < scores.shape[1])
-    row_places, column_places = (torch.from_numpy(each[taken]).to(scores.device) for each in (rows, columns))
-    return (row_places, column_places), taken
+    is_inside = (columns >= 0) & (columns < scores.shape[1])
+    row_places, column_places = (torch.from_numpy(numbers[is_inside]).to(scores.device) for numbers in (rows, columns))
+    return (row_places, column_places), is_inside

@@ -65,6 +65,6 @@ def sample_rows(
         logits = logits.contiguous()
     chosen = np.empty(len(rows), np.int32)
     row_stride = logits.stride(0) * logits.element_size()
-    place = (logits.data_ptr(), row_stride, ROW_TYPES[logits.dtype], *logits.shape)
-    _C.sample_rows(place, rows, token_rules, tokens, chosen, torch.get_num_threads())
+    key = (logits.data_ptr(), row_stride, ROW_TYPES[logits.dtype], *logits.shape)
+    _C.sample_rows(key, rows, token_rules, tokens, chosen, torch.get_num_threads())
     return chosen

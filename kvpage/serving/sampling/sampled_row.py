@@ -50,16 +50,16 @@ class SeenTokens:
     def _begin(self, tokens: TokenArray) -> None:
         prompt = np.unique(tokens[: self._num_prompt_tokens]).astype(np.int64)
         self._ids, self._counts = prompt, np.zeros(len(prompt), np.int64)
-        self._places = {token: place for place, token in enumerate(prompt.tolist())}
+        self._places = {token: index for index, token in enumerate(prompt.tolist())}
         self._num_seen = self._num_prompt_tokens
 
     def _add(self, token: int) -> None:
-        place = self._places.setdefault(token, len(self._places))
-        if place == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros(place + 8, np.int64)])
-            self._counts = np.concatenate([self._counts, np.zeros(place + 8, np.int64)])
-        self._ids[place] = token
-        self._counts[place] += 1
+        index = self._places.setdefault(token, len(self._places))
+        if index == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros(index + 8, np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(index + 8, np.int64)])
+        self._ids[index] = token
+        self._counts[index] += 1
 
 
 class SampledRow:
@@ -124,8 +124,8 @@ class SampledRow:
         clipped = min(max(temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE)
         with np.errstate(divide="ignore"):
             least_score = np.log(min_p)
-        kept = min(int(top_k), MOST_TOP_K)
-        return packed(SamplingRecord(top_k=kept, top_p=top_p, temperature=clipped, least_score=least_score))
+        num_kept = min(int(top_k), MOST_TOP_K)
+        return packed(SamplingRecord(top_k=num_kept, top_p=top_p, temperature=clipped, least_score=least_score))
 
     def tables_on(self, device: torch.device, vocab_size: int) -> TokenTables | None:
         """Return the rules that name tokens as tables, kept from call to call; None where the library's processors run.

@@ -75,8 +75,8 @@ class Sampler:
         self._records["seed"] = [sequence.seed for sequence in sequences]
         rules = [None if row is None else row.token_rules for row in sampled]
         if any(rules):
-            held = zip(rules, sequences, strict=True)
-            self._rules, self._tokens = rules, [None if each is None else one.tokens for each, one in held]
+            pairs = zip(rules, sequences, strict=True)
+            self._rules, self._tokens = rules, [None if rule is None else sequence.tokens for rule, sequence in pairs]
 
     @property
     def records(self) -> npt.NDArray[np.void]:
@@ -143,8 +143,8 @@ class Sampler:
     def _with_torch(self, logits: torch.Tensor, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return the tokens with those of rows that only torch serves."""
         if self._by_torch:
-            some = [self._sequences[index] for index in self._by_torch]
-            tokens[self._by_torch] = self._torch(logits[self._by_torch], some)
+            torch_sequences = [self._sequences[index] for index in self._by_torch]
+            tokens[self._by_torch] = self._torch(logits[self._by_torch], torch_sequences)
         return tokens
 
     @staticmethod
@@ -176,29 +176,29 @@ def _parts(sequences: Sequence[SampledSequence], vocab_size: int) -> Iterator[li
     rows = [row for row, sequence in enumerate(sequences) if sequence.sampled_row is not None]
     size = max(PART_SIZE // vocab_size, 1)
     for is_greedy in (True, False) if rows else ():
-        some = [row for row in rows if sequences[row].params.is_greedy is is_greedy]
-        yield from (some[begin : begin + size] for begin in range(0, len(some), size))
+        kind_rows = [row for row in rows if sequences[row].params.is_greedy is is_greedy]
+        yield from (kind_rows[begin : begin + size] for begin in range(0, len(kind_rows), size))
 
 
 def _choose(
     logits: torch.Tensor, sequences: Sequence[SampledSequence], rows: list[int], tokens: torch.Tensor
 ) -> list[int]:
     """Set the tokens of these rows. Return the rows in which no token is left to choose."""
-    some = [sequences[row] for row in rows]
-    sampled = [sequence.sampled_row for sequence in some if sequence.sampled_row is not None]
-    token_ids = [sequence.tokens[: sequence.num_tokens] for sequence in some]
+    row_sequences = [sequences[row] for row in rows]
+    sampled = [sequence.sampled_row for sequence in row_sequences if sequence.sampled_row is not None]
+    token_ids = [sequence.tokens[: sequence.num_tokens] for sequence in row_sequences]
     padded = padded_scores(logits[rows] if len(rows) < len(logits) else logits)
     scores = padded[:, : logits.shape[1]]
     process_logits(scores, sampled, token_ids)
-    if some[0].params.is_greedy:
+    if row_sequences[0].params.is_greedy:
         watermark(scores, sampled, token_ids)
         highest, tokens[rows] = scores.max(dim=-1)
         return [rows[index] for index in rows_not_finite(highest)]
     if bad := rows_not_finite(block_maxima(padded).amax(dim=-1)):
         return [rows[index] for index in bad]
     warp(padded, logits.shape[1], sampled, token_ids)
-    positions = [sequence.num_generated for sequence in some]
-    tokens[rows] = _draw(padded, uniforms([sequence.seed for sequence in some], positions))
+    positions = [sequence.num_generated for sequence in row_sequences]
+    tokens[rows] = _draw(padded, uniforms([sequence.seed for sequence in row_sequences], positions))
     return []
 
 
@@ -229,8 +229,8 @@ def _draw(scores: torch.Tensor, points: npt.NDArray[np.float64]) -> torch.Tensor
     sums = blocks.sum(dim=-1).double()
     ends = sums.cumsum(dim=-1)
     targets = torch.from_numpy(points).to(scores.device)[:, None] * ends[:, -1:]
-    found = torch.searchsorted(ends, targets, right=True)
-    inside = (targets - ends.gather(1, found)) / sums.gather(1, found) + 1
-    weights = blocks[torch.arange(len(scores), device=scores.device), found.squeeze(1)].double().cumsum(dim=-1)
+    block_ids = torch.searchsorted(ends, targets, right=True)
+    inside = (targets - ends.gather(1, block_ids)) / sums.gather(1, block_ids) + 1
+    weights = blocks[torch.arange(len(scores), device=scores.device), block_ids.squeeze(1)].double().cumsum(dim=-1)
     targets = inside.clamp(0, BELOW_ONE) * weights[:, -1:]
-    return (found * BLOCK + torch.searchsorted(weights, targets, right=True)).squeeze(1)
+    return (block_ids * BLOCK + torch.searchsorted(weights, targets, right=True)).squeeze(1)

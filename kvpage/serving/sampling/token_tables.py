@@ -72,8 +72,8 @@ class TokenTables:
         prompt, generated = (self._in_vocabulary(part) for part in (tokens[:num_prompt], tokens[num_prompt:]))
         words[prompt] |= SEEN
         words += np.bincount(generated, minlength=self._vocab_size).astype(np.int32)
-        (given,) = upload([words], self.device)
-        self.words.copy_(given)
+        (device_words,) = upload([words], self.device)
+        self.words.copy_(device_words)
 
     def allow(self, mask: npt.NDArray[np.uint32]) -> None:
         """Let only tokens of a mask come next: token i if bit i % 32 of mask[i // 32] is set. Nothing is waited for."""
@@ -82,14 +82,14 @@ class TokenTables:
             fixed = np.zeros(self._vocab_size, np.int32)
             fixed[self._in_vocabulary(self._named.suppressed_ids)] = SUPPRESSED
             (self._always_barred,) = upload([fixed], self.device)
-        (given,) = upload([mask.view(np.int32)], self.device)
-        is_allowed = (given[:, None] >> torch.arange(32, dtype=torch.int32, device=self.device) & 1).flatten()
+        (device_mask,) = upload([mask.view(np.int32)], self.device)
+        is_allowed = (device_mask[:, None] >> torch.arange(32, dtype=torch.int32, device=self.device) & 1).flatten()
         barred = (1 - is_allowed[: self._vocab_size]) * SUPPRESSED
         barred = torch.nn.functional.pad(barred, (0, self._vocab_size - len(barred)), value=SUPPRESSED)
         self.words.bitwise_and_(~SUPPRESSED).bitwise_or_(self._always_barred | barred)
 
     def note_chosen(self, num_tokens: int, token: int) -> None:
-        """Note the token that the kernel has chosen, and counted, after so many; -1 if it chose none."""
+        """Note the token that the kernel has chosen, and counted, after num_tokens tokens; -1 if it chose none."""
         self._num_counted, self._newest = (num_tokens + 1, token) if token >= 0 else (-1, -1)
 
     def _fixed_words(self) -> npt.NDArray[np.int32]:

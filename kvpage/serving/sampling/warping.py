@@ -88,10 +88,10 @@ def _nucleus(scores: torch.Tensor, thresholds: torch.Tensor, top_p: npt.NDArray[
     Tokens whose share is below (1 - top_p) / columns make up less than 1 - top_p together, so they are not needed.
     """
     share = torch.from_numpy(top_p).to(scores.device)[:, None]
-    kept = scores.masked_fill(scores < thresholds[:, None], -torch.inf)
-    total = in_blocks(to_weights(kept.clone())).sum(dim=-1).double().sum(dim=-1, keepdim=True)
+    masked = scores.masked_fill(scores < thresholds[:, None], -torch.inf)
+    total = in_blocks(to_weights(masked.clone())).sum(dim=-1).double().sum(dim=-1, keepdim=True)
     bound = ((1 - share) * total / scores.shape[1]).log() - 1e-3
-    ordered = _descending(_candidates(kept, bound.float()))
+    ordered = _descending(_candidates(masked, bound.float()))
     weights = ordered.double().exp()
     is_needed = weights.cumsum(dim=-1) - weights < share * total
     last = is_needed.sum(dim=-1, keepdim=True).clamp(min=1) - 1
@@ -107,9 +107,9 @@ def _candidates(scores: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
         return scores
     rows, columns = reach.nonzero(as_tuple=True)
     places = torch.arange(len(rows), device=scores.device) - (counts.cumsum(0) - counts)[rows]
-    found = scores.new_full((len(scores), max(width, 1)), -torch.inf)
-    found[rows, places] = scores[rows, columns]
-    return found
+    padded = scores.new_full((len(scores), max(width, 1)), -torch.inf)
+    padded[rows, places] = scores[rows, columns]
+    return padded
 
 
 def _descending(scores: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ class EngineStats:
         num_cached_tokens: Tokens of these that were found in the cache at the first admission.
         num_generated_tokens: Tokens that were chosen.
         num_preemptions: Requests that gave their blocks back.
-        num_swaps: Those of them that kept their K and V on the host.
+        num_swaps: Preempted requests that kept their K and V on the host.
         num_finished: Requests that have ended, aborted ones included.
         num_running: Requests that run now.
         num_waiting: Requests that wait now.

@@ -132,14 +132,14 @@ class EngineCollector(Collector):
 
     def _windows(self, windows: Sequence[WindowStats]) -> Iterator[Metric]:
         numbers = {}
-        for one in windows:
-            numbers[str(one.num_tokens), "used"] = one.num_used_blocks
-            numbers[str(one.num_tokens), "evictable"] = one.num_evictable_blocks
-            numbers[str(one.num_tokens), "free"] = one.num_free_blocks
+        for window in windows:
+            numbers[str(window.num_tokens), "used"] = window.num_used_blocks
+            numbers[str(window.num_tokens), "evictable"] = window.num_evictable_blocks
+            numbers[str(window.num_tokens), "free"] = window.num_free_blocks
         yield self._gauge("window_blocks", "Blocks of windows by their tokens and state.", numbers, "window", "state")
-        evicted = {(str(one.num_tokens),): one.evicted_blocks for one in windows}
+        evicted = {(str(window.num_tokens),): window.evicted_blocks for window in windows}
         yield self._counter("evicted_window_blocks", "Cached blocks of windows that made room.", evicted, "window")
-        promoted = {(str(one.num_tokens),): one.promoted_blocks for one in windows}
+        promoted = {(str(window.num_tokens),): window.promoted_blocks for window in windows}
         yield self._counter("promoted_window_blocks", "Blocks of windows back from the host.", promoted, "window")
 
     def _transfers(self, stats: EngineStats) -> Iterator[Metric]:

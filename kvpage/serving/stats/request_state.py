@@ -21,8 +21,8 @@ class RequestState:
         namespace: The namespace of its blocks.
         stage: "waiting", "loading" (it waits for a store or for segments), "prefill" or "decode".
         num_prompt_tokens: Tokens of its prompt.
-        num_cached_tokens: Those of them that were found on the device at the first admission. 0 before it.
-        num_loaded_tokens: Those of them that came from the host tier or a store for this request.
+        num_cached_tokens: Tokens of the prompt that were cached on the device at the first admission. 0 before it.
+        num_loaded_tokens: Tokens of the prompt that came from the host tier or a store for this request.
         num_computed_tokens: Tokens whose K and V are in its blocks now, cached and loaded ones included.
         num_generated_tokens: Tokens that it has generated.
         arrival_time: Seconds of time.monotonic() when it was queued.
@@ -43,20 +43,13 @@ class RequestState:
 
 
 def request_states(scheduler: Scheduler, connectors: Connectors, limit: int) -> list[RequestState]:
-    """Return the states of the running requests and then of those that wait, `limit` at most.
-
-    Args:
-        scheduler: The requests.
-        connectors: Knows which of them wait for something.
-        limit: The largest number of states.
-
-    Returns:
-        The states, in the order of the scheduler's lists.
-    """
+    """Return the states of the running requests, then of those that wait, in order, `limit` at most."""
     running = list(islice(scheduler.running, limit))
     waiting = islice(scheduler.waiting, limit - len(running))
-    states = [_state_of(one, "prefill" if one.num_generated == 0 else "decode") for one in running]
-    return states + [_state_of(one, "loading" if _is_loading(one, connectors) else "waiting") for one in waiting]
+    states = [_state_of(request, "prefill" if request.num_generated == 0 else "decode") for request in running]
+    for request in waiting:
+        states.append(_state_of(request, "loading" if _is_loading(request, connectors) else "waiting"))
+    return states
 
 
 def _is_loading(request: Request, connectors: Connectors) -> bool:

@@ -106,7 +106,7 @@ class _Search:
         self._follow([])
 
     def _candidates(self, logits: torch.Tensor) -> list[_Candidate]:
-        """Return the best continuations, so many that num_beams go on even if each beam ends with each stop token."""
+        """Return the best continuations, enough that num_beams go on even if each beam ends with each stop token."""
         sums = self._processed(logits.float().log_softmax(dim=-1)) + self._scores[:, None].to(logits.device)
         count = min(max(2, 1 + len(self._stop_ids)) * self.params.num_beams, sums.numel())
         scores, indices = sums.flatten().topk(count)
@@ -127,7 +127,7 @@ class _Search:
         """Leave the states of the best beams to the next turn. besides: the parents that go on, and leave none."""
         returned = self.finished[: self.params.num_return_sequences]
         for beam, parent in ended:
-            if parent not in besides and any(beam is one for one in returned):
+            if parent not in besides and any(beam is other for other in returned):
                 self._branches.keep_end(self.running[parent])
 
     def _finish(self, candidate: _Candidate) -> Beam:
@@ -192,9 +192,9 @@ def search_beams(
     return [output for group in groups for output in _search_group(engine, group, namespace)]
 
 
-def _prompt(engine: SteerableEngine, tokens: Tokens, given: BeamSearchParams | None) -> _Prompt:
+def _prompt(engine: SteerableEngine, tokens: Tokens, params: BeamSearchParams | None) -> _Prompt:
     checked = engine.check_tokens(tokens)
-    params = engine.defaults.beams(given, len(checked), engine.max_model_len)
+    params = engine.defaults.beams(params, len(checked), engine.max_model_len)
     engine.check_length(len(checked), params.max_tokens or 0)
     params.check_vocabulary(engine.vocab_size)
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else engine.eos_token_ids)
@@ -205,7 +205,7 @@ def _search_group(engine: SteerableEngine, prompts: Sequence[_Prompt], namespace
     """Search for all prompts side by side; where blocks are short, one half after the other."""
     try:
         with Branches(engine) as branches:
-            searches = [_Search(branches, branches.start(one.tokens, namespace), *one[1:]) for one in prompts]
+            searches = [_Search(branches, branches.start(prompt.tokens, namespace), *prompt[1:]) for prompt in prompts]
             _run(branches, searches)
             return [search.output() for search in searches]
     except OutOfBlocks:

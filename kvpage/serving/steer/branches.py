@@ -8,6 +8,7 @@ Requests find the blocks that branches have computed, and the other way round.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -126,7 +127,7 @@ class Branches:
 
         Args:
             branch: All of its tokens are computed.
-            num_tokens: Fork only so many leading tokens, at least `first_forkable`. None means all.
+            num_tokens: Leading tokens to fork, at least `first_forkable`. None means all.
 
         Returns:
             The new branch.
@@ -181,10 +182,11 @@ class Branches:
         self._begin_again(branches)
         self._check_left(branches)
         counts = [[len(branch)] for branch in branches] if wanted is None else _counts(wanted)
-        for branch, each in zip(branches, counts, strict=True):
-            if each != sorted(each) or (each and not branch.num_computed < each[0] <= each[-1] <= len(branch)):
-                first, last = branch.num_computed + 1, len(branch)
-                raise ValueError(f"wanted must be ascending, in [{first}, {last}] for this branch, got {each}")
+        for branch, branch_counts in zip(branches, counts, strict=True):
+            first, last = branch.num_computed + 1, len(branch)
+            are_inside = all(first <= count <= last for count in branch_counts)
+            if branch_counts != sorted(branch_counts) or not are_inside:
+                raise ValueError(f"wanted must be ascending, in [{first}, {last}] for this branch, got {branch_counts}")
         self._give_room(branches)
         passes = self._passes(branches, counts)
         try:
@@ -263,8 +265,14 @@ class Branches:
 
     def _allocate(self, branch: Branch, max_cached_tokens: int | None = None) -> None:
         """Give blocks to a branch that has none."""
-        about = branch, branch.token_ids, branch.namespace, 0, max_cached_tokens
-        branch.num_computed = self._with_room(lambda: self._manager.allocate(*about)).num_cached_tokens
+        allocate = partial(
+            self._manager.allocate,
+            branch,
+            branch.token_ids,
+            branch.namespace,
+            max_cached_tokens=max_cached_tokens,
+        )
+        branch.num_computed = self._with_room(allocate).num_cached_tokens
         branch.num_room = branch.num_tokens
 
     def _with_room(self, call: Callable[[], Result]) -> Result:
@@ -308,15 +316,15 @@ class Branches:
         """Return the tokens left of the branches, in order, in passes of at most max_num_batched_tokens."""
         passes: list[list[BatchItem]] = [[]]
         budget = limit = self.engine.config.max_num_batched_tokens
-        for branch, each in zip(branches, counts, strict=True):
+        for branch, branch_counts in zip(branches, counts, strict=True):
             start = branch.num_computed
             while start < branch.num_tokens:
                 if budget == 0:
                     passes.append([])
                     budget = limit
                 end = min(start + budget, branch.num_tokens)
-                wanted = [count - 1 - start for count in each if start < count <= end]
-                passes[-1].append(BatchItem(branch, branch.token_ids[start:end], start, end, wanted))
+                wanted_rows = [count - 1 - start for count in branch_counts if start < count <= end]
+                passes[-1].append(BatchItem(branch, branch.token_ids[start:end], start, end, wanted_rows))
                 budget -= end - start
                 start = end
         return passes
@@ -329,8 +337,8 @@ class Branches:
             logits.append(rows)
             bad |= owners
         if bad:
-            places = [place for place, branch in enumerate(branches) if branch in bad]
-            raise LogitsNotFinite(places, [f"branch {place}" for place in places])
+            places = [index for index, branch in enumerate(branches) if branch in bad]
+            raise LogitsNotFinite(places, [f"branch {index}" for index in places])
         return torch.cat(logits)
 
     def _compute_pass(self, items: Sequence[BatchItem]) -> tuple[torch.Tensor, set[Hashable]]:
@@ -361,5 +369,6 @@ def _with_last(item: BatchItem) -> BatchItem:
     return item if last in item.wanted[-1:] else item._replace(wanted=[*item.wanted, last])
 
 
-def _counts(wanted: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [[as_integer("wanted", count) for count in as_list("wanted", each)] for each in as_list("wanted", wanted)]
+def _counts(counts: Sequence[Sequence[int]]) -> list[list[int]]:
+    lists = [as_list("wanted", branch_counts) for branch_counts in as_list("wanted", counts)]
+    return [[as_integer("wanted", count) for count in branch_counts] for branch_counts in lists]

@@ -48,7 +48,7 @@ class _Node:
 
 
 class _Query(NamedTuple):
-    place: int  # among the lists of the call
+    list_index: int  # among the lists of the call
     tokens: TokenIds
     path: list[_Node]  # a node for each token
 
@@ -132,13 +132,13 @@ class PagedTokenTrie:
         checked = [self.engine.check_tokens(tokens) for tokens in token_lists]
         for tokens in checked:
             self.engine.check_length(len(tokens), 0)
-        places = {tokens.tobytes(): place for place, tokens in reversed([*enumerate(checked)])}
-        found = {key: self._find(checked[place]) for key, place in places.items()}
-        missing = {key: checked[places[key]] for key, logprobs in found.items() if logprobs is None}
-        queries = [_Query(places[key], tokens, self._path(tokens)) for key, tokens in missing.items()]
+        indices = {tokens.tobytes(): index for index, tokens in reversed([*enumerate(checked)])}
+        logprobs_by_key = {key: self._find(checked[index]) for key, index in indices.items()}
+        missing = {key: checked[indices[key]] for key, logprobs in logprobs_by_key.items() if logprobs is None}
+        queries = [_Query(indices[key], tokens, self._path(tokens)) for key, tokens in missing.items()]
         for key, logprobs in zip(missing, self._compute(queries), strict=True):
-            found[key] = logprobs
-        rows = [found[tokens.tobytes()] for tokens in checked]
+            logprobs_by_key[key] = logprobs
+        rows = [logprobs_by_key[tokens.tobytes()] for tokens in checked]
         return torch.stack([row for row in rows if row is not None]) if rows else torch.empty(0, self.engine.vocab_size)
 
     def clear(self) -> None:
@@ -195,16 +195,16 @@ class PagedTokenTrie:
 
     def _compute(self, queries: Sequence[_Query]) -> list[torch.Tensor]:
         """Return the log-probabilities after distinct lists."""
-        found: dict[_Node, torch.Tensor] = {}
+        results: dict[_Node, torch.Tensor] = {}
         try:
             left = list(queries)
             while left:
-                self._compute_some(self._first(left), {query.end: query for query in left}, found)
-                left = [query for query in left if query.end not in found]
+                self._compute_some(self._first(left), {query.end: query for query in left}, results)
+                left = [query for query in left if query.end not in results]
         finally:
             self._suspects += [query.end for query in queries]
             self._prune()
-        return [found[query.end] for query in queries]
+        return [results[query.end] for query in queries]
 
     def _path(self, tokens: TokenIds) -> list[_Node]:
         """Return the nodes of the tokens, new ones where there are none."""
@@ -234,21 +234,21 @@ class PagedTokenTrie:
         return chosen
 
     def _compute_some(
-        self, queries: Sequence[_Query], asked: Mapping[_Node, _Query], found: dict[_Node, torch.Tensor]
+        self, queries: Sequence[_Query], asked: Mapping[_Node, _Query], results: dict[_Node, torch.Tensor]
     ) -> None:
         """Compute `queries`, and the `asked` nodes on their way; where blocks are short, one half after the other."""
         try:
-            self._compute_at_once(queries, asked, found)
+            self._compute_at_once(queries, asked, results)
             return
         except OutOfBlocks:
             if len(queries) == 1:
                 raise
         middle = len(queries) // 2
-        self._compute_some(queries[:middle], asked, found)
-        self._compute_some(queries[middle:], asked, found)
+        self._compute_some(queries[:middle], asked, results)
+        self._compute_some(queries[middle:], asked, results)
 
     def _compute_at_once(
-        self, queries: Sequence[_Query], asked: Mapping[_Node, _Query], found: dict[_Node, torch.Tensor]
+        self, queries: Sequence[_Query], asked: Mapping[_Node, _Query], results: dict[_Node, torch.Tensor]
     ) -> None:
         with self._using() as in_use:
             branches = self._branches_for(queries)
@@ -261,9 +261,9 @@ class PagedTokenTrie:
             self._by_use.move_to_end(branch)
             for node in query.path:
                 node.branch = branch
-        for node, row in zip((node for each in nodes for node in each.values()), rows, strict=True):
-            found[node] = row[0].clone()  # not a view: it would keep all rows
-            self._keep(node, found[node])
+        for node, row in zip((node for query_nodes in nodes for node in query_nodes.values()), rows, strict=True):
+            results[node] = row[0].clone()  # not a view: it would keep all rows
+            self._keep(node, results[node])
         while len(self._by_use) > self.max_branches:
             self._end_oldest()
 
@@ -271,21 +271,21 @@ class PagedTokenTrie:
         self, queries: Sequence[_Query], branches: Sequence[Branch], nodes: Sequence[Mapping[int, _Node]]
     ) -> torch.Tensor:
         try:
-            return self._branches.compute(branches, [list(each) for each in nodes])
+            return self._branches.compute(branches, [list(query_nodes) for query_nodes in nodes])
         except LogitsNotFinite as error:
-            places = sorted(queries[row].place for row in error.rows)
-            raise LogitsNotFinite(places, [f"list {place}" for place in places]) from error
+            indices = sorted(queries[row].list_index for row in error.rows)
+            raise LogitsNotFinite(indices, [f"list {index}" for index in indices]) from error
 
     def _nodes_on_the_way(
         self, queries: Sequence[_Query], branches: Sequence[Branch], asked: Mapping[_Node, _Query]
     ) -> list[dict[int, _Node]]:
         """Return for each query the nodes that it can answer for, by the tokens that lead there; each node once."""
-        taken: set[_Node] = set()
+        answered: set[_Node] = set()
         nodes = []
         for query, branch in zip(queries, branches, strict=True):
             path = enumerate(query.path[branch.num_computed :], branch.num_computed + 1)
-            nodes.append({depth: node for depth, node in path if node in asked and node not in taken})
-            taken.update(nodes[-1].values())
+            nodes.append({depth: node for depth, node in path if node in asked and node not in answered})
+            answered.update(nodes[-1].values())
         return nodes
 
     @contextmanager

@@ -25,19 +25,61 @@ class SteerableEngine(Protocol):
     eos_token_ids: frozenset[int]
 
     def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
-        """Return the tokens as an array. ValueError and TypeError for others than the vocabulary's."""
+        """Check token ids.
+
+        Args:
+            tokens: Token ids, at least one.
+
+        Returns:
+            The same as int32 [num_tokens].
+
+        Raises:
+            ValueError: There are none, or ids outside of the vocabulary.
+            TypeError: They are text.
+        """
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """ValueError if the model does not take so many tokens."""
+        """Check that the model takes a sequence of some length.
+
+        Args:
+            num_prompt_tokens: Tokens of the prompt.
+            max_tokens: Tokens after it.
+
+        Raises:
+            ValueError: The sum is more than max_model_len.
+        """
 
     def compute(self, items: Sequence[BatchItem]) -> torch.Tensor:
-        """Compute items in one forward pass; return the logits of the wanted tokens: [their number, vocab_size]."""
+        """Compute tokens of sequences that belong to no request, in one forward pass.
+
+        Args:
+            items: The tokens. The manager has given room for them, and the caller commits them.
+
+        Returns:
+            The logits of the wanted tokens: [their number, vocab_size].
+
+        Raises:
+            RuntimeError: A step is under way.
+            ValueError: The model is in training mode.
+        """
 
     def make_room(self) -> bool:
-        """Preempt the youngest request that runs; False if none does."""
+        """Preempt the request that runs and is last in order. Where none runs, wait for blocks that a store is given.
+
+        Returns:
+            False if none runs, and no store holds blocks.
+        """
 
     def add_reclaimer(self, reclaimer: Callable[[], bool]) -> None:
-        """Ask it for blocks where running requests cannot give any."""
+        """Ask one more for blocks, where running requests cannot give any.
+
+        Args:
+            reclaimer: Gives back some blocks; returns False if it cannot.
+        """
 
     def remove_reclaimer(self, reclaimer: Callable[[], bool]) -> None:
-        """Ask it no more."""
+        """Ask a reclaimer no more. Removing one that is not there does nothing.
+
+        Args:
+            reclaimer: As it was added.
+        """

@@ -31,7 +31,7 @@ class TextSearch(Protocol):
 
 
 class Answer:
-    """What one sample has asked for beside its tokens.
+    """The text, guide and log-probabilities of one sample, as far as it has asked for them.
 
     logprobs: one for each token; None if they are not asked for. guided: its way through the guide; None without one.
     stop: the stop string that has ended it.

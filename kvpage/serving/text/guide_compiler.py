@@ -26,7 +26,7 @@ MAX_KEPT_CHARACTERS = 2**20
 WHITE_SPACE = r"(\x20|\x0D?\x0A[\x20\x09]{0,20})"
 """Between the tokens of JSON: a space, or a new line with its indentation. Small models write blanks without end."""
 NUM_WALKS, WALK_TOKENS = 4, 8
-"""Sequences of so many tokens that a guide is tried with."""
+"""Tokens of the sequences that a guide is tried with."""
 
 
 class GuideCompiler:
@@ -36,10 +36,10 @@ class GuideCompiler:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: Iterable[int]) -> None:
-        own = tokenizer.eos_token_id
-        self._tokenizer, self._end_ids = tokenizer, sorted(end_ids, key=lambda token: (token != own, token))
-        if not self._end_ids and own is not None:
-            self._end_ids = [own]
+        eos_token_id = tokenizer.eos_token_id
+        self._tokenizer, self._end_ids = tokenizer, sorted(end_ids, key=lambda token: (token != eos_token_id, token))
+        if not self._end_ids and eos_token_id is not None:
+            self._end_ids = [eos_token_id]
         self._lock = threading.Lock()  # held for a moment only: a step must not wait for a compilation
         self._num_bits = max(vocab_size, len(tokenizer), *(token + 1 for token in self._end_ids))
         self._known: Any = None  # the tokenizer as llguidance has it, made for the first guide
@@ -66,7 +66,7 @@ class GuideCompiler:
         with self._lock:
             self._kept[guide] = compiled = self._alive.setdefault(guide, compiled)
             self._kept.move_to_end(guide)
-            num_characters = sum(len(kept.source) for kept in self._kept)
+            num_characters = sum(len(guide.source) for guide in self._kept)
             while len(self._kept) > MAX_KEPT or (len(self._kept) > 1 and num_characters > MAX_KEPT_CHARACTERS):
                 num_characters -= len(self._kept.popitem(last=False)[0].source)
         return compiled
@@ -119,14 +119,14 @@ def failure_of(matcher: Any, num_bits: int) -> str | None:
     Large repeats, and many long choices, are compiled and then fail at a token: better here than in a step of all.
     """
     for walk in range(NUM_WALKS):
-        sequence, taken = GuidedSequence(matcher.deep_copy(), num_bits), np.empty(0, np.int32)
+        sequence, token_ids = GuidedSequence(matcher.deep_copy(), num_bits), np.empty(0, np.int32)
         for _ in range(WALK_TOKENS):
-            bits = np.unpackbits(sequence.mask(taken).view(np.uint8), bitorder="little")
+            bits = np.unpackbits(sequence.mask(token_ids).view(np.uint8), bitorder="little")
             if sequence.error is not None:
                 return sequence.error
-            if sequence.is_over(taken) or not (allowed := np.flatnonzero(bits)).size:
+            if sequence.is_over(token_ids) or not (allowed := np.flatnonzero(bits)).size:
                 break
-            taken = np.append(taken, allowed[len(allowed) * walk // NUM_WALKS]).astype(np.int32)
+            token_ids = np.append(token_ids, allowed[len(allowed) * walk // NUM_WALKS]).astype(np.int32)
     return None
 
 

@@ -31,14 +31,14 @@ class _Tail:
         """
         self._text += piece
         self._offsets += offsets
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._text.find(stop)) >= 0]
-        place = None
-        if found:
-            end, at, stop = min(found)
-            place = self._offsets[at], self._offsets[end - 1] + 1, stop
+        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := self._text.find(stop)) >= 0]
+        span = None
+        if matches:
+            end, at, stop = min(matches)
+            span = self._offsets[at], self._offsets[end - 1] + 1, stop
         num_gone = max(len(self._text) - self._num_kept, 0)
         self._text, self._offsets = self._text[num_gone:], self._offsets[num_gone:]
-        return place
+        return span
 
 
 class StopSearch:
@@ -46,7 +46,7 @@ class StopSearch:
 
     The text has no special tokens. It is searched with their own text (`<|im_end|>`), and without.
 
-    stops: at least one. min_tokens: a stop string that ends with one of so many first tokens does not count.
+    stops: at least one. min_tokens: a stop string that ends within the first min_tokens tokens does not count.
     keeps_stop: whether the text ends after the stop string. detokenizer: of the tokenizer, which skips special tokens;
     others of it are used. None makes one.
     """
@@ -78,10 +78,10 @@ class StopSearch:
         """
         if len(token_ids) <= self._num_tokens:
             self._begin()
-        found = None
+        stop = None
         for token in token_ids[self._num_tokens :].tolist():
-            found = self._take(token)
-        return found
+            stop = self._take(token)
+        return stop
 
     def end(self, token_ids: TokenArray) -> str | None:
         """Return the stop string in the rest of the text, which no token completes; None if there is none."""
@@ -110,9 +110,9 @@ class StopSearch:
             places = [tail.find(piece, offsets) for tail in (self._text_tail, self._whole_tail)]
         else:
             places = [self._whole_tail.find(piece, [begin] * len(piece))]
-        found = [place for place in places if place is not None]
-        if not found or self._num_tokens <= self._min_tokens:
+        spans = [span for span in places if span is not None]
+        if not spans or self._num_tokens <= self._min_tokens:
             return None
-        at, end, stop = found[0]
+        at, end, stop = spans[0]
         self._cut = min(end, self._num_chars) if self._keeps_stop else at
         return stop

@@ -27,8 +27,8 @@ class TextRules:
         """Raise ValueError for rules of text without a tokenizer."""
         if self.tokenizer is not None or not (params.stop or params.guide is not None):
             return
-        for name, given in (("stop", bool(params.stop)), ("guide", params.guide is not None)):
-            if given:
+        for name, is_given in (("stop", bool(params.stop)), ("guide", params.guide is not None)):
+            if is_given:
                 raise ValueError(f"{name} needs the tokenizer: give Engine.from_model(..., tokenizer=...)")
 
     def answer(self, params: SamplingParams, num_prompt_tokens: int) -> Answer | None:

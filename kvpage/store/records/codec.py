@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kvpage import _C
+import kvpage._C as _C
 from kvpage.store.records.record import CorruptRecord, Shape
 
 Format = Literal["vllm", "huggingface"]

@@ -11,11 +11,10 @@ import pytest
 from kvpage.checks.thread_guard import ThreadGuard
 from kvpage.checks.wait_limit import WaitLimit, wait_for_one
 from kvpage.serving import AsyncEngine, AsyncEngineConfig, SamplingParams
-from kvpage.serving.live.mailbox import Mailbox
+from kvpage.serving.live.mailbox import Mailbox, Wakeups
+from kvpage.serving.live.stepping.admission import LEAST, MOST, UNKNOWN, FinishRate
 from kvpage.serving.live.stepping.deadlines import Deadlines
-from kvpage.serving.live.stepping.finish_rate import LEAST, MOST, UNKNOWN, FinishRate
 from kvpage.serving.live.stepping.inbox import Inbox
-from kvpage.serving.live.waiter import Wakeups
 from kvpage.serving.loop.outputs import StepOutput
 from kvpage.serving.loop.request import Request
 from kvpage.serving.text.token_logprobs import TokenLogprobs

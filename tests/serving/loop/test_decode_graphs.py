@@ -9,7 +9,7 @@ from support.models import make_model, make_prompts
 
 from kvpage import CacheConfig
 from kvpage.serving import Engine, EngineConfig, SamplingParams
-from kvpage.serving.loop.graphs.capture_sizes import default_sizes
+from kvpage.serving.loop.graphs.decode_graphs import default_sizes
 
 B, MOST = 4, 6
 

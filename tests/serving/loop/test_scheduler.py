@@ -198,8 +198,7 @@ def test_what_can_never_fit_is_refused(length: int, max_tokens: int, fits: bool)
         assert request.finish_reason == "length"
     else:
         with pytest.raises(ValueError, match="must fit into 2 blocks of 4 tokens, got"):
-            scheduler.add(request)
-        assert not scheduler.waiting
+            scheduler.check(request)
 
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])

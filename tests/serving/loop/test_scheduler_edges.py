@@ -10,8 +10,8 @@ from kvpage import OutOfBlocks
 from kvpage.blend.segments import Reuse
 from kvpage.blend.spans import Span
 from kvpage.blocks.manager import BlockManager
-from kvpage.serving.assembly.core import EngineCore
 from kvpage.serving.blending.blended_prompt import BlendedPrompt
+from kvpage.serving.engine import Engine
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.params.sampling import SamplingParams
@@ -73,8 +73,7 @@ def test_more_samples_than_places(n, fits):
         assert step(scheduler) == [("r0", 0, 4)]
     else:
         with pytest.raises(ValueError, match="n must be at most max_num_seqs=3, got 4"):
-            scheduler.add(request_of(0, 4, n=n))
-        assert not scheduler.waiting
+            scheduler.check(request_of(0, 4, n=n))
 
 
 @pytest.mark.parametrize("n, num_admitted", [(1, 3), (2, 2), (3, 1)])
@@ -434,5 +433,5 @@ def test_a_reclaimer_is_removed_once():
     first, second = object(), object()
     scheduler.reclaimers[:] = [first, second]
     for _ in range(2):
-        EngineCore.remove_reclaimer(SimpleNamespace(scheduler=scheduler), first)
+        Engine.remove_reclaimer(SimpleNamespace(scheduler=scheduler), first)
         assert scheduler.reclaimers == [second]

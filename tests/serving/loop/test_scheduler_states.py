@@ -10,7 +10,7 @@ from support.state_models import make_state_model
 from kvpage.serving import SamplingParams, StateConfig
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
-from kvpage.serving.text.scored_prompt import ScoredPrompt
+from kvpage.serving.text.token_logprobs import ScoredPrompt
 
 
 def scheduler_of(num_slots: int, max_num_seqs: int = 4) -> Scheduler:

@@ -13,7 +13,7 @@ from support.state_models import NAMED, REFUSED, SCANNED, SERVED, STEPWISE, make
 from kvpage import CacheConfig
 from kvpage.layout.groups import GroupKind
 from kvpage.serving import Engine, EngineConfig, KVPageCachePool
-from kvpage.serving.assembly import found_states
+from kvpage.serving.assembly import state_parts as found_states
 from kvpage.serving.assembly.parts import check_servable
 from kvpage.serving.model.probe import relative_error
 from kvpage.serving.model.states.model_states import ModelStates, are_states_served

@@ -7,7 +7,7 @@ from support.tokenizers_made import byte_level, metaspace, word_piece
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from kvpage.serving import Detokenizer
-from kvpage.serving.text.space_cleanup import SpaceCleanup, cleaned
+from kvpage.serving.text.detokenizer import SpaceCleanup, cleaned
 
 TOKENIZERS = {
     "byte_level": byte_level,

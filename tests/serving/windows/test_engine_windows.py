@@ -83,7 +83,7 @@ def test_what_is_evicted_comes_back_from_the_host(kind: str, is_beside: bool) ->
     """Few blocks of all groups on the device, and many on the host. is_beside: as on a GPU."""
     model, prompt = make_window_model(kind), random_prompt(9 * B + 1)
     engine = make_engine(model, 16, WINDOW // B + 3, 128, load_or_compute=False, max_num_batched_tokens=7)
-    engine._transfers._is_beside = is_beside
+    engine.debug.transfers._is_beside = is_beside
     expected = own_tokens(model, prompt, 4)
     assert ask(engine, prompt, 4) == (expected, 0)
     for number in range(3):

@@ -1,7 +1,6 @@
 """States of the rows of a KVPageCache, for models whose layers keep some.
 
-RowStates      the slots that the rows have, and what becomes of them
-RowPass        one forward: it reads states from slots, and writes them there when it is done
-MixerHooks     let a mixer compute a forward in pieces, with a snapshot after each
-StatefulCache  the part of a transformers Cache that mixers call
+RowStates   the slots that the rows have, and what becomes of them
+RowPass     one forward: it reads states from slots, and writes them there when it is done
+MixerHooks  let a mixer compute a forward in pieces, with a snapshot after each
 """

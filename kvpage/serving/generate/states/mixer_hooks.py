@@ -7,7 +7,7 @@
 Other modules compute all tokens at once. Most forwards are one piece: then only the snapshot is taken.
 
 A mixer whose steps are apart would compute one token of a prompt by another rule: see scan_step. Then the last piece is
-computed before the call, too. What the call makes of it is left out.
+computed before the call, too. The call's own output for it is left out.
 """
 
 import weakref
@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from kvpage.cache.state_cache import StateKey
-from kvpage.serving.generate.states.hooking import REGISTERING
-from kvpage.serving.generate.states.row_pass import RowPass
+from kvpage.serving.generate.forward_hooks import REGISTERING
+from kvpage.serving.generate.states.row_states import RowPass
 from kvpage.serving.model.states.mixer import PieceForward
 
 
@@ -61,8 +61,8 @@ class MixerHooks:
         pieces = states.pieces(self._mixer.is_stepwise, not self._forward.is_stepwise)
         last, is_left_out = pieces[-1], self._mixer.steps_apart and states.is_scanned(pieces[-1])
         for piece in pieces if is_left_out else pieces[:-1]:
-            given, named = (_cut(one, states.num_tokens, piece) for one in (args, kwargs))
-            self._outputs.append(self._forward.compute(self._listener(), given, named))
+            piece_args, named = (_cut(values, states.num_tokens, piece) for values in (args, kwargs))
+            self._outputs.append(self._forward.compute(self._listener(), piece_args, named))
             states.keep(self._mixer.keys, piece.stop)
         if is_left_out:
             self._after_scan = states.copied(self._mixer.keys)
@@ -85,7 +85,7 @@ class MixerHooks:
     def _states(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> RowPass | None:
         """Return the states of the forward that the call belongs to. The listener belongs to its own thread."""
         listener = self._listener()
-        if listener is None or kwargs is None or not any(one is listener for one in (*kwargs.values(), *args)):
+        if listener is None or kwargs is None or not any(value is listener for value in (*kwargs.values(), *args)):
             return None
         return listener.row_pass
 

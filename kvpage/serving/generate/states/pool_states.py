@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from kvpage.blocks.config import BlockConfig
 from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.space import HostPolicy
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
 from kvpage.layout.config import CacheConfig, DeviceConfig
@@ -18,7 +18,7 @@ from kvpage.serving.generate.states.row_states import RowStates
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.states.mixer import PieceForward
 from kvpage.serving.model.states.model_states import ModelStates
-from kvpage.serving.model.states.slot_budget import slots_within
+from kvpage.serving.model.states.slot_budget import slots_within, with_tails
 from kvpage.serving.params.states import StateConfig
 
 NUM_PROBE_SLOTS = 4
@@ -34,17 +34,11 @@ class StatefulParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolStates:
-    """The states of a pool's model.
-
-    found: in the model. forwards: of its mixers. device, host: how many slots each tier has.
-    checkpoint_every: see StateConfig.
-    """
+    """The states of a pool's model. found: in the model. forwards: of its mixers. slots: of each tier."""
 
     found: ModelStates
     forwards: tuple[PieceForward, ...]
-    device: int
-    host: int
-    checkpoint_every: int | None
+    slots: States
 
     @classmethod
     def of_model(
@@ -62,16 +56,18 @@ class PoolStates:
         name = type(model).__name__
         if found.kv_shape is None or any(mixer.holds for mixer in found.mixers):
             raise ValueError(f"states must be in the cache, beside K and V, those of {name} are not")
-        each = found.layout.slot_bytes + CacheEngine.get_cache_block_size(cache, found.kv_shape.model_config())
+        num_bytes = found.layout.slot_bytes + CacheEngine.get_cache_block_size(cache, found.kv_shape.model_config())
         num_most = 2 * cache.num_gpu_blocks
-        num_slots = min(slots_within("checkpoint_bytes", budget.device_bytes, each, least=1), num_most)
-        num_host = slots_within("host_checkpoint_bytes", budget.host_checkpoint_bytes, each)
-        num_host = min(num_host, num_most + cache.num_cpu_blocks)
-        return cls(found, forwards, num_slots, num_host, budget.checkpoint_every)
+        num_slots = min(slots_within("checkpoint_bytes", budget.device_bytes, num_bytes, least=1), num_most)
+        num_host_slots = slots_within("host_checkpoint_bytes", budget.host_checkpoint_bytes, num_bytes)
+        num_host_slots = min(num_host_slots, num_most + cache.num_cpu_blocks)
+        slots = States(num_slots, num_host_slots, None, budget.checkpoint_every, found.shares_answers)
+        return cls(found, forwards, slots)
 
     def small(self) -> "PoolStates":
         """Return as many slots as a check of the model needs."""
-        return replace(self, device=NUM_PROBE_SLOTS, host=0, checkpoint_every=None)
+        slots = replace(self.slots, num_slots=NUM_PROBE_SLOTS, num_host_slots=0, checkpoint_every=None)
+        return replace(self, slots=slots)
 
     def make(
         self,
@@ -79,29 +75,12 @@ class PoolStates:
         cache: CacheConfig,
         device: torch.device,
         kv_scales: Sequence[KVScales] | None,
-        host_policy: HostPolicy | None,
-        pin_quota: int,
+        blocks: BlockConfig,
     ) -> StatefulParts:
         """Return the parts, with nothing cached. The arguments are those of ModelBlocks.make."""
-        with_tails = replace(
-            cache, num_gpu_blocks=cache.num_gpu_blocks + self.device, num_cpu_blocks=cache.num_cpu_blocks + self.host
+        manager, slots = BlockManager.of(blocks, groups=[self.slots]), self.slots
+        state_cache = StateCache(self.found.layout, slots.num_slots, slots.num_host_slots, device)
+        engine = CacheEngine(
+            with_tails(cache, slots), shape.model_config(), device_config=DeviceConfig(device), kv_scales=kv_scales
         )
-        manager = BlockManager(
-            cache.num_gpu_blocks,
-            cache.block_size,
-            num_host_blocks=cache.num_cpu_blocks,
-            host_policy=host_policy,
-            pin_quota=pin_quota,
-            groups=[
-                States(
-                    self.device,
-                    self.host,
-                    checkpoint_every=self.checkpoint_every,
-                    shares_answers=self.found.shares_answers,
-                )
-            ],
-        )
-        states = RowStates(manager, StateCache(self.found.layout, self.device, self.host, device), self.forwards)
-        config = shape.model_config()
-        engine = CacheEngine(with_tails, config, device_config=DeviceConfig(device), kv_scales=kv_scales)
-        return StatefulParts(engine, manager, states)
+        return StatefulParts(engine, manager, RowStates(manager, state_cache, self.forwards))

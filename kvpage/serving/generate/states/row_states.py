@@ -1,15 +1,102 @@
-"""RowStates: the state slots of one cache's rows, which a manager gives out."""
+"""The states of a KVPageCache's rows: RowStates has their slots, RowPass is one forward over them.
 
-from collections.abc import Hashable, Sequence
+    slots      [ state of row 0 ] [ state of row 1 ]        unchanged until the forward is done
+    pass         a copy of all, which mixers read and write
+    marks      after a number of tokens, the states of some rows go to slots of their own
+
+All rows have one length. A forward that fails changes no slot of a row.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from kvpage.blocks.manager import BlockManager
-from kvpage.cache.state_cache import StateCache
+from kvpage.cache.state_cache import StateCache, StateKey
 from kvpage.ops.cuda.uploads import upload
-from kvpage.serving.generate.states.row_pass import RowPass
 from kvpage.serving.model.states.mixer import PieceForward
+from kvpage.serving.model.states.piece_cache import PieceCache
+
+
+class RowPass:
+    """The states of rows, for tokens [start, end) of each. With a start of 0 there are none, whatever is in the slots.
+
+    states: what mixers read and write; see PieceCache. views: the states of all slots; see StateCache.
+    slots: the slot of each row, int64 [num_rows] on the device of the views.
+    marks: for each row, (position, slot) with start < position <= end.
+    num_prompt: how many tokens of each row are a prompt's. The model has generated a single token after them.
+    """
+
+    def __init__(
+        self,
+        views: Mapping[StateKey, torch.Tensor],
+        slots: torch.Tensor,
+        start: int,
+        end: int,
+        marks: Sequence[Sequence[tuple[int, int]]],
+        num_prompt: int = 0,
+    ) -> None:
+        self.states = PieceCache(views, slots, start > 0)
+        self._views, self._start, self._end = views, start, end
+        self._is_answer = end - start == 1 and start >= num_prompt
+        self._marks = [(position, row, slot) for row, row_marks in enumerate(marks) for position, slot in row_marks]
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether states of some rows are to be kept."""
+        return bool(self._marks)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of each row in this forward."""
+        return self._end - self._start
+
+    def is_scanned(self, piece: slice) -> bool:
+        """Whether a piece is a single token after a state, that a prompt's scan would have computed."""
+        return not self._is_answer and piece.stop - piece.start == 1 and self._start + piece.start > 0
+
+    def pieces(self, is_stepwise: bool, is_scanned: bool) -> list[slice]:
+        """Return the tokens of each call of a mixer, counted from the forward's first one.
+
+        is_stepwise: After a state, the mixer takes one token a call. is_scanned: Only its last call does.
+        """
+        cuts = {position - self._start for position, _, _ in self._marks if position < self._end}
+        if is_stepwise:
+            first = min(cuts, default=self.num_tokens) if not self._start else 1
+            steps = range(first, self.num_tokens)
+            after = [self.num_tokens - 1] if is_scanned and (self._start or cuts) else steps
+            cuts |= {cut for cut in after if cut > 0}
+        bounds = [0, *sorted(cuts), self.num_tokens]
+        return [slice(first, last) for first, last in pairwise(bounds)]
+
+    def keep(self, keys: Iterable[StateKey], num_tokens: int) -> None:
+        """Copy states of a mixer to the slots of marks, after num_tokens tokens of the forward."""
+        here = [(row, slot) for position, row, slot in self._marks if position == self._start + num_tokens]
+        for key in keys if here else ():
+            states = self.states.known(key)
+            assert states is not None, "the mixer has computed it"
+            for row, slot in here:
+                self._views[key][slot].copy_(states[row])
+
+    def copied(self, keys: Iterable[StateKey]) -> dict[StateKey, torch.Tensor]:
+        """Return copies of the states of a mixer that has computed."""
+        known = {key: self.states.known(key) for key in keys}
+        return {key: states.clone() for key, states in known.items() if states is not None}
+
+    def put(self, states: Mapping[StateKey, torch.Tensor]) -> None:
+        """Set states of a mixer."""
+        for key, of_rows in states.items():
+            self.states.put(key, of_rows)
+
+    def is_done(self) -> bool:
+        """Return whether every state was computed."""
+        return self.states.touched == set(self._views)
+
+    def finish(self) -> None:
+        """Put the states of all rows into their slots."""
+        self.states.write_back()
 
 
 class RowStates:

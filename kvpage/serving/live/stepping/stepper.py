@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,20 +23,38 @@ from kvpage.checks.fork_guard import ForkGuard
 from kvpage.checks.wait_limit import WaitLimit
 from kvpage.serving.live.config import AsyncEngineConfig
 from kvpage.serving.live.errors import EngineClosed
-from kvpage.serving.live.mailbox import Mailbox
-from kvpage.serving.live.stepping.admission import Admission
+from kvpage.serving.live.mailbox import Mailbox, Wakeups
+from kvpage.serving.live.stepping.admission import Admission, FinishRate
 from kvpage.serving.live.stepping.deadlines import Deadlines
-from kvpage.serving.live.stepping.finish_rate import FinishRate
 from kvpage.serving.live.stepping.inbox import Inbox
-from kvpage.serving.live.stepping.outcome import ended, outcome_of
 from kvpage.serving.live.stepping.served_engine import ServedEngine
-from kvpage.serving.live.waiter import Wakeups
-from kvpage.serving.loop.outputs import FinishReason, RequestOutput, StepOutput
+from kvpage.serving.loop.outputs import FinishReason, RequestOutput, Sample, StepOutput
 from kvpage.serving.loop.ranks.rank_lost import RankLost
+from kvpage.serving.loop.request import Request
 
 logger = logging.getLogger(__name__)
 EXIT_TIMEOUT = 30.0
 """Seconds that the interpreter's end waits for a step."""
+
+
+def outcome_of(request: Request) -> RequestOutput:
+    """Return the outcome of a request that the engine does not have, or not any more."""
+    if request.group.samples:
+        return request.output()
+    begin, samples = request.group.arrival_time, (Sample(request.generated_token_ids, "abort"),)
+    num_cached = request.group.num_cached_tokens or 0
+    return RequestOutput(
+        request.request_id, request.prompt.tolist(), samples, num_cached, begin, None, time.monotonic()
+    )
+
+
+def ended(output: RequestOutput, reason: FinishReason, error: str | None) -> RequestOutput:
+    """Return the outcome with the reason, and the error, for the samples that were not complete."""
+    samples = [
+        replace(sample, finish_reason=reason, error=error) if sample.finish_reason == "abort" else sample
+        for sample in output.samples
+    ]
+    return replace(output, samples=tuple(samples))
 
 
 class Stepper:
@@ -268,7 +287,7 @@ class Stepper:
     def _forget(self, mailbox: Mailbox) -> None:
         del self._mailboxes[mailbox.request_id]
         output = mailbox.output
-        self.num_failed += output is not None and any(one.finish_reason == "error" for one in output.samples)
+        self.num_failed += output is not None and any(sample.finish_reason == "error" for sample in output.samples)
         self.admission.leave(mailbox.request_id, time.monotonic())
 
     def _leave(self) -> None:

@@ -244,21 +244,26 @@ class Batch:
             return decodes.packed()
         starts = np.concatenate([decodes.ends - 1, np.array([portion.start for portion in prefills], np.int64)])
         ends = np.concatenate([decodes.ends, np.array([portion.end for portion in prefills], np.int64)])
-        tokens = [decodes.newest_tokens, *(one.request.tokens[one.start : one.end] for one in prefills)]
-        wanted = np.cumsum(ends - starts) - 1
+        tokens = [decodes.newest_tokens, *(portion.request.tokens[portion.start : portion.end] for portion in prefills)]
+        wanted_rows = np.cumsum(ends - starts) - 1
         if self.scores_prompts:
-            first = (wanted + 1 - (ends - starts)).tolist()[len(decodes) :]
-            rows = [begin + index for begin, one in zip(first, prefills, strict=True) for index in one.wanted]
-            wanted = np.concatenate([wanted[: len(decodes)], np.array(rows, np.int64)])
-        return PackedTokens(np.concatenate(tokens), starts, ends, wanted)
+            first = (wanted_rows + 1 - (ends - starts)).tolist()[len(decodes) :]
+            rows = [begin + index for begin, portion in zip(first, prefills, strict=True) for index in portion.wanted]
+            wanted_rows = np.concatenate([wanted_rows[: len(decodes)], np.array(rows, np.int64)])
+        return PackedTokens(np.concatenate(tokens), starts, ends, wanted_rows)
 
     def items(self) -> list[BatchItem]:
         """Return an item for each portion."""
         return [
             BatchItem(
-                one.request.seq_id, one.request.tokens[one.start : one.end], *one[1:], one.wanted, one.request.reuse
+                portion.request.seq_id,
+                portion.request.tokens[portion.start : portion.end],
+                portion.start,
+                portion.end,
+                portion.wanted,
+                portion.request.reuse,
             )
-            for one in self.portions
+            for portion in self.portions
         ]
 
 

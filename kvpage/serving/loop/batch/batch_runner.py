@@ -25,7 +25,7 @@ from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.loop.ranks.step_plan import GroupBlocks, OtherRanks, StepPlan
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.step import BatchItem, ModelInputs, PackedTokens, Step
-from kvpage.serving.sampling.likeliest import likeliest
+from kvpage.serving.sampling.logits_check import likeliest
 
 Rows = npt.NDArray[np.int64]
 
@@ -226,7 +226,7 @@ class BatchRunner:
 def _packed(items: Sequence[BatchItem]) -> PackedTokens:
     """Return the tokens of the items in one row."""
     starts, ends = (np.array(column, np.int64) for column in ([i.start for i in items], [i.end for i in items]))
-    first_rows = np.cumsum(ends - starts) - (ends - starts)
-    wanted = [first + index for first, item in zip(first_rows.tolist(), items, strict=True) for index in item.wanted]
+    first_rows = (np.cumsum(ends - starts) - (ends - starts)).tolist()
+    wanted_rows = [first + index for first, item in zip(first_rows, items, strict=True) for index in item.wanted]
     tokens = np.concatenate([item.token_ids for item in items])
-    return PackedTokens(tokens, starts, ends, np.array(wanted, np.int64))
+    return PackedTokens(tokens, starts, ends, np.array(wanted_rows, np.int64))

@@ -1,4 +1,7 @@
-"""ChosenTokens: the tokens that a batch's logits give, and the requests whose logits give none."""
+"""ChosenTokens: the tokens that a batch's logits give, and the requests whose logits give none.
+
+Prompts that are scored get the log-probabilities of their tokens here, too.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.serving.loop.batch.batch import Batch
-from kvpage.serving.loop.batch.logprobs import logprobs_asked
+from kvpage.serving.loop.batch.batch import Batch, Portion
+from kvpage.serving.loop.batch.logprobs import logprobs_asked, logprobs_of_rows
 from kvpage.serving.loop.request import Request
 from kvpage.serving.sampling.logits_check import LogitsNotFinite, rows_not_finite
 from kvpage.serving.sampling.sampler import sample
@@ -35,7 +38,7 @@ class ChosenTokens:
     @property
     def new_requests(self) -> list[Request]:
         """The forks, in order."""
-        return [fork for each in self.forks.values() for fork in each] if self.forks else []
+        return [fork for forks in self.forks.values() for fork in forks] if self.forks else []
 
 
 def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
@@ -57,9 +60,10 @@ def choose_tokens(batch: Batch, logits: torch.Tensor) -> ChosenTokens:
         due = going.decodes.requests + prefilled
         forks = {request: request.forks() for request in prefilled if request.num_forks_due}
         try:
-            some, requests = _with_forks(logits, rows, due, forks)
-            tokens = np.array(sample(some, requests), np.int32)
-            return ChosenTokens(going, failed, prefilled, forks, tokens, logprobs_asked(some, requests, tokens))
+            chosen_logits, requests = _with_forks(logits, rows, due, forks)
+            tokens = np.array(sample(chosen_logits, requests), np.int32)
+            logprobs = logprobs_asked(chosen_logits, requests, tokens)
+            return ChosenTokens(going, failed, prefilled, forks, tokens, logprobs)
         except LogitsNotFinite as error:
             bad = _owners(error.rows, due, forks)
             failed += bad
@@ -91,11 +95,34 @@ def _with_forks(
     if not forks:
         return logits if len(rows) == len(logits) else logits[list(rows)], list(due)
     row_of = dict(zip(due, rows, strict=True))
-    new = [(row_of[request], fork) for request, each in forks.items() for fork in each]
+    new = [(row_of[request], fork) for request, request_forks in forks.items() for fork in request_forks]
     return logits[[*rows, *(row for row, _ in new)]], [*due, *(fork for _, fork in new)]
 
 
 def _owners(rows: Sequence[int], due: Sequence[Request], forks: dict[Request, list[Request]]) -> list[Request]:
     """Return the due requests of these rows of `_with_forks`, each once."""
-    owners = [*due, *(request for request, each in forks.items() for _ in each)]
+    owners = [*due, *(request for request, request_forks in forks.items() for _ in request_forks)]
     return list(dict.fromkeys(owners[row] for row in rows))
+
+
+def take_prompt_logprobs(batch: Batch, logits: torch.Tensor) -> torch.Tensor:
+    """Give prompts their log-probabilities; return the logits after each decode and portion: [len(batch), vocab_size].
+
+    logits: of the wanted rows, see Batch.packed.
+    """
+    row, last = len(batch.decodes), list(range(len(batch.decodes)))
+    for portion in batch.prefills:
+        num_wanted = len(portion.wanted)
+        if portion.num_scored:
+            _score(portion, logits, row)
+        row += num_wanted
+        last.append(row - 1)
+    return logits[last]
+
+
+def _score(portion: Portion, logits: torch.Tensor, row: int) -> None:
+    """Give a prompt the log-probabilities of the tokens after those of a portion. row: that of its first token."""
+    scored, begin, num = portion.request.scored, portion.start + 1, portion.num_scored
+    assert scored is not None, "only scored prompts have scored rows"
+    next_tokens = portion.request.tokens[begin : begin + num]
+    scored.take(begin, logprobs_of_rows(logits, range(row, row + num), next_tokens, [scored.num_top] * num))

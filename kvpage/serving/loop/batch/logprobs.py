@@ -28,8 +28,8 @@ def logprobs_asked(
     if not rows:
         return {}
     nums = [requests[row].params.logprobs or 0 for row in rows]
-    found = logprobs_of_rows(logits, rows, token_ids[rows], nums)
-    return {requests[row]: one for row, one in zip(rows, found, strict=True)}
+    logprobs = logprobs_of_rows(logits, rows, token_ids[rows], nums)
+    return {requests[row]: row_logprobs for row, row_logprobs in zip(rows, logprobs, strict=True)}
 
 
 def logprobs_of_rows(
@@ -40,20 +40,20 @@ def logprobs_of_rows(
     logits: [any, vocab_size]. token_ids: one for each of the rows. nums_top: how many of the likeliest to name, each.
     """
     size = max(PART_SIZE // logits.shape[1], 1)
-    found: list[TokenLogprobs] = []
+    logprobs: list[TokenLogprobs] = []
     for begin in range(0, len(rows), size):
         part = slice(begin, begin + size)
         is_run = rows[begin] + len(rows[part]) - 1 == rows[part][-1]
-        some = logits[rows[begin] : rows[part][-1] + 1] if is_run else logits[list(rows[part])]
-        found += _of_part(some.float(), token_ids[part], nums_top[part])
-    return found
+        part_logits = logits[rows[begin] : rows[part][-1] + 1] if is_run else logits[list(rows[part])]
+        logprobs += _of_part(part_logits.float(), token_ids[part], nums_top[part])
+    return logprobs
 
 
 def _of_part(scores: torch.Tensor, token_ids: Ids, nums_top: Sequence[int]) -> list[TokenLogprobs]:
     """Return those of all rows. scores: fp32 [num_rows, vocab_size]."""
     chosen = torch.from_numpy(token_ids.astype(np.int64)).to(scores.device)[:, None]
-    own = scores.gather(1, chosen)
-    ranks = _ranks(scores, own)
+    chosen_scores = scores.gather(1, chosen)
+    ranks = _ranks(scores, chosen_scores)
     logprobs = torch.log_softmax(scores, dim=-1)
     ids = _likeliest(scores, min(max(nums_top), scores.shape[1]))
     tops = zip(ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True)
@@ -64,12 +64,12 @@ def _of_part(scores: torch.Tensor, token_ids: Ids, nums_top: Sequence[int]) -> l
     ]
 
 
-def _ranks(scores: torch.Tensor, own: torch.Tensor) -> list[int]:
+def _ranks(scores: torch.Tensor, chosen_scores: torch.Tensor) -> list[int]:
     """Return one more than how many scores of each row are greater than its own one. own: [num_rows, 1]."""
     if scores.is_cpu:  # numpy counts bits of truth, where torch sums int64
-        pairs = zip(scores.numpy(), own.numpy(), strict=True)
-        return [int(np.count_nonzero(row > one)) + 1 for row, one in pairs]
-    ranks: list[int] = ((scores > own).sum(dim=-1) + 1).tolist()
+        pairs = zip(scores.numpy(), chosen_scores.numpy(), strict=True)
+        return [int(np.count_nonzero(row > score)) + 1 for row, score in pairs]
+    ranks: list[int] = ((scores > chosen_scores).sum(dim=-1) + 1).tolist()
     return ranks
 
 
@@ -79,9 +79,9 @@ def _likeliest(scores: torch.Tensor, num: int) -> torch.Tensor:
         return scores.new_empty((len(scores), 0), dtype=torch.int64)
     values, ids = scores.topk(min(num + 1, scores.shape[1]))
     tied = (values[:, 1:] == values[:, :-1]).any(dim=-1)
-    found = ids[:, :num]
+    top_ids = ids[:, :num]
     for row in tied.nonzero()[:, 0].tolist():  # topk takes equal scores in any order
         columns = (scores[row] >= values[row, num - 1]).nonzero()[:, 0]
         order = scores[row, columns].sort(descending=True, stable=True).indices
-        found[row] = columns[order[:num]]
-    return found
+        top_ids[row] = columns[order[:num]]
+    return top_ids

@@ -1,5 +1,7 @@
 """Prefills: the prompts that are being computed, for those that wait and begin with the same tokens."""
 
+from operator import itemgetter
+
 from kvpage.serving.loop.batch.request_states import RequestStates
 from kvpage.serving.loop.request import Request
 
@@ -32,9 +34,10 @@ class Prefills:
         if not self._states.are_kept:
             return any(self._is_ahead(other, self._num_shared(request, other)) for other in others)
         shared = [(self._num_shared(request, other), other) for other in others]
-        num_shared, other = max(shared, key=lambda one: one[0] * self._is_ahead(one[1], one[0]), default=(0, request))
-        if not self._is_ahead(other, num_shared):
+        ahead = [entry for entry in shared if self._is_ahead(entry[1], entry[0])]
+        if not ahead:
             return False
+        num_shared, other = max(ahead, key=itemgetter(0))
         self._states.mark(other, num_shared)
         return True
 
@@ -50,7 +53,7 @@ class Prefills:
         return int(differ.argmax()) if differ.any() else length
 
     def _is_ahead(self, other: Request, num_tokens: int) -> bool:
-        """Whether a block of so many leading tokens is yet to be computed, or the state after them."""
+        """Whether a block of num_tokens leading tokens is yet to be computed, or the state after them."""
         if num_tokens < self._block_size:
             return False
         num_usable = num_tokens if self._states.are_kept else num_tokens // self._block_size * self._block_size

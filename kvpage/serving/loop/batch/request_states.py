@@ -32,16 +32,13 @@ class RequestStates:
         return self._manager.block_size
 
     def mark(self, request: Request, num_tokens: int) -> None:
-        """Have a prefill that runs keep its state after so many tokens. One that has passed them does nothing."""
+        """Have a prefill that runs keep its state after num_tokens tokens, unless it has passed them."""
         self._manager.mark(request.seq_id, num_tokens)
 
     def allocate(self, request: Request, tokens: npt.NDArray[np.int32], num_spare: int) -> Allocation:
         """Give a waiting request blocks, and a state where there are some. Its prompt counts once, the first time.
 
-        num_spare: blocks to leave over.
-
-        Raises:
-            OutOfBlocks: It does not fit. Nothing has changed.
+        num_spare: blocks to leave over. OutOfBlocks, and no change, if it does not fit.
         """
         max_cached, is_counted = self._most_cached(request), not request.group.is_admitted
         return self._manager.allocate(

@@ -20,7 +20,7 @@ from kvpage.serving.model.step import Step
 
 
 class StepGroups:
-    """What the groups of a manager give to a step, beside the blocks of the full layers.
+    """The blocks of windows and the state slots that a step reads, beside the blocks of the full layers.
 
     caches: of all groups. tell: called with each move that was made, and its group's number, for other ranks; None if
     there are none.
@@ -51,7 +51,7 @@ class StepGroups:
         if group is None:
             return []
         bounds = list(zip(seq_ids, starts, ends, strict=True))
-        marks = [group.reserve(*bound) if place >= num_decodes else [] for place, bound in enumerate(bounds)]
+        marks = [group.reserve(*bound) if index >= num_decodes else [] for index, bound in enumerate(bounds)]
         group.do_moves(partial(self._do_move, len(self)))
         slots = [group.slot_of(seq_id) for seq_id in seq_ids]
         return [StateRow(*row) for row in zip(slots, starts, ends, marks, nums_prompt, strict=True)]

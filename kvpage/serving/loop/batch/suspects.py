@@ -48,5 +48,5 @@ class Suspects:
         if not self._failed or self._failed.isdisjoint(requests):  # the former at once, in most steps
             return
         self._failed.difference_update(requests)
-        groups = ([one for one in group if one not in requests] for group in self._groups)
+        groups = ([request for request in group if request not in requests] for group in self._groups)
         self._groups = [group for group in groups if group]

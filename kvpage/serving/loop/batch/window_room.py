@@ -3,8 +3,8 @@
     decodes     all of them fit, or OutOfBlocks: a request gives its blocks back, and others go on
     portions    cut to what fits; a later step computes the rest
 
-Windows have blocks of their own, or all layers share one table. There room is that of the table. What lies behind the
-widest window is given back, unless a layer sees everything.
+Windows have blocks of their own, or all layers share one table. There room is that of the table, which gives back
+the blocks before the widest window, unless a layer sees everything.
 """
 
 from collections.abc import Iterable, Sequence

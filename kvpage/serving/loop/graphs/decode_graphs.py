@@ -21,7 +21,6 @@ import torch
 
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.graphs.capture import CannotCapture, Capturer, Replay, is_out_of_memory
-from kvpage.serving.loop.graphs.capture_sizes import default_sizes
 from kvpage.serving.loop.graphs.decode_inputs import DecodeInputs
 from kvpage.serving.loop.graphs.fixed_model import FixedModel, why_not_fixed
 from kvpage.serving.loop.graphs.static_inputs import StaticInputs
@@ -30,6 +29,20 @@ from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+
+def default_sizes(max_num_seqs: int) -> list[int]:
+    """Return powers of two, from 16 on also those between them, up to max_num_seqs, and that itself.
+
+    At most half of a step's rows are padding, from 16 on a third.
+    """
+    sizes, size = {max_num_seqs}, 1
+    while size < max_num_seqs:
+        sizes.add(size)
+        if size >= 16 and 3 * size // 2 < max_num_seqs:
+            sizes.add(3 * size // 2)
+        size *= 2
+    return sorted(sizes)
 
 
 class Replayed(NamedTuple):
@@ -126,7 +139,7 @@ class DecodeGraphs:
     def num_bytes(self) -> int:
         """Device memory that the captures and their inputs keep."""
         inputs = 0 if self._inputs is None else self._inputs.num_bytes
-        return inputs + sum(one.replay.num_bytes for one in self._captured.values())
+        return inputs + sum(captured.replay.num_bytes for captured in self._captured.values())
 
     # --- capturing ---------------------------------------------------------------------------------------------------
 
@@ -176,7 +189,7 @@ class DecodeGraphs:
         logger.warning("decode steps are not captured as graphs, because %s", reason)
 
     def _why_not_captured(self, inputs: StaticInputs, size: int) -> str | None:
-        """Capture a step of so many rows; return why it cannot be. Another size may take less memory."""
+        """Capture a step of `size` rows; return why it cannot be. Another size may take less memory."""
         try:
             self._capture(inputs, size)
         except _TooLarge as error:
@@ -193,7 +206,7 @@ class DecodeGraphs:
         logger.warning("decode steps of %d rows are not captured, because %s", size, reason)
 
     def _capture(self, inputs: StaticInputs, size: int) -> None:
-        """Capture a step of so many rows, all of them padding."""
+        """Capture a step of `size` rows, all of them padding."""
         inputs.clear()
         step = StaticStep(self._runner, self._caches, inputs, size, self._max_seq_len)
         others = [*self._captured.values()]

@@ -70,8 +70,8 @@ class FixedModel:
         return None
 
     def _tensors_now(self) -> list[torch.Tensor]:
-        found = chain.from_iterable([part.values() for part in self._parts])
-        return [*self._others, *(tensor for tensor in found if tensor is not None)]
+        values = chain.from_iterable([part.values() for part in self._parts])
+        return [*self._others, *(tensor for tensor in values if tensor is not None)]
 
 
 def why_not_fixed(model: nn.Module) -> str | None:
@@ -91,5 +91,5 @@ def why_not_fixed(model: nn.Module) -> str | None:
 
 def _hooks(modules: Iterable[nn.Module]) -> list[dict[int, Any]]:
     """Return all places of hooks that a forward calls: a module's own, and torch's for all modules."""
-    own = [held for module in modules for held in (module._forward_hooks, module._forward_pre_hooks)]
-    return [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, *own]
+    module_hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+    return [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, *module_hooks]

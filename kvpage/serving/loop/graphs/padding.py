@@ -1,6 +1,6 @@
 """Padding: steps of sequences that belong to nobody. Their tokens are written nowhere, and nothing reads their results.
 
-What their attention reads is of no account: their tables name block 0 again and again. So a cache of one block serves.
+Their attention may read anything: their tables name block 0 again and again. So a cache of one block serves.
 """
 
 from contextlib import nullcontext
@@ -22,11 +22,11 @@ from kvpage.serving.model.step import BatchItem, PackedTokens, Step
 
 NUM_QUERIES = 1, 2, 3, 5, 9, 17, 33, 65
 MOST_KEYS = 2048
-"""Kernels are compiled anew from some power of two of queries on, and up to so many keys of a sequence."""
+"""Kernels are compiled anew from some power of two of queries on, and up to this number of keys of a sequence."""
 
 
 class StepLimits(NamedTuple):
-    """What a step of an engine has at most: sequences, tokens of all, and tokens of one with those before."""
+    """The most sequences of a step, tokens of all of them, and tokens of one sequence with those before."""
 
     num_seqs: int
     num_tokens: int
@@ -58,8 +58,8 @@ def largest(limits: StepLimits) -> list[Padding]:
     """Return the steps that take the most memory: one long prompt, many short ones, and decodes of all sequences."""
     most = min(limits.num_tokens, limits.seq_len)
     num_seqs = min(limits.num_seqs, limits.num_tokens)
-    each = min(limits.num_tokens // num_seqs, limits.seq_len)
-    return [Padding(1, most, most), Padding(num_seqs, each, each), Padding(num_seqs, 1, 1)]
+    num_tokens = min(limits.num_tokens // num_seqs, limits.seq_len)
+    return [Padding(1, most, most), Padding(num_seqs, num_tokens, num_tokens), Padding(num_seqs, 1, 1)]
 
 
 class PaddedSteps:

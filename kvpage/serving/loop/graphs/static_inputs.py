@@ -28,7 +28,7 @@ _NUM_SINGLE = 4  # columns before the slots of the groups
 
 
 class DecodeViews(NamedTuple):
-    """The inputs of a step of so many rows, as views of the static memory; see the picture.
+    """The inputs of a step of some rows, as views of the static memory; see the picture.
 
     slots: int64 [num_groups, num_rows]. tables: int32 [num_groups, num_rows, num_blocks]. All others: int64 [num_rows].
     """
@@ -91,7 +91,7 @@ class StaticInputs:
             self.newest_tokens[: len(tokens)].copy_(tokens)
 
     def fill(self, num_rows: int, inputs: DecodeInputs, token_ids: npt.NDArray[np.int32] | None) -> None:
-        """Set the inputs of a step of so many rows, padding after those of the sequences.
+        """Set the inputs of a step of num_rows rows, padding after those of the sequences.
 
         token_ids: of each sequence; None for the newest tokens, those that the last step chose row by row.
         """

@@ -7,9 +7,9 @@ import torch
 
 from kvpage.serving.loop.graphs.static_inputs import StaticInputs
 from kvpage.serving.loop.ranks.rank_caches import RankCaches
-from kvpage.serving.model.states.decode_pass import DecodePass
+from kvpage.serving.model.states.state_pass import DecodePass
 from kvpage.serving.model.step import ModelInputs, Step
-from kvpage.serving.sampling.likeliest import likeliest
+from kvpage.serving.sampling.logits_check import likeliest
 
 
 class Computing(Protocol):
@@ -42,8 +42,8 @@ class StaticStep:
         """Compute the step. It allocates, and waits for nothing: a device can capture it."""
         views, step = self._views, self._begun()
         token_ids = torch.where(views.token_ids < 0, views.newest_tokens.clamp(min=0), views.token_ids)
-        given = ModelInputs(token_ids.unsqueeze(0), views.positions.unsqueeze(0))
-        self.logits = self._runner.forward(given, step)
+        model_inputs = ModelInputs(token_ids.unsqueeze(0), views.positions.unsqueeze(0))
+        self.logits = self._runner.forward(model_inputs, step)
         views.newest_tokens.copy_(likeliest(self.logits))
 
     def renew_plan(self, seq_lens: Sequence[int]) -> None:

@@ -68,7 +68,7 @@ def rehearse_blending(steps: PaddedSteps, limits: StepLimits, blend: BlendConnec
 
 
 class _Parts(NamedTuple):
-    """What is to be compiled and computed. kernels: see kvpage.ops.cuda.rehearsal."""
+    """The kernels to compile and the steps to compute. kernels: see kvpage.ops.cuda.rehearsal."""
 
     kernels: Kernels
     paddings: list[Padding]

@@ -37,17 +37,7 @@ class _Growing(NamedTuple):
 
 
 class LayerSaves(Saves):
-    """Saves under way. All methods are for the engine's thread.
-
-    Args:
-        group: The blocks, and where they are stored.
-        store: One with groups of layers.
-        manager: Of the blocks.
-        cache: The blocks.
-
-    Attributes:
-        chunk_size: Tokens of the store's chunks.
-    """
+    """Saves under way, in a store with groups of layers. All methods are for the engine's thread."""
 
     def __init__(self, group: StoredGroup, store: BlockStore, manager: BlockManager, cache: CacheEngine) -> None:
         super().__init__(group)

@@ -34,7 +34,7 @@ class Saves:
 
     @property
     def futures(self) -> "list[Future[int]]":
-        """What is under way, the oldest first."""
+        """The saves under way, the oldest first."""
         return [save.future for save in self._saves]
 
     def begin(self, tokens: TokenIds, namespace: bytes) -> Hold | None:

@@ -57,7 +57,7 @@ class StoreLoad(Generic[RequestT]):
 
     @property
     def futures(self) -> list[Future[Any]]:
-        """What is under way, and done when there is something new."""
+        """The lookup or load under way, which is done when there is something new."""
         return [future for future in (self.future, self.verified) if future is not None]
 
     @property
@@ -129,7 +129,7 @@ class StoreLoad(Generic[RequestT]):
         return done.result()
 
     def note_early(self, num_tokens: int, arrival: Arrival) -> None:
-        """Note that so many tokens are committed before they have come."""
+        """Note that num_tokens tokens are committed before they have come."""
         self.num_early, self.arrival = num_tokens, arrival
 
     def _teller(self) -> Callable[[int, Arrival], None]:
@@ -146,7 +146,7 @@ class StoreLoad(Generic[RequestT]):
 
 
 def num_cached(manager: BlockManager, tokens: Ids, namespace: bytes, num_left_over: int = 1) -> int:
-    """Return how many leading tokens can be found. num_left_over: at least so many are left out."""
+    """Return how many leading tokens can be found. num_left_over: the least number of tokens to leave out."""
     match = manager.tree.match(tokens, namespace, num_left_over=num_left_over, is_hit=False)
     manager.tree.release(match)
     return match.num_tokens

@@ -74,7 +74,7 @@ class StoredGroup(ABC):
 
     @abstractmethod
     def begin_load(self, load: StoreLoad[Any], num_tokens: int, allocation: Allocation) -> Loading:
-        """Make blocks ready for a load of so many tokens. Raise OutOfBlocks where there is no room beside them."""
+        """Make blocks ready for a load of the tokens. Raise OutOfBlocks where there is no room beside them."""
 
     def num_usable(self, load: StoreLoad[Any], num_loaded: int) -> int:
         """Return how many of the tokens that have come can be committed: by default whole blocks."""

@@ -25,19 +25,9 @@ from kvpage.store.block_store import BlockStore, TokenIds, is_count
 
 
 class StoredStates(StoredGroup):
-    """The states and blocks of one engine.
+    """The states and blocks of one engine, in a store that keeps states. ValueError for another store.
 
     A checkpoint's slot, its tail block and its blocks are held until it is written: steps go on meanwhile.
-
-    Args:
-        store: One that keeps states.
-        cache: The blocks.
-        slots: The states.
-        manager: Of both.
-        transfers: The moves of blocks.
-
-    Raises:
-        ValueError: The store keeps no states, or cannot keep these blocks.
     """
 
     def __init__(

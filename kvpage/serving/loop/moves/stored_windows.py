@@ -5,8 +5,8 @@
                                  ^               ^
     A prompt can go on after whole blocks to which full layers' chunks lead, and whose last window is there.
 
-Each group has records of its own. What windows have left before a prompt was stored is not stored. A load that lacks
-anything is none: its blocks are freed, and the request computes.
+Each group has records of its own. Tokens that have left the windows before a prompt was stored are not stored. A load
+that lacks anything is none: its blocks are freed, and the request computes.
 """
 
 from collections.abc import Sequence
@@ -30,17 +30,9 @@ from kvpage.store.block_store import BlockStore, TokenIds
 
 
 class StoredWindows(StoredGroup):
-    """The blocks of one engine.
+    """The blocks of one engine, in a store that keeps groups of layers apart. ValueError for another store.
 
-    Args:
-        store: One that keeps groups of layers apart.
-        cache: The blocks of full layers, of which there may be none.
-        caches: Those of each window.
-        manager: Of all of them.
-        transfers: The moves of full layers' blocks.
-
-    Raises:
-        ValueError: The store keeps no groups apart.
+    cache: of full layers, of which there may be none. caches: of each window. transfers: of full layers' blocks.
     """
 
     def __init__(
@@ -142,9 +134,9 @@ class StoredWindows(StoredGroup):
         return self._usable_of(self._whole(tokens), (len(tokens) - 1) // self.block_size, namespace)
 
     def _usable_of(self, tokens: TokenIds, most: int, namespace: bytes) -> list[npt.NDArray[np.bool_]]:
-        """Return for each group whether a prompt can go on after so many blocks, [0, most]: bool [most + 1] each.
+        """Return, by group, whether a prompt can go on after each number of blocks in [0, most]: bool [most + 1].
 
-        tokens: whole blocks. most: so many blocks, or one less.
+        tokens: whole blocks. most: their number, or one less.
         """
         size, ends = self.block_size, np.arange(most + 1)
         reach = len(tokens)

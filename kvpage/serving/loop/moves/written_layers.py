@@ -25,15 +25,10 @@ class Growth(NamedTuple):
 
 
 class WrittenLayers:
-    """Groups of layers, each written when all its layers are, and the groups before it. The engine's thread tells,
-    another one waits.
+    """Groups of layers, each written when all its layers are, and the groups before it.
 
-    Args:
-        groups: The layers of each group.
-        device: Of the blocks.
-
-    Attributes:
-        has_failed: Whether the step has failed.
+    The engine's thread tells, another thread waits. groups: the layers of each.
+    has_failed: whether the step has failed.
     """
 
     def __init__(self, groups: Sequence[Iterable[int]], device: torch.device) -> None:

@@ -24,7 +24,7 @@ JOIN_SECONDS = 300.0
 
 
 def connected_group(seconds: float) -> Any:
-    """Return a group of gloo of all ranks. All call it at once. RankLost if not all come within so many seconds."""
+    """Return a group of gloo of all ranks. All call it at once. RankLost if not all come within `seconds`."""
     try:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
     except RuntimeError as error:
@@ -73,8 +73,8 @@ class Channel:
         rows[dist.get_rank()] = torch.tensor(values, dtype=torch.int64)
         options.timeout = self._timeout(seconds)
         self._run(lambda group: group.allreduce([rows], options))  # their sum
-        found: list[list[int]] = rows.tolist()
-        return found
+        gathered: list[list[int]] = rows.tolist()
+        return gathered
 
     def drop(self) -> None:
         """Let go of the group: its sockets are closed."""

@@ -46,7 +46,7 @@ class RankCaches:
 
     @property
     def library(self) -> AttentionOfOthers | None:
-        """What attends over the full layers in place of kvpage's kernels; None where these do."""
+        """The library that attends over the full layers; None where kvpage's kernels do."""
         layer = next(iter(self.full.bound_layers.values()), None)
         return None if layer is None else layer.library
 

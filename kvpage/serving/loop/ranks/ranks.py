@@ -27,7 +27,7 @@ ASSEMBLY_SECONDS = 86_400.0
 
 
 class Role(IntEnum):
-    """What a rank has called."""
+    """The call of a rank."""
 
     LEADS = 0
     FOLLOWS = 1
@@ -78,10 +78,10 @@ class Ranks:
 
     def _agree(self, config: EngineConfig, role: Role, has_store: bool) -> None:
         values = [role, has_store, _digest(_settings(config)), _digest(_shape(self._model))]
-        for rank, (theirs, with_store, settings, shape) in enumerate(self.control.gather(values)):
+        for rank, (rank_role, with_store, settings, shape) in enumerate(self.control.gather(values)):
             expected = Role.FOLLOWS if rank else Role.LEADS
-            if theirs != expected:
-                raise ValueError(f"rank {rank} must call {expected.call}, it called {Role(theirs).call}")
+            if rank_role != expected:
+                raise ValueError(f"rank {rank} must call {expected.call}, it called {Role(rank_role).call}")
             if with_store != has_store:
                 raise ValueError(f"store must be given on all ranks or on none, rank {rank} differs")
             if shape != values[3]:
@@ -95,7 +95,7 @@ class Ranks:
 
     def least(self, number: int) -> int:
         """Return the least of the numbers that the ranks name. All call it at once."""
-        return min(theirs for (theirs,) in self.control.gather([number], ASSEMBLY_SECONDS))
+        return min(value for (value,) in self.control.gather([number], ASSEMBLY_SECONDS))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -150,8 +150,8 @@ def check_rank_store(store: BlockStore, size: int) -> None:
 
 def _num_collectives(model: PreTrainedModel) -> int:
     """Return how many collectives the model has begun on this rank; another number on each if that is not known."""
-    meshes = [getattr(model, "_device_mesh", None), *(getattr(one, "device_mesh", None) for one in model.parameters())]
-    mesh = next((one for one in meshes if one is not None), None)
+    owners = [getattr(model, "_device_mesh", None), *(getattr(x, "device_mesh", None) for x in model.parameters())]
+    mesh = next((owner for owner in owners if owner is not None), None)
     groups = [] if mesh is None else mesh.get_all_groups()
     counts = [getattr(group, "_get_sequence_number_for_group", None) for group in groups]
     return sum(count() for count in counts if count is not None) if counts and all(counts) else -1 - dist.get_rank()

@@ -10,11 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from kvpage.layout.config import CacheConfig, ModelConfig, ParallelConfig
+from kvpage.layout.config import ModelConfig, ParallelConfig
 from kvpage.layout.kv_scales import KVScales
-from kvpage.serving.model.attention_shapes import with_seen_shapes
-from kvpage.serving.model.config_check import check_divides
-from kvpage.serving.model.runner import ModelRunner
 
 
 def sharded_size(model: PreTrainedModel) -> int:
@@ -27,12 +24,12 @@ def sharded_size(model: PreTrainedModel) -> int:
 
 
 def check_sharded_size(model: PreTrainedModel, size: int) -> None:
-    """Raise ValueError unless the model is sharded over so many ranks, which are all that there are."""
-    found = sharded_size(model)
-    if found != size:
-        how = "load it by from_pretrained(..., tp_plan='auto') in each process of torchrun" if found == 1 else ""
+    """Raise ValueError unless the model is sharded over `size` ranks, which are all ranks."""
+    num_ranks = sharded_size(model)
+    if num_ranks != size:
+        how = "load it by from_pretrained(..., tp_plan='auto') in each process of torchrun" if num_ranks == 1 else ""
         raise ValueError(
-            f"tensor_parallel_size must be {found}, over which {type(model).__name__} is sharded, got {size}"
+            f"tensor_parallel_size must be {num_ranks}, over which {type(model).__name__} is sharded, got {size}"
             f"{how and '; '}{how}"
         )
     if size == 1:
@@ -40,20 +37,6 @@ def check_sharded_size(model: PreTrainedModel, size: int) -> None:
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if world != size:
         raise ValueError(f"tensor_parallel_size must be {world}, the number of processes, got {size}")
-
-
-def of_this_rank(runner: ModelRunner, cache_config: CacheConfig, config: ModelConfig, size: int) -> ModelConfig:
-    """Return the config with the shapes of one rank's K and V, as its attention gets them. All ranks call it at once.
-
-    Raises ValueError if the heads cannot be split over the ranks, or if layers with unlike numbers of heads would be.
-    """
-    if config.use_mla:
-        return config
-    name = type(runner.model).__name__
-    check_divides(name, config.num_kv_heads, size)
-    seen = with_seen_shapes(runner, cache_config, config)
-    check_heads(name, seen, config.num_kv_heads, size)
-    return seen
 
 
 def check_heads(name: str, seen: ModelConfig, num_all: int, size: int) -> None:
@@ -81,4 +64,4 @@ def scales_of_this_rank(kv_scales: Any, num_heads: int, num_all_heads: int) -> A
     def own(scales: torch.Tensor) -> torch.Tensor:
         return scales[begin : begin + num_heads].clone() if len(scales) == num_all_heads else scales
 
-    return [KVScales(own(one.key), own(one.value)) for one in kv_scales]
+    return [KVScales(own(scales.key), own(scales.value)) for scales in kv_scales]

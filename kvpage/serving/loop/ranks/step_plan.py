@@ -53,17 +53,17 @@ class StepPlan(NamedTuple):
 
     def parts(self) -> list[Part]:
         """Return the parts of a message."""
-        token_ids, starts, ends, wanted, is_decode = self.packed
+        token_ids, starts, ends, wanted_rows, is_decode = self.packed
         flags = np.array([is_decode, *(blocks.tables.shape[1] for blocks in self.blocks)], np.int64)
         slots = np.concatenate([blocks.slots for blocks in self.blocks])
         tables = np.concatenate([blocks.tables.reshape(-1) for blocks in self.blocks])
         starts, ends = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
-        return [flags, token_ids, starts, ends, wanted, slots, tables, _numbers_of(self.states)]
+        return [flags, token_ids, starts, ends, wanted_rows, slots, tables, _numbers_of(self.states)]
 
     @classmethod
     def of_message(cls, message: Message) -> "StepPlan":
         """Return the plan that a message tells. ValueError for parts that do not fit together."""
-        flags, token_ids, starts, ends, wanted, slots, tables, states = message.parts
+        flags, token_ids, starts, ends, wanted_rows, slots, tables, states = message.parts
         num_tokens, num_seqs, widths = len(token_ids), len(starts), flags[1:].tolist()
         sizes = len(ends), len(slots), len(tables)
         if not widths or min(widths) < 0 or sizes != (num_seqs, len(widths) * num_tokens, num_seqs * sum(widths)):
@@ -72,9 +72,9 @@ class StepPlan(NamedTuple):
             )
         if num_seqs == 0 or (starts >= ends).any() or (ends - starts).sum() != num_tokens:
             raise ValueError(f"a step must compute {num_tokens} tokens, got {starts.tolist()} to {ends.tolist()}")
-        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < num_tokens:
-            raise ValueError(f"wanted must be indices of {num_tokens} tokens, got {wanted.tolist()}")
-        packed = PackedTokens(token_ids, starts, ends, wanted, is_decode=bool(flags[0]))
+        if len(wanted_rows) and not 0 <= wanted_rows.min() <= wanted_rows.max() < num_tokens:
+            raise ValueError(f"wanted must be indices of {num_tokens} tokens, got {wanted_rows.tolist()}")
+        packed = PackedTokens(token_ids, starts, ends, wanted_rows, is_decode=bool(flags[0]))
         of_groups = zip(
             slots.reshape(-1, num_tokens), np.split(tables, num_seqs * np.cumsum(widths[:-1], dtype=int)), strict=True
         )

@@ -24,11 +24,11 @@ def cache_argument(forward: Callable[..., Any], names: Sequence[str] = KV_ARGUME
 
 def checked_cache_argument(model: Any, names: Sequence[str] = KV_ARGUMENTS) -> str:
     """Return the name of a model's cache. ValueError if its forward takes none of the names."""
-    found = cache_argument(model.forward, names)
-    if found is None:
+    name = cache_argument(model.forward, names)
+    if name is None:
         words = " or ".join(names)
         raise ValueError(f"forward must take {words}, that of {type(model).__name__} does not")
-    return found
+    return name
 
 
 def given_cache(arguments: Mapping[str, Any]) -> object:

@@ -98,8 +98,8 @@ def _names_of(cache: DynamicCache, frame: FrameType) -> list[tuple[str, int]]:
 
     The call tells them, and not the module's signature: some decorators of transformers hide it.
     """
-    found = inspect.getargvalues(frame)
-    return [(name, place) for place, name in enumerate(found.args[1:]) if found.locals.get(name) is cache]
+    call = inspect.getargvalues(frame)
+    return [(name, index) for index, name in enumerate(call.args[1:]) if call.locals.get(name) is cache]
 
 
 def _number(state_idx: int) -> dict[str, int]:

@@ -78,7 +78,7 @@ class LatentHeads:
         return torch.cat([key, rot.unsqueeze(1).expand(-1, key.shape[1], -1)], dim=2), value
 
     def gains_by_expanding(self, num_queries: int) -> bool:
-        """Return whether so many queries of a sequence pay for expanding its keys, by the number of products."""
+        """Return whether num_queries queries of a sequence pay for expanding its keys, by the number of products."""
         expanded_size = self.nope_size + self.value.shape[1]
         return num_queries * (2 * self.rank - expanded_size) > self.rank * expanded_size
 
@@ -91,8 +91,8 @@ class LatentHeads:
         numbers = len(rows) * (query.shape[2] + value_size)
         step, outputs = max(MAX_EXPANDED // max(numbers, 1), 1), []
         for begin in range(0, num_heads, step):
-            some = slice(begin, begin + step)
-            heads = LatentHeads(self.key[some], self.value[some])
-            own = attention if attention.sinks is None else replace(attention, sinks=attention.sinks[some])
-            outputs.append(attend(query[:, some], *heads.expanded(rows), own))
+            part = slice(begin, begin + step)
+            heads = LatentHeads(self.key[part], self.value[part])
+            part_attention = attention if attention.sinks is None else replace(attention, sinks=attention.sinks[part])
+            outputs.append(attend(query[:, part], *heads.expanded(rows), part_attention))
         return torch.cat(outputs, dim=1)

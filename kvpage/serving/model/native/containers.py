@@ -30,4 +30,4 @@ def is_the_models(module: nn.Module) -> bool:
 
 
 def _has_layers(module: nn.Module) -> bool:
-    return any(type(one) is nn.Linear for one in module.modules() if one is not module)
+    return any(type(part) is nn.Linear for part in module.modules() if part is not module)

@@ -74,10 +74,10 @@ def activation_of(module: nn.Module) -> str | None:
         return None
     weights = _trial_weights()
     rows = torch.cat([random_rows(2, SIZES[0]) * scale for scale in SCALES])
-    found = own_forward(module, rows, _modules={**weights, "act_fn": act_fn})
-    if found is None:
+    output = own_forward(module, rows, _modules={**weights, "act_fn": act_fn})
+    if output is None:
         return None
-    errors = {name: relative_error(_formula(rows, weights, function), found) for name, function in ACTIVATIONS.items()}
+    errors = {name: relative_error(_formula(rows, weights, function), output) for name, function in ACTIVATIONS.items()}
     return next((name for name, error in errors.items() if error <= MAX_ERROR), None)
 
 

@@ -42,8 +42,8 @@ class JoinedLinear(nn.Linear):
             columns = self._product.columns_of(self._index, input)
             if columns is not None:
                 return columns
-        own: torch.Tensor = type(self._source).forward(self._source, input, *args, **kwargs)
-        return own
+        output: torch.Tensor = type(self._source).forward(self._source, input, *args, **kwargs)
+        return output
 
 
 class JoinedProduct:

@@ -46,15 +46,14 @@ class NativeLinear(nn.Linear):
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return x W^T + b. The model's own class computes all but plain calls over plain weights."""
         if not args and not kwargs and is_torchs(self) and is_plain_call(input):
-            held: dict[str, Any] = self._parameters  # torch's lookup of attributes takes a microsecond
-            output = host_product(
-                input, held.get("weight"), held.get("bias", self), None, 0, self._threads.caller or get_num_threads()
-            )
+            parameters: dict[str, Any] = self._parameters  # torch's lookup of attributes takes a microsecond
+            weight, bias = parameters.get("weight"), parameters.get("bias", self)
+            output = host_product(input, weight, bias, None, 0, self._threads.caller or get_num_threads())
             if output is not None:
                 return output
         with self._threads.lifted():
-            own: torch.Tensor = type(self._source).forward(self._source, input, *args, **kwargs)
-        return own
+            result: torch.Tensor = type(self._source).forward(self._source, input, *args, **kwargs)
+        return result
 
 
 def product_of_torch() -> Any:
@@ -65,8 +64,8 @@ def product_of_torch() -> Any:
     layer = nn.Linear(SIZE, SIZE, bias=True, device="meta")
     weight, bias, rows = torch.split(random_rows(2 * SIZE * SIZE + SIZE), [SIZE * SIZE, SIZE, SIZE * SIZE])
     weight, rows = weight.reshape(SIZE, SIZE), rows.reshape(SIZE, SIZE)
-    found = own_forward(layer, rows, _parameters={"weight": weight, "bias": bias})
-    if found is not None and relative_error(found, rows @ weight.T + bias) <= MAX_ERROR:
+    product = own_forward(layer, rows, _parameters={"weight": weight, "bias": bias})
+    if product is not None and relative_error(product, rows @ weight.T + bias) <= MAX_ERROR:
         return nn.Linear.forward, nn.functional.linear
     return None
 

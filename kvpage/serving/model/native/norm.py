@@ -81,8 +81,8 @@ def _epsilon_name(source: nn.Module) -> str | None:
 def _formula_of(source: nn.Module, name: str) -> NormFormula | None:
     """Try the norm out. In fp32 its formula shows; in bf16 how it rounds, of which the nearer way is taken."""
     formulas = [NormFormula(name, offset, rounds) for offset in (0.0, 1.0) for rounds in (True, False)]
-    equal = [one for one in formulas if _error(source, one, torch.float32) <= MAX_ERROR]
-    return min(equal, key=lambda one: _error(source, one, torch.bfloat16), default=None)
+    equal = [formula for formula in formulas if _error(source, formula, torch.float32) <= MAX_ERROR]
+    return min(equal, key=lambda formula: _error(source, formula, torch.bfloat16), default=None)
 
 
 def _error(source: nn.Module, formula: NormFormula, dtype: torch.dtype) -> float:

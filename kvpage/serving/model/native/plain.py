@@ -41,16 +41,16 @@ def _has_only_to_compute(rows: torch.Tensor, device_type: str) -> bool:
 
 def is_unwatched(module: nn.Module) -> bool:
     """Return whether a call of the module is its class's forward, and nothing else."""
-    held = vars(module)
+    attributes = vars(module)
     return not (
-        held["_forward_hooks"]
-        or held["_forward_pre_hooks"]
-        or held["_backward_hooks"]
-        or held["_backward_pre_hooks"]
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
         or of_all._global_forward_hooks
         or of_all._global_forward_pre_hooks
         or of_all._global_backward_hooks
         or of_all._global_backward_pre_hooks
-        or "forward" in held
-        or held.get("_compiled_call_impl") is not None
+        or "forward" in attributes
+        or attributes.get("_compiled_call_impl") is not None
     )

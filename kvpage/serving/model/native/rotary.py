@@ -53,27 +53,27 @@ class RotaryKinds:
 
     def forward_of(self, module: nn.Module, copy: nn.Module) -> RotaryForward | None:
         """Return a forward for the module's copy; None if the module rotates nothing, or in another way."""
-        own = type(module).forward
-        if type(own) is not FunctionType or innermost(own, NAME) is None or "forward" in vars(module):
+        forward = type(module).forward
+        if type(forward) is not FunctionType or innermost(forward, NAME) is None or "forward" in vars(module):
             return None
-        if own not in self._rotating:
-            self._rotating[own] = self.rotating_of(own)
-        rotating = self._rotating[own]
-        return None if rotating is None else RotaryForward(copy, own, rotating)
+        if forward not in self._rotating:
+            self._rotating[forward] = self.rotating_of(forward)
+        rotating = self._rotating[forward]
+        return None if rotating is None else RotaryForward(copy, forward, rotating)
 
-    def rotating_of(self, own: FunctionType) -> FunctionType | None:
+    def rotating_of(self, forward: FunctionType) -> FunctionType | None:
         """Return the same function with another meaning of NAME; None if the model's rotates in another way."""
-        inner = innermost(own, NAME)
+        inner = innermost(forward, NAME)
         assert inner is not None
         rotate = inner.__globals__.get(NAME)
         if not callable(rotate) or not _rotates_halves(rotate):
             return None
-        return with_meaning(own, NAME, partial(self._rotate_both, inner.__globals__, rotate))
+        return with_meaning(forward, NAME, partial(self._rotate_both, inner.__globals__, rotate))
 
-    def _rotate_both(self, names: dict[str, Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _rotate_both(self, names: dict[str, Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Rotate (query, key, cos, sin), if this is all that is given. names: of the model's file, which may change."""
         current = names[NAME]
-        if current is own and len(args) == 4 and not kwargs and self._is_plain(args[0]) and _fit(*args):
+        if current is forward and len(args) == 4 and not kwargs and self._is_plain(args[0]) and _fit(*args):
             both = self._rotate(*args)
             if both is not None:
                 return both
@@ -87,13 +87,13 @@ def _rotates_halves(rotate: Callable[..., Any]) -> bool:
     cos, sin = angles[:1], angles[1:]
     try:
         with torch.no_grad():
-            found = rotate(query, key, cos, sin)
+            pair = rotate(query, key, cos, sin)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):  # it takes other arguments
         return False
-    if type(found) is not tuple or len(found) != 2:
+    if type(pair) is not tuple or len(pair) != 2:
         return False
     expected = [rotated(rows, cos.unsqueeze(1), sin.unsqueeze(1)) for rows in (query, key)]
-    return all(relative_error(*pair) <= MAX_ERROR for pair in zip(found, expected, strict=True))
+    return all(relative_error(*rows) <= MAX_ERROR for rows in zip(pair, expected, strict=True))
 
 
 def _fit(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:

@@ -19,7 +19,8 @@ import torch
 class TorchThreads:
     """The limit of one view, which is for one thread.
 
-    caller: the caller's torch.get_num_threads(), while torch has one thread; None otherwise. Native layers use so many.
+    caller: the caller's torch.get_num_threads(), while torch has one thread; None otherwise. Native
+    layers use that number.
     Does nothing where torch's threads are not those of an OpenMP runtime that this process shows.
     """
 
@@ -64,10 +65,10 @@ class TorchThreads:
 def openmp_setter() -> Callable[[int], object] | None:
     """Return omp_set_num_threads of the OpenMP that torch asks for its number of threads; None if it asks none."""
     try:  # a few instructions: the GIL stays
-        found = ctypes.PYFUNCTYPE(None, ctypes.c_int)(("omp_set_num_threads", ctypes.PyDLL(None)))
+        setter = ctypes.PYFUNCTYPE(None, ctypes.c_int)(("omp_set_num_threads", ctypes.PyDLL(None)))
     except (AttributeError, OSError, TypeError):  # no such runtime; Windows has no names of the process
         return None
-    return found if is_torchs(found) else None
+    return setter if is_torchs(setter) else None
 
 
 def is_torchs(set_num_threads: Callable[[int], object]) -> bool:

@@ -39,15 +39,15 @@ def held_states(model: PreTrainedModel) -> dict[StateMixer, tuple[StatePart, Sta
     ValueError for a block whose step of one token is not what it computes for several.
     """
     layers = getattr(model.base_model, "layers", ())
-    found = {}
+    parts_of_mixers = {}
     for layer_id, layer in enumerate(layers):
         for module in layer.modules():
             if _holds_states(module):
                 parts = _parts(module, layer_id)
                 keys = frozenset(part.key for part in parts)
                 mixer = StateMixer(module, CACHE_NAME, NO_PLACE, keys, holds=(UNIT,))
-                found[replace(mixer, is_stepwise=not _goes_on(mixer, parts))] = parts
-    return found
+                parts_of_mixers[replace(mixer, is_stepwise=not _goes_on(mixer, parts))] = parts
+    return parts_of_mixers
 
 
 def without_own_states(model: PreTrainedModel) -> PreTrainedModel:
@@ -76,7 +76,7 @@ def with_held_states(mixer: StateMixer, copy: Any, own: Callable[..., Any]) -> C
     return partial(_compute, mixer, copy, own)
 
 
-def _compute(mixer: StateMixer, block: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _compute(mixer: StateMixer, block: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     cache: PieceCache = kwargs.pop(CACHE_NAME)
     conv, recurrent = sorted(mixer.keys)
     unit = getattr(block, UNIT)
@@ -87,7 +87,7 @@ def _compute(mixer: StateMixer, block: Any, own: Callable[..., Any], *args: Any,
         hiding = AttributePatch(CONVOLUTION, {block: continued})
     before = {block: columns}, {unit: cache.get_recurrent_state(recurrent[0])}
     with AttributePatch(CONV, before[0]), AttributePatch(RECURRENT, before[1]), hiding:
-        output = own(*args, **{**kwargs, "use_cache": True})
+        output = forward(*args, **{**kwargs, "use_cache": True})
         cache.put(conv, block.conv1d_state if continued is None else continued.after(block, output[0].shape[1]))
         cache.put(recurrent, unit.recurrent_states)
     return output
@@ -120,7 +120,7 @@ class _Continued:
 
 
 def _goes_on(mixer: StateMixer, parts: Sequence[StatePart]) -> bool:
-    """Try a block out: tokens in two parts must give what they give together. Nobody may have replaced its forward.
+    """Try a block out: tokens in two parts must give the output of all at once. Its forward must be its own.
 
     ValueError for a block whose step of one token, which is its own for all that goes on, is not part of that.
     """
@@ -143,20 +143,20 @@ def _name(mixer: StateMixer) -> str:
     return type(mixer.module).__name__
 
 
-def _are_near(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], most: float) -> bool:
-    pairs = zip(found, expected, strict=True)
-    return all(relative_error(one.float().cpu(), other.float().cpu()) <= most for one, other in pairs)
+def _are_near(computed: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], most: float) -> bool:
+    pairs = zip(computed, expected, strict=True)
+    return all(relative_error(values.float().cpu(), other.float().cpu()) <= most for values, other in pairs)
 
 
 def _tried(mixer: StateMixer, parts: Sequence[StatePart], rows: torch.Tensor, cuts: list[slice]) -> list[torch.Tensor]:
     """Return the outputs of the parts, and the states after them."""
     views = {part.key: torch.zeros(1, *part.shape, dtype=part.dtype, device=rows.device) for part in parts}
-    own = partial(type(mixer.module).forward, mixer.module)
+    forward = partial(type(mixer.module).forward, mixer.module)
     positions = torch.arange(rows.shape[1], device=rows.device)[None]
     outputs: list[torch.Tensor] = []
     with torch.no_grad():
         for cut in cuts:
             cache = PieceCache(views, slice(0, 1), has_previous=bool(outputs))
-            given = {"position_ids": positions[:, cut], "attention_mask": None, CACHE_NAME: cache}
-            outputs.append(_compute(mixer, mixer.module, own, rows[:, cut], **given)[0])
+            arguments = {"position_ids": positions[:, cut], "attention_mask": None, CACHE_NAME: cache}
+            outputs.append(_compute(mixer, mixer.module, forward, rows[:, cut], **arguments)[0])
     return [torch.cat(outputs, dim=1), *views.values()]

@@ -57,16 +57,16 @@ class MixerForward:
 
     def _computing(self) -> Callable[..., Any]:
         """Return the forward that computes: that of the class, or one that somebody gave to the module."""
-        own = self._own or partial(type(self._copy).forward, self._copy)
-        return with_held_states(self.mixer, self._copy, own) if self.mixer.holds else own
+        forward = self._own or partial(type(self._copy).forward, self._copy)
+        return with_held_states(self.mixer, self._copy, forward) if self.mixer.holds else forward
 
     def _with_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], cache: object
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call, with this cache among them."""
-        place = self.mixer.cache_place
-        if len(args) > place:
-            return (*args[:place], cache, *args[place + 1 :]), kwargs
+        cache_place = self.mixer.cache_place
+        if len(args) > cache_place:
+            return (*args[:cache_place], cache, *args[cache_place + 1 :]), kwargs
         return args, {**kwargs, self.mixer.cache_name: cache}
 
 

@@ -32,7 +32,7 @@ FIRST_VERSION = "5.5"
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """What one model keeps for each sequence, where that is more than K and V.
+    """The states that one model keeps for each sequence, beside K and V or alone.
 
     groups: of all layers. layout: of a state slot. mixers: the modules that read and write states.
     kv_shape: of the layers with attention; None where none has. model_config: of the blocks of those layers.
@@ -52,18 +52,19 @@ class ModelStates:
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> "ModelStates":
         """Compute two tokens. Raises ValueError, with the reason, for states that do not fit into slots."""
-        held = held_states(model)
-        seen = _computed(model, use_cache=not held)
+        parts_of_mixers = held_states(model)
+        seen = _computed(model, use_cache=not parts_of_mixers)
         name = type(model).__name__
-        if not seen.states and not held:
+        if not seen.states and not parts_of_mixers:
             raise ValueError(f"states must be written into the cache, {name} writes none there")
-        parts = [*_parts(name, seen.states), *(part for parts in held.values() for part in parts)]
+        parts = [*_parts(name, seen.states), *(part for parts in parts_of_mixers.values() for part in parts)]
         groups = (*_attention_groups(model, seen), _state_group(parts))
         layout = StateLayout.of_groups(groups)
         assert layout is not None
         kv_shape = KVShape.of_rows(model, seen.rows) if seen.rows else None
         mixers = _tried(model, _mixers(seen.states), {part.key: part.shape for part in parts})
-        return cls(groups, layout, (*mixers, *held), kv_shape, _model_config(model, kv_shape, len(seen.layers)))
+        model_config = _model_config(model, kv_shape, len(seen.layers))
+        return cls(groups, layout, (*mixers, *parts_of_mixers), kv_shape, model_config)
 
 
 def are_states_served(first_version: str = FIRST_VERSION) -> bool:
@@ -162,7 +163,7 @@ def _mixers(states: list[SeenState]) -> tuple[StateMixer, ...]:
     by_module: dict[nn.Module, list[SeenState]] = {}
     for seen in states:
         by_module.setdefault(seen.module, []).append(seen)
-    return tuple(_mixer(module, own) for module, own in by_module.items())
+    return tuple(_mixer(module, states_of_module) for module, states_of_module in by_module.items())
 
 
 def _tried(model: PreTrainedModel, mixers: tuple[StateMixer, ...], shapes: Shapes) -> tuple[StateMixer, ...]:

@@ -133,15 +133,15 @@ class PieceCache:
             full = torch.cat([before, conv_states], dim=-1)
         else:
             full = torch.nn.functional.pad(conv_states, (max(size - conv_states.shape[-1], 0), 0))
-        kept = self.put(key, full[..., -size:])
-        return full if ARE_NUMBERED else _without_gaps(kept, full[..., -size:])
+        stored = self.put(key, full[..., -size:])
+        return full if ARE_NUMBERED else _without_gaps(stored, full[..., -size:])
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Keep `recurrent_states` [n, *shape], and return them."""
-        kept = self.put((layer_idx, "recurrent", state_idx), recurrent_states)
-        return _without_gaps(kept, recurrent_states)
+        stored = self.put((layer_idx, "recurrent", state_idx), recurrent_states)
+        return _without_gaps(stored, recurrent_states)
 
     def known(self, key: StateKey) -> torch.Tensor | None:
         """Return the states [n, *shape] of a part; None if there are none yet."""
@@ -169,9 +169,9 @@ class PieceCache:
         return self._views[key][self._slots]
 
 
-def _without_gaps(kept: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+def _without_gaps(stored: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """Return the states that were given, in a form that mixers can view: those of neighbouring slots lie apart."""
-    return kept if kept.is_contiguous() else given.to(kept.dtype).contiguous()
+    return stored if stored.is_contiguous() else states.to(stored.dtype).contiguous()
 
 
 def _check_shape(key: StateKey, states: torch.Tensor, expected: torch.Tensor) -> None:

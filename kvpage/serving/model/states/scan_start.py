@@ -59,15 +59,15 @@ class ScannedForward:
     def of(cls, mixer: StateMixer, copy: nn.Module) -> "ScannedForward | None":
         """Return the forward for a copy of the mixer's module; None if its class calls no such scan."""
         module, keys = mixer.module, [key for key in mixer.keys if key[1] == "recurrent"]
-        own: Any = type(module).forward
-        inner = innermost(own, NAME)
+        forward: Any = type(module).forward
+        inner = innermost(forward, NAME)
         if "forward" in vars(module) or inner is None or len(keys) != 1:
             return None
         scan = inner.__globals__.get(NAME)
-        if not callable(scan) or with_meaning(own, NAME, scan) is None:
+        if not callable(scan) or with_meaning(forward, NAME, scan) is None:
             return None
         device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
-        return cls(copy, keys[0], own, scan) if _goes_on(scan, device) else None
+        return cls(copy, keys[0], forward, scan) if _goes_on(scan, device) else None
 
 
 def _continued(
@@ -123,10 +123,10 @@ def _goes_on(scan: Callable[..., Any], device: torch.device) -> bool:
     try:
         with torch.no_grad():
             expected = scan(hidden, dt, A, B, C, z=z, **named)
-            given = [(*(x[..., part] for x in (hidden, dt)), A, *(x[..., part] for x in (B, C))) for part in parts]
-            first, start = scan(*given[0], z=z[..., parts[0]], **named)
-            second, last = _continued(scan, start, *given[1], z=z[..., parts[1]], **named)
+            arguments = [(*(x[..., part] for x in (hidden, dt)), A, *(x[..., part] for x in (B, C))) for part in parts]
+            first, start = scan(*arguments[0], z=z[..., parts[0]], **named)
+            second, last = _continued(scan, start, *arguments[1], z=z[..., parts[1]], **named)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):  # it takes other arguments
         return False
     pairs = (torch.cat([first, second], dim=2), expected[0]), (last, expected[1])
-    return all(relative_error(found.cpu(), each.cpu()) <= MAX_ERROR for found, each in pairs)
+    return all(relative_error(result.cpu(), reference.cpu()) <= MAX_ERROR for result, reference in pairs)

@@ -41,7 +41,7 @@ from kvpage.serving.model.states.row_cuts import Cut, cut
 NUM_BEFORE, NUM_TOKENS = 3, 5
 MAX_ERROR = 1e-5  # of fp32 numbers, relative, where several tokens are one by one
 CANNOT_COMPUTE = RuntimeError, TypeError, ValueError, AttributeError, IndexError
-"""What a copy raises that takes no fp32, or other arguments."""
+"""The errors of a copy that takes no fp32, or other arguments."""
 AT_ONCE, ONE_BY_ONE = (NUM_BEFORE, NUM_TOKENS), range(NUM_BEFORE, NUM_TOKENS + 1)
 NAME, LIMITS = "mamba2_selective_state_update", "time_step_limit"
 NO_LIMITS = 0.0, float("inf")
@@ -65,7 +65,7 @@ def given_to(model: PreTrainedModel, cache_argument: str, module: nn.Module) -> 
     cache_argument: the argument of the model's forward that is its cache.
     """
     seen: list[Given] = []
-    name = next(name for name, each in model.named_modules() if each is module)
+    name = next(name for name, part in model.named_modules() if part is module)
     twin = twin_of(model)
     twin.get_submodule(name).register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(Given(args, dict(kwargs))), with_kwargs=True
@@ -74,8 +74,8 @@ def given_to(model: PreTrainedModel, cache_argument: str, module: nn.Module) -> 
     cache = {cache_argument: DynamicCache(config=model.config)}
     with torch.no_grad():
         twin(input_ids=tokens[None], use_cache=True, **cache)
-    given: Given = _floats(seen[0])
-    return given
+    arguments: Given = _floats(seen[0])
+    return arguments
 
 
 class MixerTrial:
@@ -113,10 +113,10 @@ class MixerTrial:
         return [torch.cat(outputs, dim=1), *(view.flatten(1) for view in views.values())]
 
     def _output(self, forward: Any, tokens: slice, cache: PieceCache) -> torch.Tensor:
-        args, kwargs = (cut(one, NUM_TOKENS, Cut(tokens, False)) for one in self._given)
-        place = self._mixer.cache_place
-        if len(args) > place:
-            args = (*args[:place], cache, *args[place + 1 :])
+        args, kwargs = (cut(part, NUM_TOKENS, Cut(tokens, False)) for part in self._given)
+        cache_place = self._mixer.cache_place
+        if len(args) > cache_place:
+            args = (*args[:cache_place], cache, *args[cache_place + 1 :])
         else:
             kwargs = {**kwargs, self._mixer.cache_name: cache}
         with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -127,43 +127,40 @@ class MixerTrial:
 
 def are_same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], most: float = MAX_ERROR) -> bool:
     """Return whether outputs and states differ by rounding alone. most: the largest relative error of a row."""
-    return all(relative_error(one, other) <= most for one, other in zip(found, expected, strict=True))
+    return all(relative_error(value, other) <= most for value, other in zip(found, expected, strict=True))
 
 
-def _floats(given: Any) -> Any:
+def _floats(value: Any) -> Any:
     """Return the arguments with their numbers in fp32, and the cache left out."""
-    if isinstance(given, torch.Tensor):
-        return given.float() if given.is_floating_point() else given
-    if isinstance(given, DynamicCache):
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, DynamicCache):
         return None
-    if isinstance(given, Given):
-        return Given(_floats(given.args), _floats(given.kwargs))
-    if type(given) in (tuple, list):
-        return type(given)(_floats(part) for part in given)
-    if type(given) is dict:
-        return {name: _floats(part) for name, part in given.items()}
-    return given
+    if isinstance(value, Given):
+        return Given(_floats(value.args), _floats(value.kwargs))
+    if type(value) in (tuple, list):
+        return type(value)(_floats(part) for part in value)
+    if type(value) is dict:
+        return {name: _floats(part) for name, part in value.items()}
+    return value
 
 
 def scan_step(module: Any) -> Callable[..., Any] | None:
     """Return its class's forward, which computes one token after a state by the scan's rule; None if it has no step."""
-    own, limits = type(module).forward, limits_of(module)
-    inner = innermost(own, NAME)
+    forward, limits = type(module).forward, limits_of(module)
+    inner = innermost(forward, NAME)
     update = None if inner is None else inner.__globals__.get(NAME)
     if not callable(update):
         return None
-    forward = with_meaning(own, NAME, partial(_limited, update, limits))
-    return None if forward is None else MethodType(forward, module)
+    limited = with_meaning(forward, NAME, partial(_limited, update, limits))
+    return None if limited is None else MethodType(limited, module)
 
 
 def steps_apart(model: PreTrainedModel, cache_argument: str, mixer: StateMixer, shapes: Shapes) -> bool:
     """Return whether a mixer computes one token after a state by another rule than it computes a prompt.
 
     The model computes a few tokens. cache_argument: the argument of its forward that is its cache. shapes: of its
-    states.
-
-    Raises:
-        ValueError: It does, and no step by the scan's rule can be made of its code.
+    states. ValueError if the rules differ, and no step by the scan's rule can be made of its code.
     """
     trial, limits = _trial(model, cache_argument, mixer, shapes), limits_of(mixer.module)
     if trial is None:  # its code tells what it does
@@ -209,13 +206,13 @@ def _is_copied(module: nn.Module) -> bool:
 def _is_scan(trial: MixerTrial, limits: tuple[float, float], step: Callable[..., Any] | None) -> bool:
     """Return whether single tokens give what the scan gives: with the mixer's weights, and beyond each limit."""
     biases = [weight for name, weight in trial.copy.named_parameters() if name.endswith(BIASES)]
-    own = [bias.detach().clone() for bias in biases]
+    copies = [bias.detach().clone() for bias in biases]
     most = limits[1] if limits[1] < NO_LIMITS[1] else 0.0
     try:
         values = (None, -BEYOND[0], most + BEYOND[1]) if biases else (None,)
         return all(_is_scan_at(trial, step, biases, value) for value in values)
     finally:
-        _fill(biases, own)
+        _fill(biases, copies)
 
 
 def _is_scan_at(
@@ -259,9 +256,9 @@ def takes_several(model: PreTrainedModel, cache_argument: str, mixer: StateMixer
     """
     if not _is_copied(mixer.module):
         return False
-    given = given_to(model, cache_argument, mixer.module)
+    arguments = given_to(model, cache_argument, mixer.module)
     try:
-        trial = MixerTrial(mixer, given, shapes)
+        trial = MixerTrial(mixer, arguments, shapes)
         return all(
             are_same(trial.computed(AT_ONCE, change), trial.computed(ONE_BY_ONE, change)) for change in (None, _other)
         )

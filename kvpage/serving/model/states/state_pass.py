@@ -31,8 +31,8 @@ class StateRow(NamedTuple):
 
     slot: the sequence's working slot, whose state is that after `start` tokens, and becomes that after `end` tokens.
     start: with 0 there is no state before, whatever the slot's bytes are.
-    marks: positions in (start, end], ascending, each with the slot that gets the state after so many tokens.
-    num_prompt: the sequence's tokens after so many were generated; None if all are a prompt's.
+    marks: positions in (start, end], ascending, each with the slot that gets the state after it.
+    num_prompt: how many tokens the prompt has; the model has generated the later tokens. None if all are a prompt's.
     """
 
     slot: int
@@ -100,8 +100,8 @@ class PackedStates(ABC):
         pieces = self._pieces_of(forward)
         for piece in pieces:
             cache = PieceCache(self._states.views, piece.slots, piece.has_previous)
-            given, named = (cut(one, self._num_tokens, piece.cut) for one in (args, kwargs))
-            outputs.append(forward.compute(cache, given, named, piece.is_answer))
+            piece_args, named = (cut(values, self._num_tokens, piece.cut) for values in (args, kwargs))
+            outputs.append(forward.compute(cache, piece_args, named, piece.is_answer))
             self._keep(forward, cache, piece)
         return join(outputs, self._num_tokens, [piece.cut for piece in pieces])
 
@@ -118,16 +118,10 @@ class PackedStates(ABC):
 
 
 class StatePass(PackedStates):
-    """What `Step.states` holds: slots for the sequences of one step, in the step's order.
+    """The states of a step: slots for its sequences, in the step's order. rows: one for each sequence.
 
     After an error in the forward pass, the states in the rows' slots and in their marks' slots are undefined.
-
-    Args:
-        states: The slots.
-        rows: One for each sequence of the step.
-
-    Raises:
-        ValueError: A slot is out of range, or named twice; a position or a mark is out of range, or marks descend.
+    ValueError for a slot out of range or named twice, a position or a mark out of range, and marks that descend.
     """
 
     def __init__(self, states: StateCache, rows: Sequence[StateRow]) -> None:
@@ -157,16 +151,16 @@ class StatePass(PackedStates):
     def _cut_row(self, is_apart: bool) -> Iterator[Piece]:
         """Yield the decodes, and then the pieces of all others. is_apart: answers are in pieces of their own."""
         firsts = [0, *accumulate(row.end - row.start for row in self._rows)]
-        each = list(zip(self._rows, firsts, strict=False))
+        rows = list(zip(self._rows, firsts, strict=False))
         for is_answer in (True, False) if is_apart else (False,):
             decodes = [
                 (row, first)
-                for row, first in each
+                for row, first in rows
                 if row.is_decode and (is_apart and row.is_answer(row.start)) == is_answer
             ]
             if decodes:
                 yield self._decodes(decodes, is_answer)
-        for row, first in each:
+        for row, first in rows:
             if not row.is_decode:
                 yield from _pieces(row, first, is_apart)
 
@@ -228,3 +222,22 @@ def _check_marks(row: StateRow) -> None:
         raise ValueError(f"marks must be in ascending order, got {positions}")
     if positions and not row.start < positions[0] <= positions[-1] <= row.end:
         raise ValueError(f"marks must be in ({row.start}, {row.end}], got {positions}")
+
+
+class DecodePass(PackedStates):
+    """One generated token after a state, of each of several sequences. Make one for each time that it is computed.
+
+    slots: of each sequence, int64 [num_seqs] on the states' device. Several may name a slot that nobody reads.
+    """
+
+    def __init__(self, states: StateCache, slots: torch.Tensor) -> None:
+        super().__init__(states, len(slots))
+        self._decodes = Piece(Cut(slice(0, len(slots)), True), slots, True, [], is_answer=True)
+
+    def check(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
+        """Raise ValueError unless a step with these lengths has one token of each sequence."""
+        if list(query_lens) != [1] * self._num_tokens:
+            raise ValueError(f"query_lens must be 1 for each of {self._num_tokens} sequences, got {list(query_lens)}")
+
+    def _pieces_of(self, forward: PieceForward) -> list[Piece]:
+        return [self._decodes]

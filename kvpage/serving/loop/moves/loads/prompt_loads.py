@@ -4,7 +4,7 @@
     its turn comes                         ─► blocks for all of its tokens, as its admission takes ─► load    thread
     all is there                           ─► commit; it is admitted, and finds the tokens in the prefix tree
 
-What one load brings is loaded once: others with the same prefix wait for it. A request that finds no room is loaded
+A prefix is loaded once: other requests with the same prefix wait for the load. A request that finds no room is loaded
 at its next turn, and one that was preempted is asked for again. Whatever takes longer than the deadline is computed. A
 load that comes late goes into the tree all the same.
 """
@@ -40,7 +40,7 @@ class PromptLoads:
     """Lookups and loads of one engine. All methods are for the engine's thread.
 
     group: what is loaded. transfers: the manager's moves. rule: whether loading is worth it, states and windows
-        included: its speed is that of loads of so many blocks so far; None for always.
+        included: its speed is that of earlier loads of as many blocks; None for always.
     deadline: seconds that a request waits for the store. max_loads: lookups and loads under way at once.
     waits_for_others: whether loads wait for other workers. Each has a thread of its own then.
     """
@@ -340,7 +340,7 @@ class PromptLoads:
         return self._group.num_cached(load.tokens, load.namespace)
 
     def _is_worth(self, num_tokens: int) -> bool:
-        """Return whether loading so many is expected to be faster than computing them."""
+        """Return whether loading the blocks is expected to be faster than computing them."""
         return self.rule is None or self.rule.should_load(num_tokens // self._manager.block_size)
 
     def _prefetch(self, load: PromptLoad) -> None:

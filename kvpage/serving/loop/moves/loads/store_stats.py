@@ -8,12 +8,12 @@ class StoreConnectorStats:
     """Counters since the engine was made.
 
     Attributes:
-        num_lookups: Prompts that the store was asked for. One that is asked for again counts once.
+        num_lookups: Prompts that the store was asked for. A prompt counts once.
         num_lookup_tokens: Their tokens.
         num_found_tokens: Tokens that the store had beyond those that were cached, when a prompt could first be loaded.
         num_loads: Loads that have reached the prefix tree. One prompt may have several, as after a preemption.
         num_loaded_tokens: Their tokens.
-        num_early_loads: Those of them whose bytes were on their way still.
+        num_early_loads: Loads whose bytes were still on their way.
         num_refused_tokens: Tokens found and left there: computing was expected to be faster.
         num_late: Loads that their requests did not wait for.
         num_errors: Exceptions of the store, and answers that are no counts.

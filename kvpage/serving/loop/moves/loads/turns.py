@@ -26,4 +26,4 @@ class Turns:
         return False
 
     def hand_over(self, request: Request) -> None:
-        """Give back the blocks that were taken for it. What came is cached, and it is admitted now."""
+        """Give back the blocks of its load: they are cached, and the request is admitted now."""

@@ -1,4 +1,4 @@
-"""EventStream: an answer that is sent as it comes, and ends when its reader goes."""
+"""EventStream and WholeAnswer: answers that are sent part by part, and end when their readers go."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -88,3 +88,28 @@ async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class WholeAnswer(Response):
+    """The JSON of a whole answer.
+
+    Args:
+        content: The JSON.
+        end: Called once, after the last part or when sending has failed.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, content: bytes, end: Callable[[], object]) -> None:
+        super().__init__(content)
+        self._content, self._end = content, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, part by part: the server waits between them while the client does not read."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for part in parts_of(self._content):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._end()

@@ -1,0 +1,72 @@
+"""BlockConfig: the options of a BlockManager, as the parts of an engine or of a pool hand them on."""
+
+from dataclasses import dataclass
+
+from kvpage.blocks.space import HostPolicy
+from kvpage.checks.values import as_integer, check_at_least, check_flag
+from kvpage.layout.config import CacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BlockConfig:
+    """The options of a BlockManager. It checks itself.
+
+    Attributes:
+        num_blocks: Blocks of the device tier.
+        block_size: Tokens of a block.
+        enable_prefix_caching: Whether sequences share blocks. Without it every sequence has blocks of its own.
+        num_host_blocks: Blocks of the host tier.
+        share_parts: Whether a new sequence also gets a copy of the longest part of the next block that a cached block
+            shares.
+        host_policy: When cached blocks are copied to the host; None for HostPolicy's own rule.
+        pin_quota: How many blocks `space.pin` may keep.
+
+    Raises:
+        ValueError: A number is out of range.
+        TypeError: An option is of another type.
+    """
+
+    num_blocks: int
+    block_size: int
+    enable_prefix_caching: bool = True
+    num_host_blocks: int = 0
+    share_parts: bool = True
+    host_policy: HostPolicy | None = None
+    pin_quota: int = 0
+
+    @classmethod
+    def of_cache(
+        cls,
+        cache: CacheConfig,
+        enable_prefix_caching: bool = True,
+        share_parts: bool = True,
+        host_policy: HostPolicy | None = None,
+        pin_quota: int = 0,
+    ) -> "BlockConfig":
+        """Return the options of a manager that gives out the blocks of a cache.
+
+        Args:
+            cache: The cache's config, with the numbers of blocks.
+            enable_prefix_caching: As for the class.
+            share_parts: As for the class.
+            host_policy: As for the class.
+            pin_quota: As for the class.
+
+        Raises:
+            TypeError: `cache` is no CacheConfig.
+        """
+        if not isinstance(cache, CacheConfig):
+            raise TypeError(f"cache must be a CacheConfig, got {type(cache).__name__}")
+        num_blocks, num_host_blocks = cache.num_gpu_blocks, cache.num_cpu_blocks
+        options = enable_prefix_caching, num_host_blocks, share_parts, host_policy, pin_quota
+        return cls(num_blocks, cache.block_size, *options)
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_blocks", 0), ("block_size", 1), ("num_host_blocks", 0)):
+            if as_integer(name, getattr(self, name)) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_flag("enable_prefix_caching", self.enable_prefix_caching)
+        check_flag("share_parts", self.share_parts)
+        if self.host_policy is not None and not isinstance(self.host_policy, HostPolicy):
+            raise TypeError(f"host_policy must be a HostPolicy, got {type(self.host_policy).__name__}")
+        check_at_least("pin_quota", self.pin_quota, 0)
