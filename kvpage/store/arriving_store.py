@@ -39,7 +39,7 @@ class Expectation:
         self._end, self._is_open = end, True
 
     def close(self) -> None:
-        """Expect nothing more: loads of the prompt take what has come, and end. A second call does nothing."""
+        """End the wait: loads of the prompt take the chunks that have come. A second call does nothing."""
         if self._is_open:
             self._is_open = False
             self._end()

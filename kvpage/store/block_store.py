@@ -1,7 +1,7 @@
 """BlockStore: a store of K and V as an engine asks it. Three methods make a store, others tell what else it can do.
 
 lookup ─► load_blocks                      every store
-load_by_layer, prefetch, explain           better answers; by default those of the methods above
+load_by_layer, prefetch, explain           better answers; by default the methods above answer
 layers, states                             for models with windows of their own, and with states; by default refused
 """
 
@@ -156,7 +156,7 @@ class BlockStore(ABC):
         return self.load_blocks(tokens, engine, block_table, start=start, namespace=namespace)
 
     def prefetch(self, tokens: TokenIds, *, namespace: bytes = b"") -> int:
-        """Bring what the store has of a prompt nearer, for a load soon after.
+        """Bring a prompt's chunks nearer, for a load soon after.
 
         Args:
             tokens: int32 [num_tokens].
@@ -189,7 +189,7 @@ class BlockStore(ABC):
         """
 
     def layers(self, engine: "LayerCaches", chunk_size: int | None = None) -> LayerChunks:
-        """Return the chunks of a cache's layers, apart from those of others: no other call finds or removes them.
+        """Return the chunks of a cache's layers alone: no other call finds or removes them.
 
         Args:
             engine: The cache of some layers; a LayerSlice is one, too.

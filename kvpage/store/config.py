@@ -59,8 +59,8 @@ class TierURL:
 
     def without(self, *names: str) -> str:
         """Return the URL without these options."""
-        kept = urlencode([pair for pair in self.options if pair[0] not in names])
-        return urlunsplit(urlsplit(self.url)._replace(query=kept))
+        query = urlencode([pair for pair in self.options if pair[0] not in names])
+        return urlunsplit(urlsplit(self.url)._replace(query=query))
 
     def option(self, name: str, default: str | None = None) -> str | None:
         """Return the text of an option."""
@@ -184,12 +184,12 @@ class KVStoreConfig:
         for name, value in environ.items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise TypeError(f"environ must be of text, got {type(value).__name__} for {name!r}")
-        given = {
+        settings = {
             name.removeprefix(ENV_PREFIX).lower(): value
             for name, value in environ.items()
             if name.startswith(ENV_PREFIX) and name not in ("KVPAGE_CUDA",)
         }
-        return cls.from_dict({name: _from_text(name, value) for name, value in given.items()})
+        return cls.from_dict({name: _from_text(name, value) for name, value in settings.items()})
 
 
 def checked_tiers(tiers: str | Sequence[str]) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ class KVStore(TieredStore, BlockStore):
         metadata: the model and layout of K and V. With kv_dtype None, the first K and V that are stored set the dtype,
             or the first engine whose blocks are, or the first record that is found. Until then, a look for tokens is
             one for each dtype.
-        tiers: tiers that are made already, in place of those in the configuration.
+        tiers: tiers that are made already, in place of the configuration's.
 
     Raises:
         ValueError, ImportError, OSError: a tier or the codec cannot be made.

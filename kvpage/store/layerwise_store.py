@@ -27,7 +27,7 @@ class LayerwiseStore(BlockStore):
 
     Give it to `Engine.use_store`, or to an ArrivingStore. With `EngineConfig(save_portions=True)` an engine stores
     layers while it computes the next ones. Records name their layers: workers find each other's with the same
-    `num_layers` only, and those of a plain KVStore never.
+    `num_layers` only, and a plain KVStore's records never.
 
     Args:
         store: A KVStore. It stays its owner's to close.
@@ -57,7 +57,7 @@ class LayerwiseStore(BlockStore):
 
     def lookup(self, tokens: Tokens, *, namespace: bytes = b"") -> int:
         array = checked_tokens(tokens, namespace)
-        for group in reversed(self.groups):  # what is under way lacks the last one
+        for group in reversed(self.groups):  # a chunk under way lacks the last group
             there = group.there(array, namespace)
             if False in there:
                 array = array[: there.index(False) * group.chunk_size]

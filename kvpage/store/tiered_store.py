@@ -34,8 +34,8 @@ class TieredStore:
         try:
             self._tiers = TierStack(tiers, num_threads or torch.get_num_threads())
         except BaseException:
-            for one in () if are_given else tiers:
-                one.tier.close()
+            for placed in () if are_given else tiers:
+                placed.tier.close()
             raise
         self.gate = CallGate("the store")
         self._closing, self._is_closed = threading.RLock(), False
@@ -86,7 +86,7 @@ class TieredStore:
         """Raise RuntimeError where closing would wait for the caller itself."""
 
     def _flush_parts(self) -> None:
-        """Wait for what a kind of store does in the background besides."""
+        """Wait for other background work of the kind of store."""
 
     def _close_parts(self) -> None:
-        """Close what a kind of store has besides its tiers."""
+        """Close the parts of the kind of store besides its tiers."""

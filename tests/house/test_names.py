@@ -16,7 +16,7 @@ NO_NOUNS = {
     "about", "each", "every", "everything", "found", "given", "held", "its", "kept", "mine", "one", "own", "place",
     "some", "taken", "theirs", "these", "those", "wanted", "what", "whose",
 }  # fmt: skip
-MOST = {"serving": 319, "store": 127}  # of other rooms 0
+MOST = {"serving": 319}  # of other rooms 0
 
 
 def no_nouns(source: str) -> Iterator[str]:

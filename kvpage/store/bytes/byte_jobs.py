@@ -69,35 +69,35 @@ class ByteJobs:
         return names
 
     def _records(self, keys: Sequence[bytes], buffers: Sequence[Buffer], writable: bool) -> "_Records":
-        each, memory = checked_keys(keys), as_list("buffers", buffers)
-        if len(each) != len(memory):
-            raise ValueError(f"buffers must be one a key, got {len(memory)} for {len(each)} keys")
-        wanted = [index for index, buffer in enumerate(memory) if buffer is not None]
-        pieces = [pieces_of(memory[index], writable) for index in wanted]
+        key_list, memory = checked_keys(keys), as_list("buffers", buffers)
+        if len(key_list) != len(memory):
+            raise ValueError(f"buffers must be one a key, got {len(memory)} for {len(key_list)} keys")
+        indices = [index for index, buffer in enumerate(memory) if buffer is not None]
+        pieces = [pieces_of(memory[index], writable) for index in indices]
         if writable:
             check_apart(pieces)
-        payloads = [RunPayload.of(one) for one in pieces]
-        names = self._names([each[index] for index in wanted])
+        payloads = [RunPayload.of(record_pieces) for record_pieces in pieces]
+        names = self._names([key_list[index] for index in indices])
         kinds = [self._keys.kind(name, payload.num_bytes) for name, payload in zip(names, payloads, strict=True)]
-        return _Records(len(each), wanted, list(zip(kinds, payloads, strict=True)))
+        return _Records(len(key_list), indices, list(zip(kinds, payloads, strict=True)))
 
 
 class _Records:
-    """Records of a call. made: those with a buffer. wanted: the index of each in the call, of `num_keys` keys."""
+    """Records of a call. made: the records with a buffer. indices: of these records among the `num_keys` keys."""
 
-    def __init__(self, num_keys: int, wanted: list[int], made: list[tuple[RecordKind, RunPayload]]) -> None:
-        self._num_keys, self._wanted, self.made = num_keys, wanted, made
+    def __init__(self, num_keys: int, indices: list[int], made: list[tuple[RecordKind, RunPayload]]) -> None:
+        self._num_keys, self._indices, self.made = num_keys, indices, made
 
     def result(self, flags: Sequence[bool]) -> list[bool]:
         """Return a flag for each key of the call; False where there was no buffer."""
-        found = [False] * self._num_keys
-        for index, flag in zip(self._wanted, flags, strict=True):
-            found[index] = flag
-        return found
+        results = [False] * self._num_keys
+        for index, flag in zip(self._indices, flags, strict=True):
+            results[index] = flag
+        return results
 
 
 def limit_of(deadline: Any) -> TimeLimit:
-    """Return the limit of a call that has so many seconds; None for no limit. Raises TypeError or ValueError."""
+    """Return the limit of a call that has `deadline` seconds; None for no limit. Raises TypeError or ValueError."""
     if deadline is not None and not 0 <= as_real("deadline", deadline) < float("inf"):
         raise ValueError(f"deadline must be finite seconds of at least 0, or None, got {deadline!r}")
     return TimeLimit.within(None if deadline is None else float(deadline))

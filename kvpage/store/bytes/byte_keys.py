@@ -18,13 +18,13 @@ NO_SHAPE: Shape = (0, 0, 0, 0, 0)
 
 def checked_keys(keys: Sequence[bytes]) -> list[bytes]:
     """Return the keys as a list. Raises TypeError unless they are bytes, ValueError for an empty or too long one."""
-    each = as_list("keys", keys)
-    for key in each:
+    key_list = as_list("keys", keys)
+    for key in key_list:
         if not isinstance(key, bytes):
             raise TypeError(f"keys must be bytes, got {type(key).__name__}")
         if not 0 < len(key) <= MAX_KEY_BYTES:
             raise ValueError(f"keys must be of 1 to {MAX_KEY_BYTES} bytes, got one of {len(key)}")
-    return each
+    return key_list
 
 
 class ByteKeys:
@@ -39,5 +39,5 @@ class ByteKeys:
         return [hashlib.sha256(self._seed + key).digest() for key in keys]
 
     def kind(self, name: Key, num_bytes: int) -> RecordKind:
-        """Return the kind of the record of a name and so many bytes."""
+        """Return the kind of the record of a name and `num_bytes` bytes."""
         return RecordKind(name, self.meta, NO_SHAPE, num_bytes, {BYTES_CODEC: None})

@@ -39,13 +39,13 @@ class ByteStore(TieredStore):
 
     A buffer is the memory of one record. It is bytes, a bytearray, a memoryview, a numpy array or a tensor in host
     memory, or a list of such pieces. Pieces are contiguous. They are read and written where they are. The pieces that
-    read a record may be others than those that wrote it, as long as they have as many bytes together.
+    read a record may differ from the pieces that wrote it, as long as both have as many bytes together.
 
     Args:
         config: tiers and threads.
         header: all facts besides the key that the bytes depend on, such as model, layout and version. Names and
             values, or bytes that you encoded. Stores of another header in the same tiers do not see these records.
-        tiers: tiers that are made already, in place of those in the configuration.
+        tiers: tiers that are made already, in place of the configuration's.
 
     Raises:
         ValueError, TypeError, ImportError, OSError: a tier cannot be made, or the header is wrong.
@@ -70,7 +70,7 @@ class ByteStore(TieredStore):
 
         Args:
             keys: of 1 to 65535 bytes each; one may come several times.
-            deadline: seconds of the call; what was not looked up by then counts as missing. None for no limit.
+            deadline: seconds of the call; a key that was not looked up by then counts as missing. None for no limit.
 
         Returns:
             A flag for each key.
@@ -167,7 +167,7 @@ class ByteStore(TieredStore):
         `flush` waits until they were told. An error that the listener raises is logged. Memory and disk tell
         everything, remote tiers and `disk-view` nothing.
 
-        Up to 65,536 events wait for listeners. Those that come while so many wait are lost, and `stats` counts them.
+        Up to 65,536 events wait for listeners. Further events are lost, and `stats` counts them.
         After a loss, ask `contains` for what you know.
 
         Args:
@@ -186,7 +186,7 @@ class ByteStore(TieredStore):
     def stats(self) -> ByteStoreStats:
         """Return counters and the state of each tier, also of a closed store."""
         self.gate.check()
-        names = [one.tier.name for one in self._tiers.tiers]
+        names = [placed.tier.name for placed in self._tiers.tiers]
         lost = self._feed.num_lost
         return stats_of(names, self._tiers.stats(), self._tiers.uses.of_tiers(), self._tiers.counts, lost)
 

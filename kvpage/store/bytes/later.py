@@ -20,9 +20,9 @@ NUM_LOOKERS = 2
 class Later:
     """The calls of a `ByteStore`, each of which returns a future at once. Thread-safe; made by the store.
 
-    Arguments are checked before the return. A put or removal begins when those before it are over. Reads wait for
-    reads alone, and look-ups and touches for each other alone. A deadline counts from the call. `close` of the store
-    waits for all of them.
+    Arguments are checked before the return. A put or removal begins when earlier puts and removals are over.
+    Reads wait for reads alone, and look-ups and touches for each other alone. A deadline counts from the call. `close`
+    of the store waits for all of them.
 
     Args:
         jobs: makes the calls.

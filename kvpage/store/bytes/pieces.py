@@ -32,13 +32,13 @@ class Pieces(NamedTuple):
 def pieces_of(buffer: Piece | Sequence[Piece], writable: bool) -> Pieces:
     """Return a buffer, or a sequence of such, as runs. Pieces that were made already stay as they are.
 
-    Raises TypeError for what is no buffer; ValueError for one that is not contiguous, or not writable as it must be.
+    Raises TypeError for an object that is no buffer; ValueError for a buffer that is not contiguous or not writable.
     """
     if isinstance(buffer, Pieces):
         return buffer
-    each = list(buffer) if isinstance(buffer, list | tuple) else [buffer]
-    owners, rows = [], np.empty((len(each), 2), np.int64)
-    for at, piece in enumerate(each):
+    pieces = list(buffer) if isinstance(buffer, list | tuple) else [buffer]
+    owners, rows = [], np.empty((len(pieces), 2), np.int64)
+    for at, piece in enumerate(pieces):
         owner = piece if isinstance(piece, torch.Tensor) else _array(piece)
         rows[at] = _tensor_run(owner) if isinstance(owner, torch.Tensor) else _array_run(owner, writable)
         owners.append(owner)
@@ -53,12 +53,12 @@ def check_apart(records: Sequence[Pieces]) -> None:
     if not records:
         return
     first = records[0]
-    if first.page_ids is not None and all(one.owners is first.owners for one in records):
-        ids = np.sort(np.concatenate([one.page_ids for one in records if one.page_ids is not None]))
+    if first.page_ids is not None and all(record.owners is first.owners for record in records):
+        ids = np.sort(np.concatenate([record.page_ids for record in records if record.page_ids is not None]))
         twice = ids[1:][(ids[1:] == ids[:-1]) & (ids[1:] >= 0)]
         if len(twice):
             raise ValueError(f"pages must be given once where they are read, got page {twice[0]} twice")
-    elif share_bytes(np.concatenate([one.runs for one in records])):
+    elif share_bytes(np.concatenate([record.runs for record in records])):
         raise ValueError("buffers must share no byte where they are read, got some that do")
 
 
@@ -79,9 +79,9 @@ def check_memory(tensor: torch.Tensor) -> None:
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError("tensors must be resolved, got one that is a conjugate or negative view")
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    held, end = tensor.untyped_storage().nbytes(), (tensor.storage_offset() + last + 1) * tensor.element_size()
-    if tensor.numel() and held < end:
-        raise ValueError(f"tensors must have memory, got one of {end} bytes whose storage has {held}")
+    storage_bytes, end = tensor.untyped_storage().nbytes(), (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if tensor.numel() and storage_bytes < end:
+        raise ValueError(f"tensors must have memory, got one of {end} bytes whose storage has {storage_bytes}")
 
 
 def _array(piece: Piece) -> np.ndarray[Any, Any]:

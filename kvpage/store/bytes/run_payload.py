@@ -15,7 +15,7 @@ from kvpage.store.tiers.stretches import Runs, gather_stretches, scatter_stretch
 
 STRETCH_BYTES = 1 << 18  # of every record: who reads it may have other runs than who wrote it
 MIN_RUN_BYTES = 4096  # of memory that is written to a file directly; shorter runs are copied into one piece first
-STREAM_BYTES = 1 << 20  # of what is written past the CPU's cache: who asked for less may find it there
+STREAM_BYTES = 1 << 20  # of bytes written past the CPU's cache: the caller of a smaller read may find its bytes there
 
 
 class RunPayload:

@@ -18,7 +18,7 @@ class ByteTierStats:
         capacity: bytes that there may be; None for no limit of the tier's own, or in trouble.
         evicted: records that went to make place for others.
         hits: records that `get_into` read from this tier.
-        misses: records that `get_into` asked it for in vain; those that a faster tier had are none.
+        misses: records that `get_into` asked it for in vain; a record that a faster tier had is no miss.
         read_bytes: bytes of the hits.
         read_seconds: seconds that the hits took, verification included, summed over threads.
         written: records that `put` wrote to this tier.
@@ -67,7 +67,7 @@ def stats_of(
     lost_events: int,
 ) -> ByteStoreStats:
     """Return statistics of each tier's name, state (None in trouble) and use, of counters by name, and of events."""
-    tiers = tuple(_tier(*one) for one in zip(names, states, uses, strict=True))
+    tiers = tuple(_tier(*row) for row in zip(names, states, uses, strict=True))
     return ByteStoreStats(
         tiers, counts["corrupt_records"], counts["tier_errors"], counts["promoted_chunks"], lost_events
     )

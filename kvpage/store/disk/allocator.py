@@ -52,7 +52,7 @@ class Allocator:
         return None
 
     def mark_forgotten(self) -> None:
-        """Mark forgotten entries free. Those that the disk does not take stay forgotten and in use until it does."""
+        """Mark forgotten entries free. An entry stays forgotten and in use until the disk takes its header."""
         with self.lock:
             forgotten, self._index.forgotten = self._index.forgotten, []
         for entry in forgotten:

@@ -130,14 +130,16 @@ class DiskTier(Tier):
 
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
         """Return False for records that the disk did not take, if it took others. Raises TierError if it took none."""
-        mine = [one for one in writers if isinstance(one, DiskWriter) and one.owner is self and one.is_open]
-        if len(mine) != len(writers) or len(set(map(id, mine))) != len(mine):
+        open_writers = [
+            writer for writer in writers if isinstance(writer, DiskWriter) and writer.owner is self and writer.is_open
+        ]
+        if len(open_writers) != len(writers) or len(set(map(id, open_writers))) != len(open_writers):
             raise ValueError("writers must be this tier's, not closed, each given once")
-        for writer in mine:
+        for writer in open_writers:
             writer.check_whole()
         done, trouble = [], None
         deadline = None if timeout is None else time.monotonic() + timeout
-        for writer in mine:
+        for writer in open_writers:
             try:
                 self._commit(writer, deadline)
                 done.append(True)

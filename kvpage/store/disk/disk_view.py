@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 class DiskView(ReadOnlyTier):
     """A disk tier to read only. Calls that would change a record raise TierError.
 
-    The records are those of the moment when it was made, less those that are found to be gone since.
+    The view has the records of the moment when it was made, without records that turn out to be gone.
 
     paths: directories of a disk tier.
     owners: the processes that have them open.
@@ -104,7 +104,7 @@ class DiskView(ReadOnlyTier):
     def look_at(self, folder: Path, place: Place) -> None:
         """Add the record that the owner has written to a place. Raises OSError, ValueError."""
         with self._lock:
-            segment = next((one for one in self._segments if one.id == place.segment_id), None)
+            segment = next((candidate for candidate in self._segments if candidate.id == place.segment_id), None)
             if segment is None:
                 segment = self._new_segment(folder / f"{place.file:04}.segment", place.segment_id)
             if segment is None or not 0 < place.slot < segment.num_slots:
@@ -173,11 +173,11 @@ class DiskView(ReadOnlyTier):
         return self._spaces[segment.id]
 
     def _add(self, entry: Entry) -> None:
-        place = entry.space.segment.id, entry.run.slot
-        former = self._at.get(place)
+        position = entry.space.segment.id, entry.run.slot
+        former = self._at.get(position)
         if former is not None and self._entries.get(former.key) is former:
             del self._entries[former.key]
-        self._at[place] = entry
+        self._at[position] = entry
         there = self._entries.get(entry.key)
         if there is None or there.run.generation < entry.run.generation:
             self._entries[entry.key] = entry
@@ -231,9 +231,9 @@ def _walk(segment: Segment) -> tuple[list[Run], int]:
 
 
 def _is_there(entry: Entry) -> bool:
-    found, segment = bytearray(HEADER_BYTES), entry.space.segment
-    segment.read(entry.run, 0, memoryview(found))
-    return found == segment.header(entry.run)
+    header, segment = bytearray(HEADER_BYTES), entry.space.segment
+    segment.read(entry.run, 0, memoryview(header))
+    return header == segment.header(entry.run)
 
 
 def _is_being_made(file: Path) -> bool:

@@ -81,8 +81,16 @@ class DiskReader(Reader):
     def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes:
         self._check_piece(begin, begin + int(np.add.reduce(runs[:, 1])))
         buffer, entry = self._own_buffer(), self._entry
-        place = entry.run, HEADER_BYTES + begin, runs, stretch_bytes, buffer, num_threads
-        return self._owner.on_disk(entry, entry.space.segment.read_runs, *place)
+        return self._owner.on_disk(
+            entry,
+            entry.space.segment.read_runs,
+            entry.run,
+            HEADER_BYTES + begin,
+            runs,
+            stretch_bytes,
+            buffer,
+            num_threads,
+        )
 
     def piece(self, begin: int, end: int) -> memoryview:
         self._check_piece(begin, end)
@@ -112,9 +120,9 @@ class DiskReader(Reader):
 
     def is_there(self) -> bool:
         """Return whether the header on the disk is still the record's. Raises TierError."""
-        found, entry = bytearray(HEADER_BYTES), self._entry
-        self._owner.on_disk(entry, entry.space.segment.read, entry.run, 0, memoryview(found))
-        return found == entry.space.segment.header(entry.run)
+        header, entry = bytearray(HEADER_BYTES), self._entry
+        self._owner.on_disk(entry, entry.space.segment.read, entry.run, 0, memoryview(header))
+        return header == entry.space.segment.header(entry.run)
 
     def close(self) -> None:
         if not self._is_open:
@@ -154,8 +162,10 @@ class DiskWriter(Writer):
         num_written = total // self._slot_bytes * self._slot_bytes
         lead = self._buffer[: filled if num_written else 0]
         tail = self._buffer[: total - num_written] if num_written else self._buffer[filled:total]
-        place = self.entry.run, self._begin, lead, runs, stretch_bytes, tail, num_threads
-        digests = self.owner.on_disk(self.entry, self._segment.write_runs, *place)
+        run, begin = self.entry.run, self._begin
+        digests = self.owner.on_disk(
+            self.entry, self._segment.write_runs, run, begin, lead, runs, stretch_bytes, tail, num_threads
+        )
         self._begin, self._filled = self._begin + num_written, total - num_written
         self._end += num_bytes
         return digests

@@ -105,7 +105,7 @@ class EngineRows:
         self._plans: dict[tuple[str, int], list[_C.ChunkPlan]] = {}
 
     def check(self, metadata: KVStoreMetadata) -> None:
-        """Raise ValueError unless a store's metadata are those of the rows. A dtype of None matches any."""
+        """Raise ValueError unless a store's metadata equal the rows'. A dtype of None matches any."""
         for name in ("kv_dtype", "row_layout", "scales_digest"):
             if getattr(metadata, name) not in (None, getattr(self.metadata, name)):
                 raise ValueError(
@@ -247,7 +247,7 @@ class BlockChunk(ABC):
         sizes = (size * len(unit.caches) for size, unit in zip(self._layer_bytes, units, strict=True))
         self._unit_ends = list(itertools.accumulate(sizes))
         self._blocks, self._begin, self._num_tokens = blocks, begin, num_tokens
-        self._first, self._last = first - begin, last - begin  # of the chunk's tokens those that are taken
+        self._first, self._last = first - begin, last - begin  # the taken tokens, counted in the chunk
 
     @property
     def num_layers(self) -> int:

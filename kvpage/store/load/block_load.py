@@ -55,7 +55,7 @@ class BlockLoad:
     def open(self, tiers: TierStack, in_memory: bool = False) -> list[OpenChunk]:
         """Return the leading chunks whose records' heads are right. The caller closes their readers.
 
-        in_memory: only those of memory tiers.
+        in_memory: only records in memory tiers.
         """
         opened, readers = list[OpenChunk](), tiers.open_leading(self.keys, in_memory)
         for index, (placed, reader) in enumerate(readers):

@@ -69,7 +69,7 @@ class EarlyLoad:
         return num_chunks
 
     def _num_right(self, records: Sequence[PinnedRecord], copies: LayerCopies) -> int:
-        """Verify the records that are being copied, and load what comes after them; return the number of chunks."""
+        """Verify the records that are being copied, and load the chunks after them; return the number of chunks."""
         num_threads = self._tiers.threads.each(len(records))
 
         def verify(index: int) -> bool:

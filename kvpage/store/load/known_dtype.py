@@ -50,7 +50,7 @@ class KnownDtype:
         if self.kinds is None:
             return RecordKinds(replace(self.metadata, kv_dtype=dtype), self.chunk_size, self.codec)
         if self.metadata.kv_dtype != dtype:
-            raise ValueError(f"K and V must be of {self.metadata.kv_dtype}, as those that came first, got {dtype}")
+            raise ValueError(f"K and V must be of {self.metadata.kv_dtype}, as the first of them, got {dtype}")
         return self.kinds
 
     def settle(self, dtype: torch.dtype) -> RecordKinds:
@@ -62,14 +62,14 @@ class KnownDtype:
             return kinds
 
     def find(self, tiers: TierStack, tokens: npt.NDArray[np.int32], namespace: bytes) -> RecordKinds | None:
-        """Return the known kinds, or those of the first right record of these tokens; None if there is none."""
+        """Return the known kinds, or the kinds of the first right record of these tokens; None for no record."""
         if self.kinds is not None or not len(tokens):
             return self.kinds
         first = tokens[: self.chunk_size]
         keys = [kinds.keys.of(first, namespace)[0] for _, kinds in self._sought]
-        for at, place in enumerate(tiers.locate(keys)):
+        for at, tier in enumerate(tiers.locate(keys)):
             dtype, kinds = self._sought[at]
-            if place is None or tiers.first(keys[at], lambda reader: read_shape(reader, kinds, namespace)) is None:  # noqa: B023
+            if tier is None or tiers.first(keys[at], lambda reader: read_shape(reader, kinds, namespace)) is None:  # noqa: B023
                 continue
             try:
                 return self.settle(dtype)
@@ -80,7 +80,7 @@ class KnownDtype:
     def keys(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> Sequence[Key]:
         """Return the keys that the tokens' chunks may have, of every dtype that is possible."""
         kinds = [kinds for _, kinds in self._sought] if self.kinds is None else [self.kinds]
-        return [key for one in kinds for key in one.keys.of(tokens, namespace)]
+        return [key for candidate in kinds for key in candidate.keys.of(tokens, namespace)]
 
     def _kinds_of(self, dtype: torch.dtype) -> RecordKinds | None:
         """Return None for a dtype that the codec does not take. Raises the errors of the codec itself."""

@@ -70,7 +70,7 @@ class LayerChunks:
         """Return for each chunk of the tokens whether it is there, or was a moment ago.
 
         Args:
-            tokens: int [num_tokens]. Those after the last whole chunk are a shorter one.
+            tokens: int [num_tokens]. Tokens after the last whole chunk make a shorter chunk.
             namespace: tokens of different namespaces never meet.
 
         Raises:
@@ -91,7 +91,7 @@ class LayerChunks:
 
         Args:
             tokens: int [num_tokens].
-            block_table: int [num_blocks], the tokens' blocks in their order. Those before the first chunk may be any.
+            block_table: int [num_blocks], the tokens' blocks in their order. Blocks before the first chunk may be any.
             first_chunk: the first chunk to store.
             namespace: as in `there`.
             skip_existing: leave chunks alone that are there. Otherwise they are replaced.
@@ -111,7 +111,7 @@ class LayerChunks:
 
         Args:
             tokens: int [num_tokens].
-            block_table: int [num_blocks], the tokens' blocks in their order. Those before `start` are not written.
+            block_table: int [num_blocks], the tokens' blocks in their order. Blocks before `start` are not written.
             start: the first token to load.
             namespace: as in `there`.
 
@@ -176,7 +176,7 @@ class LayerChunks:
     def reach(self, tokens: Array, namespace: bytes) -> GroupReach:
         """Return how far chunks reach into tokens of a namespace, and why not further.
 
-        Hashes name chunks. So nothing tells which token differs from those of another prompt, nor of other namespaces.
+        Hashes name chunks. So nothing tells which token differs from another prompt's, nor of other namespaces.
         """
         there = self.flags(tokens, namespace)
         num_whole = num_leading(there)

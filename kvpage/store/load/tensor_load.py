@@ -51,7 +51,7 @@ class TensorLoad:
         return self._end(num_chunks) - self._num_skipped if num_chunks else 0
 
     def _end(self, num_chunks: int) -> int:
-        """Return the token after those of the first chunks."""
+        """Return the token after the first `num_chunks` chunks."""
         return min((self._first + num_chunks) * self._size, self._num_tokens)
 
     def _shape(self, tiers: TierStack) -> Shape | None:

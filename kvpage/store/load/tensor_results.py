@@ -1,4 +1,4 @@
-"""NewResult, TensorOut: the memory that takes K and V which a store has found, and what the caller gets of it.
+"""NewResult, TensorOut: the memory that takes K and V which a store has found, and the result that the caller gets.
 
 room(shape)   ─► parts to load into: new memory, or the caller's
 finish(n)     ─► the first n tokens, as the caller wants them
@@ -30,9 +30,7 @@ class NewResult:
 
     def finish(self, num_found: int) -> Any:
         dim = 2 + token_dim(self._fmt)
-        if (
-            num_found < self._kv.shape[dim]
-        ):  # what others have had there goes with the tensor's memory, as in torch.save
+        if num_found < self._kv.shape[dim]:  # torch.save writes all of the tensor's memory, with earlier results
             self._kv.narrow(dim, num_found, self._kv.shape[dim] - num_found).zero_()
         kv = self._kv.narrow(dim, 0, num_found).to(self._device)
         return as_tuple(kv) if self._return_tuple else kv
@@ -80,18 +78,20 @@ class TensorOut:
         Raises ValueError unless the tensors are of this dtype, and of this shape for as many tokens.
         """
         first = self._parts[0][0]
-        given = chunk_shape(self._parts, self._fmt, shape[2 + token_dim(self._fmt)])
-        if (given, first.dtype) != (shape, dtype):
-            raise ValueError(f"out must be of {dtype}, for K and V of {list(shape)}, got {first.dtype}, {list(given)}")
+        out_shape = chunk_shape(self._parts, self._fmt, shape[2 + token_dim(self._fmt)])
+        if (out_shape, first.dtype) != (shape, dtype):
+            raise ValueError(
+                f"out must be of {dtype}, for K and V of {list(shape)}, got {first.dtype}, {list(out_shape)}"
+            )
         self._host = self._parts if first.is_cpu else [list(layer) for layer in self._pool.empty(shape, dtype)]
         return TokenParts(self._host, self._fmt)
 
     def finish(self, num_found: int) -> Any:
-        found = tokens_of(self._parts, self._fmt, 0, num_found)
+        views = tokens_of(self._parts, self._fmt, 0, num_found)
         if self._host is not self._parts:
-            for layer, host in zip(found, tokens_of(self._host, self._fmt, 0, num_found), strict=True):
+            for layer, host in zip(views, tokens_of(self._host, self._fmt, 0, num_found), strict=True):
                 for part, data in zip(layer, host, strict=True):
                     part.copy_(data)
         if not self._return_tuple and isinstance(self._out, torch.Tensor):
             return self._out.narrow(2 + token_dim(self._fmt), 0, num_found)
-        return tuple(map(tuple, found))
+        return tuple(map(tuple, views))

@@ -198,10 +198,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or len(dtype_name(found)) > 11:
+    torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(torch_dtype, torch.dtype) or len(dtype_name(torch_dtype)) > 11:
         raise ValueError(f"dtype must be one of torch's with a name of at most 11 characters, got {dtype!r}")
-    return found
+    return torch_dtype
 
 
 def _check_length(name: str, num_bytes: int, expected: int) -> None:
@@ -251,10 +251,10 @@ def _scale_of(pieces: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor
     axes = [axis for axis, size in enumerate(shape) if size == 1 or axis == 2]
     for piece in pieces if most.numel() else ():
         if piece.numel():
-            found = piece.abs().amax(axes, keepdim=True)
-            if not found.isfinite().all():
-                found = piece.nan_to_num(0.0, 0.0, 0.0).abs().amax(axes, keepdim=True)
-            most = torch.maximum(most, found)
+            peaks = piece.abs().amax(axes, keepdim=True)
+            if not peaks.isfinite().all():
+                peaks = piece.nan_to_num(0.0, 0.0, 0.0).abs().amax(axes, keepdim=True)
+            most = torch.maximum(most, peaks)
     mantissa, exponent = torch.frexp(most)  # most = mantissa * 2**exponent, mantissa in [1/2, 1); 448 = 7/8 * 2**9
     exponent = exponent - 9 + (mantissa > 0.875).to(torch.int32)
     exponent = torch.where(most > 0, exponent, 0).clamp(min=-126)

@@ -19,7 +19,7 @@ from kvpage.store.tiers.tier import Key
 class RecordKind(NamedTuple):
     """The head that a record must have.
 
-    shape, raw_bytes: of its payload, decoded. codecs: by name those that can be read, None for raw; the first is used
+    shape, raw_bytes: of its payload, decoded. codecs: all readable codecs by name, None for raw; the first is used
     for writing.
     """
 
@@ -66,9 +66,9 @@ class RecordKinds:
         return head.shape
 
 
-def _codecs(name: str, dtype: torch.dtype, wanted: str) -> dict[str, Codec | None]:
+def _codecs(name: str, dtype: torch.dtype, format_name: str) -> dict[str, Codec | None]:
     """Return codecs by their names in records: first the one for writing, then others that give back the same bytes."""
-    fmt: Literal["vllm", "huggingface"] = "vllm" if wanted == "vllm" else "huggingface"
+    fmt: Literal["vllm", "huggingface"] = "vllm" if format_name == "vllm" else "huggingface"
     raw = str(dtype).removeprefix("torch.")
     written = None if name == "raw" else get_codec(name, dtype, fmt)
     if written is not None and not written.is_lossless:

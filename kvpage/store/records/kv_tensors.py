@@ -50,8 +50,8 @@ def as_parts(kv_tensors: KVTensors, fmt: str, dtype: torch.dtype | None, name: s
     if 0 in [n for dim, n in enumerate(first.shape) if dim != token_dim(fmt)]:
         raise ValueError(f"{name} must have heads, of a positive size, got parts of shape {list(first.shape)}")
     if any(part.dtype != (dtype or first.dtype) for part in flat):
-        wanted = dtype or "one dtype"
-        raise ValueError(f"{name} must be of {wanted}, got {', '.join(sorted({str(part.dtype) for part in flat}))}")
+        expected = dtype or "one dtype"
+        raise ValueError(f"{name} must be of {expected}, got {', '.join(sorted({str(part.dtype) for part in flat}))}")
     return parts
 
 

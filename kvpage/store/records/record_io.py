@@ -130,9 +130,9 @@ def read_piece(
     reader: Reader, head: RecordHead, digests: bytes, begin: int, end: int, chunk: Sink, num_threads: int = 1
 ) -> None:
     """Give the payload's bytes [begin, end), whole stretches, to the chunk. Raises CorruptRecord for a wrong digest."""
-    found = chunk.take(begin, reader.piece(head.payload_begin + begin, head.payload_begin + end), num_threads)
+    actual = chunk.take(begin, reader.piece(head.payload_begin + begin, head.payload_begin + end), num_threads)
     first = begin // head.stretch_bytes * DIGEST_BYTES
-    if found != digests[first : first + len(found)]:
+    if actual != digests[first : first + len(actual)]:
         raise CorruptRecord("a digest is wrong")
 
 
@@ -140,7 +140,7 @@ def read_into_runs(
     reader: Reader, head: RecordHead, digests: bytes, begin: int, end: int, runs: Runs, num_threads: int = 1
 ) -> None:
     """Read the payload's bytes [begin, end), whole stretches, into their runs. Raises CorruptRecord as read_piece."""
-    first, last = (-(-place // head.stretch_bytes) * DIGEST_BYTES for place in (begin, end))
+    first, last = (-(-offset // head.stretch_bytes) * DIGEST_BYTES for offset in (begin, end))
     if reader.read_runs(head.payload_begin + begin, runs, head.stretch_bytes, num_threads) != digests[first:last]:
         raise CorruptRecord("a digest is wrong")
 

@@ -44,7 +44,7 @@ class RecordSummary:
 
 
 def summaries(tier: Tier) -> Iterator[RecordSummary]:
-    """Walk over summaries of all records but those that are gone meanwhile. Raises TierError."""
+    """Walk over summaries of all records, except records that disappear meanwhile. Raises TierError."""
     now = time.time()
     for info in tier.infos():
         for reader in tier.open([info.key]):

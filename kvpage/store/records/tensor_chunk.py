@@ -16,7 +16,7 @@ from kvpage.store.records.part_rows import PartRows, Parts
 from kvpage.store.tiers.stretches import Runs, digests_of, gather_stretches, scatter_stretches
 
 MIN_RUN_BYTES = 4096  # of memory that is written to a file directly; shorter runs are copied into one piece first
-STREAM_BYTES = 1 << 20  # of what is written past the CPU's cache: who asked for less may find it there
+STREAM_BYTES = 1 << 20  # of bytes written past the CPU's cache: the caller of a smaller read may find its bytes there
 
 
 class TokenParts:

@@ -151,7 +151,7 @@ class S3Backend(Backend):
             raise Fault(_kind(code, 0), message, is_partial=len(failed) < len(names))
 
     def _removed(self, objects: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-        """Remove objects; return S3's errors for those that are there still."""
+        """Remove objects; return S3's errors for objects that remain."""
         try:
             answer = self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
         except self._client.exceptions.ClientError as error:
@@ -190,7 +190,8 @@ class S3Backend(Backend):
 def from_url(url: str) -> RemoteTier:
     """Return the tier of a URL (above), which is not connected yet.
 
-    Options: endpoint_url, region, num_threads, and those of `RemoteOptions.take`. Raises ValueError for another URL.
+    Options: endpoint_url, region, num_threads, and the options of `RemoteOptions.take`. Raises ValueError for
+    another URL.
     """
     parts = urlsplit(url)
     options, rest = RemoteOptions.take(dict(parse_qsl(parts.query, keep_blank_values=True)))
@@ -249,7 +250,7 @@ def _writing(function: Callable[[K], T]) -> Callable[[K], T | Fault]:
 def _result(function: Callable[[K], T], item: K, is_read: bool) -> T | Fault:
     try:
         return function(item)
-    except Exception as error:  # also those of the network, of which boto3 has many
+    except Exception as error:  # also errors of the network, of which boto3 has many
         return fault_of(error, is_read)
 
 

@@ -51,7 +51,7 @@ class CallGate:
             self._changed.notify_all()
 
     def close(self) -> bool:
-        """Refuse calls from now on, and wait for those under way, as often as it is called.
+        """Refuse calls from now on, and wait for calls under way, as often as it is called.
 
         Returns False in a forked process, where nothing happens.
         """

@@ -27,25 +27,31 @@ class TierCalls:
     def locate(self, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> list[int | None]:
         """Return for each key the number of the first tier that has it; None if none has it."""
         located: list[int | None] = [None] * len(keys)
-        for at, one in enumerate(self.tiers):
+        for at, placed in enumerate(self.tiers):
             left = [index for index, tier in enumerate(located) if tier is None]
             if not left:
                 break
-            for index, is_there in zip(left, self.contains(one, [keys[index] for index in left], limit), strict=True):
+            for index, is_there in zip(
+                left, self.contains(placed, [keys[index] for index in left], limit), strict=True
+            ):
                 if is_there:
                     located[index] = at
         return located
 
-    def contains(self, one: Placed, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> list[bool]:
+    def contains(self, placed: Placed, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> list[bool]:
         """Return for each key whether the tier has it."""
-        there = [] if limit.is_over else self.ask(one, one.tier.contains, keys, limit.timeout(one.deadline)) or []
+        there = (
+            [] if limit.is_over else self.ask(placed, placed.tier.contains, keys, limit.timeout(placed.deadline)) or []
+        )
         return there if len(there) == len(keys) else [False] * len(keys)
 
     def touch(self, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> list[bool]:
         """Return for each key whether some tier noted a use of it."""
         is_noted = [False] * len(keys)
-        for one in self.tiers:
-            noted = [] if limit.is_over else self.ask(one, one.tier.touch, keys, limit.timeout(one.deadline)) or []
+        for placed in self.tiers:
+            noted = (
+                [] if limit.is_over else self.ask(placed, placed.tier.touch, keys, limit.timeout(placed.deadline)) or []
+            )
             is_noted = [before or now for before, now in zip(is_noted, noted or is_noted, strict=True)]
         return is_noted
 
@@ -54,51 +60,51 @@ class TierCalls:
     ) -> list[Reader | None]:
         """Return a reader of each key in its tier; None if it is gone."""
         readers: list[Reader | None] = [None] * len(keys)
-        for at, one in enumerate(self.tiers):
-            mine = [index for index, tier in enumerate(located) if tier == at]
-            opened = self._open(one, [keys[index] for index in mine], limit) if mine else []
-            for index, reader in zip(mine, opened, strict=True):
+        for at, placed in enumerate(self.tiers):
+            indices = [index for index, tier in enumerate(located) if tier == at]
+            opened = self._open(placed, [keys[index] for index in indices], limit) if indices else []
+            for index, reader in zip(indices, opened, strict=True):
                 readers[index] = reader
         return readers
 
     def infos(self) -> list[list[RecordInfo]]:
         """Return the records of each tier; none of a tier that cannot list them."""
-        return [self.ask(one, lambda one=one: list(one.tier.infos())) or [] for one in self.tiers]
+        return [self.ask(placed, lambda placed=placed: list(placed.tier.infos())) or [] for placed in self.tiers]
 
     def stats(self) -> tuple[TierStats | None, ...]:
         """Return the statistics of each tier; None for a tier in trouble."""
-        return tuple(self.ask(one, one.tier.stats) for one in self.tiers)
+        return tuple(self.ask(placed, placed.tier.stats) for placed in self.tiers)
 
     def count(self, **counts: int) -> None:
         with self._lock:
             self.counts.update(counts)
 
-    def count_reads(self, ones: Sequence[Placed]) -> None:
+    def count_reads(self, placed_tiers: Sequence[Placed]) -> None:
         """Count a chunk that each of these tiers has given; a tier may be there several times."""
-        for one in ones:
-            self.uses.hit(self.tiers.index(one))
+        for placed in placed_tiers:
+            self.uses.hit(self.tiers.index(placed))
 
     def reads(self) -> tuple[int, ...]:
         """Return how many chunks each tier has given."""
         return tuple(use.hits for use in self.uses.of_tiers())
 
-    def ask(self, one: Placed, call: Callable[..., T], *args: object) -> T | None:
+    def ask(self, placed: Placed, call: Callable[..., T], *args: object) -> T | None:
         """Return the result of a call of the tier; None when it is in trouble."""
         try:
             return call(*args)
         except TierError as error:
-            self._count_trouble(one, error)
+            self._count_trouble(placed, error)
             return None
 
     # --- inside ---
 
-    def _count_trouble(self, one: Placed, error: TierError) -> None:
+    def _count_trouble(self, placed: Placed, error: TierError) -> None:
         if isinstance(error, RecordGone):
             return
         if not isinstance(error, TierRests):
-            logger.warning("%s: %s", one.tier.name, error)
+            logger.warning("%s: %s", placed.tier.name, error)
         self.count(tier_errors=1)
 
-    def _open(self, one: Placed, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> list[Reader | None]:
-        opened = [] if limit.is_over else self.ask(one, one.tier.open, keys, limit.timeout(one.deadline)) or []
+    def _open(self, placed: Placed, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> list[Reader | None]:
+        opened = [] if limit.is_over else self.ask(placed, placed.tier.open, keys, limit.timeout(placed.deadline)) or []
         return opened if len(opened) == len(keys) else [None] * len(keys)

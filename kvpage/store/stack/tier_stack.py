@@ -34,7 +34,7 @@ Read = Callable[[int, Reader, int], None]
 
 
 class Put(NamedTuple):
-    """What a put has done. is_there: for each key whether some tier has its record now. num_new: new to a tier."""
+    """The result of a put. is_there: for each key whether some tier has its record now. num_new: new to a tier."""
 
     is_there: list[bool]
     num_new: int
@@ -57,7 +57,7 @@ class TierStack(TierCalls):
         self.threads = ChunkThreads(num_threads)
         self.copies = RecordCopies()
         self._replacing = threading.Lock()
-        self._written = [at for at, one in enumerate(self.tiers) if not one.tier.is_read_only]
+        self._written = [at for at, placed in enumerate(self.tiers) if not placed.tier.is_read_only]
 
     # --- writing ---
 
@@ -85,7 +85,7 @@ class TierStack(TierCalls):
     ) -> Put:
         """Write records into the tiers that lack them. One that is changed meanwhile is left to the change."""
         with self.copies.under_way(keys) as copy:
-            there = [self.contains(one, keys, limit) for one in self.tiers]
+            there = [self.contains(placed, keys, limit) for placed in self.tiers]
             lacking = [[at for at in self._written if not there[at][index]] for index in range(len(keys))]
             is_new = self._put(keys, lacking, record, copy, limit)
         is_there = [new or any(has[index] for has in there) for index, new in enumerate(is_new)]
@@ -106,13 +106,13 @@ class TierStack(TierCalls):
 
         lacking: the numbers of the tiers to write each into.
         """
-        wanted = [index for index in range(len(keys)) if lacking[index]]
-        num_threads = self.threads.each(len(wanted))
+        indices = [index for index in range(len(keys)) if lacking[index]]
+        num_threads = self.threads.each(len(indices))
         backs: list[_Back] = []
         put_one = functools.partial(self._put_one, keys, lacking, record, num_threads, backs, copy, limit)
         is_new = [False] * len(keys)
         try:
-            for index, is_written in zip(wanted, self.threads.map(put_one, wanted), strict=True):
+            for index, is_written in zip(indices, self.threads.map(put_one, indices), strict=True):
                 is_new[index] = is_written
         finally:
             if backs:
@@ -120,7 +120,7 @@ class TierStack(TierCalls):
         return is_new
 
     def later(self, job: Callable[[], int]) -> "Future[int]":
-        """Run the job in the background, after those before it."""
+        """Run the job in the background, after earlier jobs."""
         return self.threads.later(job)
 
     # --- reading ---
@@ -145,9 +145,9 @@ class TierStack(TierCalls):
         After the limit no more records are begun.
         """
         located, is_read = self.locate(keys, limit), [False] * len(keys)
-        wanted = [index for index, tier in enumerate(located) if tier is not None]
-        for begin in range(0, len(wanted), WINDOW):
-            window = wanted[begin : begin + WINDOW]
+        indices = [index for index, tier in enumerate(located) if tier is not None]
+        for begin in range(0, len(indices), WINDOW):
+            window = indices[begin : begin + WINDOW]
             for index, done in zip(window, self._read_window(keys, located, window, read, limit), strict=True):
                 is_read[index] = done
         for at in range(len(self.tiers)):
@@ -158,16 +158,16 @@ class TierStack(TierCalls):
         self, keys: Sequence[Key], located: Sequence[int | None], window: Sequence[int], read: Read, limit: TimeLimit
     ) -> list[bool]:
         """Return which of a few records were read. window: their indices; each has a tier."""
-        mine, places = [keys[index] for index in window], [located[index] or 0 for index in window]
+        window_keys, places = [keys[index] for index in window], [located[index] or 0 for index in window]
         num_threads = self.threads.each(len(window))
-        with self.copies.under_way(mine) as copy:
-            readers = self.open(mine, places, limit)
+        with self.copies.under_way(window_keys) as copy:
+            readers = self.open(window_keys, places, limit)
 
             def read_one(at: int) -> bool:
-                def take(found: Reader) -> None:
-                    read(window[at], found, num_threads)
+                def take(reader: Reader) -> None:
+                    read(window[at], reader, num_threads)
 
-                return self._read_one(mine[at], places[at], readers[at], copy, take, limit)
+                return self._read_one(window_keys[at], places[at], readers[at], copy, take, limit)
 
             return self.threads.map(read_one, range(len(window)))
 
@@ -177,26 +177,26 @@ class TierStack(TierCalls):
 
     def each(self, key: Key, read: Callable[[Reader], T]) -> Iterator[T]:
         """Yield the result of `read` for each tier's record that is not corrupt, that of the fastest first."""
-        for one in self.tiers:
-            for reader in self._open(one, [key]):
+        for placed in self.tiers:
+            for reader in self._open(placed, [key]):
                 if reader is not None:
                     with reader:
-                        found = self.verified(one, key, lambda reader=reader: read(reader))  # type: ignore[misc]
-                    if found is not None:
-                        yield found
+                        result = self.verified(placed, key, lambda reader=reader: read(reader))  # type: ignore[misc]
+                    if result is not None:
+                        yield result
 
-    def verified(self, one: Placed, key: Key, read: Callable[[], T]) -> T | None:
+    def verified(self, placed: Placed, key: Key, read: Callable[[], T]) -> T | None:
         """Return the result of `read`; None for a corrupt record, which is dropped, and for trouble."""
         try:
-            return self.ask(one, read)
+            return self.ask(placed, read)
         except UnreadableRecord as error:
-            logger.info("%s: %s", one.tier.name, error)
+            logger.info("%s: %s", placed.tier.name, error)
             return None
         except CorruptRecord as error:
-            logger.warning("%s: a record was dropped: %s", one.tier.name, error)
+            logger.warning("%s: a record was dropped: %s", placed.tier.name, error)
             self.count(corrupt_records=1)
-            if not one.tier.is_read_only:
-                self.ask(one, one.tier.remove, [key], one.deadline)
+            if not placed.tier.is_read_only:
+                self.ask(placed, placed.tier.remove, [key], placed.deadline)
             return None
 
     def open_leading(self, keys: Sequence[Key], in_memory: bool = False) -> list[tuple[Placed, Reader]]:
@@ -236,14 +236,14 @@ class TierStack(TierCalls):
         return is_removed
 
     def clear(self) -> list[str]:
-        """Remove all records from all tiers; return the names of those that keep theirs."""
+        """Remove all records from all tiers; return the names of the tiers that keep theirs."""
         is_cleared = [False] * len(self.tiers)
         with self.copies.change(None):
             for at in self._written:
                 self.copies.settle(at)
                 clear = self.tiers[at].tier.clear
                 is_cleared[at] = self.ask(self.tiers[at], lambda clear=clear: _true(clear())) is True
-        return [one.tier.name for one, is_done in zip(self.tiers, is_cleared, strict=True) if not is_done]
+        return [placed.tier.name for placed, is_done in zip(self.tiers, is_cleared, strict=True) if not is_done]
 
     def drain(self) -> None:
         """Wait until nothing is written in the background."""
@@ -251,22 +251,22 @@ class TierStack(TierCalls):
 
     def flush(self, sync: bool) -> None:
         self.drain()
-        for one in self.tiers:
-            self.ask(one, one.tier.flush, sync)
+        for placed in self.tiers:
+            self.ask(placed, placed.tier.flush, sync)
 
     def close(self) -> None:
         self.flush(sync=False)
         self.threads.close()
-        for one in self.tiers:
-            self.ask(one, one.tier.close)
+        for placed in self.tiers:
+            self.ask(placed, placed.tier.close)
 
     # --- inside ---
 
     def _remove(self, at: int, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> int | None:
         """Remove records from one tier, amid a change of these keys; return None if it did not take the call."""
         self.copies.settle(at)
-        one = self.tiers[at]
-        return None if limit.is_over else self.ask(one, one.tier.remove, keys, limit.timeout(one.deadline))
+        placed = self.tiers[at]
+        return None if limit.is_over else self.ask(placed, placed.tier.remove, keys, limit.timeout(placed.deadline))
 
     def _put_one(
         self,
@@ -302,19 +302,21 @@ class TierStack(TierCalls):
         self, at: int, head: RecordHead, payload: Source, num_threads: int, under_way: RecordCopy, limit: TimeLimit
     ) -> bool:
         """Return whether the tier took the record."""
-        one = self.tiers[at]
+        placed = self.tiers[at]
 
         def write() -> bool:
-            writer = one.tier.create(head.key, head.num_bytes) if self.copies.is_wanted(under_way, head.key) else None
+            writer = (
+                placed.tier.create(head.key, head.num_bytes) if self.copies.is_wanted(under_way, head.key) else None
+            )
             if writer is None:
                 return False
             with writer:
                 write_record(writer, head, payload, num_threads)
                 with self.copies.finish(at, under_way, head.key) as is_wanted:
-                    return is_wanted and one.tier.commit([writer], limit.timeout(one.deadline))[0]
+                    return is_wanted and placed.tier.commit([writer], limit.timeout(placed.deadline))[0]
 
         began = time.perf_counter()
-        is_written = self.ask(one, write) or False
+        is_written = self.ask(placed, write) or False
         self.uses.write(at, head.num_bytes, time.perf_counter() - began, is_written)
         return is_written
 
@@ -340,19 +342,19 @@ class TierStack(TierCalls):
             self.copies.end(back.copy)
 
     def _copy_to(self, at: int, key: Key, reader: Reader, under_way: RecordCopy) -> bool:
-        one = self.tiers[at]
+        placed = self.tiers[at]
 
         def copy() -> bool:
-            writer = one.tier.create(key, reader.num_bytes) if self.copies.is_wanted(under_way, key) else None
+            writer = placed.tier.create(key, reader.num_bytes) if self.copies.is_wanted(under_way, key) else None
             if writer is None:
                 return False
             with writer:
                 copy_record(reader, writer, key)
                 with self.copies.finish(at, under_way, key) as is_wanted:
-                    return is_wanted and one.tier.commit([writer], one.deadline)[0]
+                    return is_wanted and placed.tier.commit([writer], placed.deadline)[0]
 
         try:
-            return self.ask(one, copy) or False
+            return self.ask(placed, copy) or False
         except CorruptRecord:  # its next reader reports it
             return False
 
@@ -367,11 +369,11 @@ class TierStack(TierCalls):
     ) -> bool:
         """Read a record from the tier where it was found, or from a slower one; return whether that succeeded."""
         for at in range(len(self.tiers)):
-            found = reader if at == located else self._open(self.tiers[at], [key], limit)[0] if at > located else None
-            if found is not None:
-                with found:
-                    if not limit.is_over and self._read_verified(at, key, found, read):
-                        self._promote(at, key, found, copy)
+            opened = reader if at == located else self._open(self.tiers[at], [key], limit)[0] if at > located else None
+            if opened is not None:
+                with opened:
+                    if not limit.is_over and self._read_verified(at, key, opened, read):
+                        self._promote(at, key, opened, copy)
                         return True
             self.uses.miss(at)
         return False

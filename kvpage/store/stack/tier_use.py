@@ -1,4 +1,4 @@
-"""TierUse: what the calls on a store have asked of one tier."""
+"""TierUse: how the calls on a store have used one tier."""
 
 import threading
 from dataclasses import dataclass, replace

@@ -12,7 +12,7 @@ class TimeLimit(NamedTuple):
 
     @classmethod
     def within(cls, seconds: float | None) -> "TimeLimit":
-        """Return the limit so many seconds from now; None for no limit."""
+        """Return the limit `seconds` from now; None for no limit."""
         return cls() if seconds is None else cls(time.monotonic() + seconds)
 
     @property

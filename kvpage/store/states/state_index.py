@@ -2,7 +2,7 @@
 
     prefix of 2 chunks    [ 5, key of the state ] [ 9, key of the state ] ..     one record, replaced by longer ones
 
-A reader takes the entries of all tiers together. A fast tier that lacks what another process has added hides nothing.
+A reader takes the entries of all tiers together. A fast tier that lacks another process's entries hides nothing.
 An entry only says where to look: one that is stale leads to no record, and one that is lost is a miss. A full index
 drops entries that were neither added lately nor on the way of one that was: the end of a shared system prompt stays.
 """
@@ -70,7 +70,7 @@ class StateIndex:
         rest: npt.NDArray[np.int32],
         limit: TimeLimit = NO_LIMIT,
     ) -> None:
-        """Add an entry, or note its use. A full index drops those that lead to no state, or were not used for longest.
+        """Add an entry, or note its use. A full index drops entries without a state, or the least recently used.
 
         Two processes that add to one index at once may lose an entry, which is a miss.
 

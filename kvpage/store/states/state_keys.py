@@ -66,9 +66,9 @@ class StateKeys(ChunkKeys):
         return hashlib.sha256(INDEX + prefix).digest()
 
     def state_kind(self, key: Key, num_tokens: int, namespace: bytes) -> RecordKind:
-        """Return the kind of the record of a state after so many tokens."""
+        """Return the kind of the record of a state after `num_tokens` tokens."""
         return RecordKind(key, self.meta(namespace), (0, 0, num_tokens, 0, 0), self.slot_bytes, {STATE_CODEC: None})
 
     def index_kind(self, key: Key, num_tokens: int, num_bytes: int, namespace: bytes) -> RecordKind:
-        """Return the kind of the record of the index of a prefix of so many tokens."""
+        """Return the kind of the record of the index of a prefix of `num_tokens` tokens."""
         return RecordKind(key, self.meta(namespace), (0, 0, num_tokens, 0, 0), num_bytes, {INDEX_CODEC: None})

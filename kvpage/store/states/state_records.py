@@ -5,7 +5,7 @@
     get_into(tokens, ..) ─► key of the tokens ─► record ─► verified, copied into the memory
 
 Every read gives nothing, or exactly the bytes that were put after these tokens. The K and V of the tokens are chunks as
-`KVStore.store_blocks` stores them; those after the last whole chunk are a shorter one.
+`KVStore.store_blocks` stores them; tokens after the last whole chunk make a shorter chunk.
 """
 
 import threading
@@ -58,7 +58,7 @@ class StateRecords:
         gate: Of the store.
         lock: One for all indexes of the store.
         keys: Names of the records.
-        chunks: Those of the same tokens; None for a model without K and V.
+        chunks: The chunks of the same tokens; None for a model without K and V.
 
     Attributes:
         layout: The place of each part in a state.

@@ -152,12 +152,16 @@ class MemoryTier(Tier):
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
         with self._lock:
             self._check_open()
-            mine = [one for one in writers if isinstance(one, _MemoryWriter) and one.tier is self and one.is_open]
-            if len(mine) != len(writers) or len(set(map(id, mine))) != len(mine):
+            open_writers = [
+                writer
+                for writer in writers
+                if isinstance(writer, _MemoryWriter) and writer.tier is self and writer.is_open
+            ]
+            if len(open_writers) != len(writers) or len(set(map(id, open_writers))) != len(open_writers):
                 raise ValueError("writers must be this tier's, not closed, each given once")
-            for writer in mine:
+            for writer in open_writers:
                 writer.check_whole()
-            return [self._commit(writer) for writer in mine]
+            return [self._commit(writer) for writer in open_writers]
 
     def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
         with self._lock:

@@ -209,7 +209,7 @@ class Tier(ABC):
     def watch(self, note: Note | None) -> None:  # noqa: B027, a tier need not tell
         """Note each record that comes or goes from now on, in the order in which that happens.
 
-        A tier that cannot tell does nothing. It need not tell what others do to it.
+        A tier that cannot tell does nothing. It need not tell of changes by others.
 
         Args:
             note: called with a record's key and a reason: "written", "evicted", "removed", "damaged" or "lost". A

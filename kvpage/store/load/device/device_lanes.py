@@ -82,8 +82,8 @@ class LanePool:
         with self._changed:
             self._changed.wait_for(lambda: self._num_used < MAX_SETS)
             self._num_used += 1
-            for at, (place, lanes) in enumerate(self._free):
-                if place == device and len(lanes[0].on_device) >= num_bytes:
+            for at, (lanes_device, lanes) in enumerate(self._free):
+                if lanes_device == device and len(lanes[0].on_device) >= num_bytes:
                     del self._free[at]
                     return lanes
             if len(self._free) + self._num_used > MAX_SETS:

@@ -43,7 +43,7 @@ class LayerCopies:
             pieces: the copies of each piece.
 
         Raises:
-            Exception: a copy could not be begun. Those before it are under way.
+            Exception: a copy could not be begun. Copies before it are under way.
         """
         for lane in self._lanes:
             self._submit(lane, partial(self._ready.wait_stream, None))
