@@ -9,7 +9,6 @@ from kvpage.store.bytes.events import ByteEvent, Follow
 from kvpage.store.bytes.later import Later
 from kvpage.store.bytes.page_view import PageView
 from kvpage.store.bytes.pieces import Pieces
-from kvpage.store.bytes.stats import ByteStoreStats, ByteTierStats
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.kv_store import KVStore
 from kvpage.store.layerwise_store import LayerwiseStore
@@ -22,7 +21,7 @@ from kvpage.store.records.summary import RecordSummary
 from kvpage.store.stack.pin import Pin
 from kvpage.store.stack.placed import Placed
 from kvpage.store.states.state_records import StateRecords
-from kvpage.store.stats import KVStoreStats
+from kvpage.store.stats import ByteStoreStats, ByteTierStats, KVStoreStats
 from kvpage.store.tiers.tier import Tier, TierError, TierRests, TierStats
 
 __all__ = [

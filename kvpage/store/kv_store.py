@@ -27,12 +27,12 @@ from kvpage.store.block_store import BlockStore
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.load.block_chunks import metadata_of
 from kvpage.store.load.early_load import EarlyLoad, OnVerified
-from kvpage.store.load.known_dtype import KnownDtype
 from kvpage.store.load.layer_chunks import LayerChunks
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.load.tensor_calls import TensorCalls
 from kvpage.store.placement import placed_tiers
 from kvpage.store.records.keys import KVStoreMetadata, checked_tokens
+from kvpage.store.records.kinds import KnownDtype
 from kvpage.store.records.kv_tensors import KVTensors
 from kvpage.store.records.summary import RecordSummary, summaries
 from kvpage.store.stack.call_gate import gated
@@ -181,8 +181,8 @@ class KVStore(TieredStore, BlockStore):
         """
         array = checked_tokens(tokens, namespace)
         check_flag("skip_existing", skip_existing)
-        self._chunks.put_blocks(array, engine, block_table, 0, namespace, skip_existing)
-        return self._chunks.count(array, namespace)
+        keys = self._chunks.put_blocks(array, engine, block_table, 0, namespace, skip_existing)
+        return self._chunks.count_of(keys, array)
 
     @gated
     def load_blocks(
@@ -363,7 +363,8 @@ class KVStore(TieredStore, BlockStore):
     def stats(self) -> KVStoreStats:
         """Return counters and the state of each tier, also of a closed store."""
         self.gate.check()
-        return KVStoreStats.of(self._tiers.counts, self._tiers.stats(), self._tiers.reads())
+        read_chunks = tuple(use.hits for use in self._tiers.uses())
+        return KVStoreStats.of(self._tiers.counts, self._tiers.stats(), read_chunks)
 
     def _close_parts(self) -> None:
         self._tensors.close()

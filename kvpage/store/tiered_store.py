@@ -70,7 +70,7 @@ class TieredStore:
         self._check_closable()
         if self.gate.close():
             with self._closing:
-                self._tiers.drain()  # Ctrl-C may end it: then the next call closes the tiers
+                self._tiers.threads.drain()  # Ctrl-C may end it: then the next call closes the tiers
                 if not self._is_closed:  # by another thread, or by a signal's handler meanwhile
                     self._is_closed = True
                     self._close_parts()

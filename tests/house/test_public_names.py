@@ -77,7 +77,7 @@ PRIVATE = {
     "kvpage.serving.generate.states.row_pass.RowPass": "of a forward, which a KVPageCache begins",
     "kvpage.serving.generate.states.row_states.RowStates": "the part of a KVPageCachePool that its caches use",
     "kvpage.serving.generate.states.pool_states.PoolStates": "made by KVPageCachePool.from_model",
-    "kvpage.store.load.known_dtype.KnownDtype": "of a store, which a cache's dtype tells",
+    "kvpage.store.records.kinds.KnownDtype": "of a store, which a cache's dtype tells",
     "kvpage.serving.assembly.parts.EngineParts": "made by Engine.from_model",
     "kvpage.cache.transfer.BlockPins": "of a CacheEngine, which makes a Transfer",
     "kvpage.cache.copiers.Copier": "of a CacheEngine, which makes LayeredMoves",

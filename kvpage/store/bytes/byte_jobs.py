@@ -14,8 +14,8 @@ from kvpage.store.bytes.run_payload import RunPayload
 from kvpage.store.records.kinds import RecordKind
 from kvpage.store.records.payload import Source
 from kvpage.store.records.record_io import read_record
+from kvpage.store.stack.placed import TimeLimit
 from kvpage.store.stack.tier_stack import TierStack
-from kvpage.store.stack.time_limit import TimeLimit
 from kvpage.store.tiers.tier import Key, Reader
 
 Job = Callable[[], list[bool]]
@@ -58,8 +58,8 @@ class ByteJobs:
         limit, records = limit_of(deadline), self._records(keys, buffers, writable=True)
         names = [kind.key for kind, _ in records.made]
 
-        def read(index: int, reader: Reader, num_threads: int) -> None:
-            read_record(reader, *records.made[index], num_threads)  # one of another size is dropped, as a damaged one
+        def read(index: int, reader: Reader, num_threads: int) -> bool:
+            return read_record(reader, *records.made[index], num_threads)  # another size is dropped, as damage is
 
         return lambda: records.result(self._tiers.read_each(names, read, limit))
 

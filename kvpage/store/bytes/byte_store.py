@@ -20,11 +20,11 @@ from kvpage.store.bytes.config import ByteStoreConfig
 from kvpage.store.bytes.events import ByteEvents, Follow, Listener
 from kvpage.store.bytes.header import Header, encode_header
 from kvpage.store.bytes.later import Later
-from kvpage.store.bytes.stats import ByteStoreStats, stats_of
 from kvpage.store.placement import placed_tiers
 from kvpage.store.stack.call_gate import gated
 from kvpage.store.stack.placed import Placed
 from kvpage.store.stack.tier_feed import TierFeed
+from kvpage.store.stats import ByteStoreStats, byte_stats
 from kvpage.store.tiered_store import TieredStore
 from kvpage.store.tiers.tier import Tier
 
@@ -186,9 +186,8 @@ class ByteStore(TieredStore):
     def stats(self) -> ByteStoreStats:
         """Return counters and the state of each tier, also of a closed store."""
         self.gate.check()
-        names = [placed.tier.name for placed in self._tiers.tiers]
-        lost = self._feed.num_lost
-        return stats_of(names, self._tiers.stats(), self._tiers.uses.of_tiers(), self._tiers.counts, lost)
+        names, stack = [placed.tier.name for placed in self._tiers.tiers], self._tiers
+        return byte_stats(names, stack.stats(), stack.uses(), stack.counts, self._feed.num_lost)
 
     @gated
     def _follow(self, listener: Listener) -> Follow:

@@ -227,7 +227,7 @@ class DiskTier(Tier):
         drive = entry.space.drive
         with self._lock:
             self._check_open()
-            drive.enter()
+            drive.num_users += 1
         try:
             return drive.run(call, *args)
         except DriveError as error:

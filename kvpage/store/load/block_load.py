@@ -35,10 +35,10 @@ class BlockLoad:
         self.blocks = blocks
         self._kinds, self._num_tokens, self._namespace = kinds, num_tokens, namespace
 
-    def read(self, index: int, reader: Reader, num_threads: int) -> None:
-        """Load a chunk from its record. Raises CorruptRecord, see read_record."""
+    def read(self, index: int, reader: Reader, num_threads: int) -> bool:
+        """Load a chunk from its record, and return True. Raises CorruptRecord, see read_record."""
         chunk, kind = self.chunk(index)
-        read_record(reader, kind, chunk, num_threads)
+        return read_record(reader, kind, chunk, num_threads)
 
     def chunk(self, index: int) -> tuple[BlockChunk, RecordKind]:
         """Return a chunk with wanted tokens, and the kind of its record."""

@@ -9,7 +9,9 @@ Each chunk is found by its tokens and all before them, whether the chunks before
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,10 +24,10 @@ from kvpage.checks.values import as_integer, check_flag
 from kvpage.store.load.block_chunks import BlockChunks, KnownRows
 from kvpage.store.load.block_load import BlockLoad
 from kvpage.store.load.device.device_lanes import LanePool
-from kvpage.store.load.known_dtype import KnownDtype
 from kvpage.store.records.keys import checked_tokens
-from kvpage.store.records.kinds import RecordKind, RecordKinds
+from kvpage.store.records.kinds import KnownDtype, RecordKind, RecordKinds
 from kvpage.store.records.payload import ShapedSource, Source
+from kvpage.store.records.record_io import read_shape
 from kvpage.store.stack.call_gate import CallGate, gated
 from kvpage.store.stack.chunk_threads import num_leading
 from kvpage.store.stack.pin import Pin
@@ -162,8 +164,22 @@ class LayerChunks:
 
     def keys(self, tokens: Array, namespace: bytes) -> list[Key]:
         """Return the keys of the chunks of tokens in a namespace; none if no dtype is known and nothing was found."""
-        kinds = self._dtype.find(self._tiers, tokens, namespace)
+        kinds = self.find_kinds(tokens, namespace)
         return [] if kinds is None else kinds.keys.of(tokens, namespace)
+
+    def find_kinds(self, tokens: Array, namespace: bytes) -> RecordKinds | None:
+        """Return the known kinds, or those of the first right record of tokens in a namespace; None for neither."""
+        if self._dtype.kinds is not None or not len(tokens):
+            return self._dtype.kinds
+        first, sought = tokens[: self.chunk_size], self._dtype.sought
+        keys = [kinds.keys.of(first, namespace)[0] for _, kinds in sought]
+        for (dtype, kinds), key, tier in zip(sought, keys, self._tiers.locate(keys), strict=True):
+            read = partial(read_shape, kinds=kinds, namespace=namespace)
+            if tier is not None and self._tiers.first(key, read) is not None:
+                with suppress(ValueError):  # another thread was first
+                    self._dtype.settle(dtype)
+                break
+        return self._dtype.kinds
 
     def flags(self, tokens: Array, namespace: bytes) -> list[bool]:
         """Return for each chunk of tokens in a namespace whether it is in a tier."""
@@ -171,7 +187,13 @@ class LayerChunks:
 
     def count(self, tokens: Array, namespace: bytes) -> int:
         """Return the number of leading tokens of a namespace whose chunks are in a tier."""
-        return self._num_tokens(self.flags(tokens, namespace), tokens)
+        return self.count_of(self.keys(tokens, namespace), tokens)
+
+    def count_of(self, keys: Sequence[Key], tokens: Array) -> int:
+        """Return the number of leading tokens whose chunks, of these keys, are in a tier."""
+        located = self._tiers.locate(keys)
+        num_chunks = located.index(None) if None in located else len(located)
+        return min(num_chunks * self.chunk_size, len(tokens))
 
     def reach(self, tokens: Array, namespace: bytes) -> GroupReach:
         """Return how far chunks reach into tokens of a namespace, and why not further.
@@ -214,8 +236,20 @@ class LayerChunks:
         Returns:
             The number.
         """
+        keys = kinds.keys.of(tokens, namespace)[start // self.chunk_size :]
+        return self._put(kinds, keys, tokens, start, chunk, skip_existing, namespace)
+
+    def _put(
+        self,
+        kinds: RecordKinds,
+        keys: Sequence[Key],
+        tokens: Array,
+        start: int,
+        chunk: Callable[[int, int], ShapedSource],
+        skip_existing: bool,
+        namespace: bytes,
+    ) -> int:
         size = self.chunk_size
-        keys = kinds.keys.of(tokens, namespace)[start // size :]
 
         def record(index: int) -> tuple[RecordKind, Source]:
             begin = start + index * size
@@ -228,18 +262,23 @@ class LayerChunks:
 
     def put_blocks(
         self, tokens: Array, engine: "LayerCaches", table: Table, start: int, namespace: bytes, skip_existing: bool
-    ) -> None:
+    ) -> list[Key]:
         """Put the chunks of tokens from `start` on, as `put_tokens` does, out of an engine's blocks in a table.
 
         Args:
             tokens: as of `put_tokens`. So are start, namespace and skip_existing.
             engine: the cache of the blocks.
             table: the tokens' blocks in their order.
+
+        Returns:
+            The keys of the chunks.
         """
         blocks = self.blocks(engine, table)
         blocks.check_room(len(tokens))
-        kinds = self._dtype.settle(engine.layout.dtype)
-        self.put_tokens(kinds, tokens, start, blocks.chunk, skip_existing, namespace)
+        kinds = self._dtype.settle(blocks.rows.dtype)
+        keys = kinds.keys.of(tokens, namespace)[start // self.chunk_size :]
+        self._put(kinds, keys, tokens, start, blocks.chunk, skip_existing, namespace)
+        return keys
 
     def blocks(self, engine: "LayerCaches", table: Table) -> BlockChunks:
         """Return an engine's blocks in a table as chunks.
@@ -257,9 +296,10 @@ class LayerChunks:
         """Return a load of tokens[start:] in a namespace into an engine's blocks in a table; it has not begun."""
         start = as_integer("start", start)
         blocks = self.blocks(engine, table)
-        kinds = self._dtype.of(engine.layout.dtype)
+        kinds = self._dtype.of(blocks.rows.dtype)
         load = BlockLoad(blocks, kinds, kinds.keys.of(tokens, namespace), len(tokens), start, namespace)
-        self._dtype.settle(engine.layout.dtype)
+        if self._dtype.kinds is None:  # checked first, then changed
+            self._dtype.settle(blocks.rows.dtype)
         self._tiers.count(query_tokens=load.end - start)
         return load
 

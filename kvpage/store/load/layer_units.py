@@ -68,11 +68,6 @@ class LayerUnit:
         return _C.ChunkPlan(parts, (shape[0], moves_per_part, num_tokens, *sizes, stretch_bytes))
 
 
-def layer_units(engine: "LayerCaches") -> list[LayerUnit]:
-    """Return the units of an engine's layers, in the order of the payload."""
-    return units_of(engine.layouts, engine.gpu_cache)
-
-
 def units_of(layouts: Sequence[CacheLayout], caches: Sequence[torch.Tensor]) -> list[LayerUnit]:
     """Return the units of some layers, of which each has a layout and a cache."""
     units, first = list[LayerUnit](), 0

@@ -69,12 +69,13 @@ def read_head(reader: Reader, meta: bytes | None = None) -> tuple[RecordHead, by
     begin = -(-(HEADER.size + num_meta) // ALIGNMENT) * ALIGNMENT
     if num_meta > MAX_META_BYTES or reader.num_bytes < begin + CHECKSUM_BYTES:
         raise CorruptRecord(f"a record of {reader.num_bytes} bytes has no room for its head")
-    head = RecordHead.unpack(reader.piece(0, begin), reader.num_bytes)
+    header = bytes(reader.piece(0, begin))
+    head = RecordHead.unpack(header, reader.num_bytes)
     if meta is not None and head.meta != meta:
         raise CorruptRecord("the record is of another model, layout or namespace")
     table = bytes(reader.piece(head.payload_end, head.num_bytes))
     digests = table[:-CHECKSUM_BYTES]
-    if _checksum(head.pack(), digests) != table[-CHECKSUM_BYTES:]:
+    if _checksum(header[: head.payload_begin], digests) != table[-CHECKSUM_BYTES:]:
         raise CorruptRecord("the checksum is wrong")
     return head, digests
 
@@ -99,8 +100,8 @@ def check_kind(head: RecordHead, kind: RecordKind) -> Codec | None:
     return kind.codecs[head.codec]
 
 
-def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int = 1) -> None:
-    """Give the payload to the chunk.
+def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int = 1) -> bool:
+    """Give the payload to the chunk, and return True.
 
     Raises CorruptRecord unless the record is of this kind and every digest is right. Bytes that the chunk took before
     mean nothing then.
@@ -112,12 +113,13 @@ def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int 
         runs = chunk.runs() if reader.takes_runs and head.payload_bytes >= MIN_RUNS_BYTES else None
         if runs is not None:
             read_into_runs(reader, head, digests, 0, head.payload_bytes, runs, num_threads)
-            return
+            return True
         for begin, end in pieces(head, reader.is_in_memory, chunk.piece_ends):
             read_piece(reader, head, digests, begin, end, chunk, num_threads)
-        return
+        return True
     decoded = decode(reader, head, digests, codec)
     chunk.take(0, decoded, num_threads)
+    return True
 
 
 def check_raw(head: RecordHead, chunk: Sink) -> None:
@@ -177,17 +179,16 @@ def verify_record(reader: Reader, key: bytes) -> None:
         read_piece(reader, head, digests, begin, end, BytesSink(None, head.stretch_bytes))
 
 
-def pieces(head: RecordHead, is_in_memory: bool, piece_ends: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
-    """Walk over begin and end of each piece in the payload: whole stretches, but for the last.
+def pieces(head: RecordHead, is_in_memory: bool, piece_ends: Sequence[int] | None = None) -> Sequence[tuple[int, int]]:
+    """Return begin and end of each piece in the payload: whole stretches, but for the last.
 
     piece_ends: bytes at which pieces may end, ascending; None for each stretch's end.
     """
     if piece_ends is not None and not is_in_memory:
-        yield from _pieces_to(piece_ends)
-        return
+        return list(_pieces_to(piece_ends))
     size = head.payload_bytes if is_in_memory else max(PIECE_BYTES // head.stretch_bytes, 1) * head.stretch_bytes
-    for begin in range(0, head.payload_bytes, max(size, 1)):  # an empty payload has no piece
-        yield begin, min(begin + size, head.payload_bytes)
+    begins = range(0, head.payload_bytes, max(size, 1))  # an empty payload has no piece
+    return list(zip(begins, (*begins[1:], head.payload_bytes), strict=False))
 
 
 def _pieces_to(ends: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -200,4 +201,4 @@ def _pieces_to(ends: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _checksum(header: bytes, digests: bytes) -> bytes:
-    return digest_of(memoryview(header + digests))
+    return digest_of(header + digests)

@@ -19,8 +19,8 @@ from kvpage.store.records.kinds import RecordKind
 from kvpage.store.records.payload import Source
 from kvpage.store.records.record import CorruptRecord
 from kvpage.store.records.record_io import read_head, read_record
+from kvpage.store.stack.placed import NO_LIMIT, TimeLimit
 from kvpage.store.stack.tier_stack import TierStack
-from kvpage.store.stack.time_limit import NO_LIMIT, TimeLimit
 from kvpage.store.states.state_keys import StateKeys
 from kvpage.store.tiers.tier import Key, Reader
 

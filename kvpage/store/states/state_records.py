@@ -129,8 +129,8 @@ class StateRecords:
         _, key, _ = self._key_of(array, namespace)
         kind = self._keys.state_kind(key, len(array), namespace)
 
-        def read(_: int, reader: Reader, num_threads: int) -> None:
-            read_record(reader, kind, payload, num_threads)
+        def read(_: int, reader: Reader, num_threads: int) -> bool:
+            return read_record(reader, kind, payload, num_threads)
 
         return self._tiers.read_each([key], read, limit)[0]
 

@@ -133,7 +133,7 @@ def test_a_handler_that_closes_what_is_being_closed(tmp_path: Path, caplog: pyte
     """As one of SIGTERM does."""
     subject = Subject(tmp_path / "s")
     begun, go = threading.Event(), threading.Event()
-    stack_of(subject.store).later(lambda: begun.set() or go.wait(60))
+    stack_of(subject.store).threads.later(lambda: begun.set() or go.wait(60))
     begun.wait()
     handler = signal.signal(signal.SIGUSR1, lambda *call: go.set() or subject.store.close())
     timer = threading.Timer(0.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGUSR1])
@@ -150,7 +150,7 @@ def test_close_after_a_close_that_was_interrupted(tmp_path: Path) -> None:
     """While it waits for what is written in the background."""
     subject = Subject(tmp_path / "s")
     begun, go = threading.Event(), threading.Event()
-    stack_of(subject.store).later(lambda: begun.set() or go.wait(60))
+    stack_of(subject.store).threads.later(lambda: begun.set() or go.wait(60))
     begun.wait()
     timer = threading.Timer(0.05, press)
     with pytest.raises(KeyboardInterrupt):
