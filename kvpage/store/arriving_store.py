@@ -80,17 +80,10 @@ class ArrivingStore(BlockStore):
         self._changed = threading.Condition()
 
     def expect(self, tokens: Tokens, namespace: bytes = b"") -> Expectation:
-        """Expect the chunks of a prompt, before the request for it is added.
-
-        Args:
-            tokens: int [num_tokens], the whole prompt.
-            namespace: The one that it is stored in.
+        """Expect the chunks of a prompt, `tokens` of a `namespace`, before the request for it is added.
 
         Returns:
             The expectation. Close it when the other worker has ended, or is lost.
-
-        Raises:
-            ValueError, TypeError: As for `KVStore.lookup`.
         """
         name = _name(tokens, namespace)
         with self._changed:

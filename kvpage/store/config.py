@@ -123,13 +123,7 @@ class KVStoreConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "KVStoreConfig":
-        """Return a configuration of the values.
-
-        Args:
-            values: by the names of the fields.
-
-        Returns:
-            The configuration.
+        """Return a configuration of `values` by the names of the fields.
 
         Raises:
             ValueError: a key is not a field.
@@ -140,16 +134,10 @@ class KVStoreConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "KVStoreConfig":
-        """Return the configuration in a YAML file. It needs the extra `store` (PyYAML).
-
-        Args:
-            path: a file of the fields' names and values.
-
-        Returns:
-            The configuration.
+        """Return the configuration in a YAML file at `path`. It needs the extra `store` (PyYAML).
 
         Raises:
-            ValueError: the file is not such a one.
+            ValueError: the file does not hold the fields' names and values.
             OSError: it cannot be read.
         """
         import yaml
@@ -170,9 +158,6 @@ class KVStoreConfig:
 
         Args:
             environ: names and values; None for the process's environment.
-
-        Returns:
-            The configuration.
 
         Raises:
             ValueError: a name that begins with KVPAGE_ is not a field, or a value is wrong.

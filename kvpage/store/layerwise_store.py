@@ -101,17 +101,10 @@ class LayerwiseStore(BlockStore):
         return len(array)
 
     def remove(self, tokens: Tokens, *, namespace: bytes = b"") -> int:
-        """Remove the tokens' chunks from every tier.
-
-        Args:
-            tokens: int [num_tokens].
-            namespace: The one that they are stored in.
+        """Remove the chunks of `tokens` in a `namespace` from every tier.
 
         Returns:
             The number of chunks of which at least some layers were removed.
-
-        Raises:
-            ValueError, TypeError: As for `KVStore.remove`.
         """
         array = checked_tokens(tokens, namespace)
         return max(group.remove(array, namespace) for group in reversed(self.groups))

@@ -18,14 +18,10 @@ S = TypeVar("S", bound="TieredStore")
 class TieredStore:
     """A store over tiers. Thread-safe; in a forked process every call but `close` raises RuntimeError.
 
-    Args:
-        tiers: the fastest first; the store closes them.
-        num_threads: threads for one call; 0 or None for torch's number.
-        are_given: whether the tiers stay open where the store cannot be made, since its caller made them.
+    tiers: the fastest first; the store closes them. num_threads: for one call; 0 or None for torch's number. are_given:
+    whether the tiers stay open where the store cannot be made, since its caller made them.
 
-    Raises:
-        ValueError: there is no tier.
-        RuntimeError: the threads cannot be started.
+    Raises ValueError if there is no tier; RuntimeError if the threads cannot be started.
     """
 
     def __init__(self, tiers: Sequence[Placed], num_threads: int | None, are_given: bool) -> None:
@@ -51,11 +47,7 @@ class TieredStore:
 
     @gated
     def flush(self, sync: bool = False) -> None:
-        """Wait until everything in the background is written.
-
-        Args:
-            sync: wait until it would survive a loss of power.
-        """
+        """Wait until everything in the background is written; with `sync`, until it would survive a loss of power."""
         check_flag("sync", sync)
         self._tiers.flush(sync)
         self._flush_parts()

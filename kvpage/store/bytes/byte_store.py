@@ -37,9 +37,10 @@ class ByteStore(TieredStore):
     `close` it, or use it in `with`. A forked process needs a store of its own: in it, every call but `close` raises
     RuntimeError.
 
-    A buffer is the memory of one record. It is bytes, a bytearray, a memoryview, a numpy array or a tensor in host
-    memory, or a list of such pieces. Pieces are contiguous. They are read and written where they are. The pieces that
-    read a record may differ from the pieces that wrote it, as long as both have as many bytes together.
+    A key has 1 to 65535 bytes. A buffer is the memory of one record. It is bytes, a bytearray, a memoryview, a numpy
+    array or a tensor in host memory, or a list of such pieces. Pieces are contiguous. They are read and written where
+    they are. The pieces that read a record may differ from the pieces that wrote it, as long as both have as many bytes
+    together. Wrong arguments raise ValueError or TypeError, and nothing is written.
 
     Args:
         config: tiers and threads.
@@ -66,17 +67,10 @@ class ByteStore(TieredStore):
 
     @gated
     def contains(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
-        """Return for each key whether some tier has its record, or had it a moment ago. That is not a use.
+        """Return for each of the `keys` whether some tier has its record by the `deadline`, or had it a moment ago.
 
-        Args:
-            keys: of 1 to 65535 bytes each; one may come several times.
-            deadline: seconds of the call; a key that was not looked up by then counts as missing. None for no limit.
-
-        Returns:
-            A flag for each key.
-
-        Raises:
-            ValueError, TypeError: an argument is wrong.
+        That is not a use. A key may come several times. A key that was not looked up in time, in seconds or None,
+        counts as missing.
         """
         return self._jobs.contains(keys, deadline)()
 
@@ -91,71 +85,50 @@ class ByteStore(TieredStore):
         """Store a record for each key.
 
         Args:
-            keys: of 1 to 65535 bytes each, each once.
+            keys: each once.
             buffers: the memory of each record. None for one that is not to be stored.
             skip_existing: leave records alone that every tier has, whatever their bytes. Otherwise they are replaced in
                 all tiers, but for one that is out of reach or open for reading only.
-            deadline: seconds of the call. A record is not begun afterwards; one that is under way is finished, within
-                the deadlines of its tiers. None for no limit.
+            deadline: seconds of the call; None for no limit. A record is not begun afterwards; one that is under way is
+                finished, within the deadlines of its tiers.
 
         Returns:
             A flag for each key: whether some tier has its record now. A record that is removed or replaced by another
             call meanwhile, or cleared, is left to that call.
-
-        Raises:
-            ValueError, TypeError: arguments are wrong or do not fit together; nothing is written.
         """
         return self._jobs.put(keys, buffers, skip_existing, deadline)()
 
     @gated
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer], deadline: float | None = None) -> list[bool]:
-        """Read the record of each key into its buffer, whatever becomes of the others.
+        """Read the record of each of the `keys` into its buffer, whatever becomes of the others; `deadline` as in
+        `put`.
 
         Args:
-            keys: of 1 to 65535 bytes each; one may come several times.
             buffers: writable memory for each record, as long as it is. None for one that is not wanted. No two share
                 a byte.
-            deadline: as in `put`.
 
         Returns:
             A flag for each key: True if the buffer has exactly the bytes that were put. False for a miss: the buffer's
             bytes mean nothing then. A record of another length is a miss, and is dropped: otherwise it would stand in
             the way of the right one.
-
-        Raises:
-            ValueError, TypeError: arguments are wrong or do not fit together; nothing is written.
         """
         return self._jobs.get_into(keys, buffers, deadline)()
 
     @gated
     def touch(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
-        """Note a use of records without reading them, so that others are evicted first. Memory and disk note it.
+        """Return for each of the `keys` whether a tier has noted a use by the `deadline`, in seconds or None; nothing
+        is read.
 
-        Args:
-            keys: of 1 to 65535 bytes each; one may come several times.
-            deadline: seconds of the call; a tier is not told afterwards. None for no limit.
-
-        Returns:
-            A flag for each key: whether a tier has its record, and has noted the use.
-
-        Raises:
-            ValueError, TypeError: an argument is wrong.
+        Others are evicted first then. Memory and disk note uses.
         """
         return self._jobs.touch(keys, deadline)()
 
     @gated
     def remove(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
-        """Remove records from every tier. A tier that is out of reach keeps them.
+        """Return for each of the `keys` whether a tier had its record by the `deadline`, in seconds or None, and is rid
+        of it.
 
-        Args:
-            keys: of 1 to 65535 bytes each; one may come several times.
-            deadline: seconds of the call; a tier is not asked afterwards. None for no limit.
-
-        Returns:
-            A flag for each key: whether a tier had its record, and has been rid of it.
-
-        Raises:
-            ValueError, TypeError: an argument is wrong.
+        A tier that is out of reach keeps its records.
         """
         return self._jobs.remove(keys, deadline)()
 

@@ -34,13 +34,7 @@ class ByteStoreConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ByteStoreConfig":
-        """Return a configuration of the values, as an engine's JSON has them.
-
-        Args:
-            values: by the names of the fields.
-
-        Returns:
-            The configuration.
+        """Return a configuration of `values` by the names of the fields, as an engine's JSON has them.
 
         Raises:
             ValueError: a key is not a field, or a field breaks a rule.

@@ -37,18 +37,7 @@ class Later:
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
     def contains(self, keys: Sequence[bytes], deadline: float | None = None) -> "Future[list[bool]]":
-        """Begin as `ByteStore.contains`.
-
-        Args:
-            keys: as there.
-            deadline: as there.
-
-        Returns:
-            A future of its result.
-
-        Raises:
-            ValueError, TypeError: as there.
-        """
+        """Return a future of `ByteStore.contains(keys, deadline)`."""
         return self._start("looks", self._jobs.contains(keys, deadline))
 
     def put(
@@ -58,53 +47,23 @@ class Later:
         skip_existing: bool = True,
         deadline: float | None = None,
     ) -> "Future[list[bool]]":
-        """Begin as `ByteStore.put`.
+        """Return a future of `ByteStore.put(keys, buffers, skip_existing, deadline)`.
 
-        Args:
-            keys: as there.
-            buffers: as there. They stay the caller's, and must not change until the future is done.
-            skip_existing: as there.
-            deadline: as there.
-
-        Returns:
-            A future of its result.
-
-        Raises:
-            ValueError, TypeError: as there.
+        The buffers must not change until it is done.
         """
         return self._start("writes", self._jobs.put(keys, buffers, skip_existing, deadline))
 
     def get_into(
         self, keys: Sequence[bytes], buffers: Sequence[Buffer], deadline: float | None = None
     ) -> "Future[list[bool]]":
-        """Begin as `ByteStore.get_into`.
+        """Return a future of `ByteStore.get_into(keys, buffers, deadline)`.
 
-        Args:
-            keys: as there.
-            buffers: as there. They stay the caller's, and are written until the future is done.
-            deadline: as there.
-
-        Returns:
-            A future of its result.
-
-        Raises:
-            ValueError, TypeError: as there.
+        The buffers are written until it is done.
         """
         return self._start("reads", self._jobs.get_into(keys, buffers, deadline))
 
     def remove(self, keys: Sequence[bytes], deadline: float | None = None) -> "Future[list[bool]]":
-        """Begin as `ByteStore.remove`.
-
-        Args:
-            keys: as there.
-            deadline: as there.
-
-        Returns:
-            A future of its result.
-
-        Raises:
-            ValueError, TypeError: as there.
-        """
+        """Return a future of `ByteStore.remove(keys, deadline)`."""
         return self._start("writes", self._jobs.remove(keys, deadline))
 
     def close(self) -> None:
@@ -113,18 +72,7 @@ class Later:
             pool.shutdown(wait=False)  # it may be a thread of theirs that closes the store
 
     def touch(self, keys: Sequence[bytes], deadline: float | None = None) -> "Future[list[bool]]":
-        """Begin as `ByteStore.touch`. It waits for no put or read.
-
-        Args:
-            keys: as there.
-            deadline: as there.
-
-        Returns:
-            A future of its result.
-
-        Raises:
-            ValueError, TypeError: as there.
-        """
+        """Return a future of `ByteStore.touch(keys, deadline)`. It waits for no put or read."""
         return self._start("looks", self._jobs.touch(keys, deadline))
 
     def _start(self, lane: str, job: Job) -> "Future[list[bool]]":

@@ -74,14 +74,13 @@ class PageView:
     def pieces(self, page_ids: npt.ArrayLike, start: int = 0) -> list[Pieces | None]:
         """Return the memory of records, each of some pages, as buffers for `put` and `get_into`.
 
+        With a start or a null page within a record, the buffers are for `get_into` alone.
+
         Args:
             page_ids: int [num_records], or [num_records, pages_per_record]. NULL_PAGE, -1, stands for a page that is
                 not there: its bytes are left out when a record is read. A record without any page is None.
             start: tokens, from the first page of the first record on, whose memory is not written. Records before it
                 are None.
-
-        Returns:
-            The buffers. With a start or a null page within a record, for `get_into` alone.
 
         Raises:
             ValueError: an id is not that of a page, or start is negative.

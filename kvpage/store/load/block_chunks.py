@@ -45,9 +45,6 @@ def metadata_of(
         worker_id: the number of this rank.
         fmt: "vllm" or "huggingface", see KVStoreMetadata.
 
-    Returns:
-        The metadata.
-
     Raises:
         TypeError: engine is not a CacheEngine.
         ValueError: another argument breaks a rule of KVStoreMetadata.
@@ -78,9 +75,7 @@ def _block_ids(block_table: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
 def move_padding(engine: "LayerCaches", fmt: str) -> None:
     """Store and load a chunk of one block, in memory of its own: it asks for the kernels that an engine's chunks need.
 
-    Args:
-        engine: the engine. Its blocks are neither read nor written.
-        fmt: of the store, see KVStoreMetadata.
+    The engine's blocks are neither read nor written. fmt: of the store, see KVStoreMetadata.
     """
     ids, device = torch.zeros(1, dtype=torch.int32), engine.device
     caches = [layout.allocate(1, 1, device)[0] for layout in engine.layouts]

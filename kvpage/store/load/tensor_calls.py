@@ -7,7 +7,6 @@ out       [ found ........... | the rest ...... ]   the caller's memory, written
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,7 +74,9 @@ class TensorCalls:
         def chunk(begin: int, end: int) -> TensorChunk:
             return TensorChunk(source, begin - num_skipped, end - num_skipped)
 
-        put = partial(self._chunks.put_tokens, kinds, tokens, num_skipped, chunk, skip_existing, namespace)
+        def put() -> int:
+            return self._chunks.put_chunks(kinds, tokens, num_skipped, chunk, skip_existing, namespace)[1]
+
         return done(put()) if blocking else self._tiers.threads.later(put)
 
     def retrieve(

@@ -74,9 +74,6 @@ class KVStoreMetadata:
             namespace: of the tokens.
             lossy_codec: the name of a codec that does not give back the same bytes; its records have keys of their own.
 
-        Returns:
-            The bytes.
-
         Raises:
             ValueError: no dtype is known: K and V of several would have one key.
         """

@@ -34,12 +34,9 @@ Entries = dict[Key, int]
 
 
 class StateIndex:
-    """The index records of one StateKeys. Thread-safe.
+    """The index records of one StateKeys. Thread-safe. lock: of all indexes of a store, held while an entry is added.
 
-    Args:
-        tiers: Where the records are.
-        keys: Their names.
-        lock: Held while an entry is added; one for all indexes of a store.
+    A prefix is the key of whole chunks, of `num_tokens` tokens in a namespace.
     """
 
     def __init__(self, tiers: TierStack, keys: StateKeys, lock: threading.Lock) -> None:
@@ -50,13 +47,7 @@ class StateIndex:
         return [at is not None for at in self._tiers.locate([self._keys.index(prefix) for prefix in prefixes])]
 
     def read(self, prefix: bytes, num_tokens: int, namespace: bytes) -> Entries:
-        """Return the entries of all tiers.
-
-        Args:
-            prefix: The key of a prefix of whole chunks.
-            num_tokens: Its tokens.
-            namespace: Of the tokens.
-        """
+        """Return the entries of all tiers."""
         key, entries = self._keys.index(prefix), Entries()
         for rows in self._tiers.each(key, lambda reader: self._entries(reader, key, num_tokens, namespace)):
             entries |= {row["key"].tobytes(): int(row["rest"]) for row in rows}
@@ -72,14 +63,8 @@ class StateIndex:
     ) -> None:
         """Add an entry, or note its use. A full index drops entries without a state, or the least recently used.
 
-        Two processes that add to one index at once may lose an entry, which is a miss.
-
-        Args:
-            prefix: As of `read`. So are num_tokens and namespace.
-            num_tokens: The prefix's tokens.
-            namespace: Of the tokens.
-            rest: The state's tokens after the prefix.
-            limit: Of the call.
+        rest: the state's tokens after the prefix. Two processes that add to one index at once may lose an entry, which
+        is a miss.
         """
         key = self._keys.state(prefix, rest)
         with self._lock:

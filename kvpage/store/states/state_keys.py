@@ -24,17 +24,10 @@ STATE, INDEX = b"kvpage-state-1", b"kvpage-index-1"
 
 
 class StateKeys(ChunkKeys):
-    """Makes keys and kinds of records of one layout.
+    """Makes keys and kinds of records of one layout. The metadata's dtype is left out.
 
-    Args:
-        metadata: The store's. Its dtype is left out.
-        layout: The place of each part in a state.
-        kinds: Of the chunks of K and V beside the states; None for a model without any.
-        chunk_size: Tokens of a chunk.
-
-    Raises:
-        TypeError: `layout` is no StateLayout.
-        ValueError: The metadata are too long for a record.
+    kinds: of the chunks of K and V beside the states; None for a model without any. Raises TypeError for a layout that
+    is no StateLayout, ValueError for metadata too long for a record.
     """
 
     def __init__(
@@ -48,12 +41,7 @@ class StateKeys(ChunkKeys):
         self.layout, self.slot_bytes = layout, layout.slot_bytes
 
     def prefixes(self, tokens: npt.NDArray[np.int32], namespace: bytes) -> list[bytes]:
-        """Return the key of each prefix of whole chunks, the empty one first.
-
-        Args:
-            tokens: int32 [num_tokens].
-            namespace: Of the tokens.
-        """
+        """Return the key of each prefix of whole chunks, the empty one first."""
         num_whole = len(tokens) // self.chunk_size * self.chunk_size
         return [self._seed(namespace)[1], *self.of(tokens[:num_whole], namespace)]
 

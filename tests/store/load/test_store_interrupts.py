@@ -17,8 +17,8 @@ from support.waiting import until
 from kvpage import CacheEngine
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
+from kvpage.store.load.layer_chunks import Pin
 from kvpage.store.stack.call_gate import CallGate
-from kvpage.store.stack.pin import Pin
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 NUM_TRIALS = 50
