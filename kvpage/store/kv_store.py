@@ -25,6 +25,7 @@ from kvpage.checks.values import as_integer, check_at_least, check_flag
 from kvpage.layout.groups import StateLayout
 from kvpage.store.block_store import BlockStore
 from kvpage.store.config import KVStoreConfig
+from kvpage.store.inspection import RecordSummary, summaries
 from kvpage.store.load.block_chunks import metadata_of
 from kvpage.store.load.block_load import OnVerified
 from kvpage.store.load.layer_chunks import LayerChunks, Pin
@@ -34,10 +35,9 @@ from kvpage.store.placement import placed_tiers
 from kvpage.store.records.keys import KVStoreMetadata, checked_tokens
 from kvpage.store.records.kinds import KnownDtype
 from kvpage.store.records.kv_tensors import KVTensors
-from kvpage.store.records.summary import RecordSummary, summaries
 from kvpage.store.stack.call_gate import gated
 from kvpage.store.stack.placed import Placed
-from kvpage.store.states.state_keys import StateKeys
+from kvpage.store.states.state_index import StateKeys
 from kvpage.store.states.state_records import StateRecords
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tiered_store import TieredStore

@@ -1,25 +1,55 @@
 """ByteJobs: calls on records of bytes, checked when they are made, and run at once or later.
 
 put(keys, buffers) ─► checked: names, payloads, limit ─► Job ─► job() ─► TierStack ─► a result a key
+
+name    SHA-256 over a seed | the caller's key; the seed is a SHA-256 over the header: another header is another name
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpage.checks.values import as_list, as_real, check_flag
-from kvpage.store.bytes.byte_keys import ByteKeys, checked_keys
 from kvpage.store.bytes.events import ByteEvents
-from kvpage.store.bytes.pieces import Piece, Pieces, check_apart, pieces_of
-from kvpage.store.bytes.run_payload import RunPayload
+from kvpage.store.bytes.pieces import Piece, Pieces, RunPayload, check_apart, pieces_of
 from kvpage.store.records.kinds import RecordKind
-from kvpage.store.records.payload import Source
-from kvpage.store.records.record_io import read_record
+from kvpage.store.records.record import BYTES_CODEC, Shape
+from kvpage.store.records.record_io import Source, read_record
 from kvpage.store.stack.placed import TimeLimit
 from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.tiers.tier import Key, Reader
 
 Job = Callable[[], list[bool]]
 Buffer = Piece | Sequence[Piece] | Pieces | None
+MAX_KEY_BYTES = 65535
+NO_SHAPE: Shape = (0, 0, 0, 0, 0)
+
+
+def checked_keys(keys: Sequence[bytes]) -> list[bytes]:
+    """Return the keys as a list. Raises TypeError unless they are bytes, ValueError for an empty or too long one."""
+    key_list = as_list("keys", keys)
+    for key in key_list:
+        if not isinstance(key, bytes):
+            raise TypeError(f"keys must be bytes, got {type(key).__name__}")
+        if not 0 < len(key) <= MAX_KEY_BYTES:
+            raise ValueError(f"keys must be of 1 to {MAX_KEY_BYTES} bytes, got one of {len(key)}")
+    return key_list
+
+
+class ByteKeys:
+    """Makes the names of records. meta: the encoding of a header."""
+
+    def __init__(self, meta: bytes) -> None:
+        self.meta = meta
+        self._seed = hashlib.sha256(meta).digest()
+
+    def of(self, keys: Sequence[bytes]) -> list[Key]:
+        """Return the names of checked keys."""
+        return [hashlib.sha256(self._seed + key).digest() for key in keys]
+
+    def kind(self, name: Key, num_bytes: int) -> RecordKind:
+        """Return the kind of the record of a name and `num_bytes` bytes."""
+        return RecordKind(name, self.meta, NO_SHAPE, num_bytes, {BYTES_CODEC: None})
 
 
 class ByteJobs:

@@ -21,8 +21,7 @@ from kvpage.store.disk.lock import DiskOwner, owner_of
 from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, DiskReader
 from kvpage.store.disk.segment import HEADER_BYTES, DamagedSegment, Run, Segment
 from kvpage.store.disk.space import Entry, Space
-from kvpage.store.tiers.read_only_tier import ReadOnlyTier
-from kvpage.store.tiers.tier import Key, Reader, RecordGone, RecordInfo, TierError, TierStats
+from kvpage.store.tiers.tier import Key, Reader, ReadOnlyTier, RecordGone, RecordInfo, TierError, TierStats
 
 MAX_WALKS = 8  # of a segment whose owner writes so much that no two walks find the same slots without a header
 Result = TypeVar("Result")

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from kvpage.store.disk.disk_view import DiskView
 from kvpage.store.disk.journal import JournalTail
-from kvpage.store.tiers.read_only_tier import ReadOnlyTier
-from kvpage.store.tiers.tier import Key, Reader, RecordInfo, TierError, TierStats
+from kvpage.store.tiers.tier import Key, Reader, ReadOnlyTier, RecordInfo, TierError, TierStats
 
 EVERY = "*"
 SETTLED_SECONDS = 1.0  # after which a directory's time of change tells of the next change for sure

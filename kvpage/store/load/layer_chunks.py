@@ -27,8 +27,7 @@ from kvpage.store.load.block_load import BlockLoad, OnVerified
 from kvpage.store.load.device.device_lanes import LanePool
 from kvpage.store.records.keys import checked_tokens
 from kvpage.store.records.kinds import KnownDtype, RecordKind, RecordKinds
-from kvpage.store.records.payload import ShapedSource, Source
-from kvpage.store.records.record_io import read_shape
+from kvpage.store.records.record_io import ShapedSource, Source, read_shape
 from kvpage.store.stack.call_gate import CallGate, gated
 from kvpage.store.stack.chunk_threads import num_leading
 from kvpage.store.stack.tier_stack import TierStack

@@ -15,9 +15,8 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvpage.store.records.kinds import RecordKind
-from kvpage.store.records.payload import Source
 from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord
-from kvpage.store.records.record_io import copy_record, encoded, write_record
+from kvpage.store.records.record_io import Source, copy_record, encoded, write_record
 from kvpage.store.stack.chunk_threads import ChunkThreads, num_leading
 from kvpage.store.stack.placed import NO_LIMIT, Placed, TimeLimit
 from kvpage.store.stack.record_copies import Change, RecordCopies, RecordCopy

@@ -20,17 +20,14 @@ from kvpage.blocks.explain import Ending, Explanation, GroupReach
 from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import as_integer, check_flag
 from kvpage.store.bytes.byte_jobs import limit_of
-from kvpage.store.bytes.pieces import pieces_of
-from kvpage.store.bytes.run_payload import RunPayload
+from kvpage.store.bytes.pieces import RunPayload, pieces_of
 from kvpage.store.load.layer_chunks import LayerChunks
 from kvpage.store.records.keys import checked_tokens
 from kvpage.store.records.kinds import RecordKind
-from kvpage.store.records.payload import Source
-from kvpage.store.records.record_io import read_record
+from kvpage.store.records.record_io import Source, read_record
 from kvpage.store.stack.call_gate import CallGate, gated
 from kvpage.store.stack.tier_stack import TierStack
-from kvpage.store.states.state_index import StateIndex
-from kvpage.store.states.state_keys import StateKeys
+from kvpage.store.states.state_index import StateIndex, StateKeys
 from kvpage.store.tiers.tier import Key, Reader
 
 Array = npt.NDArray[np.int32]

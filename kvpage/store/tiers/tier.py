@@ -267,3 +267,27 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Flush, and let go of everything. A second call does nothing; any other call then raises TierError."""
+
+
+class ReadOnlyTier(Tier):
+    """A tier that others write. Calls that would change a record raise TierError."""
+
+    is_read_only = True
+
+    def create(self, key: Key, num_bytes: int) -> Writer | None:
+        raise self._refusal()
+
+    def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
+        raise self._refusal()
+
+    def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
+        raise self._refusal()
+
+    def clear(self) -> None:
+        raise self._refusal()
+
+    def flush(self, sync: bool = False) -> None:
+        """Do nothing: nothing is written."""
+
+    def _refusal(self) -> TierError:
+        return TierError(f"{self.name} is open for reading only, nothing can be changed")
