@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from kvpage.checks.values import check_at_least
@@ -65,19 +65,6 @@ class TierURL:
     def option(self, name: str, default: str | None = None) -> str | None:
         """Return the text of an option."""
         return dict(self.options).get(name, default)
-
-
-class TierChoice(Protocol):
-    """The part of a store's configuration that names its tiers.
-
-    tiers: URLs, the fastest first. deadline: seconds of a call on a tier that names none; None for no limit.
-    """
-
-    @property
-    def tiers(self) -> tuple[str, ...]: ...
-
-    @property
-    def deadline(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +198,10 @@ class ByteStoreConfig:
         """
         check_keys(values, cls)
         return cls(**values)
+
+
+TierChoice = KVStoreConfig | ByteStoreConfig
+"""A configuration that names tiers."""
 
 
 def checked_tiers(tiers: str | Sequence[str]) -> tuple[str, ...]:

@@ -73,19 +73,6 @@ def _summary(info: RecordInfo, reader: Reader, now: float, tier: str) -> RecordS
     return RecordSummary(info.key.hex(), info.num_bytes, model, namespace, num_tokens, head.codec, fmt, age, tier)
 
 
-__all__ = [
-    "RecordSummary",
-    "by_model",
-    "free",
-    "is_whole",
-    "open_tier",
-    "remove_older",
-    "summaries",
-    "verify",
-    "view_tier",
-]
-
-
 def view_tier(url: str) -> Tier:
     """Return the tier of a URL, to look into. A disk is read beside the process that has it open, see DiskView.
 

@@ -37,26 +37,20 @@ Result = TypeVar("Result")
 
 
 class DiskTier(Tier):
-    """Records in files of one or more directories.
+    """Records in files of one or more directories, which are made if they are not there.
 
     `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True). An
     error of the disk is a TierError or a miss, and leaves every record as it was. A timeout bounds the wait for other
     calls: no system call limits the time that a disk takes. In a forked child the tier is closed.
 
-    Args:
-        paths: directories, made if they are not there; records are spread over them.
-        capacity: bytes of all segments together, which are preallocated one by one. None for the segments that are
-            there: then no file or directory is made or deleted.
-        policy: lru, lfu or fifo. After opening, records are in the order in which they were written; `infos` reports
-            the time of writing until they are used.
-        segment_bytes: bytes of a file; no record can be larger.
-        name: the tier's name in messages and statistics.
-        retry_seconds: after an error of a directory the others are preferred for this long, and it does not grow.
+    capacity: bytes of all segments together, which are preallocated one by one; None for the segments that are there:
+    then no file or directory is made or deleted. policy: lru, lfu or fifo; after opening, records are in the order of
+    writing, and `infos` reports the time of writing until they are used. segment_bytes: of a file; no record can be
+    larger.
+    retry_seconds: after an error of a directory the others are preferred for this long, and it does not grow.
 
-    Raises:
-        ValueError: a directory is open in another process or was written by another version, or there is less space
-            than the capacity.
-        OSError: a directory cannot be made or read.
+    Raises ValueError for a directory that is open in another process or of another version, and for less space than the
+    capacity; OSError for a directory that cannot be made or read.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class DiskView(ReadOnlyTier):
         self._check_open()
         try:
             result = call(*args)
-            is_there = _is_there(entry)
+            is_there = entry.space.segment.holds(entry.run)
         except OSError as error:
             raise TierError(f"{entry.space.segment.path}: {error.strerror or error}") from error
         if not is_there:
@@ -227,12 +227,6 @@ def _walk(segment: Segment) -> tuple[list[Run], int]:
     else:
         unclaimed &= before
     return [run for run in runs if run.key is not None], len(unclaimed)
-
-
-def _is_there(entry: Entry) -> bool:
-    header, segment = bytearray(HEADER_BYTES), entry.space.segment
-    segment.read(entry.run, 0, memoryview(header))
-    return header == segment.header(entry.run)
 
 
 def _is_being_made(file: Path) -> bool:

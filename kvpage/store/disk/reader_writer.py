@@ -117,9 +117,7 @@ class DiskReader(Reader):
 
     def is_there(self) -> bool:
         """Return whether the header on the disk is still the record's. Raises TierError."""
-        header, entry = bytearray(HEADER_BYTES), self._entry
-        self._owner.on_disk(entry, entry.space.segment.read, entry.run, 0, memoryview(header))
-        return header == entry.space.segment.header(entry.run)
+        return self._owner.on_disk(self._entry, self._entry.space.segment.holds, self._entry.run)
 
     def close(self) -> None:
         if not self._is_open:

@@ -167,6 +167,12 @@ class Segment:
         fields = (run.slot, run.num_slots, run.generation, run.num_bytes, run.written, run.key or NO_KEY)
         return _with_checksum(RUN.pack(RUN_MAGIC, kind, self.id, *fields, bytes(8))).ljust(HEADER_BYTES, b"\0")
 
+    def holds(self, run: Run) -> bool:
+        """Return whether the header on the disk is still the run's. Raises OSError."""
+        header = bytearray(HEADER_BYTES)
+        self.read(run, 0, memoryview(header))
+        return header == self.header(run)
+
     def mark(self, run: Run) -> None:
         """Write the run's header and leave the bytes after it. Raises OSError."""
         write_all(self._fd, memoryview(self.header(run)), run.slot * self.slot_bytes)

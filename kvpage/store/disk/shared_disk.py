@@ -57,14 +57,8 @@ class _Peer:
 class SharedDisk(ReadOnlyTier):
     """Directories of disk tiers that other processes write, for reading. They may come and go.
 
-    A reader does not keep its record: one evicted during a read is a miss. Reads are no uses for the owner.
-
-    Args:
-        paths: directories; one whose last part is * stands for all directories beside each other there.
-        name: the tier's name in messages and statistics.
-
-    Raises:
-        ValueError: there is no path.
+    A reader does not keep its record: one evicted during a read is a miss. Reads are no uses for the owner. A path
+    whose last part is * stands for all directories beside each other there. Raises ValueError if there is no path.
     """
 
     def __init__(self, paths: Sequence[str | Path], name: str = "disk-view") -> None:

@@ -5,8 +5,8 @@ write   header ─► [ fill piece 0 ─► digests ] ─► [ fill piece 1 ─�
 read    header, digests, checksum: is it the record? ─► [ take piece 0 ─► digests right? ] ─► [ take ... ] ...
         header, digests, checksum: is it the record? ─► [ the runs of memory ─► digests right? ]    from a file
 
-A payload is written by a Source, and taken by a Sink. A piece is a number of its stretches: in memory all of them, which
-are copied once; otherwise as many as a core's cache can keep.
+A Source writes a payload, and a Sink takes it. A piece is a number of its stretches: in memory all of them, which are
+copied once; otherwise as many as a core's cache can keep.
 """
 
 from collections.abc import Iterator, Sequence

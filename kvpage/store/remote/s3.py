@@ -69,18 +69,18 @@ class S3Backend(Backend):
         self._hides_missing = False  # whether a 403 is known to be the answer for a missing object
 
     def get(self, keys: Sequence[Key], timeout: float | None) -> Sequence[object]:
-        return self._each(_reading(self._get), keys, timeout)
+        return self._each(self._get, keys, timeout)
 
     def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool | Fault]:
-        return self._each(_writing(self._put), items, timeout)
+        return self._each(self._put, items, timeout, is_read=False)
 
     def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool | Fault]:
         """Compare lengths, too: an object that cannot be a record counts as missing, so that it is replaced."""
-        return self._each(_reading(self._contains), keys, timeout)
+        return self._each(self._contains, keys, timeout)
 
     def remove(self, keys: Sequence[Key], timeout: float | None) -> int:
         """Remove objects. S3 does not report which were there, so they are counted before."""
-        there = self._each(_reading(lambda key: self._length(key) is not None), keys, timeout)
+        there = self._each(lambda key: self._length(key) is not None, keys, timeout)
         self._remove([self._name(key) for key in keys])
         return sum(answer is True for answer in there)
 
@@ -158,7 +158,9 @@ class S3Backend(Backend):
             raise fault_of(error, is_read=False) from error
         return list(answer.get("Errors", ()))
 
-    def _each(self, function: Callable[[K], T | Fault], items: Sequence[K], timeout: float | None) -> list[T | Fault]:
+    def _each(
+        self, function: Callable[[K], T], items: Sequence[K], timeout: float | None, is_read: bool = True
+    ) -> list[T | Fault]:
         """Call the function for each item on a few threads, which stop once time is up.
 
         They also stop when as many items as there are threads were broken: the server is not there for the rest.
@@ -172,7 +174,7 @@ class S3Backend(Backend):
             for i in left:
                 if len(broken) >= self._num_threads or (end is not None and monotonic() > end):
                     return
-                results[i] = result = function(items[i])
+                results[i] = result = _result(function, items[i], is_read)
                 if isinstance(result, Fault) and result.kind == "broken":
                     broken.append(result)
 
@@ -237,14 +239,6 @@ def fault_of(error: Exception, is_read: bool) -> Fault:
     if kind == "absent" and not is_read:
         kind = "broken"
     return Fault(kind, f"{type(error).__name__}: {error}")
-
-
-def _reading(function: Callable[[K], T]) -> Callable[[K], T | Fault]:
-    return lambda item: _result(function, item, is_read=True)
-
-
-def _writing(function: Callable[[K], T]) -> Callable[[K], T | Fault]:
-    return lambda item: _result(function, item, is_read=False)
 
 
 def _result(function: Callable[[K], T], item: K, is_read: bool) -> T | Fault:

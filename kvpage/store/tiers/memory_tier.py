@@ -80,21 +80,15 @@ class _MemoryWriter(Writer):
 
 
 class MemoryTier(Tier):
-    """Records in host memory.
+    """Records in a slab of host memory of `capacity` bytes. policy: lru, lfu or fifo.
 
-    Args:
-        capacity: bytes of the slab.
-        policy: lru, lfu or fifo.
-        pin_memory: pin the slab, so that a GPU's copies run beside the computation. By default if there is a GPU.
-        name: the tier's name in messages and statistics.
-        prefault: have the system give the whole slab when the tier is made. That takes about 0.1 s for a GiB. Otherwise
-            it gives each page when it is first written, and the first stores are slow. A pinned slab is always given,
-            in its true size: nothing is rounded up to a power of two. In a slab beyond 4 GiB a pinned record has at
-            most 4 GiB, and 4 KiB of each 4 GiB stay unused.
+    pin_memory: pin the slab, so that a GPU's copies run beside the computation; by default if there is a GPU. prefault:
+    have the system give the whole slab when the tier is made, which takes about 0.1 s for a GiB. Otherwise it gives
+    each page when it is first written, and the first stores are slow. A pinned slab is always given, in its true size:
+    nothing is rounded up to a power of two. In a slab beyond 4 GiB a pinned record has at most 4 GiB, and 4 KiB of each
+    4 GiB stay unused.
 
-    Raises:
-        ValueError: capacity or policy is wrong.
-        OSError: the system has less memory, or cannot pin it.
+    Raises ValueError for a wrong capacity or policy; OSError if the system has less memory, or cannot pin it.
     """
 
     is_in_memory = True

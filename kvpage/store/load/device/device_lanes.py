@@ -37,11 +37,8 @@ def make_rooms(device: torch.device, num_bytes: int) -> tuple[torch.Tensor, torc
 class LanePool:
     """Sets of lanes by device, made when they are needed and used again. Thread-safe.
 
-    Args:
-        make_stream: makes a lane's stream.
-        rooms: makes a lane's rooms.
-        mark: returns the point after the work of the caller's current stream.
-        is_pinned: whether a GPU's copies reach host memory without a wait.
+    make_stream, rooms: make a lane's stream and rooms. mark: returns the point after the work of the caller's current
+    stream. is_pinned: whether a GPU's copies reach host memory without a wait.
     """
 
     def __init__(

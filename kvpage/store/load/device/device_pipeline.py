@@ -71,13 +71,7 @@ class _Job:
 
 
 class DevicePipeline:
-    """One way for the chunks of an engine's blocks.
-
-    Args:
-        pool: lends the lanes.
-        device: of the blocks.
-        ready: the work after which the blocks may be read or written.
-    """
+    """One way for the chunks of an engine's blocks. ready: the work after which the blocks may be read or written."""
 
     def __init__(self, pool: LanePool, device: torch.device, ready: TransferEvent) -> None:
         self._pool, self._device, self._ready = pool, device, ready
