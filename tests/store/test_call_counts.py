@@ -36,7 +36,7 @@ def test_a_call_of_two_chunks_passes_few_functions(kind: str, tmp_path) -> None:
     engine, tokens = make_engine(), TOKENS[: 2 * C]
     kv = torch.zeros(L, 2, 2 * C, 2, 10, dtype=torch.bfloat16)
     with KVStore(KVStoreConfig(C, (tier,), num_threads=2), metadata_of(engine, "m")) as store:
-        assert num_calls(lambda: store.store(tokens, kv)) <= 90
-        assert num_calls(lambda: store.store_blocks(tokens, engine, TABLE)) <= 140  # the first: the layout is derived
-        assert num_calls(lambda: store.store_blocks(tokens, engine, TABLE)) <= 60
-        assert num_calls(lambda: store.load_blocks(tokens, engine, TABLE)) <= 95
+        assert num_calls(lambda: store.store(tokens, kv)) <= 100
+        assert num_calls(lambda: store.store_blocks(tokens, engine, TABLE)) <= 160  # the first: the layout is derived
+        assert num_calls(lambda: store.store_blocks(tokens, engine, TABLE)) <= 70
+        assert num_calls(lambda: store.load_blocks(tokens, engine, TABLE)) <= 110
