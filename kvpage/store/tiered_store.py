@@ -41,7 +41,7 @@ class TieredStore:
         """Remove all records, of every model, from every tier.
 
         Returns:
-            The names of the tiers that keep their records: those out of reach, or open for reading only.
+            The names of the tiers that keep their records: out of reach, or open for reading only.
         """
         return self._tiers.clear()
 

@@ -1,4 +1,4 @@
-"""PageView: somebody else's tensors as pages, whose memory is read and written where it is.
+"""PageView: foreign tensors as pages, whose memory is read and written where it is.
 
     tensors    [ page 0 | page 1 | page 2 | ... ]     one a layer, or one of all; the dimension of pages may be any
     record     [ page 7 of tensor 0 | of tensor 1 | .. ][ page 2 of tensor 0 | .. ]       of the ids 7, 2

@@ -122,7 +122,7 @@ def _tensor_run(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.nbytes
 
 
-STRETCH_BYTES = 1 << 18  # of every record: who reads it may have other runs than who wrote it
+STRETCH_BYTES = 1 << 18  # of every record: its reader may have other runs than its writer
 MIN_RUN_BYTES = 4096  # of memory that is written to a file directly; shorter runs are copied into one piece first
 STREAM_BYTES = 1 << 20  # of bytes written past the CPU's cache: the caller of a smaller read may find its bytes there
 

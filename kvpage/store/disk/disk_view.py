@@ -89,7 +89,7 @@ class DiskView(ReadOnlyTier):
             self._is_closed = True
             self._closer()
 
-    # --- for who keeps up with the owner ---
+    # --- for a reader that keeps up with the owner ---
 
     def holds(self, key: Key) -> bool:
         """Return whether the record is there now, by its header on the disk."""

@@ -3,7 +3,7 @@
     contains, open ─► new places in each journal ─► the headers there ─► is it still the record?
                                     └── another id: a new owner ─► walk through all headers
 
-Nothing is locked, made or written, and nobody is asked: look-ups read the files. Each record's header is read again
+Nothing is locked, made or written, and no owner is asked: look-ups read the files. Each record's header is read again
 before it counts as found, and after each piece that is read. A record that its owner evicts or
 replaces meanwhile is a miss.
 """
@@ -34,7 +34,7 @@ class _Peer:
         """Add the records that its owner has written. Raises OSError or ValueError: the old view stays."""
         try:
             positions = self._tail.poll()
-        except FileNotFoundError:  # nobody has written here yet, or it was deleted
+        except FileNotFoundError:  # no owner has written here yet, or it was deleted
             self._tail.close()
             self.view = None
             return

@@ -101,7 +101,7 @@ class _PinnedRecord(NamedTuple):
 
 
 class BlockLoad:
-    """One load, of the records that `tiers` have. keys: of all chunks of the prompt; then of those with wanted tokens.
+    """One load, of the records that `tiers` have. keys: of all chunks of the prompt.
 
     Raises ValueError for a start outside the tokens, and for blocks that do not exist or are named twice.
     """

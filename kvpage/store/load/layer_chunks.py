@@ -169,7 +169,7 @@ class LayerChunks:
         return [] if kinds is None else kinds.keys.of(tokens, namespace)
 
     def find_kinds(self, tokens: Array, namespace: bytes) -> RecordKinds | None:
-        """Return the known kinds, or those of the first right record of `tokens` in a `namespace`; None for neither."""
+        """Return the known kinds, or the first right record's of `tokens` in a `namespace`; None for neither."""
         if self._dtype.kinds is not None or not len(tokens):
             return self._dtype.kinds
         first, sought = tokens[: self.chunk_size], self._dtype.sought

@@ -41,7 +41,7 @@ class ResultPool:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: deque[Slab] = deque()  # the oldest first; whoever takes one out has it alone
+        self._kept: deque[Slab] = deque()  # the oldest first; a thread that takes a slab out has it alone
 
     @property
     def num_bytes(self) -> int:

@@ -57,7 +57,7 @@ class TensorCalls:
         blocking: bool,
         namespace: bytes,
     ) -> "Future[int]":
-        """Do what KVStore.store does, with tokens and namespace that are checked."""
+        """Store as KVStore.store, with tokens and namespace that are checked."""
         fmt, size = self._dtype.metadata.fmt, self._chunks.chunk_size
         check_flag("skip_existing", skip_existing)
         check_flag("blocking", blocking)
@@ -88,7 +88,7 @@ class TensorCalls:
         namespace: bytes,
         out: KVTensors | None,
     ) -> tuple[Any, torch.Tensor]:
-        """Do what KVStore.retrieve does, with tokens and namespace that are checked."""
+        """Retrieve as KVStore.retrieve, with tokens and namespace that are checked."""
         check_flag("return_tuple", return_tuple)
         num_skipped = num_leading_false("mask", mask, len(tokens))
         result = self._result(out, len(tokens) - num_skipped, device, return_tuple)

@@ -22,7 +22,6 @@ from kvpage.store.records.record import CorruptRecord, Shape
 
 Format = Literal["vllm", "huggingface"]
 SHORT_NAMES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}  # names and suffixes must fit 16 characters
-LONG_NAMES = {short: name for name, short in SHORT_NAMES.items()}
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP8_SOURCES = (torch.bfloat16, torch.float16, torch.float32)
@@ -177,18 +176,6 @@ def get_codec(name: str, dtype: torch.dtype | str, fmt: Format = "vllm") -> Code
     if name == "fp8":
         return Fp8Codec(dtype, fmt)
     raise ValueError(f"codec must be raw, zstd or fp8, got {name!r}")
-
-
-def codec_of(recorded: str, fmt: Format = "vllm") -> Codec:
-    """Return the codec that a record names. Raises CorruptRecord for an unknown name."""
-    dtype, _, name = recorded.partition(":")
-    try:
-        codec = get_codec(name or "raw", LONG_NAMES.get(dtype, dtype), fmt)
-    except ValueError as error:
-        raise CorruptRecord(str(error)) from error
-    if codec.name != recorded:
-        raise CorruptRecord(f"codec must be {codec.name}, got {recorded!r}")
-    return codec
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,6 +1,6 @@
 """TierStack: several tiers as one, the fastest first. A tier in trouble is counted and logged, and is a miss.
 
-put       ─► every tier that lacks it; those written back get it later, from the first that has it and keeps it
+put       ─► every tier that lacks it; tiers written back get it later, from the first that has it and keeps it
 read      ─► the first tier that has it ─► verified ─► copied into the faster ones; the first miss ends it
 read_each ─► likewise, but each record by itself
 """

@@ -58,7 +58,7 @@ class LanePool:
     def lanes(self, device: torch.device, num_bytes: int) -> Iterator[list[Lane]]:
         """Lend a set of lanes with so much room each. The caller has waited for their work when it gives them back.
 
-        After an error none is kept: nobody knows the state of the device. Ctrl-C is raised when they are given back.
+        After an error no lane is kept: the state of the device is unknown. Ctrl-C is raised when they are given back.
         """
         with HeldInterrupts():  # a chunk takes milliseconds
             lanes = self._take(device, num_bytes)
