@@ -1,4 +1,4 @@
-"""RecordKinds: the keys, metadata and codecs that the records of one store must have. KnownDtype: the kinds of its dtype.
+"""RecordKinds: keys, metadata and codecs that the records of one store must have. KnownDtype: the kinds of its dtype.
 
 metadata, codec ─► keys of tokens
 key, shape      ─► RecordKind

@@ -281,10 +281,11 @@ def pieces(head: RecordHead, is_in_memory: bool, piece_ends: Sequence[int] | Non
 
     piece_ends: bytes at which pieces may end, ascending; None for each stretch's end.
     """
-    if piece_ends is not None and not is_in_memory:
+    if is_in_memory:
+        return [(0, head.payload_bytes)] if head.payload_bytes else []
+    if piece_ends is not None:
         return list(_pieces_to(piece_ends))
-    size = head.payload_bytes if is_in_memory else max(PIECE_BYTES // head.stretch_bytes, 1) * head.stretch_bytes
-    begins = range(0, head.payload_bytes, max(size, 1))  # an empty payload has no piece
+    begins = range(0, head.payload_bytes, max(PIECE_BYTES // head.stretch_bytes, 1) * head.stretch_bytes)
     return list(zip(begins, (*begins[1:], head.payload_bytes), strict=False))
 
 

@@ -202,8 +202,11 @@ class TierStack:
             write.copy,
             write.limit,
         )
-        seconds, num_bytes = time.perf_counter() - began, head.num_bytes if is_written else 0
-        self._count_use(at, written=bool(is_written), written_bytes=num_bytes, write_seconds=seconds)
+        seconds, use = time.perf_counter() - began, self._uses[at]
+        with self._lock:
+            use.write_seconds += seconds
+            if is_written:
+                use.written, use.written_bytes = use.written + 1, use.written_bytes + head.num_bytes
         return is_written or False
 
     def _fill(
@@ -278,7 +281,7 @@ class TierStack:
             for index, done in zip(window, self._read_window(keys, located, window, read, limit), strict=True):
                 is_read[index] = done
         for at in range(len(self.tiers)):
-            self._count_use(at, misses=located.count(None))
+            self._count_misses(at, located.count(None))
         return is_read
 
     def _read_window(
@@ -307,11 +310,10 @@ class TierStack:
                         else self.verified(placed, key, reads.read, index, reader, reads.num_threads)
                     )
                     if is_read:
-                        seconds = time.perf_counter() - began
-                        self._count_use(at, hits=1, read_bytes=reader.num_bytes, read_seconds=seconds)
+                        self._count_hit(at, reader.num_bytes, time.perf_counter() - began)
                         self._promote(at, key, reader, reads.copy)
                         return True
-            self._count_use(at, misses=1)
+            self._count_misses(at, 1)
         return False
 
     def first(self, key: Key, read: Callable[[Reader], T]) -> T | None:
@@ -430,7 +432,7 @@ class TierStack:
     def count_reads(self, placed_tiers: Sequence[Placed]) -> None:
         """Count a chunk that each of these tiers has given; a tier may be there several times."""
         for placed in placed_tiers:
-            self._count_use(self.tiers.index(placed), hits=1)
+            self._count_hit(self.tiers.index(placed))
 
     def uses(self) -> tuple[TierUse, ...]:
         """Return copies of the use of each tier until now."""
@@ -441,11 +443,15 @@ class TierStack:
         """Return the statistics of each tier; None for a tier in trouble."""
         return tuple(self.ask(placed, placed.tier.stats) for placed in self.tiers)
 
-    def _count_use(self, at: int, **amounts: float) -> None:
+    def _count_hit(self, at: int, num_bytes: int = 0, seconds: float = 0.0) -> None:
         use = self._uses[at]
         with self._lock:
-            for name, amount in amounts.items():
-                setattr(use, name, getattr(use, name) + amount)
+            use.hits, use.read_bytes = use.hits + 1, use.read_bytes + num_bytes
+            use.read_seconds += seconds
+
+    def _count_misses(self, at: int, count: int) -> None:
+        with self._lock:
+            self._uses[at].misses += count
 
     # --- calls of one tier ---
 
