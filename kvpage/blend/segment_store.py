@@ -27,8 +27,7 @@ from kvpage.checks.tokens import Tokens, as_array, as_tokens
 from kvpage.checks.values import check_flag, check_namespace
 from kvpage.store import KVStore
 from kvpage.store.records.codec import get_codec
-from kvpage.store.records.kv_tensors import KVTensors, as_parts, token_dim
-from kvpage.store.records.part_rows import Parts
+from kvpage.store.records.kv_tensors import KVTensors, Parts, as_parts, token_dim
 from kvpage.store.stack.chunk_threads import done
 
 NAMESPACE = b"blend"

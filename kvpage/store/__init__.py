@@ -2,27 +2,22 @@
 
 from kvpage.store.arriving_store import ArrivingStore, Expectation
 from kvpage.store.block_store import BlockStore
-from kvpage.store.builder import KVStoreBuilder
-from kvpage.store.bytes.byte_store import ByteStore
-from kvpage.store.bytes.config import ByteStoreConfig
+from kvpage.store.bytes.byte_store import ByteStore, Later
 from kvpage.store.bytes.events import ByteEvent, Follow
-from kvpage.store.bytes.later import Later
 from kvpage.store.bytes.page_view import PageView
 from kvpage.store.bytes.pieces import Pieces
-from kvpage.store.bytes.stats import ByteStoreStats, ByteTierStats
-from kvpage.store.config import KVStoreConfig
-from kvpage.store.kv_store import KVStore
+from kvpage.store.config import ByteStoreConfig, KVStoreConfig
+from kvpage.store.inspection import RecordSummary
+from kvpage.store.kv_store import KVStore, KVStoreBuilder
 from kvpage.store.layerwise_store import LayerwiseStore
 from kvpage.store.load.block_chunks import metadata_of
-from kvpage.store.load.layer_chunks import LayerChunks
+from kvpage.store.load.layer_chunks import LayerChunks, Pin
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.placement import register_tier
 from kvpage.store.records.keys import KVStoreMetadata
-from kvpage.store.records.summary import RecordSummary
-from kvpage.store.stack.pin import Pin
 from kvpage.store.stack.placed import Placed
 from kvpage.store.states.state_records import StateRecords
-from kvpage.store.stats import KVStoreStats
+from kvpage.store.stats import ByteStoreStats, ByteTierStats, KVStoreStats
 from kvpage.store.tiers.tier import Tier, TierError, TierRests, TierStats
 
 __all__ = [

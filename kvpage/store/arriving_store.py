@@ -39,7 +39,7 @@ class Expectation:
         self._end, self._is_open = end, True
 
     def close(self) -> None:
-        """Expect nothing more: loads of the prompt take what has come, and end. A second call does nothing."""
+        """End the wait: loads of the prompt take the chunks that have come. A second call does nothing."""
         if self._is_open:
             self._is_open = False
             self._end()
@@ -80,17 +80,10 @@ class ArrivingStore(BlockStore):
         self._changed = threading.Condition()
 
     def expect(self, tokens: Tokens, namespace: bytes = b"") -> Expectation:
-        """Expect the chunks of a prompt, before the request for it is added.
-
-        Args:
-            tokens: int [num_tokens], the whole prompt.
-            namespace: The one that it is stored in.
+        """Expect the chunks of a prompt, `tokens` of a `namespace`, before the request for it is added.
 
         Returns:
             The expectation. Close it when the other worker has ended, or is lost.
-
-        Raises:
-            ValueError, TypeError: As for `KVStore.lookup`.
         """
         name = _name(tokens, namespace)
         with self._changed:

@@ -1,7 +1,7 @@
 """BlockStore: a store of K and V as an engine asks it. Three methods make a store, others tell what else it can do.
 
 lookup ─► load_blocks                      every store
-load_by_layer, prefetch, explain           better answers; by default those of the methods above
+load_by_layer, prefetch, explain           better answers; by default the methods above answer
 layers, states                             for models with windows of their own, and with states; by default refused
 """
 
@@ -16,7 +16,7 @@ import torch
 from kvpage.blocks.explain import Explanation
 from kvpage.layout.groups import StateLayout
 from kvpage.store.config import KVStoreConfig
-from kvpage.store.load.early_load import OnVerified
+from kvpage.store.load.block_load import OnVerified
 from kvpage.store.load.layer_chunks import LayerChunks
 from kvpage.store.records.keys import KVStoreMetadata
 from kvpage.store.states.state_records import StateRecords
@@ -46,6 +46,9 @@ class BlockStore(ABC):
     An engine calls the methods in threads of its own. None of them raises for trouble of the store's own: that is a
     miss. An exception that comes nevertheless is counted, and so is an answer that is no count. Both are misses, too.
 
+    Calls take `tokens`, int32 [num_tokens], of a namespace: sequences of others are never found. `engine` is the cache
+    of the blocks, `block_table`, int32, the blocks of the sequence from its first token on.
+
     Attributes:
         config: Tells the tokens of a chunk, and whether an engine stores generated tokens; None for the engine's own.
         waits_for_others: Whether loads wait for other workers: an engine gives each a thread of its own.
@@ -66,28 +69,17 @@ class BlockStore(ABC):
 
     @abstractmethod
     def lookup(self, tokens: TokenIds, *, namespace: bytes = b"") -> int:
-        """Look a prompt up.
-
-        Args:
-            tokens: int32 [num_tokens].
-            namespace: Only sequences of the same namespace are found.
-
-        Returns:
-            How many leading tokens are there, or were a moment ago.
-        """
+        """Return how many leading `tokens` of a `namespace` are there, or were a moment ago."""
 
     @abstractmethod
     def load_blocks(
         self, tokens: TokenIds, engine: "CacheEngine", block_table: Table, *, start: int, namespace: bytes
     ) -> int:
-        """Load K and V of tokens[start:] into the blocks, as far as they are there and the blocks reach.
+        """Load K and V of tokens[start:] of a `namespace` into blocks, as far as they are there and the blocks reach.
 
         Args:
-            tokens: int32 [num_tokens].
             engine: The cache of the blocks.
-            block_table: int32, the blocks of the sequence from its first token on.
-            start: The first token that is loaded.
-            namespace: As for `lookup`.
+            block_table: The blocks of the tokens.
 
         Returns:
             The token after the last one that is in the blocks; `start` if none was found. Blocks after it may have been
@@ -96,13 +88,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def store_blocks(self, tokens: TokenIds, engine: "CacheEngine", block_table: Table, *, namespace: bytes) -> int:
-        """Store K and V of the tokens, as far as they are not there yet.
-
-        Args:
-            tokens: int32 [num_tokens].
-            engine: The cache of the blocks.
-            block_table: int32, the blocks of the sequence from its first token on.
-            namespace: As for `lookup`.
+        """Store K and V of `tokens` of a `namespace`, from the `block_table` of an `engine`; stored chunks may stay.
 
         Returns:
             How many leading tokens are there now.
@@ -156,40 +142,21 @@ class BlockStore(ABC):
         return self.load_blocks(tokens, engine, block_table, start=start, namespace=namespace)
 
     def prefetch(self, tokens: TokenIds, *, namespace: bytes = b"") -> int:
-        """Bring what the store has of a prompt nearer, for a load soon after.
-
-        Args:
-            tokens: int32 [num_tokens].
-            namespace: As for `lookup`.
-
-        Returns:
-            The number of leading tokens that are near now.
-        """
+        """Return how many leading `tokens` of a `namespace` are near now, brought nearer for a load soon."""
         return 0
 
     def explain(self, tokens: TokenIds, namespace: bytes = b"") -> Explanation:
-        """Return how far the store reaches into a prompt, and why not further where it can tell.
+        """Return how far the store reaches into `tokens`, at least one, of a `namespace`, and why not further.
 
         Of a KVStore, chunks alone: `states(...).explain` tells of states, too.
-
-        Args:
-            tokens: int32 [num_tokens], at least one.
-            namespace: As for `lookup`.
         """
         return Explanation(len(tokens), self.lookup(tokens, namespace=namespace), ())
 
     def check_engine(self, engine: "CacheEngine") -> None:  # noqa: B027
-        """Check that blocks of an engine can be stored here.
-
-        Args:
-            engine: The engine.
-
-        Raises:
-            ValueError: They cannot: each save and load would fail, one by one.
-        """
+        """Raise ValueError unless blocks of the `engine` can be stored here: no save or load would work."""
 
     def layers(self, engine: "LayerCaches", chunk_size: int | None = None) -> LayerChunks:
-        """Return the chunks of a cache's layers, apart from those of others: no other call finds or removes them.
+        """Return the chunks of a cache's layers alone: no other call finds or removes them.
 
         Args:
             engine: The cache of some layers; a LayerSlice is one, too.

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
 from kvpage.checks.values import check_at_least
@@ -59,25 +59,12 @@ class TierURL:
 
     def without(self, *names: str) -> str:
         """Return the URL without these options."""
-        kept = urlencode([pair for pair in self.options if pair[0] not in names])
-        return urlunsplit(urlsplit(self.url)._replace(query=kept))
+        query = urlencode([pair for pair in self.options if pair[0] not in names])
+        return urlunsplit(urlsplit(self.url)._replace(query=query))
 
     def option(self, name: str, default: str | None = None) -> str | None:
         """Return the text of an option."""
         return dict(self.options).get(name, default)
-
-
-class TierChoice(Protocol):
-    """The part of a store's configuration that names its tiers.
-
-    tiers: URLs, the fastest first. deadline: seconds of a call on a tier that names none; None for no limit.
-    """
-
-    @property
-    def tiers(self) -> tuple[str, ...]: ...
-
-    @property
-    def deadline(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +110,7 @@ class KVStoreConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "KVStoreConfig":
-        """Return a configuration of the values.
-
-        Args:
-            values: by the names of the fields.
-
-        Returns:
-            The configuration.
+        """Return a configuration of `values` by the names of the fields.
 
         Raises:
             ValueError: a key is not a field.
@@ -140,16 +121,10 @@ class KVStoreConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "KVStoreConfig":
-        """Return the configuration in a YAML file. It needs the extra `store` (PyYAML).
-
-        Args:
-            path: a file of the fields' names and values.
-
-        Returns:
-            The configuration.
+        """Return the configuration in a YAML file at `path`. It needs the extra `store` (PyYAML).
 
         Raises:
-            ValueError: the file is not such a one.
+            ValueError: the file does not hold the fields' names and values.
             OSError: it cannot be read.
         """
         import yaml
@@ -171,9 +146,6 @@ class KVStoreConfig:
         Args:
             environ: names and values; None for the process's environment.
 
-        Returns:
-            The configuration.
-
         Raises:
             ValueError: a name that begins with KVPAGE_ is not a field, or a value is wrong.
             TypeError: environ is not a mapping of text.
@@ -184,12 +156,52 @@ class KVStoreConfig:
         for name, value in environ.items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise TypeError(f"environ must be of text, got {type(value).__name__} for {name!r}")
-        given = {
+        settings = {
             name.removeprefix(ENV_PREFIX).lower(): value
             for name, value in environ.items()
             if name.startswith(ENV_PREFIX) and name not in ("KVPAGE_CUDA",)
         }
-        return cls.from_dict({name: _from_text(name, value) for name, value in given.items()})
+        return cls.from_dict({name: _from_text(name, value) for name, value in settings.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class ByteStoreConfig:
+    """The configuration of a ByteStore.
+
+    Attributes:
+        tiers: URLs as in `KVStoreConfig`, the fastest first; reading asks them in this order. A single text is one.
+        num_threads: threads for the records of one call; None for torch's number.
+        deadline: seconds of a call on a tier whose URL names none; None for no limit.
+
+    Raises:
+        ValueError: a field breaks a rule.
+        TypeError: a tier is not text.
+    """
+
+    tiers: tuple[str, ...] = ("memory://?size=1GiB",)
+    num_threads: int | None = None
+    deadline: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tiers", checked_tiers(self.tiers))
+        if self.num_threads is not None:
+            check_at_least("num_threads", self.num_threads, 1)
+        check_deadline(self.deadline)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ByteStoreConfig":
+        """Return a configuration of `values` by the names of the fields, as an engine's JSON has them.
+
+        Raises:
+            ValueError: a key is not a field, or a field breaks a rule.
+            TypeError: values is not a mapping, or a tier is not text.
+        """
+        check_keys(values, cls)
+        return cls(**values)
+
+
+TierChoice = KVStoreConfig | ByteStoreConfig
+"""A configuration that names tiers."""
 
 
 def checked_tiers(tiers: str | Sequence[str]) -> tuple[str, ...]:

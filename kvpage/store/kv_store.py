@@ -25,20 +25,19 @@ from kvpage.checks.values import as_integer, check_at_least, check_flag
 from kvpage.layout.groups import StateLayout
 from kvpage.store.block_store import BlockStore
 from kvpage.store.config import KVStoreConfig
+from kvpage.store.inspection import RecordSummary, summaries
 from kvpage.store.load.block_chunks import metadata_of
-from kvpage.store.load.early_load import EarlyLoad, OnVerified
-from kvpage.store.load.known_dtype import KnownDtype
-from kvpage.store.load.layer_chunks import LayerChunks
+from kvpage.store.load.block_load import OnVerified
+from kvpage.store.load.layer_chunks import LayerChunks, Pin
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.load.tensor_calls import TensorCalls
 from kvpage.store.placement import placed_tiers
 from kvpage.store.records.keys import KVStoreMetadata, checked_tokens
+from kvpage.store.records.kinds import KnownDtype
 from kvpage.store.records.kv_tensors import KVTensors
-from kvpage.store.records.summary import RecordSummary, summaries
 from kvpage.store.stack.call_gate import gated
-from kvpage.store.stack.pin import Pin
 from kvpage.store.stack.placed import Placed
-from kvpage.store.states.state_keys import StateKeys
+from kvpage.store.states.state_index import StateKeys
 from kvpage.store.states.state_records import StateRecords
 from kvpage.store.stats import KVStoreStats
 from kvpage.store.tiered_store import TieredStore
@@ -55,12 +54,15 @@ class KVStore(TieredStore, BlockStore):
     `close` it, or use it in `with`. A forked process needs a store of its own: in it, every call but `close` raises
     RuntimeError.
 
+    Calls take `tokens`, int [num_tokens]. Tokens of different namespaces never meet. `block_table`, int [num_blocks],
+    names the tokens' blocks in their order. Wrong arguments raise ValueError or TypeError, and nothing is written.
+
     Args:
         config: chunk size, tiers and codec.
         metadata: the model and layout of K and V. With kv_dtype None, the first K and V that are stored set the dtype,
             or the first engine whose blocks are, or the first record that is found. Until then, a look for tokens is
             one for each dtype.
-        tiers: tiers that are made already, in place of those in the configuration.
+        tiers: tiers that are made already, in place of the configuration's.
 
     Raises:
         ValueError, ImportError, OSError: a tier or the codec cannot be made.
@@ -96,23 +98,18 @@ class KVStore(TieredStore, BlockStore):
         blocking: bool = True,
         namespace: bytes = b"",
     ) -> "Future[int]":
-        """Store K and V of the tokens.
+        """Store K and V of `tokens` in a `namespace`.
 
         Args:
-            tokens: int [num_tokens].
             kv_tensors: for each layer (K, V), or one tensor, on any device. Format "vllm": [num_tokens, heads, size] a
                 part; "huggingface": [heads, num_tokens, size].
             kv_tensors_mask: bool [num_tokens]; False for leading tokens that kv_tensors lacks, whole chunks.
             skip_existing: leave chunks alone that every tier has. Otherwise they are replaced in all tiers: one that
                 does not take the new chunk forgets the old one, unless it is out of reach.
             blocking: return when all is written. Otherwise K and V are copied, and written in the background.
-            namespace: tokens of different namespaces never meet.
 
         Returns:
             A future of the number of chunks that were new to a tier. With `blocking` False it also has the errors.
-
-        Raises:
-            ValueError, TypeError: arguments do not fit together; nothing is written.
         """
         array = checked_tokens(tokens, namespace)
         return self._tensors.store(array, kv_tensors, kv_tensors_mask, skip_existing, blocking, namespace)
@@ -127,16 +124,14 @@ class KVStore(TieredStore, BlockStore):
         namespace: bytes = b"",
         out: KVTensors | None = None,
     ) -> tuple[Any, torch.Tensor]:
-        """Return K and V of the longest leading run of the tokens that the store has.
+        """Return K and V of the longest leading run of the `tokens` that the store has in a `namespace`.
 
         Without `out` the result is new to the caller. Its memory is used again after the last view of it is gone.
 
         Args:
-            tokens: int [num_tokens].
             mask: bool [num_tokens]; False for leading tokens that are not wanted, any number of them.
             return_tuple: return (K, V) for each layer rather than one tensor.
             device: device of the result; None for that of `out`, or the CPU.
-            namespace: the one that they were stored in.
             out: memory for K and V of the wanted tokens, as in `store`, with any strides. No two elements may share
                 memory. Found tokens are written to its beginning. The others stay as they are, but for up to 8 chunks
                 after a record that turns out to be damaged or gone while it is read: their tokens mean nothing then.
@@ -146,8 +141,7 @@ class KVStore(TieredStore, BlockStore):
             `out`, views of it. ret_mask: bool [num_tokens] on the CPU, True for the tokens in kv.
 
         Raises:
-            ValueError, TypeError: an argument is wrong, or the records are of another shape than `out`. It is as it
-                was.
+            ValueError, TypeError: an argument is wrong, or the records are of another shape than `out`, which stays.
         """
         return self._tensors.retrieve(checked_tokens(tokens, namespace), mask, return_tuple, device, namespace, out)
 
@@ -162,15 +156,12 @@ class KVStore(TieredStore, BlockStore):
         namespace: bytes = b"",
         skip_existing: bool = True,
     ) -> int:
-        """Store K and V of the tokens straight from an engine's blocks.
+        """Store K and V of `tokens` in a `namespace` straight from the blocks of an `engine`.
 
         It is done on return; on a GPU it follows the work of the current stream.
 
         Args:
-            tokens: int [num_tokens].
-            engine: the engine whose blocks hold K and V.
             block_table: int [num_blocks], the tokens' blocks in their order.
-            namespace: as in `store`.
             skip_existing: as in `store`.
 
         Returns:
@@ -181,8 +172,8 @@ class KVStore(TieredStore, BlockStore):
         """
         array = checked_tokens(tokens, namespace)
         check_flag("skip_existing", skip_existing)
-        self._chunks.put_blocks(array, engine, block_table, 0, namespace, skip_existing)
-        return self._chunks.count(array, namespace)
+        keys = self._chunks.put_blocks(array, engine, block_table, 0, namespace, skip_existing)
+        return self._chunks.count_of(keys, array)
 
     @gated
     def load_blocks(
@@ -193,16 +184,13 @@ class KVStore(TieredStore, BlockStore):
         start: int = 0,
         namespace: bytes = b"",
     ) -> int:
-        """Load K and V of tokens[start:] into an engine's blocks, as far as the store has them and the blocks reach.
+        """Load K and V of tokens[start:] in a `namespace` into blocks of an `engine`, as far as chunks and blocks
+        reach.
 
         It is done on return, on a GPU, too. Blocks after the returned token may have been written, and mean nothing.
 
         Args:
-            tokens: int [num_tokens].
-            engine: the engine of the blocks.
             block_table: int [num_blocks], the tokens' blocks in their order.
-            start: the first token to load.
-            namespace: the one that they were stored in.
 
         Returns:
             The token after the last one that is in the blocks; `start` if none was found.
@@ -211,8 +199,7 @@ class KVStore(TieredStore, BlockStore):
             ValueError: the engine does not match the metadata, a block is missing or named twice, or `start` is not
                 one of the tokens.
         """
-        load = self._chunks.begin_load(checked_tokens(tokens, namespace), engine, block_table, start, namespace)
-        return self._chunks.end_load(load, self._tiers.read(load.keys, load.read))
+        return self._chunks.load_blocks(checked_tokens(tokens, namespace), engine, block_table, start, namespace)
 
     @gated
     def load_by_layer(
@@ -224,8 +211,8 @@ class KVStore(TieredStore, BlockStore):
         start: int = 0,
         namespace: bytes = b"",
     ) -> int:
-        load = self._chunks.begin_load(checked_tokens(tokens, namespace), engine, block_table, start, namespace)
-        return self._chunks.end_load(load, EarlyLoad(load, self._tiers, verified).run())
+        array = checked_tokens(tokens, namespace)
+        return self._chunks.load_blocks(array, engine, block_table, start, namespace, verified)
 
     @gated
     def check_engine(self, engine: "CacheEngine") -> None:
@@ -257,13 +244,9 @@ class KVStore(TieredStore, BlockStore):
         return self._chunks.count(checked_tokens(tokens, namespace), namespace)
 
     def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """Copy the chunks that `lookup` finds into the faster tiers, as a load does, for a load soon after.
+        """Copy the chunks of `tokens` that `lookup` finds in a `namespace` into the faster tiers.
 
         A tier with `promote=no`, or without room, takes nothing. Engines call this for requests that wait.
-
-        Args:
-            tokens: int [num_tokens].
-            namespace: the one that they were stored in.
 
         Returns:
             The number of leading tokens that are in the fastest tier that can have them.
@@ -271,11 +254,9 @@ class KVStore(TieredStore, BlockStore):
         return self._chunks.prefetch(tokens, namespace)
 
     def pin(self, tokens: Tokens, namespace: bytes = b"") -> Pin:
-        """Return a pin that keeps the chunks that `lookup` finds. In remote tiers that fetches them.
+        """Return a pin of the chunks of `tokens` that `lookup` finds in a `namespace`.
 
-        Args:
-            tokens: int [num_tokens].
-            namespace: the one that they were stored in.
+        In remote tiers that fetches them.
         """
         return made_or_undone(lambda: self._pin(tokens, namespace), Pin.release)
 
@@ -284,11 +265,7 @@ class KVStore(TieredStore, BlockStore):
         pin.release()
 
     def keys_of(self, tokens: Tokens, namespace: bytes = b"") -> list[Key]:
-        """Return the keys of the tokens' chunks, 32 bytes each, whether they are stored or not.
-
-        Args:
-            tokens: int [num_tokens].
-            namespace: of the tokens.
+        """Return the keys of the chunks of `tokens` in a `namespace`, 32 bytes each, whether they are stored or not.
 
         Raises:
             ValueError: no dtype is known yet.
@@ -317,11 +294,7 @@ class KVStore(TieredStore, BlockStore):
         return [summary for of_tier in listed for summary in of_tier or ()]
 
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """Remove the tokens' chunks from every tier.
-
-        Args:
-            tokens: int [num_tokens].
-            namespace: the one that they were stored in.
+        """Remove the chunks of `tokens` in a `namespace` from every tier.
 
         Returns:
             The number of chunks removed from the tier that had most of them.
@@ -363,7 +336,8 @@ class KVStore(TieredStore, BlockStore):
     def stats(self) -> KVStoreStats:
         """Return counters and the state of each tier, also of a closed store."""
         self.gate.check()
-        return KVStoreStats.of(self._tiers.counts, self._tiers.stats(), self._tiers.reads())
+        read_chunks = tuple(use.hits for use in self._tiers.uses())
+        return KVStoreStats.of(self._tiers.counts, self._tiers.stats(), read_chunks)
 
     def _close_parts(self) -> None:
         self._tensors.close()
@@ -375,4 +349,40 @@ class KVStore(TieredStore, BlockStore):
     @gated
     def _begin_layers(self, tokens: Tokens, engine: "CacheEngine", table: Any, start: int, name: bytes) -> LayerLoad:
         load = self._chunks.begin_load(checked_tokens(tokens, name), engine, table, start, name)
-        return load.by_layers(self._tiers, self.gate)
+        return LayerLoad(load, self.gate)
+
+
+class KVStoreBuilder:
+    """The stores of this process by instance id, so that separate parts can share one. Thread-safe."""
+
+    _stores: dict[str, KVStore] = {}
+    _lock = threading.Lock()
+
+    @classmethod
+    def get_or_create(cls, instance_id: str, config: KVStoreConfig, metadata: KVStoreMetadata) -> KVStore:
+        """Return the store of `instance_id`, any text; if there is none, it is made of `config` and `metadata`.
+
+        Raises:
+            ValueError: there is one of another configuration or metadata.
+        """
+        with cls._lock:
+            store = cls._stores.get(instance_id)
+            if store is None:
+                store = cls._stores[instance_id] = KVStore(config, metadata)
+            elif (store.config, store.given_metadata) != (config, metadata):
+                raise ValueError(f"instance {instance_id!r} must keep its configuration and metadata, got others")
+            return store
+
+    @classmethod
+    def get(cls, instance_id: str) -> KVStore | None:
+        """Return the store of `instance_id`; None if there is none."""
+        with cls._lock:
+            return cls._stores.get(instance_id)
+
+    @classmethod
+    def destroy(cls, instance_id: str) -> None:
+        """Close the store of `instance_id` and forget it. Without one, nothing happens."""
+        with cls._lock:
+            store = cls._stores.pop(instance_id, None)
+        if store is not None:
+            store.close()

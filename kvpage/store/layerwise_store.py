@@ -27,7 +27,7 @@ class LayerwiseStore(BlockStore):
 
     Give it to `Engine.use_store`, or to an ArrivingStore. With `EngineConfig(save_portions=True)` an engine stores
     layers while it computes the next ones. Records name their layers: workers find each other's with the same
-    `num_layers` only, and those of a plain KVStore never.
+    `num_layers` only, and a plain KVStore's records never.
 
     Args:
         store: A KVStore. It stays its owner's to close.
@@ -57,7 +57,7 @@ class LayerwiseStore(BlockStore):
 
     def lookup(self, tokens: Tokens, *, namespace: bytes = b"") -> int:
         array = checked_tokens(tokens, namespace)
-        for group in reversed(self.groups):  # what is under way lacks the last one
+        for group in reversed(self.groups):  # a chunk under way lacks the last group
             there = group.there(array, namespace)
             if False in there:
                 array = array[: there.index(False) * group.chunk_size]
@@ -101,17 +101,10 @@ class LayerwiseStore(BlockStore):
         return len(array)
 
     def remove(self, tokens: Tokens, *, namespace: bytes = b"") -> int:
-        """Remove the tokens' chunks from every tier.
-
-        Args:
-            tokens: int [num_tokens].
-            namespace: The one that they are stored in.
+        """Remove the chunks of `tokens` in a `namespace` from every tier.
 
         Returns:
             The number of chunks of which at least some layers were removed.
-
-        Raises:
-            ValueError, TypeError: As for `KVStore.remove`.
         """
         array = checked_tokens(tokens, namespace)
         return max(group.remove(array, namespace) for group in reversed(self.groups))

@@ -134,21 +134,21 @@ def check_options(url: TierURL, *known: str) -> None:
 
 
 def placed_tiers(config: TierChoice, tiers: Sequence[Tier | Placed] | None) -> list[Placed]:
-    """Return tiers that are made already; None for those of the configuration, as `place_tiers` makes them."""
-    return place_tiers(config) if tiers is None else [Placed.of(one, config.deadline) for one in tiers]
+    """Return the tiers with their parts; None for the configuration's tiers, as `place_tiers` makes them."""
+    return place_tiers(config) if tiers is None else [Placed.of(tier, config.deadline) for tier in tiers]
 
 
 def place_tiers(config: TierChoice) -> list[Placed]:
     """Return the tiers of a configuration. If one cannot be made, the others are closed, and its error is raised."""
-    placed: list[Placed] = []
+    placements: list[Placed] = []
     try:
         for text in config.tiers:
-            placed.append(_place(TierURL.parse(text), config))
+            placements.append(_place(TierURL.parse(text), config))
     except BaseException:
-        for one in placed:
-            one.tier.close()
+        for placed in placements:
+            placed.tier.close()
         raise
-    return placed
+    return placements
 
 
 def _place(url: TierURL, config: TierChoice) -> Placed:

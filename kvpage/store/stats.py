@@ -1,11 +1,27 @@
-"""KVStoreStats: the counters of a store."""
+"""Counters of stores, and the state of their tiers: KVStoreStats, ByteStoreStats, and TierUse of each tier."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from kvpage.store.tiers.tier import TierStats
 
 COUNTERS = ("query_tokens", "hit_tokens", "stored_chunks", "corrupt_records", "tier_errors", "promoted_chunks")
+
+
+@dataclass(slots=True)
+class TierUse:
+    """Records that a store read from a tier and wrote to it, since the store was made: see ByteTierStats.
+
+    A tier that a read asked in vain, or that could not give the record, has a miss.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    written: int = 0
+    written_bytes: int = 0
+    write_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +52,78 @@ class KVStoreStats:
     def of(
         cls, counts: Mapping[str, int], tiers: tuple[TierStats | None, ...], read_chunks: tuple[int, ...] = ()
     ) -> "KVStoreStats":
-        """Return statistics of these counters.
-
-        Args:
-            counts: a number for each name; absent names count 0.
-            tiers: as the attribute.
-            read_chunks: as the attribute.
-
-        Returns:
-            The statistics.
-        """
+        """Return statistics of `counts`, where absent names count 0, and of the attributes `tiers`, `read_chunks`."""
         return cls(**{name: counts[name] for name in COUNTERS}, tiers=tiers, read_chunks=read_chunks)
 
     @property
     def hit_rate(self) -> float:
         """Return the share of query tokens that were found, 0 to 1."""
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTierStats:
+    """One tier of a store of bytes: its state now, and counters since the store was made.
+
+    Attributes:
+        name: the tier's name.
+        num_records: records that are there; None if the tier does not know, or is in trouble.
+        num_bytes: bytes of these records, with their heads and digests; None likewise.
+        capacity: bytes that there may be; None for no limit of the tier's own, or in trouble.
+        evicted: records that went to make place for others.
+        hits: records that `get_into` read from this tier.
+        misses: records that `get_into` asked it for in vain; a record that a faster tier had is no miss.
+        read_bytes: bytes of the hits.
+        read_seconds: seconds that the hits took, verification included, summed over threads.
+        written: records that `put` wrote to this tier.
+        written_bytes: bytes of these records.
+        write_seconds: seconds that writing took, failed tries included, summed over threads.
+    """
+
+    name: str
+    num_records: int | None
+    num_bytes: int | None
+    capacity: int | None
+    evicted: int
+    hits: int
+    misses: int
+    read_bytes: int
+    read_seconds: float
+    written: int
+    written_bytes: int
+    write_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ByteStoreStats:
+    """Counters since the store was made.
+
+    Attributes:
+        tiers: each tier, in the order of the configuration.
+        corrupt_records: records that were dropped, since their bytes or their size were not right.
+        tier_errors: calls of a tier that failed or ran out of time.
+        promoted_records: records that were copied into a faster tier after a hit.
+        lost_events: events that no listener was told, since too many waited.
+    """
+
+    tiers: tuple[ByteTierStats, ...]
+    corrupt_records: int
+    tier_errors: int
+    promoted_records: int
+    lost_events: int
+
+
+def byte_stats(
+    names: Sequence[str],
+    states: Sequence[TierStats | None],
+    uses: Sequence[TierUse],
+    counts: Mapping[str, int],
+    lost_events: int,
+) -> ByteStoreStats:
+    """Return statistics of each tier's name, state (None in trouble) and use, of counters by name, and of events."""
+    tiers = []
+    for name, state, use in zip(names, states, uses, strict=True):
+        now = state or TierStats(name, None, None, None)
+        tiers.append(ByteTierStats(name, now.num_records, now.num_bytes, now.capacity, now.evicted, **asdict(use)))
+    numbers = counts["corrupt_records"], counts["tier_errors"], counts["promoted_chunks"]
+    return ByteStoreStats(tuple(tiers), *numbers, lost_events)

@@ -18,14 +18,10 @@ S = TypeVar("S", bound="TieredStore")
 class TieredStore:
     """A store over tiers. Thread-safe; in a forked process every call but `close` raises RuntimeError.
 
-    Args:
-        tiers: the fastest first; the store closes them.
-        num_threads: threads for one call; 0 or None for torch's number.
-        are_given: whether the tiers stay open where the store cannot be made, since its caller made them.
+    tiers: the fastest first; the store closes them. num_threads: for one call; 0 or None for torch's number. are_given:
+    whether the tiers stay open where the store cannot be made, since its caller made them.
 
-    Raises:
-        ValueError: there is no tier.
-        RuntimeError: the threads cannot be started.
+    Raises ValueError if there is no tier; RuntimeError if the threads cannot be started.
     """
 
     def __init__(self, tiers: Sequence[Placed], num_threads: int | None, are_given: bool) -> None:
@@ -34,8 +30,8 @@ class TieredStore:
         try:
             self._tiers = TierStack(tiers, num_threads or torch.get_num_threads())
         except BaseException:
-            for one in () if are_given else tiers:
-                one.tier.close()
+            for placed in () if are_given else tiers:
+                placed.tier.close()
             raise
         self.gate = CallGate("the store")
         self._closing, self._is_closed = threading.RLock(), False
@@ -45,17 +41,13 @@ class TieredStore:
         """Remove all records, of every model, from every tier.
 
         Returns:
-            The names of the tiers that keep their records: those out of reach, or open for reading only.
+            The names of the tiers that keep their records: out of reach, or open for reading only.
         """
         return self._tiers.clear()
 
     @gated
     def flush(self, sync: bool = False) -> None:
-        """Wait until everything in the background is written.
-
-        Args:
-            sync: wait until it would survive a loss of power.
-        """
+        """Wait until everything in the background is written; with `sync`, until it would survive a loss of power."""
         check_flag("sync", sync)
         self._tiers.flush(sync)
         self._flush_parts()
@@ -70,7 +62,7 @@ class TieredStore:
         self._check_closable()
         if self.gate.close():
             with self._closing:
-                self._tiers.drain()  # Ctrl-C may end it: then the next call closes the tiers
+                self._tiers.threads.drain()  # Ctrl-C may end it: then the next call closes the tiers
                 if not self._is_closed:  # by another thread, or by a signal's handler meanwhile
                     self._is_closed = True
                     self._close_parts()
@@ -86,7 +78,7 @@ class TieredStore:
         """Raise RuntimeError where closing would wait for the caller itself."""
 
     def _flush_parts(self) -> None:
-        """Wait for what a kind of store does in the background besides."""
+        """Wait for other background work of the kind of store."""
 
     def _close_parts(self) -> None:
-        """Close what a kind of store has besides its tiers."""
+        """Close the parts of the kind of store besides its tiers."""

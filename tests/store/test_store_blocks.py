@@ -113,7 +113,7 @@ def test_stores_of_other_caches_are_refused() -> None:
 def test_a_plan_refuses_what_does_not_fit_and_writes_nothing() -> None:
     engine = make_engine()
     before = all_bytes(engine)
-    plan = BlockChunks(engine, [1, 2, 3], metadata_of(engine, "m")).plans(C)[0]
+    plan = BlockChunks(engine, [1, 2, 3], metadata_of(engine, "m")).rows.form("vllm", C).plans[0]
     payload, ids = torch.full((L * 2 * C * 2 * 10 * 2,), 7, dtype=torch.uint8), torch.tensor([1, 2, 3, 24]).int()
     size, at = len(payload) // L, payload.data_ptr()
 
@@ -156,11 +156,15 @@ def test_ids_of_no_block_are_refused_before_anything_is_stored_or_loaded(ids, ma
 def test_a_layout_is_derived_once_for_all_calls(fields: dict, monkeypatch) -> None:
     """Asking a backend for its shape takes longer than finding a small chunk."""
     derived = []
-    engine = make_engine(**fields)
-    store, table = make_store(engine), list(range(8))
-    store.store_blocks(TOKENS[:C], engine, table)
+    engine, other = make_engine(**fields), make_engine(**fields)
+    (store, other_store), table = (make_store(engine), make_store(other)), list(range(8))
     get_backend = cache_layout.get_backend
     monkeypatch.setattr(cache_layout, "get_backend", lambda name: derived.append(name) or get_backend(name))
+    store.store_blocks(TOKENS[:C], engine, table)
+    num_first = len(derived)
+    other_store.store_blocks(TOKENS[: 2 * C], other, table)  # both chunks have one form, in whichever thread
+    assert len(derived) == 2 * num_first
+    derived.clear()
     store.store_blocks(TOKENS[:C], engine, table)
     store.load_blocks(TOKENS[:C], engine, table)
     assert derived == []

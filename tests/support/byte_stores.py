@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kvpage.store import ByteStore, ByteStoreConfig
-from kvpage.store.bytes.run_payload import STRETCH_BYTES
+from kvpage.store.bytes.pieces import STRETCH_BYTES
 
 HEADER = {"model": "m@1", "version": 1}
 SIZES = [0, 1, 4095, 4096, 4097, STRETCH_BYTES - 1, STRETCH_BYTES, STRETCH_BYTES + 1, (1 << 20) - 1, 1 << 20, 3 << 20]

@@ -7,8 +7,7 @@ from typing import Any
 
 from kvpage.checks.fields import flag
 from kvpage.checks.values import check_at_least
-from kvpage.store.bytes.config import ByteStoreConfig
-from kvpage.store.config import parse_size
+from kvpage.store.config import ByteStoreConfig, parse_size
 
 LOCALITIES = ("LOCAL", "REMOTE")
 ON_RESET = ("forget", "keep")

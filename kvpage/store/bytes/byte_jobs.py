@@ -1,25 +1,55 @@
 """ByteJobs: calls on records of bytes, checked when they are made, and run at once or later.
 
 put(keys, buffers) ─► checked: names, payloads, limit ─► Job ─► job() ─► TierStack ─► a result a key
+
+name    SHA-256 over a seed | the caller's key; the seed is a SHA-256 over the header: another header is another name
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpage.checks.values import as_list, as_real, check_flag
-from kvpage.store.bytes.byte_keys import ByteKeys, checked_keys
 from kvpage.store.bytes.events import ByteEvents
-from kvpage.store.bytes.pieces import Piece, Pieces, check_apart, pieces_of
-from kvpage.store.bytes.run_payload import RunPayload
+from kvpage.store.bytes.pieces import Piece, Pieces, RunPayload, check_apart, pieces_of
 from kvpage.store.records.kinds import RecordKind
-from kvpage.store.records.payload import Source
-from kvpage.store.records.record_io import read_record
+from kvpage.store.records.record import BYTES_CODEC, Shape
+from kvpage.store.records.record_io import Source, read_record
+from kvpage.store.stack.placed import TimeLimit
 from kvpage.store.stack.tier_stack import TierStack
-from kvpage.store.stack.time_limit import TimeLimit
 from kvpage.store.tiers.tier import Key, Reader
 
 Job = Callable[[], list[bool]]
 Buffer = Piece | Sequence[Piece] | Pieces | None
+MAX_KEY_BYTES = 65535
+NO_SHAPE: Shape = (0, 0, 0, 0, 0)
+
+
+def checked_keys(keys: Sequence[bytes]) -> list[bytes]:
+    """Return the keys as a list. Raises TypeError unless they are bytes, ValueError for an empty or too long one."""
+    key_list = as_list("keys", keys)
+    for key in key_list:
+        if not isinstance(key, bytes):
+            raise TypeError(f"keys must be bytes, got {type(key).__name__}")
+        if not 0 < len(key) <= MAX_KEY_BYTES:
+            raise ValueError(f"keys must be of 1 to {MAX_KEY_BYTES} bytes, got one of {len(key)}")
+    return key_list
+
+
+class ByteKeys:
+    """Makes the names of records. meta: the encoding of a header."""
+
+    def __init__(self, meta: bytes) -> None:
+        self.meta = meta
+        self._seed = hashlib.sha256(meta).digest()
+
+    def of(self, keys: Sequence[bytes]) -> list[Key]:
+        """Return the names of checked keys."""
+        return [hashlib.sha256(self._seed + key).digest() for key in keys]
+
+    def kind(self, name: Key, num_bytes: int) -> RecordKind:
+        """Return the kind of the record of a name and `num_bytes` bytes."""
+        return RecordKind(name, self.meta, NO_SHAPE, num_bytes, {BYTES_CODEC: None})
 
 
 class ByteJobs:
@@ -58,8 +88,8 @@ class ByteJobs:
         limit, records = limit_of(deadline), self._records(keys, buffers, writable=True)
         names = [kind.key for kind, _ in records.made]
 
-        def read(index: int, reader: Reader, num_threads: int) -> None:
-            read_record(reader, *records.made[index], num_threads)  # one of another size is dropped, as a damaged one
+        def read(index: int, reader: Reader, num_threads: int) -> bool:
+            return read_record(reader, *records.made[index], num_threads)  # another size is dropped, as damage is
 
         return lambda: records.result(self._tiers.read_each(names, read, limit))
 
@@ -69,35 +99,35 @@ class ByteJobs:
         return names
 
     def _records(self, keys: Sequence[bytes], buffers: Sequence[Buffer], writable: bool) -> "_Records":
-        each, memory = checked_keys(keys), as_list("buffers", buffers)
-        if len(each) != len(memory):
-            raise ValueError(f"buffers must be one a key, got {len(memory)} for {len(each)} keys")
-        wanted = [index for index, buffer in enumerate(memory) if buffer is not None]
-        pieces = [pieces_of(memory[index], writable) for index in wanted]
+        key_list, memory = checked_keys(keys), as_list("buffers", buffers)
+        if len(key_list) != len(memory):
+            raise ValueError(f"buffers must be one a key, got {len(memory)} for {len(key_list)} keys")
+        indices = [index for index, buffer in enumerate(memory) if buffer is not None]
+        pieces = [pieces_of(memory[index], writable) for index in indices]
         if writable:
             check_apart(pieces)
-        payloads = [RunPayload.of(one) for one in pieces]
-        names = self._names([each[index] for index in wanted])
+        payloads = [RunPayload.of(record_pieces) for record_pieces in pieces]
+        names = self._names([key_list[index] for index in indices])
         kinds = [self._keys.kind(name, payload.num_bytes) for name, payload in zip(names, payloads, strict=True)]
-        return _Records(len(each), wanted, list(zip(kinds, payloads, strict=True)))
+        return _Records(len(key_list), indices, list(zip(kinds, payloads, strict=True)))
 
 
 class _Records:
-    """Records of a call. made: those with a buffer. wanted: the index of each in the call, of `num_keys` keys."""
+    """Records of a call. made: the records with a buffer. indices: of these records among the `num_keys` keys."""
 
-    def __init__(self, num_keys: int, wanted: list[int], made: list[tuple[RecordKind, RunPayload]]) -> None:
-        self._num_keys, self._wanted, self.made = num_keys, wanted, made
+    def __init__(self, num_keys: int, indices: list[int], made: list[tuple[RecordKind, RunPayload]]) -> None:
+        self._num_keys, self._indices, self.made = num_keys, indices, made
 
     def result(self, flags: Sequence[bool]) -> list[bool]:
         """Return a flag for each key of the call; False where there was no buffer."""
-        found = [False] * self._num_keys
-        for index, flag in zip(self._wanted, flags, strict=True):
-            found[index] = flag
-        return found
+        results = [False] * self._num_keys
+        for index, flag in zip(self._indices, flags, strict=True):
+            results[index] = flag
+        return results
 
 
 def limit_of(deadline: Any) -> TimeLimit:
-    """Return the limit of a call that has so many seconds; None for no limit. Raises TypeError or ValueError."""
+    """Return the limit of a call that has `deadline` seconds; None for no limit. Raises TypeError or ValueError."""
     if deadline is not None and not 0 <= as_real("deadline", deadline) < float("inf"):
         raise ValueError(f"deadline must be finite seconds of at least 0, or None, got {deadline!r}")
     return TimeLimit.within(None if deadline is None else float(deadline))

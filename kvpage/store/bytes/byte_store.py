@@ -9,26 +9,27 @@ Every read gives nothing, or exactly the bytes that were put under that key and 
 never an exception.
 """
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from kvpage.checks.interrupts import made_or_undone
-from kvpage.store.bytes.byte_jobs import Buffer, ByteJobs
-from kvpage.store.bytes.byte_keys import ByteKeys
-from kvpage.store.bytes.config import ByteStoreConfig
+from kvpage.checks.interrupts import HeldInterrupts, made_or_undone
+from kvpage.checks.started_pool import started_pool
+from kvpage.store.bytes.byte_jobs import Buffer, ByteJobs, ByteKeys, Job
 from kvpage.store.bytes.events import ByteEvents, Follow, Listener
 from kvpage.store.bytes.header import Header, encode_header
-from kvpage.store.bytes.later import Later
-from kvpage.store.bytes.stats import ByteStoreStats, stats_of
+from kvpage.store.config import ByteStoreConfig
 from kvpage.store.placement import placed_tiers
-from kvpage.store.stack.call_gate import gated
+from kvpage.store.stack.call_gate import CallGate, gated
 from kvpage.store.stack.placed import Placed
 from kvpage.store.stack.tier_feed import TierFeed
+from kvpage.store.stats import ByteStoreStats, byte_stats
 from kvpage.store.tiered_store import TieredStore
 from kvpage.store.tiers.tier import Tier
 
-MIN_READERS = 2
+MIN_READERS = NUM_LOOKERS = 2
 
 
 class ByteStore(TieredStore):
@@ -37,15 +38,16 @@ class ByteStore(TieredStore):
     `close` it, or use it in `with`. A forked process needs a store of its own: in it, every call but `close` raises
     RuntimeError.
 
-    A buffer is the memory of one record. It is bytes, a bytearray, a memoryview, a numpy array or a tensor in host
-    memory, or a list of such pieces. Pieces are contiguous. They are read and written where they are. The pieces that
-    read a record may be others than those that wrote it, as long as they have as many bytes together.
+    A key has 1 to 65535 bytes. A buffer is the memory of one record. It is bytes, a bytearray, a memoryview, a numpy
+    array or a tensor in host memory, or a list of such pieces. Pieces are contiguous. They are read and written where
+    they are. The pieces that read a record may differ from the pieces that wrote it, as long as both have as many bytes
+    together. Wrong arguments raise ValueError or TypeError, and nothing is written.
 
     Args:
         config: tiers and threads.
         header: all facts besides the key that the bytes depend on, such as model, layout and version. Names and
             values, or bytes that you encoded. Stores of another header in the same tiers do not see these records.
-        tiers: tiers that are made already, in place of those in the configuration.
+        tiers: tiers that are made already, in place of the configuration's.
 
     Raises:
         ValueError, TypeError, ImportError, OSError: a tier cannot be made, or the header is wrong.
@@ -66,17 +68,10 @@ class ByteStore(TieredStore):
 
     @gated
     def contains(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
-        """Return for each key whether some tier has its record, or had it a moment ago. That is not a use.
+        """Return for each of the `keys` whether some tier has its record by the `deadline`, or had it a moment ago.
 
-        Args:
-            keys: of 1 to 65535 bytes each; one may come several times.
-            deadline: seconds of the call; what was not looked up by then counts as missing. None for no limit.
-
-        Returns:
-            A flag for each key.
-
-        Raises:
-            ValueError, TypeError: an argument is wrong.
+        That is not a use. A key may come several times. A key that was not looked up in time, in seconds or None,
+        counts as missing.
         """
         return self._jobs.contains(keys, deadline)()
 
@@ -91,71 +86,50 @@ class ByteStore(TieredStore):
         """Store a record for each key.
 
         Args:
-            keys: of 1 to 65535 bytes each, each once.
+            keys: each once.
             buffers: the memory of each record. None for one that is not to be stored.
             skip_existing: leave records alone that every tier has, whatever their bytes. Otherwise they are replaced in
                 all tiers, but for one that is out of reach or open for reading only.
-            deadline: seconds of the call. A record is not begun afterwards; one that is under way is finished, within
-                the deadlines of its tiers. None for no limit.
+            deadline: seconds of the call; None for no limit. A record is not begun afterwards; one that is under way is
+                finished, within the deadlines of its tiers.
 
         Returns:
             A flag for each key: whether some tier has its record now. A record that is removed or replaced by another
             call meanwhile, or cleared, is left to that call.
-
-        Raises:
-            ValueError, TypeError: arguments are wrong or do not fit together; nothing is written.
         """
         return self._jobs.put(keys, buffers, skip_existing, deadline)()
 
     @gated
     def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer], deadline: float | None = None) -> list[bool]:
-        """Read the record of each key into its buffer, whatever becomes of the others.
+        """Read the record of each of the `keys` into its buffer, whatever becomes of the others; `deadline` as in
+        `put`.
 
         Args:
-            keys: of 1 to 65535 bytes each; one may come several times.
             buffers: writable memory for each record, as long as it is. None for one that is not wanted. No two share
                 a byte.
-            deadline: as in `put`.
 
         Returns:
             A flag for each key: True if the buffer has exactly the bytes that were put. False for a miss: the buffer's
             bytes mean nothing then. A record of another length is a miss, and is dropped: otherwise it would stand in
             the way of the right one.
-
-        Raises:
-            ValueError, TypeError: arguments are wrong or do not fit together; nothing is written.
         """
         return self._jobs.get_into(keys, buffers, deadline)()
 
     @gated
     def touch(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
-        """Note a use of records without reading them, so that others are evicted first. Memory and disk note it.
+        """Return for each of the `keys` whether a tier has noted a use by the `deadline`, in seconds or None; nothing
+        is read.
 
-        Args:
-            keys: of 1 to 65535 bytes each; one may come several times.
-            deadline: seconds of the call; a tier is not told afterwards. None for no limit.
-
-        Returns:
-            A flag for each key: whether a tier has its record, and has noted the use.
-
-        Raises:
-            ValueError, TypeError: an argument is wrong.
+        Others are evicted first then. Memory and disk note uses.
         """
         return self._jobs.touch(keys, deadline)()
 
     @gated
     def remove(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
-        """Remove records from every tier. A tier that is out of reach keeps them.
+        """Return for each of the `keys` whether a tier had its record by the `deadline`, in seconds or None, and is rid
+        of it.
 
-        Args:
-            keys: of 1 to 65535 bytes each; one may come several times.
-            deadline: seconds of the call; a tier is not asked afterwards. None for no limit.
-
-        Returns:
-            A flag for each key: whether a tier had its record, and has been rid of it.
-
-        Raises:
-            ValueError, TypeError: an argument is wrong.
+        A tier that is out of reach keeps its records.
         """
         return self._jobs.remove(keys, deadline)()
 
@@ -167,7 +141,7 @@ class ByteStore(TieredStore):
         `flush` waits until they were told. An error that the listener raises is logged. Memory and disk tell
         everything, remote tiers and `disk-view` nothing.
 
-        Up to 65,536 events wait for listeners. Those that come while so many wait are lost, and `stats` counts them.
+        Up to 65,536 events wait for listeners. Further events are lost, and `stats` counts them.
         After a loss, ask `contains` for what you know.
 
         Args:
@@ -186,9 +160,8 @@ class ByteStore(TieredStore):
     def stats(self) -> ByteStoreStats:
         """Return counters and the state of each tier, also of a closed store."""
         self.gate.check()
-        names = [one.tier.name for one in self._tiers.tiers]
-        lost = self._feed.num_lost
-        return stats_of(names, self._tiers.stats(), self._tiers.uses.of_tiers(), self._tiers.counts, lost)
+        names, stack = [placed.tier.name for placed in self._tiers.tiers], self._tiers
+        return byte_stats(names, stack.stats(), stack.uses(), stack.counts, self._feed.num_lost)
 
     @gated
     def _follow(self, listener: Listener) -> Follow:
@@ -204,3 +177,82 @@ class ByteStore(TieredStore):
     def _close_parts(self) -> None:
         self.later.close()
         self._feed.close()
+
+
+class Later:
+    """The calls of a `ByteStore`, each of which returns a future at once. Thread-safe; made by the store.
+
+        contains, touch ─► two threads, in any order
+        get_into        ─► several threads, in any order
+        put, remove     ─► one thread, in the order of the calls
+
+    Arguments are checked before the return. A deadline counts from the call. `close` of the store waits for all calls.
+
+    Args:
+        jobs: makes the calls.
+        gate: counts them as under way.
+        num_readers: threads for reads.
+    """
+
+    def __init__(self, jobs: ByteJobs, gate: CallGate, num_readers: int) -> None:
+        self._jobs, self._gate = jobs, gate
+        self._num_threads = {"looks": NUM_LOOKERS, "reads": num_readers, "writes": 1}
+        self._lock = threading.Lock()
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+
+    def contains(self, keys: Sequence[bytes], deadline: float | None = None) -> "Future[list[bool]]":
+        """Return a future of `ByteStore.contains(keys, deadline)`."""
+        return self._start("looks", self._jobs.contains(keys, deadline))
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Buffer],
+        skip_existing: bool = True,
+        deadline: float | None = None,
+    ) -> "Future[list[bool]]":
+        """Return a future of `ByteStore.put(keys, buffers, skip_existing, deadline)`.
+
+        The buffers must not change until it is done.
+        """
+        return self._start("writes", self._jobs.put(keys, buffers, skip_existing, deadline))
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[Buffer], deadline: float | None = None
+    ) -> "Future[list[bool]]":
+        """Return a future of `ByteStore.get_into(keys, buffers, deadline)`.
+
+        The buffers are written until it is done.
+        """
+        return self._start("reads", self._jobs.get_into(keys, buffers, deadline))
+
+    def remove(self, keys: Sequence[bytes], deadline: float | None = None) -> "Future[list[bool]]":
+        """Return a future of `ByteStore.remove(keys, deadline)`."""
+        return self._start("writes", self._jobs.remove(keys, deadline))
+
+    def close(self) -> None:
+        """End the threads. The store calls it when no call is under way."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False)  # it may be a thread of theirs that closes the store
+
+    def touch(self, keys: Sequence[bytes], deadline: float | None = None) -> "Future[list[bool]]":
+        """Return a future of `ByteStore.touch(keys, deadline)`. It waits for no put or read."""
+        return self._start("looks", self._jobs.touch(keys, deadline))
+
+    def _start(self, lane: str, job: Job) -> "Future[list[bool]]":
+        with HeldInterrupts():
+            self._gate.enter()
+            try:
+                future = self._pool(lane).submit(job)
+            except BaseException:
+                self._gate.leave()
+                raise
+            future.add_done_callback(lambda _: self._gate.leave())
+        return future
+
+    def _pool(self, lane: str) -> ThreadPoolExecutor:
+        """Return the lane's threads. They are started when they are needed: many stores need none."""
+        with self._lock:
+            if lane not in self._pools:
+                self._pools[lane] = started_pool(self._num_threads[lane], f"kvpage-{lane}")
+            return self._pools[lane]

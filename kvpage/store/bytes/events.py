@@ -1,4 +1,4 @@
-"""ByteEvents: what is stored in the tiers of a ByteStore and leaves them, by the callers' keys."""
+"""ByteEvents: records that come into the tiers of a ByteStore or leave them, by the callers' keys."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -73,7 +73,7 @@ class KnownKeys:
         self._lock = threading.Lock()
 
     def learn(self, names: Iterable[Key], keys: Iterable[bytes]) -> None:
-        """Remember the keys of names, and forget those that were used longest ago if there are too many."""
+        """Remember the keys of names, and forget the least recently used where there are too many."""
         with self._lock:
             for name, key in zip(names, keys, strict=True):
                 self._forget(name)

@@ -1,4 +1,4 @@
-"""PageView: somebody else's tensors as pages, whose memory is read and written where it is.
+"""PageView: foreign tensors as pages, whose memory is read and written where it is.
 
     tensors    [ page 0 | page 1 | page 2 | ... ]     one a layer, or one of all; the dimension of pages may be any
     record     [ page 7 of tensor 0 | of tensor 1 | .. ][ page 2 of tensor 0 | .. ]       of the ids 7, 2
@@ -40,7 +40,7 @@ class PageView:
         page_dim: the dimension that counts pages.
         token_dim: the dimension that counts the tokens of a page, for loads from a token on. None: a page counts as one
             token.
-        version: any text that tells apart what the bytes mean.
+        version: any text that tells meanings of the bytes apart.
 
     Raises:
         ValueError: the tensors do not fit together, share bytes, are conjugate or negative views, or have no such
@@ -64,7 +64,7 @@ class PageView:
         if len(counts) != 1 or len(sizes) != 1:
             raise ValueError(f"tensors must have as many pages and tokens each, got {counts} pages, {sizes} tokens")
         (self.num_pages,), (self.page_size,) = counts, sizes
-        self.page_bytes = sum(one.numel() // self.num_pages * one.element_size() for one in self._tensors)
+        self.page_bytes = sum(tensor.numel() // self.num_pages * tensor.element_size() for tensor in self._tensors)
         self.name: list[Any] = ["pages", version, token_dim, *map(self._described, self._tensors)]
         """The meaning of a page's bytes, as a value of a store's header. The number of pages is no part of it."""
         self._whole = self._page_runs(0)
@@ -74,14 +74,13 @@ class PageView:
     def pieces(self, page_ids: npt.ArrayLike, start: int = 0) -> list[Pieces | None]:
         """Return the memory of records, each of some pages, as buffers for `put` and `get_into`.
 
+        With a start or a null page within a record, the buffers are for `get_into` alone.
+
         Args:
             page_ids: int [num_records], or [num_records, pages_per_record]. NULL_PAGE, -1, stands for a page that is
                 not there: its bytes are left out when a record is read. A record without any page is None.
             start: tokens, from the first page of the first record on, whose memory is not written. Records before it
                 are None.
-
-        Returns:
-            The buffers. With a start or a null page within a record, for `get_into` alone.
 
         Raises:
             ValueError: an id is not that of a page, or start is negative.
@@ -102,14 +101,14 @@ class PageView:
         num_skipped, token = divmod(start, self.page_size)
         rows.reshape(-1)[:num_skipped] = NULL_PAGE
         runs = _of_pages(self._whole, rows)
-        records = [one.reshape(-1, 2) for one in runs]
+        records = [record.reshape(-1, 2) for record in runs]
         if token and num_skipped < rows.size:
             number, at = divmod(num_skipped, rows.shape[1])
             first = _of_pages(self._page_runs(token), rows[number, at])  # in more runs, often
             before, after = (runs[number, part].reshape(-1, 2) for part in (slice(at), slice(at + 1, None)))
             records[number] = np.concatenate([before, first, after])
-        each = zip(records, rows, strict=True)
-        return [Pieces(one, self._tensors, ids) if ids.max() >= 0 else None for one, ids in each]
+        pairs = zip(records, rows, strict=True)
+        return [Pieces(record, self._tensors, ids) if ids.max() >= 0 else None for record, ids in pairs]
 
     def _order(self, tensor: torch.Tensor) -> list[int]:
         """Return the dimensions of a page, in the order of memory."""
@@ -123,8 +122,11 @@ class PageView:
 
     def _page_runs(self, token: int) -> _Runs:
         """Return the runs of page 0; its bytes before the token are not wanted."""
-        parts = [_tensor_runs(one, self._order(one), self._page_dim, self._token_dim, token) for one in self._tensors]
-        return _Runs(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+        parts = [
+            _tensor_runs(tensor, self._order(tensor), self._page_dim, self._token_dim, token)
+            for tensor in self._tensors
+        ]
+        return _Runs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def _check(tensor: torch.Tensor, page_dim: int, token_dim: int | None) -> None:
@@ -151,9 +153,11 @@ def _check(tensor: torch.Tensor, page_dim: int, token_dim: int | None) -> None:
 
 def _meet(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether the stretches of memory from the first to the last byte of two tensors overlap."""
-    ends = [sum((size - 1) * by for size, by in zip(one.shape, one.stride(), strict=True)) + 1 for one in tensors]
+    ends = [
+        sum((size - 1) * by for size, by in zip(tensor.shape, tensor.stride(), strict=True)) + 1 for tensor in tensors
+    ]
     return share_bytes(
-        np.array([(one.data_ptr(), end * one.element_size()) for one, end in zip(tensors, ends, strict=True)])
+        np.array([(tensor.data_ptr(), end * tensor.element_size()) for tensor, end in zip(tensors, ends, strict=True)])
     )
 
 

@@ -52,7 +52,7 @@ class Allocator:
         return None
 
     def mark_forgotten(self) -> None:
-        """Mark forgotten entries free. Those that the disk does not take stay forgotten and in use until it does."""
+        """Mark forgotten entries free. An entry stays forgotten and in use until the disk takes its header."""
         with self.lock:
             forgotten, self._index.forgotten = self._index.forgotten, []
         for entry in forgotten:
@@ -93,7 +93,7 @@ class Allocator:
     # --- places ---
 
     def _in_free_slots(self, group: Sequence[Directory], num_bytes: int) -> Entry | None:
-        for directory in sorted(group, key=lambda directory: -directory.num_free_bytes):
+        for directory in sorted(group, key=lambda owner: -owner.num_free_bytes) if len(group) > 1 else group:
             entry = self._in_spaces(directory.spaces, num_bytes)
             if entry is None and self._grow(directory, num_bytes):
                 entry = self._in_spaces(directory.spaces[-1:], num_bytes)

@@ -27,7 +27,7 @@ MIN_SEGMENT_SLOTS = 16
 class Directory:
     """A directory of segments.
 
-    share: bytes that they may have together; None for those that are there, and no others.
+    share: bytes that they may have together; None for the present segments, and no others.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Directory:
             path.unlink()
 
     def _keep_to_share(self) -> None:
-        """Delete the segments beyond the share. Those that were written last stay."""
+        """Delete the segments beyond the share, the least recently written first."""
         self.spaces.sort(key=_last_generation)
         while self.share is not None and self.num_bytes > self.share:
             segment = self.spaces.pop(0).segment
@@ -187,8 +187,8 @@ class Directory:
             segment.path.unlink()
 
     def _free_name(self) -> Path:
-        taken = {space.segment.path.name for space in self.spaces}.union(os.listdir(self.path))
-        return self.path / next(name for name in (f"{n:04}.segment" for n in range(10**8)) if name not in taken)
+        names = {space.segment.path.name for space in self.spaces}.union(os.listdir(self.path))
+        return self.path / next(name for name in (f"{n:04}.segment" for n in range(10**8)) if name not in names)
 
 
 def _last_generation(space: Space) -> int:

@@ -37,26 +37,20 @@ Result = TypeVar("Result")
 
 
 class DiskTier(Tier):
-    """Records in files of one or more directories.
+    """Records in files of one or more directories, which are made if they are not there.
 
     `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True). An
     error of the disk is a TierError or a miss, and leaves every record as it was. A timeout bounds the wait for other
     calls: no system call limits the time that a disk takes. In a forked child the tier is closed.
 
-    Args:
-        paths: directories, made if they are not there; records are spread over them.
-        capacity: bytes of all segments together, which are preallocated one by one. None for the segments that are
-            there: then no file or directory is made or deleted.
-        policy: lru, lfu or fifo. After opening, records are in the order in which they were written; `infos` reports
-            the time of writing until they are used.
-        segment_bytes: bytes of a file; no record can be larger.
-        name: the tier's name in messages and statistics.
-        retry_seconds: after an error of a directory the others are preferred for this long, and it does not grow.
+    capacity: bytes of all segments together, which are preallocated one by one; None for the segments that are there:
+    then no file or directory is made or deleted. policy: lru, lfu or fifo; after opening, records are in the order of
+    writing, and `infos` reports the time of writing until they are used. segment_bytes: of a file; no record can be
+    larger.
+    retry_seconds: after an error of a directory the others are preferred for this long, and it does not grow.
 
-    Raises:
-        ValueError: a directory is open in another process or was written by another version, or there is less space
-            than the capacity.
-        OSError: a directory cannot be made or read.
+    Raises ValueError for a directory that is open in another process or of another version, and for less space than the
+    capacity; OSError for a directory that cannot be made or read.
     """
 
     def __init__(
@@ -130,14 +124,16 @@ class DiskTier(Tier):
 
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
         """Return False for records that the disk did not take, if it took others. Raises TierError if it took none."""
-        mine = [one for one in writers if isinstance(one, DiskWriter) and one.owner is self and one.is_open]
-        if len(mine) != len(writers) or len(set(map(id, mine))) != len(mine):
+        open_writers = [
+            writer for writer in writers if isinstance(writer, DiskWriter) and writer.owner is self and writer.is_open
+        ]
+        if len(open_writers) != len(writers) or len(set(map(id, open_writers))) != len(open_writers):
             raise ValueError("writers must be this tier's, not closed, each given once")
-        for writer in mine:
+        for writer in open_writers:
             writer.check_whole()
         done, trouble = [], None
         deadline = None if timeout is None else time.monotonic() + timeout
-        for writer in mine:
+        for writer in open_writers:
             try:
                 self._commit(writer, deadline)
                 done.append(True)
@@ -225,7 +221,7 @@ class DiskTier(Tier):
         drive = entry.space.drive
         with self._lock:
             self._check_open()
-            drive.enter()
+            drive.num_users += 1
         try:
             return drive.run(call, *args)
         except DriveError as error:

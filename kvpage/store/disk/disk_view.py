@@ -21,8 +21,7 @@ from kvpage.store.disk.lock import DiskOwner, owner_of
 from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, DiskReader
 from kvpage.store.disk.segment import HEADER_BYTES, DamagedSegment, Run, Segment
 from kvpage.store.disk.space import Entry, Space
-from kvpage.store.tiers.read_only_tier import ReadOnlyTier
-from kvpage.store.tiers.tier import Key, Reader, RecordGone, RecordInfo, TierError, TierStats
+from kvpage.store.tiers.tier import Key, Reader, ReadOnlyTier, RecordGone, RecordInfo, TierError, TierStats
 
 MAX_WALKS = 8  # of a segment whose owner writes so much that no two walks find the same slots without a header
 Result = TypeVar("Result")
@@ -31,7 +30,7 @@ Result = TypeVar("Result")
 class DiskView(ReadOnlyTier):
     """A disk tier to read only. Calls that would change a record raise TierError.
 
-    The records are those of the moment when it was made, less those that are found to be gone since.
+    The view has the records of the moment when it was made, without records that turn out to be gone.
 
     paths: directories of a disk tier.
     owners: the processes that have them open.
@@ -90,7 +89,7 @@ class DiskView(ReadOnlyTier):
             self._is_closed = True
             self._closer()
 
-    # --- for who keeps up with the owner ---
+    # --- for a reader that keeps up with the owner ---
 
     def holds(self, key: Key) -> bool:
         """Return whether the record is there now, by its header on the disk."""
@@ -104,7 +103,7 @@ class DiskView(ReadOnlyTier):
     def look_at(self, folder: Path, place: Place) -> None:
         """Add the record that the owner has written to a place. Raises OSError, ValueError."""
         with self._lock:
-            segment = next((one for one in self._segments if one.id == place.segment_id), None)
+            segment = next((candidate for candidate in self._segments if candidate.id == place.segment_id), None)
             if segment is None:
                 segment = self._new_segment(folder / f"{place.file:04}.segment", place.segment_id)
             if segment is None or not 0 < place.slot < segment.num_slots:
@@ -120,7 +119,7 @@ class DiskView(ReadOnlyTier):
         self._check_open()
         try:
             result = call(*args)
-            is_there = _is_there(entry)
+            is_there = entry.space.segment.holds(entry.run)
         except OSError as error:
             raise TierError(f"{entry.space.segment.path}: {error.strerror or error}") from error
         if not is_there:
@@ -173,11 +172,11 @@ class DiskView(ReadOnlyTier):
         return self._spaces[segment.id]
 
     def _add(self, entry: Entry) -> None:
-        place = entry.space.segment.id, entry.run.slot
-        former = self._at.get(place)
+        position = entry.space.segment.id, entry.run.slot
+        former = self._at.get(position)
         if former is not None and self._entries.get(former.key) is former:
             del self._entries[former.key]
-        self._at[place] = entry
+        self._at[position] = entry
         there = self._entries.get(entry.key)
         if there is None or there.run.generation < entry.run.generation:
             self._entries[entry.key] = entry
@@ -228,12 +227,6 @@ def _walk(segment: Segment) -> tuple[list[Run], int]:
     else:
         unclaimed &= before
     return [run for run in runs if run.key is not None], len(unclaimed)
-
-
-def _is_there(entry: Entry) -> bool:
-    found, segment = bytearray(HEADER_BYTES), entry.space.segment
-    segment.read(entry.run, 0, memoryview(found))
-    return found == segment.header(entry.run)
 
 
 def _is_being_made(file: Path) -> bool:

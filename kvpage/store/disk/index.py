@@ -60,7 +60,7 @@ class Index:
     def next_generation(self) -> int:
         """Return a number higher than all that were found here.
 
-        As far as clocks go forward, it is also higher than those of directories that are opened with these later.
+        As far as clocks go forward, it is also higher than the generations of directories that join later.
         """
         self.generation = max(self.generation + 1, time.time_ns() // 1000)
         return self.generation

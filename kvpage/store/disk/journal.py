@@ -4,7 +4,7 @@
                                             ▲
                                             └── where a JournalTail has read to: only what follows is new to it
 
-It is a hint. Whoever reads a place looks at the header there, which alone says what is there. So a journal that lies,
+It is a hint. A reader of a place looks at the header there, which alone names the record. So a journal that lies,
 or lacks something, costs a miss and never a wrong byte. An owner that opens the directory begins a journal of another
 id. Then its readers walk through the headers once more.
 """

@@ -79,28 +79,33 @@ class DiskReader(Reader):
         self._is_open = True
 
     def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes:
-        self._check_piece(begin, begin + int(np.add.reduce(runs[:, 1])))
-        buffer, entry = self._own_buffer(), self._entry
-        place = entry.run, HEADER_BYTES + begin, runs, stretch_bytes, buffer, num_threads
-        return self._owner.on_disk(entry, entry.space.segment.read_runs, *place)
+        buffer, entry = self._buffer_for(begin, begin + int(np.add.reduce(runs[:, 1]))), self._entry
+        return self._owner.on_disk(
+            entry,
+            entry.space.segment.read_runs,
+            entry.run,
+            HEADER_BYTES + begin,
+            runs,
+            stretch_bytes,
+            buffer,
+            num_threads,
+        )
 
     def piece(self, begin: int, end: int) -> memoryview:
-        self._check_piece(begin, end)
-        self._buffer = self._own_buffer()
-        if len(self._buffer) < end - begin:
-            self._owner.buffers.give(self._buffer)
-            self._buffer = new_buffer(end - begin)
-        view, entry = self._buffer[: end - begin], self._entry
+        buffer = self._buffer_for(begin, end)
+        if len(buffer) < end - begin:
+            self.release_piece()  # before a new one may fail: a buffer that is given twice would have two users
+            self._buffer = buffer = new_buffer(end - begin)
+        view, entry = buffer[: end - begin], self._entry
         self._owner.on_disk(entry, entry.space.segment.read, entry.run, HEADER_BYTES + begin, view)
         return view
 
-    def _check_piece(self, begin: int, end: int) -> None:
+    def _buffer_for(self, begin: int, end: int) -> memoryview:
+        """Return the reader's buffer. Raises ValueError for bytes that the record lacks, and for a closed reader."""
         if not self._is_open:
             raise ValueError("a reader must not be closed, this one is")
         if not 0 <= begin <= end <= self.num_bytes:
             raise ValueError(f"a piece must be in [0, {self.num_bytes}], got [{begin}, {end}]")
-
-    def _own_buffer(self) -> memoryview:
         if self._buffer is None:
             self._buffer = self._owner.buffers.take()
         return self._buffer
@@ -112,9 +117,7 @@ class DiskReader(Reader):
 
     def is_there(self) -> bool:
         """Return whether the header on the disk is still the record's. Raises TierError."""
-        found, entry = bytearray(HEADER_BYTES), self._entry
-        self._owner.on_disk(entry, entry.space.segment.read, entry.run, 0, memoryview(found))
-        return found == entry.space.segment.header(entry.run)
+        return self._owner.on_disk(self._entry, self._entry.space.segment.holds, self._entry.run)
 
     def close(self) -> None:
         if not self._is_open:
@@ -154,8 +157,10 @@ class DiskWriter(Writer):
         num_written = total // self._slot_bytes * self._slot_bytes
         lead = self._buffer[: filled if num_written else 0]
         tail = self._buffer[: total - num_written] if num_written else self._buffer[filled:total]
-        place = self.entry.run, self._begin, lead, runs, stretch_bytes, tail, num_threads
-        digests = self.owner.on_disk(self.entry, self._segment.write_runs, *place)
+        run, begin = self.entry.run, self._begin
+        digests = self.owner.on_disk(
+            self.entry, self._segment.write_runs, run, begin, lead, runs, stretch_bytes, tail, num_threads
+        )
         self._begin, self._filled = self._begin + num_written, total - num_written
         self._end += num_bytes
         return digests

@@ -165,8 +165,13 @@ class Segment:
         """Return the run's header, HEADER_BYTES long."""
         kind = FREE if run.key is None else RECORD
         fields = (run.slot, run.num_slots, run.generation, run.num_bytes, run.written, run.key or NO_KEY)
-        head = RUN.pack(RUN_MAGIC, kind, self.id, *fields, bytes(8))
-        return _with_checksum(head).ljust(HEADER_BYTES, b"\0")
+        return _with_checksum(RUN.pack(RUN_MAGIC, kind, self.id, *fields, bytes(8))).ljust(HEADER_BYTES, b"\0")
+
+    def holds(self, run: Run) -> bool:
+        """Return whether the header on the disk is still the run's. Raises OSError."""
+        header = bytearray(HEADER_BYTES)
+        self.read(run, 0, memoryview(header))
+        return header == self.header(run)
 
     def mark(self, run: Run) -> None:
         """Write the run's header and leave the bytes after it. Raises OSError."""
@@ -200,7 +205,12 @@ class Segment:
 
     def read(self, run: Run, offset: int, into: memoryview) -> None:
         """Fill `into` from `offset` bytes after the beginning of the header. Raises EndOfFile or another OSError."""
-        read_all(self._fd, into, run.slot * self.slot_bytes + offset)
+        at = run.slot * self.slot_bytes + offset
+        while len(into):
+            count = os.preadv(self._fd, [into], at)
+            if count == 0:
+                raise EndOfFile(errno.EIO, "the file ends too early")
+            into, at = into[count:], at + count
 
     def read_runs(
         self, run: Run, offset: int, runs: Runs, stretch_bytes: int, room: memoryview, num_threads: int
@@ -247,14 +257,6 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
         if count == 0:
             raise OSError(errno.EIO, "nothing was written")
         data, offset = data[count:], offset + count
-
-
-def read_all(fd: int, into: memoryview, offset: int) -> None:
-    while len(into):
-        count = os.preadv(fd, [into], offset)
-        if count == 0:
-            raise EndOfFile(errno.EIO, "the file ends too early")
-        into, offset = into[count:], offset + count
 
 
 def _with_checksum(head: bytes) -> bytes:

@@ -1,10 +1,11 @@
 """SharedDisk: the records of disk tiers that other processes have open, kept up with as they write.
 
-    contains, open ─► what does each journal have that is new? ─► the headers there ─► is it still the record?
+    contains, open ─► new places in each journal ─► the headers there ─► is it still the record?
                                     └── another id: a new owner ─► walk through all headers
 
-Nothing is locked, made or written, and nobody is asked: look-ups read the files. Each record's header is read again
-before it counts as found, and after each piece that is read. What its owner evicts or replaces meanwhile is a miss.
+Nothing is locked, made or written, and no owner is asked: look-ups read the files. Each record's header is read again
+before it counts as found, and after each piece that is read. A record that its owner evicts or
+replaces meanwhile is a miss.
 """
 
 import os
@@ -15,8 +16,7 @@ from pathlib import Path
 
 from kvpage.store.disk.disk_view import DiskView
 from kvpage.store.disk.journal import JournalTail
-from kvpage.store.tiers.read_only_tier import ReadOnlyTier
-from kvpage.store.tiers.tier import Key, Reader, RecordInfo, TierError, TierStats
+from kvpage.store.tiers.tier import Key, Reader, ReadOnlyTier, RecordInfo, TierError, TierStats
 
 EVERY = "*"
 SETTLED_SECONDS = 1.0  # after which a directory's time of change tells of the next change for sure
@@ -31,19 +31,19 @@ class _Peer:
         self._tail = JournalTail(path)
 
     def refresh(self) -> None:
-        """Take up what its owner has written. Raises OSError or ValueError: the old view stays."""
+        """Add the records that its owner has written. Raises OSError or ValueError: the old view stays."""
         try:
-            places = self._tail.poll()
-        except FileNotFoundError:  # nobody has written here yet, or it was deleted
+            positions = self._tail.poll()
+        except FileNotFoundError:  # no owner has written here yet, or it was deleted
             self._tail.close()
             self.view = None
             return
         try:
-            if places is None or self.view is None:
+            if positions is None or self.view is None:
                 self.view = DiskView([self.path])  # readers of the old one keep it
             else:
-                for place in places:
-                    self.view.look_at(self.path, place)
+                for position in positions:
+                    self.view.look_at(self.path, position)
         except BaseException:
             self._tail.close()  # the next time all is looked at
             raise
@@ -57,14 +57,8 @@ class _Peer:
 class SharedDisk(ReadOnlyTier):
     """Directories of disk tiers that other processes write, for reading. They may come and go.
 
-    A reader does not keep its record: what is evicted while it is read is a miss. Reads are no uses for the owner.
-
-    Args:
-        paths: directories; one whose last part is * stands for all directories beside each other there.
-        name: the tier's name in messages and statistics.
-
-    Raises:
-        ValueError: there is no path.
+    A reader does not keep its record: one evicted during a read is a miss. Reads are no uses for the owner. A path
+    whose last part is * stands for all directories beside each other there. Raises ValueError if there is no path.
     """
 
     def __init__(self, paths: Sequence[str | Path], name: str = "disk-view") -> None:
@@ -83,16 +77,16 @@ class SharedDisk(ReadOnlyTier):
 
     def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
         views = self._views(timeout)
-        return [next((found for view in views for found in view.open([key]) if found), None) for key in keys]
+        return [next((reader for view in views for reader in view.open([key]) if reader), None) for key in keys]
 
     def infos(self) -> Iterator[RecordInfo]:
         return iter([info for view in self._views(None) for info in view.infos()])
 
     def stats(self) -> TierStats:
-        stats = [view.stats() for view in self._views(None)]
-        counts = sum(one.num_records or 0 for one in stats), sum(one.num_bytes or 0 for one in stats)
+        states = [view.stats() for view in self._views(None)]
+        counts = sum(state.num_records or 0 for state in states), sum(state.num_bytes or 0 for state in states)
         return TierStats(
-            self.name, *counts, None, corrupted=sum(one.corrupted for one in stats), errors=self._num_errors
+            self.name, *counts, None, corrupted=sum(state.corrupted for state in states), errors=self._num_errors
         )
 
     def close(self) -> None:
@@ -131,12 +125,12 @@ class SharedDisk(ReadOnlyTier):
             changed = os.stat(parent).st_mtime_ns
             if changed == self._parents[parent]:
                 return
-            found = {Path(entry.path) for entry in os.scandir(parent) if _is_trusted(entry, parent)}
+            directories = {Path(entry.path) for entry in os.scandir(parent) if _is_trusted(entry, parent)}
         except OSError:
             return
-        for path in sorted(found - self._peers.keys()):
+        for path in sorted(directories - self._peers.keys()):
             self._peers[path] = _Peer(path)
-        for path in [path for path in self._peers if path.parent == parent and path not in found]:
+        for path in [path for path in self._peers if path.parent == parent and path not in directories]:
             self._peers.pop(path).close()
         is_settled = time.time() - changed / 1e9 > SETTLED_SECONDS
         self._parents[parent] = changed if is_settled else None

@@ -130,7 +130,7 @@ class Space:
         """Compare entries, free runs and headers.
 
         Raises RuntimeError unless entries and free runs make up the segment. Its headers must describe the findable
-        entries, and at most those besides that are still to be marked free.
+        entries, and at most the entries besides that are still to be marked free.
         """
         self._extents.check()
         num_used = sum(entry.run.num_slots for entry in self._entries.values())
@@ -140,9 +140,9 @@ class Space:
         lost = [entry.run for entry in self._entries.values() if entry.is_over]
         findable = {entry.run for entry in self._entries.values() if entry.is_findable}
         marked = {entry.run for entry in self._entries.values() if not entry.is_marked_free}
-        found = {run for run in self.segment.runs() if run.key is not None}
-        if lost or not findable <= found <= marked:
-            raise RuntimeError(f"{self.segment.path}: lost {lost}, headers have {found}, not {findable} to {marked}")
+        records = {run for run in self.segment.runs() if run.key is not None}
+        if lost or not findable <= records <= marked:
+            raise RuntimeError(f"{self.segment.path}: lost {lost}, headers have {records}, not {findable} to {marked}")
 
     def _put(self, entry: Entry) -> None:
         self._entries[entry.run.slot] = self._ends[entry.run.end] = entry

@@ -10,20 +10,19 @@ import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-import kvpage._C as _C
 from kvpage.checks.tensors import check_plain
 from kvpage.checks.tokens import as_tokens
 from kvpage.ops.chunks import load_chunk, store_chunk
 from kvpage.store.load.device.device_lanes import LanePool
 from kvpage.store.load.device.device_pipeline import DevicePipeline, DeviceRun
-from kvpage.store.load.layer_units import LayerUnit, layer_units, row_layout_of, stretch_bytes_of, units_of
+from kvpage.store.load.layer_units import LayerUnit, row_layout_of, stretch_bytes_of, units_of
 from kvpage.store.records.keys import KVStoreMetadata, scales_digest
 from kvpage.store.records.record import Shape
 from kvpage.store.tiers.stretches import Runs, address_of
@@ -46,9 +45,6 @@ def metadata_of(
         worker_id: the number of this rank.
         fmt: "vllm" or "huggingface", see KVStoreMetadata.
 
-    Returns:
-        The metadata.
-
     Raises:
         TypeError: engine is not a CacheEngine.
         ValueError: another argument breaks a rule of KVStoreMetadata.
@@ -65,7 +61,7 @@ def metadata_of(
 
 RUN_BYTES = 8 << 20  # copied from or to a GPU at once: longer than it takes the host to start the next copy
 MIN_RUN_BYTES = 4096  # of memory that is written directly; shorter runs are copied into one piece first
-MAX_PLANS = 64
+MAX_FORMS = 64
 
 
 def _block_ids(block_table: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
@@ -79,9 +75,7 @@ def _block_ids(block_table: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
 def move_padding(engine: "LayerCaches", fmt: str) -> None:
     """Store and load a chunk of one block, in memory of its own: it asks for the kernels that an engine's chunks need.
 
-    Args:
-        engine: the engine. Its blocks are neither read nor written.
-        fmt: of the store, see KVStoreMetadata.
+    The engine's blocks are neither read nor written. fmt: of the store, see KVStoreMetadata.
     """
     ids, device = torch.zeros(1, dtype=torch.int32), engine.device
     caches = [layout.allocate(1, 1, device)[0] for layout in engine.layouts]
@@ -92,20 +86,54 @@ def move_padding(engine: "LayerCaches", fmt: str) -> None:
         load_chunk(unit.caches, ids, chunk, unit.layout, 0, fmt)
 
 
+class ChunkForm:
+    """The sizes of the chunks of one number of tokens, the same for all blocks of an engine.
+
+    shape: with units of several shapes, that of one long row a token. piece_ends: the bytes at which pieces of the
+    payload may end; None for each stretch's end. layer_bytes, unit_ends: bytes of a layer, and to its end, of each
+    unit. layer_ends: to the end of each layer. plans: of the units, for blocks in host memory.
+    """
+
+    def __init__(self, units: Sequence[LayerUnit], num_layers: int, fmt: str, num_tokens: int, on_host: bool) -> None:
+        self.num_tokens, self.shape = num_tokens, _shape(units, num_tokens, fmt)
+        self.stretch_bytes = stretch_bytes_of(units, num_tokens)
+        self.layer_bytes = [unit.layer_bytes(num_tokens) for unit in units]
+        sizes = [0] * num_layers
+        for unit, size in zip(units, self.layer_bytes, strict=True):
+            for layer in range(unit.first, unit.first + len(unit.caches)):
+                sizes[layer] += size
+        self.layer_ends = list(itertools.accumulate(sizes))
+        unit_bytes = (size * len(unit.caches) for size, unit in zip(self.layer_bytes, units, strict=True))
+        self.unit_ends = list(itertools.accumulate(unit_bytes))
+        self.piece_ends = None if len(units) == 1 else self.layer_ends
+        self.plans = [unit.plan(num_tokens, fmt, self.stretch_bytes) for unit in units if on_host]
+
+
+def _shape(units: Sequence[LayerUnit], num_tokens: int, fmt: str) -> Shape:
+    if len(units) == 1:
+        return units[0].shape(num_tokens, fmt)
+    size = sum(unit.token_size for unit in units)
+    return (1, 1, num_tokens, 1, size) if fmt == "vllm" else (1, 1, 1, num_tokens, size)
+
+
 class EngineRows:
-    """The facts about an engine's caches that a chunk of its blocks depends on, derived once.
+    """The facts about an engine's caches that a chunk of its blocks depends on, derived once. Thread-safe.
 
     metadata: as of `metadata_of`, without the store's part. units: of its layers. num_blocks: of each cache.
     """
 
     def __init__(self, engine: "LayerCaches") -> None:
         self.metadata = metadata_of(engine, "")
-        self.units = layer_units(engine)
-        self.num_blocks = engine.layout.num_blocks(engine.gpu_cache[0])
-        self._plans: dict[tuple[str, int], list[_C.ChunkPlan]] = {}
+        self.units = units_of(engine.layouts, engine.gpu_cache)
+        layout = engine.layout
+        self.dtype, self.block_size, self.num_layers = layout.dtype, layout.block_size, len(engine.gpu_cache)
+        self.num_blocks = layout.num_blocks(engine.gpu_cache[0])
+        self.is_on_device = engine.device.type != "cpu"
+        self._forms: dict[tuple[str, int], ChunkForm] = {}
+        self._lock = threading.Lock()
 
     def check(self, metadata: KVStoreMetadata) -> None:
-        """Raise ValueError unless a store's metadata are those of the rows. A dtype of None matches any."""
+        """Raise ValueError unless a store's metadata equal the rows'. A dtype of None matches any."""
         for name in ("kv_dtype", "row_layout", "scales_digest"):
             if getattr(metadata, name) not in (None, getattr(self.metadata, name)):
                 raise ValueError(
@@ -113,19 +141,18 @@ class EngineRows:
                     f"got {getattr(metadata, name)!r}; see kvpage.store.metadata_of"
                 )
 
-    def plans(self, fmt: str, num_tokens: int) -> list[_C.ChunkPlan]:
-        """Return the plans of the units, for chunks of `num_tokens` in host memory.
-
-        Making them takes a fifth of the time of copying a chunk of 32 MiB.
-        """
-        if (plans := self._plans.get((fmt, num_tokens))) is not None:
-            return plans
-        stretch_bytes = stretch_bytes_of(self.units, num_tokens)
-        plans = [unit.plan(num_tokens, fmt, stretch_bytes) for unit in self.units]
-        if len(self._plans) >= MAX_PLANS:  # last chunks are of any length
-            self._plans = {}
-        self._plans[fmt, num_tokens] = plans
-        return plans
+    def form(self, fmt: str, num_tokens: int) -> ChunkForm:
+        """Return the form of chunks of `num_tokens`. Making it takes a fifth of the time of copying 32 MiB."""
+        form = self._forms.get((fmt, num_tokens))
+        if form is not None:
+            return form
+        with self._lock:  # the threads of a call need the same one
+            if (fmt, num_tokens) not in self._forms:
+                if len(self._forms) >= MAX_FORMS:  # last chunks are of any length
+                    self._forms = {}
+                on_host = not self.is_on_device
+                self._forms[fmt, num_tokens] = ChunkForm(self.units, self.num_layers, fmt, num_tokens, on_host)
+            return self._forms[fmt, num_tokens]
 
 
 class KnownRows:
@@ -141,7 +168,7 @@ class KnownRows:
         """Return the rows, derived if need be. Raises as `metadata_of`, and ValueError for an engine without layers."""
         if not hasattr(engine, "gpu_cache"):
             return EngineRows(engine)  # which tells the error
-        addresses = tuple(cache.data_ptr() for cache in engine.gpu_cache)
+        addresses = tuple(map(torch.Tensor.data_ptr, engine.gpu_cache))
         with self._lock:
             known = self._rows.get(engine)
             if known is None or known[0] != addresses:
@@ -168,21 +195,13 @@ class BlockChunks:
         self.rows.check(metadata)
         self.ids = _block_ids(block_table)
         self.engine, self.fmt, self.units = engine, metadata.fmt, self.rows.units
-        self.is_on_device = engine.device.type != "cpu"
+        self.num_layers, self.is_on_device = self.rows.num_layers, self.rows.is_on_device
+        self.num_tokens = len(self.ids) * self.rows.block_size  # that fit
         if self.is_on_device:  # threads that copy have other current streams than the caller
             device, pool = engine.gpu_cache[0].device, lanes or LanePool()
             ready = pool.mark(device)
             self.pipeline = DevicePipeline(pool, device, ready)
             self.layer_pipeline = DevicePipeline(layer_lanes or LanePool(), device, ready)
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.engine.gpu_cache)
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens that fit into the blocks."""
-        return len(self.ids) * self.engine.layout.block_size
 
     def check_room(self, num_tokens: int) -> None:
         """Raise ValueError if the tokens need more blocks, or one that the engine lacks."""
@@ -197,11 +216,8 @@ class BlockChunks:
             raise ValueError("block_table must name a block once where it is written, got one twice")
 
     def shape(self, num_tokens: int) -> Shape:
-        """Return the shape of a chunk of `num_tokens`; with units of several shapes, that of one long row a token."""
-        if len(self.units) == 1:
-            return self.units[0].shape(num_tokens, self.fmt)
-        size = sum(unit.token_size for unit in self.units)
-        return (1, 1, num_tokens, 1, size) if self.fmt == "vllm" else (1, 1, 1, num_tokens, size)
+        """Return the shape of a chunk of `num_tokens`."""
+        return _shape(self.units, num_tokens, self.fmt)
 
     def chunk(self, begin: int, end: int, first: int | None = None, last: int | None = None) -> "BlockChunk":
         """Return the tokens [begin, end) as a payload, of which [first, last) are loaded; by default all."""
@@ -209,15 +225,9 @@ class BlockChunks:
         kind = DeviceBlockChunk if self.is_on_device else HostBlockChunk
         return kind(self, begin, end, *loaded)
 
-    def plans(self, num_tokens: int) -> list[_C.ChunkPlan]:
-        """Return the plans of the units, for chunks of `num_tokens` in host memory."""
-        return self.rows.plans(self.fmt, num_tokens)
-
-    # --- inside ---
-
     def _check_there(self, begin: int, end: int) -> torch.Tensor:
         """Return the ids of the blocks of the tokens [begin, end). Raises ValueError for one that the engine lacks."""
-        size, num_blocks = self.engine.layout.block_size, self.rows.num_blocks
+        size, num_blocks = self.rows.block_size, self.rows.num_blocks
         ids = self.ids[begin // size : -(-end // size)]
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
             raise ValueError(f"block_table must be in [0, {num_blocks}), got {int(ids.min())} to {int(ids.max())}")
@@ -240,54 +250,27 @@ class BlockChunk(ABC):
     """The tokens [begin, end) of a sequence's blocks as a payload of whole layers, each of one stretch or several."""
 
     def __init__(self, blocks: BlockChunks, begin: int, end: int, first: int, last: int) -> None:
-        num_tokens, units = end - begin, blocks.units
-        self.shape = blocks.shape(num_tokens)
-        self.stretch_bytes = stretch_bytes_of(units, num_tokens)
-        self._layer_bytes = [unit.layer_bytes(num_tokens) for unit in units]  # of each unit
-        sizes = (size * len(unit.caches) for size, unit in zip(self._layer_bytes, units, strict=True))
-        self._unit_ends = list(itertools.accumulate(sizes))
-        self._blocks, self._begin, self._num_tokens = blocks, begin, num_tokens
-        self._first, self._last = first - begin, last - begin  # of the chunk's tokens those that are taken
-
-    @property
-    def num_layers(self) -> int:
-        """The number of layers."""
-        return self._blocks.num_layers
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the payload."""
-        return self._unit_ends[-1]
-
-    @property
-    def piece_ends(self) -> Sequence[int] | None:
-        """The bytes at which pieces of the payload may end; None for each stretch's end."""
-        return None if len(self._unit_ends) == 1 else self._layer_ends()
+        self._form = form = blocks.rows.form(blocks.fmt, end - begin)
+        self.shape, self.stretch_bytes, self.num_layers = form.shape, form.stretch_bytes, blocks.num_layers
+        self.num_bytes, self.piece_ends = form.unit_ends[-1], form.piece_ends
+        self._blocks, self._begin = blocks, begin
+        self._first, self._last = first - begin, last - begin  # the taken tokens, counted in the chunk
 
     def layer_span(self, layer: int) -> tuple[int, int]:
         """Return the bytes [begin, end) of a layer in the payload."""
-        if len(self._unit_ends) == 1:
-            size = self._layer_bytes[0]
-            return layer * size, (layer + 1) * size
-        ends = self._layer_ends()
+        ends = self._form.layer_ends
         return (ends[layer - 1] if layer else 0), ends[layer]
 
-    def _layer_ends(self) -> list[int]:
-        """Return the end of each layer in the payload."""
-        sizes = [0] * self.num_layers
-        for unit, size in zip(self._blocks.units, self._layer_bytes, strict=True):
-            for layer in range(unit.first, unit.first + len(unit.caches)):
-                sizes[layer] += size
-        return list(itertools.accumulate(sizes))
-
-    def _spans(self, begin: int, num_bytes: int) -> Iterator[UnitSpan]:
-        """Walk over the layers of each unit in the payload's bytes from `begin` on."""
-        unit_begin = 0
-        for index, unit_end in enumerate(self._unit_ends):
+    def _spans(self, begin: int, num_bytes: int) -> list[UnitSpan]:
+        """Return the layers of each unit in the payload's bytes from `begin` on."""
+        spans, unit_begin = list[UnitSpan](), 0
+        for index, unit_end in enumerate(self._form.unit_ends):
             low, high = max(begin, unit_begin), min(begin + num_bytes, unit_end)
             if low < high:
-                yield UnitSpan(index, (low - unit_begin) // self._layer_bytes[index], low - begin, high - begin)
+                first = (low - unit_begin) // self._form.layer_bytes[index]
+                spans.append(UnitSpan(index, first, low - begin, high - begin))
             unit_begin = unit_end
+        return spans
 
     @abstractmethod
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
@@ -306,34 +289,30 @@ class HostBlockChunk(BlockChunk):
     """Blocks in host memory: every byte is read once."""
 
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
-        target, plans = self._place(num_threads, streaming), self._plans
-        return b"".join(
-            plans[index].store(target, first, address_of(buffer) + low, high - low)
-            for index, first, low, high in self._spans(begin, len(buffer))
-        )
+        target, address, digests = self._target(num_threads, streaming), address_of(buffer), []
+        for unit, first, low, high in self._spans(begin, len(buffer)):
+            digests.append(self._form.plans[unit].store(target, first, address + low, high - low))
+        return b"".join(digests)
 
     def runs(self) -> Runs | None:
-        if self._last - self._first < self._num_tokens:
+        if self._last - self._first < self._form.num_tokens:
             return None
-        target = self._place(1, streaming=False)
-        parts = [plan.runs(target) for plan in self._plans]
+        target = self._target(1, streaming=False)
+        parts = [plan.runs(target) for plan in self._form.plans]
         if not all(map(len, parts)):
             return None
         runs = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return runs if len(runs) * MIN_RUN_BYTES <= self.num_bytes else None
 
     def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
-        target, plans = self._place(num_threads, streaming=True), self._plans
-        return b"".join(
-            plans[index].load(target, first, address_of(piece) + low, high - low, self._first, self._last)
-            for index, first, low, high in self._spans(begin, len(piece))
-        )
+        target, address, digests = self._target(num_threads, streaming=True), address_of(piece), []
+        tokens = self._first, self._last
+        for unit, first, low, high in self._spans(begin, len(piece)):
+            digests.append(self._form.plans[unit].load(target, first, address + low, high - low, *tokens))
+        return b"".join(digests)
 
-    @property
-    def _plans(self) -> list[_C.ChunkPlan]:
-        return self._blocks.plans(self._num_tokens)
-
-    def _place(self, num_threads: int, streaming: bool) -> tuple[int, int, int, int, bool]:
+    def _target(self, num_threads: int, streaming: bool) -> tuple[int, int, int, int, bool]:
+        """Return the blocks as native plans take them."""
         ids = self._blocks.ids
         return ids.data_ptr(), len(ids), self._begin, num_threads, streaming
 
@@ -358,7 +337,7 @@ class DeviceBlockChunk(BlockChunk):
         """Return runs of a few layers each. move: takes a unit, some of its caches, and their rows as bytes."""
         runs = []
         for index, first, low, high in self._spans(begin, len(data)):
-            unit, size = self._blocks.units[index], self._layer_bytes[index]
+            unit, size = self._blocks.units[index], self._form.layer_bytes[index]
             step = max(RUN_BYTES // size, 1)
             for at in range(0, (high - low) // size, step):
                 run = data[low + at * size : min(low + (at + step) * size, high)]
@@ -377,7 +356,7 @@ class DeviceBlockChunk(BlockChunk):
 
     def _rows(self, unit: LayerUnit, data: torch.Tensor) -> torch.Tensor:
         """Return a view of some layers' bytes: [layers, parts, ...]."""
-        return data.view(unit.layout.dtype).view(-1, *unit.shape(self._num_tokens, self._blocks.fmt)[1:])
+        return data.view(unit.layout.dtype).view(-1, *unit.shape(self._form.num_tokens, self._blocks.fmt)[1:])
 
 
 Move = Callable[[LayerUnit, list[torch.Tensor], torch.Tensor], None]

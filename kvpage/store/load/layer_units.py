@@ -49,7 +49,7 @@ class LayerUnit:
         return len(self.caches) * self.layer_token_size
 
     def layer_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of so many tokens in one layer."""
+        """Return the bytes of `num_tokens` tokens in one layer."""
         return num_tokens * self.layer_token_size * self.layout.dtype.itemsize
 
     def shape(self, num_tokens: int, fmt: str) -> Shape:
@@ -59,18 +59,13 @@ class LayerUnit:
         return len(self.caches), self.num_parts, first, second, self.row_size
 
     def plan(self, num_tokens: int, fmt: str, stretch_bytes: int) -> _C.ChunkPlan:
-        """Return the plan for chunks of so many tokens in host memory."""
+        """Return the plan for chunks of `num_tokens` tokens in host memory."""
         layout, shape = self.layout, self.shape(num_tokens, fmt)
         payload = torch.empty(shape, dtype=layout.dtype, device="meta")  # whose addresses count from 0
         parts = native_chunk_parts(self.caches, payload if fmt == "vllm" else payload.transpose(2, 3), layout)
         moves_per_part = len(parts) // (shape[0] * shape[1])
         sizes = layout.num_kv_heads, layout.num_blocks(self.caches[0]), layout.block_size, self.layer_bytes(num_tokens)
         return _C.ChunkPlan(parts, (shape[0], moves_per_part, num_tokens, *sizes, stretch_bytes))
-
-
-def layer_units(engine: "LayerCaches") -> list[LayerUnit]:
-    """Return the units of an engine's layers, in the order of the payload."""
-    return units_of(engine.layouts, engine.gpu_cache)
 
 
 def units_of(layouts: Sequence[CacheLayout], caches: Sequence[torch.Tensor]) -> list[LayerUnit]:

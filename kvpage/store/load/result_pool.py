@@ -24,8 +24,8 @@ LEAST_BYTES = 2 * HUGE_PAGE_BYTES  # smaller results come from torch
 MOST_WASTE = 2  # kept memory serves results down to half of its size
 
 
-class Kept:
-    """Memory that is kept. Two are never equal, as arrays would be element by element."""
+class Slab:
+    """Memory of a result that is gone. Two slabs are never equal, as arrays would be element by element."""
 
     __slots__ = ("memory",)
 
@@ -41,12 +41,12 @@ class ResultPool:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: deque[Kept] = deque()  # the oldest first; whoever takes one out has it alone
+        self._kept: deque[Slab] = deque()  # the oldest first; a thread that takes a slab out has it alone
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of memory that is kept."""
-        return sum(len(each.memory) for each in self._kept.copy())
+        return sum(len(slab.memory) for slab in self._kept.copy())
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory of any content; pinned if there is a GPU, by torch's own pool of such memory."""
@@ -60,15 +60,15 @@ class ResultPool:
         return torch.from_numpy(lent).view(dtype).view(shape)
 
     def close(self) -> None:
-        """Let go of all memory, also of what comes back later."""
+        """Let go of all memory, and of memory that comes back later."""
         self._max_bytes = 0
         self._trim()
 
     def _take(self, num_bytes: int) -> Memory:
         while fitting := [
-            each for each in self._kept.copy() if num_bytes <= len(each.memory) <= MOST_WASTE * num_bytes
+            slab for slab in self._kept.copy() if num_bytes <= len(slab.memory) <= MOST_WASTE * num_bytes
         ]:
-            best = min(fitting, key=lambda each: len(each.memory))
+            best = min(fitting, key=lambda slab: len(slab.memory))
             try:
                 self._kept.remove(best)
             except ValueError:  # another thread has it now
@@ -77,7 +77,7 @@ class ResultPool:
         return zero_bytes(num_bytes)
 
     def _give(self, memory: Memory) -> None:
-        self._kept.append(Kept(memory))
+        self._kept.append(Slab(memory))
         self._trim()
 
     def _trim(self) -> None:

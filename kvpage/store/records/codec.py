@@ -24,7 +24,6 @@ from kvpage.store.records.record import CorruptRecord, Shape
 
 Format = Literal["vllm", "huggingface"]
 SHORT_NAMES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}  # names and suffixes must fit 16 characters
-LONG_NAMES = {short: name for name, short in SHORT_NAMES.items()}
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SPLIT_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}  # csrc's FloatKind
@@ -213,18 +212,6 @@ def get_codec(name: str, dtype: torch.dtype | str, fmt: Format = "vllm") -> Code
     raise ValueError(f"codec must be raw, zstd, split or fp8, got {name!r}")
 
 
-def codec_of(recorded: str, fmt: Format = "vllm") -> Codec:
-    """Return the codec that a record names. Raises CorruptRecord for an unknown name."""
-    dtype, _, name = recorded.partition(":")
-    try:
-        codec = get_codec(name or "raw", LONG_NAMES.get(dtype, dtype), fmt)
-    except ValueError as error:
-        raise CorruptRecord(str(error)) from error
-    if codec.name != recorded:
-        raise CorruptRecord(f"codec must be {codec.name}, got {recorded!r}")
-    return codec
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype in records, at most 11 characters."""
     name = str(dtype).removeprefix("torch.")
@@ -232,10 +219,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or len(dtype_name(found)) > 11:
+    torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(torch_dtype, torch.dtype) or len(dtype_name(torch_dtype)) > 11:
         raise ValueError(f"dtype must be one of torch's with a name of at most 11 characters, got {dtype!r}")
-    return found
+    return torch_dtype
 
 
 def _check_length(name: str, num_bytes: int, expected: int) -> None:
@@ -285,10 +272,10 @@ def _scale_of(pieces: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor
     axes = [axis for axis, size in enumerate(shape) if size == 1 or axis == 2]
     for piece in pieces if most.numel() else ():
         if piece.numel():
-            found = piece.abs().amax(axes, keepdim=True)
-            if not found.isfinite().all():
-                found = piece.nan_to_num(0.0, 0.0, 0.0).abs().amax(axes, keepdim=True)
-            most = torch.maximum(most, found)
+            peaks = piece.abs().amax(axes, keepdim=True)
+            if not peaks.isfinite().all():
+                peaks = piece.nan_to_num(0.0, 0.0, 0.0).abs().amax(axes, keepdim=True)
+            most = torch.maximum(most, peaks)
     mantissa, exponent = torch.frexp(most)  # most = mantissa * 2**exponent, mantissa in [1/2, 1); 448 = 7/8 * 2**9
     exponent = exponent - 9 + (mantissa > 0.875).to(torch.int32)
     exponent = torch.where(most > 0, exponent, 0).clamp(min=-126)

@@ -9,7 +9,7 @@ A key determines a chunk: its tokens and all before them. The last chunk may be 
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,9 +74,6 @@ class KVStoreMetadata:
             namespace: of the tokens.
             lossy_codec: the name of a codec that does not give back the same bytes; its records have keys of their own.
 
-        Returns:
-            The bytes.
-
         Raises:
             ValueError: no dtype is known: K and V of several would have one key.
         """
@@ -85,7 +82,7 @@ class KVStoreMetadata:
         fields = {
             "chunk_size": str(chunk_size).encode(),
             "codec": lossy_codec.encode(),
-            "extra": _encode((name.encode(), value.encode()) for name, value in self.extra),
+            "extra": _encode([(name.encode(), value.encode()) for name, value in self.extra]),
             "fmt": self.fmt.encode(),
             "kv_dtype": str(self.kv_dtype).removeprefix("torch.").encode(),
             "model_name": self.model_name.encode("utf-8", "surrogatepass"),
@@ -95,7 +92,7 @@ class KVStoreMetadata:
             "worker_id": str(self.worker_id).encode(),
             "world_size": str(self.world_size).encode(),
         }
-        return ENCODING + _encode((name.encode(), value) for name, value in fields.items())
+        return ENCODING + _encode([(name.encode(), value) for name, value in fields.items()])
 
 
 def checked_tokens(tokens: Tokens, namespace: bytes) -> npt.NDArray[np.int32]:
@@ -162,7 +159,7 @@ class ChunkKeys:
         return seed
 
 
-def _messages(chunks: npt.NDArray[np.int32]) -> Iterator[memoryview]:
+def _messages(chunks: npt.NDArray[np.int32]) -> list[memoryview]:
     """Return the bytes to hash for each chunk, with space in front for the key before it. chunks: [chunks, tokens].
 
     All in one array: pieces of a hundred bytes would take longer to hand over than to hash.
@@ -171,11 +168,11 @@ def _messages(chunks: npt.NDArray[np.int32]) -> Iterator[memoryview]:
     rows[:, KEY_BYTES // 8] = chunks.shape[1]
     rows[:, KEY_BYTES // 8 + 1 :] = chunks
     data, step = rows.data.cast("B"), rows.strides[0]
-    return (data[begin : begin + step] for begin in range(0, len(data), step))
+    return [data[begin : begin + step] for begin in range(0, len(data), step)]
 
 
 def _encode(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
-    return b"".join(LENGTH.pack(len(part)) + part for pair in fields for part in pair)
+    return b"".join([LENGTH.pack(len(part)) + part for pair in fields for part in pair])
 
 
 def _decode(data: bytes) -> list[tuple[bytes, bytes]]:

@@ -1,25 +1,37 @@
-"""RecordKinds: the keys, metadata and codecs that the records of one store must have.
+"""RecordKinds: keys, metadata and codecs that the records of one store must have. KnownDtype: the kinds of its dtype.
 
 metadata, codec ─► keys of tokens
 key, shape      ─► RecordKind
 a record's head ─► the shape of its payload
+
+metadata with a dtype      ─► RecordKinds
+metadata without           ─► the first K and V, the first engine, or the first record that is found ─► RecordKinds
 """
 
 import math
+import threading
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
 
+from kvpage.checks.tokens import Tokens
 from kvpage.store.records.codec import LOSSLESS, Codec, get_codec
 from kvpage.store.records.keys import ChunkKeys, KVStoreMetadata
 from kvpage.store.records.record import CorruptRecord, RecordHead, Shape, UnreadableRecord
 from kvpage.store.tiers.tier import Key
 
+SOUGHT = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
+    torch.float64,
+)  # fmt: skip
+"""Dtypes that a store without one looks for, in this order."""
+
 
 class RecordKind(NamedTuple):
     """The head that a record must have.
 
-    shape, raw_bytes: of its payload, decoded. codecs: by name those that can be read, None for raw; the first is used
+    shape, raw_bytes: of its payload, decoded. codecs: all readable codecs by name, None for raw; the first is used
     for writing.
     """
 
@@ -66,9 +78,9 @@ class RecordKinds:
         return head.shape
 
 
-def _codecs(name: str, dtype: torch.dtype, wanted: str) -> dict[str, Codec | None]:
+def _codecs(name: str, dtype: torch.dtype, format_name: str) -> dict[str, Codec | None]:
     """Return codecs by their names in records: first the one for writing, then others that give back the same bytes."""
-    fmt: Literal["vllm", "huggingface"] = "vllm" if wanted == "vllm" else "huggingface"
+    fmt: Literal["vllm", "huggingface"] = "vllm" if format_name == "vllm" else "huggingface"
     raw = str(dtype).removeprefix("torch.")
     written = None if name == "raw" else get_codec(name, dtype, fmt)
     if written is not None and not written.is_lossless:
@@ -81,3 +93,56 @@ def _codecs(name: str, dtype: torch.dtype, wanted: str) -> dict[str, Codec | Non
             continue
         codecs.setdefault(codec.name, codec)
     return codecs
+
+
+class KnownDtype:
+    """The dtype of a store's K and V, known from the start or learnt from the first of them. Thread-safe.
+
+    Keys name the dtype, so that no record of another dtype is ever found. An unknown dtype costs a look for each one.
+
+    metadata: with the dtype as soon as it is known. kinds: None until then. sought: the kinds of each possible dtype;
+    empty where it was known from the start. chunk_size: in tokens. codec: its name.
+
+    Raises ValueError or ImportError for a codec that cannot be made.
+    """
+
+    def __init__(self, metadata: KVStoreMetadata, chunk_size: int, codec: str) -> None:
+        self.metadata = metadata
+        self.kinds: RecordKinds | None = None
+        self.chunk_size, self.codec = chunk_size, codec
+        self._lock = threading.Lock()
+        self.sought: list[tuple[torch.dtype, RecordKinds]] = []
+        if metadata.kv_dtype is not None:
+            self.kinds = RecordKinds(metadata, chunk_size, codec)
+        else:
+            self.sought = [(dtype, kinds) for dtype in SOUGHT if (kinds := self._kinds_of(dtype)) is not None]
+
+    def of(self, dtype: torch.dtype) -> RecordKinds:
+        """Return the kinds of this dtype. Raises ValueError if another is known, or the codec does not take it."""
+        if self.kinds is None:
+            return RecordKinds(replace(self.metadata, kv_dtype=dtype), self.chunk_size, self.codec)
+        if self.metadata.kv_dtype != dtype:
+            raise ValueError(f"K and V must be of {self.metadata.kv_dtype}, as the first of them, got {dtype}")
+        return self.kinds
+
+    def settle(self, dtype: torch.dtype) -> RecordKinds:
+        """Set the dtype, unless it is known, and return its kinds. Raises ValueError as `of`."""
+        with self._lock:
+            kinds = self.of(dtype)
+            if self.kinds is None:
+                self.metadata, self.kinds = replace(self.metadata, kv_dtype=dtype), kinds
+            return kinds
+
+    def keys(self, tokens: Tokens, namespace: bytes) -> list[Key]:
+        """Return the keys that the tokens' chunks may have, of every dtype that is possible."""
+        kinds = [kinds for _, kinds in self.sought] if self.kinds is None else [self.kinds]
+        return [key for candidate in kinds for key in candidate.keys.of(tokens, namespace)]
+
+    def _kinds_of(self, dtype: torch.dtype) -> RecordKinds | None:
+        """Return None for a dtype that the codec does not take. Raises the errors of the codec itself."""
+        try:
+            return RecordKinds(replace(self.metadata, kv_dtype=dtype), self.chunk_size, self.codec)
+        except ValueError:
+            if dtype is SOUGHT[0]:
+                raise
+            return None

@@ -11,10 +11,11 @@ import torch
 
 from kvpage.checks.tensors import check_plain
 from kvpage.checks.tokens import as_array
-from kvpage.store.records.part_rows import Parts
 from kvpage.store.records.record import Shape
 
 KVTensors = torch.Tensor | Sequence[Sequence[torch.Tensor]]
+Parts = list[list[torch.Tensor]]
+"""By layer and part, each [tokens, heads, size] or [heads, tokens, size]."""
 
 
 def token_dim(fmt: str) -> int:
@@ -37,21 +38,22 @@ def as_parts(kv_tensors: KVTensors, fmt: str, dtype: torch.dtype | None, name: s
     flat = [part for layer in parts for part in layer]
     if not flat:
         raise ValueError(f"{name} must hold at least one layer, got none")
+    shapes, dtypes = set[tuple[int, ...]](), set[torch.dtype]()
     for part in flat:
         if not isinstance(part, torch.Tensor):
             raise TypeError(f"{name} must be of tensors, got {type(part).__name__}")
         check_plain(name, part)
         if part.device.type == "meta":
             raise ValueError(f"{name} must have memory, got a tensor on meta")
-    first = flat[0]
-    if first.dim() != 3 or any(part.shape != first.shape for part in flat) or len({len(layer) for layer in parts}) > 1:
-        shapes = sorted({tuple(part.shape) for part in flat})
-        raise ValueError(f"all parts of {name} must be of one shape of 3 dimensions, got {shapes}")
-    if 0 in [n for dim, n in enumerate(first.shape) if dim != token_dim(fmt)]:
-        raise ValueError(f"{name} must have heads, of a positive size, got parts of shape {list(first.shape)}")
-    if any(part.dtype != (dtype or first.dtype) for part in flat):
-        wanted = dtype or "one dtype"
-        raise ValueError(f"{name} must be of {wanted}, got {', '.join(sorted({str(part.dtype) for part in flat}))}")
+        shapes.add(tuple(part.shape))
+        dtypes.add(part.dtype)
+    first, *others = shapes
+    if others or len(first) != 3 or len(set(map(len, parts))) > 1:
+        raise ValueError(f"all parts of {name} must be of one shape of 3 dimensions, got {sorted(shapes)}")
+    if 0 in (first[2], first[1 - token_dim(fmt)]):
+        raise ValueError(f"{name} must have heads, of a positive size, got parts of shape {list(first)}")
+    if dtypes != {dtype or flat[0].dtype}:
+        raise ValueError(f"{name} must be of {dtype or 'one dtype'}, got {', '.join(sorted(map(str, dtypes)))}")
     return parts
 
 

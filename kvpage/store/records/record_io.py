@@ -5,16 +5,16 @@ write   header ─► [ fill piece 0 ─► digests ] ─► [ fill piece 1 ─�
 read    header, digests, checksum: is it the record? ─► [ take piece 0 ─► digests right? ] ─► [ take ... ] ...
         header, digests, checksum: is it the record? ─► [ the runs of memory ─► digests right? ]    from a file
 
-A piece is a number of a payload's stretches: in memory all of them, which are copied once; otherwise as many as a
-core's cache can keep.
+A Source writes a payload, and a Sink takes it. A piece is a number of its stretches: in memory all of them, which are
+copied once; otherwise as many as a core's cache can keep.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Protocol
 
 from kvpage.store.records.codec import Codec
 from kvpage.store.records.kinds import RecordKind, RecordKinds
-from kvpage.store.records.payload import BytesSink, EncodedPayload, Sink, Source
 from kvpage.store.records.record import (
     ALIGNMENT,
     CHECKSUM_BYTES,
@@ -26,8 +26,105 @@ from kvpage.store.records.record import (
     Shape,
     UnreadableRecord,
 )
-from kvpage.store.tiers.stretches import Runs, digest_of
+from kvpage.store.tiers.stretches import Runs, copy_and_digest, digest_of, digests_of, runs_of
 from kvpage.store.tiers.tier import Reader, Writer
+
+ENCODED_STRETCH_BYTES = 1 << 20  # of payloads that a codec has written
+
+
+class Source(Protocol):
+    """A payload to be written. stretch_bytes: bytes of each of its stretches."""
+
+    stretch_bytes: int
+
+    @property
+    def piece_ends(self) -> Sequence[int] | None:
+        """The bytes at which pieces may end, ascending; None for each stretch's end."""
+
+    def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
+        """Write the payload's stretches from the byte `begin` on into the buffer, and return their digests.
+
+        streaming: write past the CPU's cache, since the bytes are not read soon.
+        """
+
+    def runs(self) -> Runs | None:
+        """Return the memory of the whole payload, valid as long as the source.
+
+        None if it is not in memory, or in runs so short that filling a buffer is better.
+        """
+
+
+class ShapedSource(Source, Protocol):
+    """A chunk to be written. shape: of its payload."""
+
+    shape: Shape
+
+
+class Sink(Protocol):
+    """A chunk to be loaded. stretch_bytes: bytes of each stretch of its payload."""
+
+    stretch_bytes: int
+
+    @property
+    def piece_ends(self) -> Sequence[int] | None:
+        """As of Source."""
+
+    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
+        """Take the wanted bytes of the stretches from the byte `begin` on, and return the stretches' digests.
+
+        The bytes count only if the digests are right.
+        """
+
+    def runs(self) -> Runs | None:
+        """Return the memory that takes the whole payload, valid as long as the sink.
+
+        A run at address 0 stands for bytes that are not wanted. None if taking pieces is better.
+        """
+
+
+class EncodedPayload:
+    """The output of a codec, as a source and a sink."""
+
+    stretch_bytes = ENCODED_STRETCH_BYTES
+    piece_ends = None
+
+    def __init__(self, payload: memoryview) -> None:
+        self.payload = payload
+
+    def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
+        data = self.payload[begin : begin + len(buffer)]
+        return b"".join(
+            copy_and_digest(buffer[at : at + self.stretch_bytes], data[at : at + self.stretch_bytes], streaming)
+            for at in range(0, len(data), self.stretch_bytes)
+        )
+
+    def runs(self) -> Runs | None:
+        return runs_of(self.payload)
+
+    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
+        digests = digests_of(piece, self.stretch_bytes, num_threads)
+        self.payload[begin : begin + len(piece)] = piece
+        return digests
+
+
+class BytesSink:
+    """Copies stretches into bytes; with None it only hashes them."""
+
+    piece_ends = None
+
+    def __init__(self, to: memoryview | None, stretch_bytes: int) -> None:
+        self._to, self.stretch_bytes = to, stretch_bytes
+
+    def runs(self) -> Runs | None:
+        return None
+
+    def take(self, begin: int, piece: memoryview, num_threads: int) -> bytes:
+        if self._to is None:
+            return digests_of(piece, self.stretch_bytes, num_threads)
+        size = self.stretch_bytes
+        runs = range(0, len(piece), size)
+        return b"".join(copy_and_digest(self._to[at : at + size], piece[at : at + size]) for at in runs)
+
 
 PIECE_BYTES = 1 << 20
 MIN_RUNS_BYTES = 1 << 20  # of payloads that a file's bytes go to directly: in one piece is as good
@@ -69,12 +166,13 @@ def read_head(reader: Reader, meta: bytes | None = None) -> tuple[RecordHead, by
     begin = -(-(HEADER.size + num_meta) // ALIGNMENT) * ALIGNMENT
     if num_meta > MAX_META_BYTES or reader.num_bytes < begin + CHECKSUM_BYTES:
         raise CorruptRecord(f"a record of {reader.num_bytes} bytes has no room for its head")
-    head = RecordHead.unpack(reader.piece(0, begin), reader.num_bytes)
+    header = bytes(reader.piece(0, begin))
+    head = RecordHead.unpack(header, reader.num_bytes)
     if meta is not None and head.meta != meta:
         raise CorruptRecord("the record is of another model, layout or namespace")
     table = bytes(reader.piece(head.payload_end, head.num_bytes))
     digests = table[:-CHECKSUM_BYTES]
-    if _checksum(head.pack(), digests) != table[-CHECKSUM_BYTES:]:
+    if _checksum(header[: head.payload_begin], digests) != table[-CHECKSUM_BYTES:]:
         raise CorruptRecord("the checksum is wrong")
     return head, digests
 
@@ -99,8 +197,8 @@ def check_kind(head: RecordHead, kind: RecordKind) -> Codec | None:
     return kind.codecs[head.codec]
 
 
-def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int = 1) -> None:
-    """Give the payload to the chunk.
+def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int = 1) -> bool:
+    """Give the payload to the chunk, and return True.
 
     Raises CorruptRecord unless the record is of this kind and every digest is right. Bytes that the chunk took before
     mean nothing then.
@@ -112,12 +210,13 @@ def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int 
         runs = chunk.runs() if reader.takes_runs and head.payload_bytes >= MIN_RUNS_BYTES else None
         if runs is not None:
             read_into_runs(reader, head, digests, 0, head.payload_bytes, runs, num_threads)
-            return
+            return True
         for begin, end in pieces(head, reader.is_in_memory, chunk.piece_ends):
             read_piece(reader, head, digests, begin, end, chunk, num_threads)
-        return
+        return True
     decoded = decode(reader, head, digests, codec)
     chunk.take(0, decoded, num_threads)
+    return True
 
 
 def check_raw(head: RecordHead, chunk: Sink) -> None:
@@ -130,9 +229,9 @@ def read_piece(
     reader: Reader, head: RecordHead, digests: bytes, begin: int, end: int, chunk: Sink, num_threads: int = 1
 ) -> None:
     """Give the payload's bytes [begin, end), whole stretches, to the chunk. Raises CorruptRecord for a wrong digest."""
-    found = chunk.take(begin, reader.piece(head.payload_begin + begin, head.payload_begin + end), num_threads)
+    actual = chunk.take(begin, reader.piece(head.payload_begin + begin, head.payload_begin + end), num_threads)
     first = begin // head.stretch_bytes * DIGEST_BYTES
-    if found != digests[first : first + len(found)]:
+    if actual != digests[first : first + len(actual)]:
         raise CorruptRecord("a digest is wrong")
 
 
@@ -140,7 +239,7 @@ def read_into_runs(
     reader: Reader, head: RecordHead, digests: bytes, begin: int, end: int, runs: Runs, num_threads: int = 1
 ) -> None:
     """Read the payload's bytes [begin, end), whole stretches, into their runs. Raises CorruptRecord as read_piece."""
-    first, last = (-(-place // head.stretch_bytes) * DIGEST_BYTES for place in (begin, end))
+    first, last = (-(-offset // head.stretch_bytes) * DIGEST_BYTES for offset in (begin, end))
     if reader.read_runs(head.payload_begin + begin, runs, head.stretch_bytes, num_threads) != digests[first:last]:
         raise CorruptRecord("a digest is wrong")
 
@@ -177,17 +276,17 @@ def verify_record(reader: Reader, key: bytes) -> None:
         read_piece(reader, head, digests, begin, end, BytesSink(None, head.stretch_bytes))
 
 
-def pieces(head: RecordHead, is_in_memory: bool, piece_ends: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
-    """Walk over begin and end of each piece in the payload: whole stretches, but for the last.
+def pieces(head: RecordHead, is_in_memory: bool, piece_ends: Sequence[int] | None = None) -> Sequence[tuple[int, int]]:
+    """Return begin and end of each piece in the payload: whole stretches, but for the last.
 
     piece_ends: bytes at which pieces may end, ascending; None for each stretch's end.
     """
-    if piece_ends is not None and not is_in_memory:
-        yield from _pieces_to(piece_ends)
-        return
-    size = head.payload_bytes if is_in_memory else max(PIECE_BYTES // head.stretch_bytes, 1) * head.stretch_bytes
-    for begin in range(0, head.payload_bytes, max(size, 1)):  # an empty payload has no piece
-        yield begin, min(begin + size, head.payload_bytes)
+    if is_in_memory:
+        return [(0, head.payload_bytes)] if head.payload_bytes else []
+    if piece_ends is not None:
+        return list(_pieces_to(piece_ends))
+    begins = range(0, head.payload_bytes, max(PIECE_BYTES // head.stretch_bytes, 1) * head.stretch_bytes)
+    return list(zip(begins, (*begins[1:], head.payload_bytes), strict=False))
 
 
 def _pieces_to(ends: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -200,4 +299,4 @@ def _pieces_to(ends: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _checksum(header: bytes, digests: bytes) -> bytes:
-    return digest_of(memoryview(header + digests))
+    return digest_of(header + digests)

@@ -1,7 +1,9 @@
 """TensorChunk: tokens of K and V in tensors, as a payload whose stretches are layers.
 
-TokenParts    K and V of all tokens of a call, in parts
+part          [tokens, heads, size], with any strides                         "huggingface": [heads, tokens, size]
+TokenParts    K and V of all tokens of a call, in parts of one shape; where rows are whole, runs of their memory
 TensorChunk   some of these tokens
+spans         of some tokens in one part: offset and bytes of each run, neighbours joined
 """
 
 import math
@@ -11,24 +13,63 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.store.records.kv_tensors import chunk_shape, token_dim
-from kvpage.store.records.part_rows import PartRows, Parts
+from kvpage.store.records.kv_tensors import Parts, chunk_shape, token_dim
 from kvpage.store.tiers.stretches import Runs, digests_of, gather_stretches, scatter_stretches
 
+Spans = npt.NDArray[np.int64]
+"""int64 [n, 2]: offset, or UNWANTED, and length of n runs of bytes."""
+UNWANTED = -1
+MIN_ROW_BYTES = 64  # of rows with gaps between them: smaller ones are copied by numpy
 MIN_RUN_BYTES = 4096  # of memory that is written to a file directly; shorter runs are copied into one piece first
-STREAM_BYTES = 1 << 20  # of what is written past the CPU's cache: who asked for less may find it there
+STREAM_BYTES = 1 << 20  # of bytes written past the CPU's cache: the caller of a smaller read may find its bytes there
 
 
 class TokenParts:
-    """K and V of tokens, all parts of one shape and dtype."""
+    """K and V of tokens, all parts of one shape and dtype. A user of the runs keeps the parts alive."""
 
     def __init__(self, parts: Parts, fmt: str) -> None:
         self.parts, self.fmt = parts, fmt
-        self.rows = PartRows.of(parts, fmt)
+        flat, dim = [part for layer in parts for part in layer], token_dim(fmt)
+        first, strides, size = flat[0], flat[0].stride(), flat[0].element_size()
+        self._addresses: npt.NDArray[np.int64] | None = None
+        if (first.shape[2] > 1 and strides[2] != 1) or {(part.is_cpu, part.stride()) for part in flat} != {
+            (True, strides)
+        }:
+            return
+        self._addresses = np.array([part.data_ptr() for part in flat], np.int64)
+        self._row_bytes, self._num_heads = first.shape[2] * size, first.shape[1 - dim]
+        self._token_stride, self._head_stride = strides[dim] * size, strides[1 - dim] * size
+        self._spans: dict[tuple[int, int], Spans] = {}
 
-    def chunk(self, begin: int, end: int, num_unwanted: int = 0) -> "TensorChunk":
-        """Return the tokens [begin, end), after others of the payload that are not wanted."""
-        return TensorChunk(self, begin, end, num_unwanted)
+    def runs(self, begin: int, end: int, num_unwanted: int = 0) -> Runs | None:
+        """Return the runs of the tokens [begin, end) of all parts.
+
+        None for runs that are too short, and for parts that are not in host memory, not alike, or without whole rows.
+        num_unwanted: tokens of the payload before the others, whose runs have the address 0.
+        """
+        if self._addresses is None:
+            return None
+        spans = self._spans_of(end - begin, num_unwanted)
+        if len(spans) * MIN_ROW_BYTES > spans[:, 1].sum():
+            return None
+        runs = np.empty((len(self._addresses), len(spans), 2), np.int64)
+        runs[:, :, 0] = np.add.outer(self._addresses + begin * self._token_stride, spans[:, 0])
+        runs[:, spans[:, 0] == UNWANTED, 0] = 0
+        runs[:, :, 1] = spans[:, 1]
+        return runs.reshape(-1, 2)
+
+    def _spans_of(self, num_tokens: int, num_unwanted: int) -> Spans:
+        key = num_tokens, num_unwanted
+        if key not in self._spans:
+            tokens = np.arange(num_tokens) * self._token_stride
+            lead = np.full(num_unwanted, UNWANTED)
+            heads = np.arange(self._num_heads) * self._head_stride
+            if self.fmt == "vllm":
+                rows = np.concatenate([np.repeat(lead, len(heads)), np.add.outer(tokens, heads).ravel()])
+            else:
+                rows = np.concatenate([[*lead, *(tokens + head)] for head in heads])
+            self._spans[key] = _joined(rows, self._row_bytes)
+        return self._spans[key]
 
 
 class TensorChunk:
@@ -39,12 +80,12 @@ class TensorChunk:
 
     piece_ends = None
 
-    def __init__(self, tokens: TokenParts, begin: int, end: int, num_unwanted: int) -> None:
+    def __init__(self, tokens: TokenParts, begin: int, end: int, num_unwanted: int = 0) -> None:
         parts = tokens.parts
         self.shape = chunk_shape(parts, tokens.fmt, num_unwanted + end - begin)
         self.stretch_bytes = math.prod(self.shape[1:]) * parts[0][0].element_size()
         self._tokens, self._begin, self._end = tokens, begin, end
-        self._runs = None if tokens.rows is None else tokens.rows.runs(begin, end, num_unwanted)
+        self._runs = tokens.runs(begin, end, num_unwanted)
 
     def fill(self, begin: int, buffer: memoryview, num_threads: int, streaming: bool) -> bytes:
         if self._runs is not None:
@@ -95,6 +136,15 @@ class TensorChunk:
             layer = self._tokens.parts[(begin + at) // self.stretch_bytes]
             parts = [part.narrow(dim, self._begin, self._end - self._begin) for part in layer]
             yield parts, data[at : at + self.stretch_bytes]
+
+
+def _joined(rows: npt.NDArray[np.int64], row_bytes: int) -> Spans:
+    """Return the rows at these offsets, neighbours in memory as one."""
+    is_next = np.where(rows[1:] == UNWANTED, rows[:-1] == UNWANTED, rows[1:] == rows[:-1] + row_bytes)
+    is_next &= (rows[1:] == UNWANTED) == (rows[:-1] == UNWANTED)
+    begins = np.flatnonzero(np.concatenate([[True], ~is_next]))
+    counts = np.diff(np.append(begins, len(rows)))
+    return np.stack([rows[begins], counts * row_bytes], axis=1).astype(np.int64)
 
 
 def as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:

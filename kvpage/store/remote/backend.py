@@ -17,7 +17,7 @@ class Backend(ABC):
 
     Every batch is one call, and several threads may call at once. In place of a key's answer there may be a `Fault`,
     which is a miss of that key alone. A method may raise any error: the tier makes it a TierError, and each key is a
-    miss. A few of them in a row open the circuit breaker; of raised Faults only those that are the server's count.
+    miss. A few of them in a row open the circuit breaker; a raised Fault counts only if it is the server's.
 
     timeout: the seconds that are left, None for no limit. A call that overruns it is abandoned, so it need not be
     exact. A method that never returns holds a thread forever.

@@ -4,7 +4,7 @@ absent      there is nothing under the key                        a miss
 full        there is no room for the value                        it is not stored
 forbidden   the server refuses this, and will again               a miss, counted as an error
 busy        the server cannot now; another key may be served      a miss, counted; it may open the breaker
-broken      the server is not reached, or serves nobody           a miss, counted; it may open the breaker
+broken      the server is not reached, or serves no call          a miss, counted; it may open the breaker
 """
 
 from collections.abc import Sequence

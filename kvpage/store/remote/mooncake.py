@@ -69,8 +69,8 @@ class MooncakeBackend(Backend):
                 values += store.get_batch(names[i : i + self._max_keys])
             if not any(values):
                 _raise_if_failed("is_exist", store.is_exist(names[0]))
-        found = dict(zip(names, values, strict=True))
-        return [found[self._name(key)] or None for key in keys]
+        value_of = dict(zip(names, values, strict=True))
+        return [value_of[self._name(key)] or None for key in keys]
 
     def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool | Fault]:
         """Store all values at once, or else one by one: the binding does not report which one failed."""
@@ -87,7 +87,7 @@ class MooncakeBackend(Backend):
         return [_fault("is_exist", code) or code == 1 for code in codes]
 
     def remove(self, keys: Sequence[Key], timeout: float | None) -> int:
-        """Remove values, also those with a lease of Mooncake for a recent read: readers have a copy."""
+        """Remove values, even under Mooncake's lease of a recent read: readers have a copy."""
         with self._client() as store:
             codes = store.batch_remove([self._name(key) for key in keys], True)
         failed = [code for code in codes if code < 0 and code not in FAULTS["absent"]]
@@ -145,7 +145,7 @@ def from_url(url: str) -> RemoteTier:
     """Return the tier of a URL, not connected yet. Raises ValueError for a bad URL, ImportError without mooncake.
 
     Options: segment_size, buffer_size, protocol (tcp, rdma), device, local (this host's address, as others reach it),
-    metadata, prefix, and those of `RemoteOptions.take`.
+    metadata, prefix, and the options of `RemoteOptions.take`.
     """
     parts = urlsplit(url)
     options, rest = RemoteOptions.take(dict(parse_qsl(parts.query, keep_blank_values=True)))

@@ -67,16 +67,16 @@ class RemoteOptions:
         return self.max_record_bytes + self.mac_bytes
 
     @classmethod
-    def take(cls, given: Mapping[str, str]) -> tuple["RemoteOptions", dict[str, str]]:
+    def take(cls, parameters: Mapping[str, str]) -> tuple["RemoteOptions", dict[str, str]]:
         """Return the options of a URL, and its other parameters.
 
         Lengths are bytes, or have KiB, MiB or GiB. The MAC's key is in a file (mac_key_file, 32 bytes), not in the URL.
         """
-        rest = dict(given)
-        taken: dict[str, Any] = {name: parse(name, rest.pop(name)) for name, parse in _PARSERS.items() if name in rest}
+        rest = dict(parameters)
+        limits: dict[str, Any] = {name: parse(name, rest.pop(name)) for name, parse in _PARSERS.items() if name in rest}
         if "mac_key_file" in rest:
-            taken["mac_key"] = Path(rest.pop("mac_key_file")).read_bytes()
-        return cls(**taken), rest
+            limits["mac_key"] = Path(rest.pop("mac_key_file")).read_bytes()
+        return cls(**limits), rest
 
 
 def num_bytes(name: str, text: str) -> int:

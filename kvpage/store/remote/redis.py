@@ -184,7 +184,7 @@ class RedisBackend(Backend):
 def from_url(url: str) -> RemoteTier:
     """Return the tier of a URL, not connected yet. Raises ValueError for a bad URL.
 
-    Options: ttl in seconds, prefix, those of `RemoteOptions.take` and of TLS (`kvpage.store.remote.redis_client`).
+    Options: ttl in seconds, prefix, the options of `RemoteOptions.take`, and of TLS (see `redis_client`).
     """
     parts = urlsplit(url)
     options, rest = RemoteOptions.take(dict(parse_qsl(parts.query, keep_blank_values=True)))

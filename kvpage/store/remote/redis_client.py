@@ -161,12 +161,16 @@ def _sentinel(url: SplitResult, is_tls: bool, settings: dict[str, Any]) -> Calla
     if not service:
         raise ValueError(f"the name of the master must follow the sentinels, got {url.path!r}")
     settings |= {"db": _database(database), "retry": _no_retry()}
-    own = {"socket_timeout": CONNECT_SECONDS, "socket_connect_timeout": CONNECT_SECONDS, "retry": _no_retry()}
+    sentinel_settings = {
+        "socket_timeout": CONNECT_SECONDS,
+        "socket_connect_timeout": CONNECT_SECONDS,
+        "retry": _no_retry(),
+    }
     of_class = _SentinelSSLConnection if is_tls else _SentinelConnection
 
     def connect() -> Client:
         new: Any = Sentinel  # the class has no types
-        sentinels = new(hosts, sentinel_kwargs=own, **settings)
+        sentinels = new(hosts, sentinel_kwargs=sentinel_settings, **settings)
         return sentinels.master_for(unquote(service), connection_class=of_class)
 
     return connect

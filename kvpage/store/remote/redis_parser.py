@@ -72,10 +72,10 @@ class BulkParser(BaseParser):
         searched = 0
         while True:
             come = bytes(self._buffer[self._begin : min(self._end, self._begin + 4096)])
-            found = come.find(b"\r\n", searched)
-            if found >= 0:
-                self._begin += found + 2
-                return come[:found]
+            end = come.find(b"\r\n", searched)
+            if end >= 0:
+                self._begin += end + 2
+                return come[:end]
             if len(come) == 4096:
                 raise InvalidResponse(f"a line must be shorter than 4096 bytes, got {come[:20]!r}")
             searched = max(len(come) - 1, 0)

@@ -110,8 +110,8 @@ class RemoteTier(Tier):
         return answer if isinstance(answer, int) else 0
 
     def infos(self) -> Iterator[RecordInfo]:
-        found = self._call("infos", (), lambda _: list(self._backend.infos()), None)
-        return (info._replace(num_bytes=max(info.num_bytes - self._options.mac_bytes, 0)) for info in found)
+        infos = self._call("infos", (), lambda _: list(self._backend.infos()), None)
+        return (info._replace(num_bytes=max(info.num_bytes - self._options.mac_bytes, 0)) for info in infos)
 
     def clear(self) -> None:
         self._call("clear", (), lambda _: self._backend.clear(), None)
@@ -212,10 +212,10 @@ class RemoteTier(Tier):
         answers: list[object] = []
         left = self._options.max_batch_bytes
         while len(records) < len(keys) and left >= self._options.max_record_bytes:
-            some = keys[len(records) :][: left // self._options.max_record_bytes]
-            values = self._listed(self._backend.get(some, deadline.left()), len(some))
+            batch = keys[len(records) :][: left // self._options.max_record_bytes]
+            values = self._listed(self._backend.get(batch, deadline.left()), len(batch))
             answers += values
-            for key, value in zip(some, values, strict=True):
+            for key, value in zip(batch, values, strict=True):
                 is_value = value is not None and not isinstance(value, Fault)
                 record = self._record(key, value) if is_value else None
                 if is_value and record is None:

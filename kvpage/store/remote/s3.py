@@ -69,18 +69,18 @@ class S3Backend(Backend):
         self._hides_missing = False  # whether a 403 is known to be the answer for a missing object
 
     def get(self, keys: Sequence[Key], timeout: float | None) -> Sequence[object]:
-        return self._each(_reading(self._get), keys, timeout)
+        return self._each(self._get, keys, timeout)
 
     def put(self, items: Sequence[tuple[Key, memoryview]], timeout: float | None) -> Sequence[bool | Fault]:
-        return self._each(_writing(self._put), items, timeout)
+        return self._each(self._put, items, timeout, is_read=False)
 
     def contains(self, keys: Sequence[Key], timeout: float | None) -> Sequence[bool | Fault]:
         """Compare lengths, too: an object that cannot be a record counts as missing, so that it is replaced."""
-        return self._each(_reading(self._contains), keys, timeout)
+        return self._each(self._contains, keys, timeout)
 
     def remove(self, keys: Sequence[Key], timeout: float | None) -> int:
         """Remove objects. S3 does not report which were there, so they are counted before."""
-        there = self._each(_reading(lambda key: self._length(key) is not None), keys, timeout)
+        there = self._each(lambda key: self._length(key) is not None, keys, timeout)
         self._remove([self._name(key) for key in keys])
         return sum(answer is True for answer in there)
 
@@ -151,14 +151,16 @@ class S3Backend(Backend):
             raise Fault(_kind(code, 0), message, is_partial=len(failed) < len(names))
 
     def _removed(self, objects: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-        """Remove objects; return S3's errors for those that are there still."""
+        """Remove objects; return S3's errors for objects that remain."""
         try:
             answer = self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
         except self._client.exceptions.ClientError as error:
             raise fault_of(error, is_read=False) from error
         return list(answer.get("Errors", ()))
 
-    def _each(self, function: Callable[[K], T | Fault], items: Sequence[K], timeout: float | None) -> list[T | Fault]:
+    def _each(
+        self, function: Callable[[K], T], items: Sequence[K], timeout: float | None, is_read: bool = True
+    ) -> list[T | Fault]:
         """Call the function for each item on a few threads, which stop once time is up.
 
         They also stop when as many items as there are threads were broken: the server is not there for the rest.
@@ -172,7 +174,7 @@ class S3Backend(Backend):
             for i in left:
                 if len(broken) >= self._num_threads or (end is not None and monotonic() > end):
                     return
-                results[i] = result = function(items[i])
+                results[i] = result = _result(function, items[i], is_read)
                 if isinstance(result, Fault) and result.kind == "broken":
                     broken.append(result)
 
@@ -190,7 +192,8 @@ class S3Backend(Backend):
 def from_url(url: str) -> RemoteTier:
     """Return the tier of a URL (above), which is not connected yet.
 
-    Options: endpoint_url, region, num_threads, and those of `RemoteOptions.take`. Raises ValueError for another URL.
+    Options: endpoint_url, region, num_threads, and the options of `RemoteOptions.take`. Raises ValueError for
+    another URL.
     """
     parts = urlsplit(url)
     options, rest = RemoteOptions.take(dict(parse_qsl(parts.query, keep_blank_values=True)))
@@ -238,18 +241,10 @@ def fault_of(error: Exception, is_read: bool) -> Fault:
     return Fault(kind, f"{type(error).__name__}: {error}")
 
 
-def _reading(function: Callable[[K], T]) -> Callable[[K], T | Fault]:
-    return lambda item: _result(function, item, is_read=True)
-
-
-def _writing(function: Callable[[K], T]) -> Callable[[K], T | Fault]:
-    return lambda item: _result(function, item, is_read=False)
-
-
 def _result(function: Callable[[K], T], item: K, is_read: bool) -> T | Fault:
     try:
         return function(item)
-    except Exception as error:  # also those of the network, of which boto3 has many
+    except Exception as error:  # also errors of the network, of which boto3 has many
         return fault_of(error, is_read)
 
 

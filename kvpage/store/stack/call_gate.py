@@ -38,20 +38,20 @@ class CallGate:
 
     def enter(self) -> None:
         """Begin a call. Raises ClosedStore when the gate is closed or closing; RuntimeError in a forked process."""
-        self.check()
+        self._process.check()
         with self._changed:
             if self._is_closed:
                 raise ClosedStore(f"{self._name} is closed")
             self._num_under_way += 1
 
-    def leave(self) -> None:
+    def leave(self, *error: object) -> None:
         """End a call."""
         with self._changed:
             self._num_under_way -= 1
             self._changed.notify_all()
 
     def close(self) -> bool:
-        """Refuse calls from now on, and wait for those under way, as often as it is called.
+        """Refuse calls from now on, and wait for calls under way, as often as it is called.
 
         Returns False in a forked process, where nothing happens.
         """
@@ -63,11 +63,7 @@ class CallGate:
                 self._changed.wait_for(lambda: self._num_under_way == 0)
         return True
 
-    def __enter__(self) -> None:
-        self.enter()
-
-    def __exit__(self, *error: object) -> None:
-        self.leave()
+    __enter__, __exit__ = enter, leave
 
 
 class HasGate(Protocol):

@@ -52,7 +52,7 @@ class ChunkThreads:
         return num_items
 
     def later(self, job: Callable[[], int]) -> "Future[int]":
-        """Run the job in the background, after those before it."""
+        """Run the job in the background, after earlier jobs."""
         future = self._worker.submit(job)
         with self._lock:
             self._pending.add(future)

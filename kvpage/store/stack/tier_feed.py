@@ -53,8 +53,8 @@ class TierFeed:
                 thread = threading.Thread(target=self._run, name="kvpage-store-events", daemon=True)
                 thread.start()  # may fail: then nothing has changed
                 self._thread = thread
-                for at, one in enumerate(self._tiers):
-                    one.tier.watch(functools.partial(self._note, at))
+                for at, placed in enumerate(self._tiers):
+                    placed.tier.watch(functools.partial(self._note, at))
             self._listeners.append(listener)
 
     def drop(self, listener: TierListener) -> None:
@@ -76,9 +76,9 @@ class TierFeed:
             told.wait()
 
     def close(self) -> None:
-        """Tell what is left, and end the thread; not in a listener itself."""
-        for one in self._tiers if self._thread is not None else ():
-            one.tier.watch(None)
+        """Tell the waiting notes, and end the thread; not in a listener itself."""
+        for placed in self._tiers if self._thread is not None else ():
+            placed.tier.watch(None)
         self._notes.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -93,15 +93,15 @@ class TierFeed:
     def _run(self) -> None:
         is_open = True
         while is_open:
-            taken = [self._notes.get()]
+            batch = [self._notes.get()]
             try:
-                while len(taken) < MOST_AT_ONCE:
-                    taken.append(self._notes.get_nowait())
+                while len(batch) < MOST_AT_ONCE:
+                    batch.append(self._notes.get_nowait())
             except Empty:
                 pass
-            is_open = None not in taken
-            self._tell([note for note in taken if isinstance(note, TierNote)])
-            for marker in taken:
+            is_open = None not in batch
+            self._tell([note for note in batch if isinstance(note, TierNote)])
+            for marker in batch:
                 if isinstance(marker, threading.Event):
                     marker.set()
 

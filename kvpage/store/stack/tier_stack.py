@@ -1,43 +1,55 @@
 """TierStack: several tiers as one, the fastest first. A tier in trouble is counted and logged, and is a miss.
 
-put       ─► every tier that lacks it; those written back get it later, from the first that has it and keeps it
+put       ─► every tier that lacks it; tiers written back get it later, from the first that has it and keeps it
 read      ─► the first tier that has it ─► verified ─► copied into the faster ones; the first miss ends it
 read_each ─► likewise, but each record by itself
 """
 
-import functools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvpage.store.records.kinds import RecordKind
-from kvpage.store.records.payload import Source
 from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord
-from kvpage.store.records.record_io import copy_record, encoded, write_record
+from kvpage.store.records.record_io import Source, copy_record, encoded, write_record
 from kvpage.store.stack.chunk_threads import ChunkThreads, num_leading
-from kvpage.store.stack.placed import Placed
+from kvpage.store.stack.placed import NO_LIMIT, Placed, TimeLimit
 from kvpage.store.stack.record_copies import Change, RecordCopies, RecordCopy
-from kvpage.store.stack.tier_calls import TierCalls
-from kvpage.store.stack.time_limit import NO_LIMIT, TimeLimit
-from kvpage.store.tiers.tier import Key, Reader
+from kvpage.store.stats import TierUse
+from kvpage.store.tiers.tier import Key, Reader, RecordGone, RecordInfo, TierError, TierRests, TierStats, Writer
 
 WINDOW = 8  # records that are open at once
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-
-Read = Callable[[int, Reader, int], None]
-"""read(index, reader, num_threads) raises CorruptRecord for a wrong record, which is dropped."""
+Read = Callable[[int, Reader, int], bool]
+"""read(index, reader, num_threads) returns True, or raises CorruptRecord for a wrong record, which is dropped."""
+Record = Callable[[int], tuple[RecordKind, Source]]
+"""record(index) returns the record to write."""
 
 
 class Put(NamedTuple):
-    """What a put has done. is_there: for each key whether some tier has its record now. num_new: new to a tier."""
+    """The result of a put. is_there: for each key whether some tier has its record now. num_new: new to a tier."""
 
     is_there: list[bool]
     num_new: int
+
+
+class _Write(NamedTuple):
+    """Records to write. lacking: the numbers of the tiers that each goes into. backs: records to be written back."""
+
+    keys: Sequence[Key]
+    lacking: Sequence[Sequence[int]]
+    record: Record
+    copy: RecordCopy
+    limit: TimeLimit
+    num_threads: int
+    backs: "list[_Back]"
 
 
 class _Back(NamedTuple):
@@ -49,30 +61,72 @@ class _Back(NamedTuple):
     copy: RecordCopy
 
 
-class TierStack(TierCalls):
-    """Thread-safe. num_threads: for the records of one call."""
+class _Reads(NamedTuple):
+    """A window of records to read, and their readers. indices: of the records, among keys and located."""
+
+    keys: Sequence[Key]
+    located: Sequence[int | None]
+    indices: Sequence[int]
+    readers: Sequence[Reader | None]
+    read: Read
+    copy: RecordCopy
+    limit: TimeLimit
+    num_threads: int
+
+
+class TierStack:
+    """Thread-safe. tiers: the fastest first. counts: events by name. threads: `num_threads`, for one call's records."""
 
     def __init__(self, tiers: Sequence[Placed], num_threads: int) -> None:
-        super().__init__(tiers)
+        self.tiers = list(tiers)
+        self.counts: Counter[str] = Counter()
         self.threads = ChunkThreads(num_threads)
         self.copies = RecordCopies()
-        self._replacing = threading.Lock()
-        self._written = [at for at, one in enumerate(self.tiers) if not one.tier.is_read_only]
+        self._uses = [TierUse() for _ in self.tiers]
+        self._lock, self._replacing = threading.Lock(), threading.Lock()
+        self._written = [at for at, placed in enumerate(self.tiers) if not placed.tier.is_read_only]
+
+    # --- looking up ---
+
+    def locate(self, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> list[int | None]:
+        """Return for each key the number of the first tier that has it; None if none has it."""
+        located: list[int | None] = [None] * len(keys)
+        for at, placed in enumerate(self.tiers):
+            left = [index for index, tier in enumerate(located) if tier is None]
+            if not left:
+                break
+            for index, is_there in zip(
+                left, self.contains(placed, [keys[index] for index in left], limit), strict=True
+            ):
+                if is_there:
+                    located[index] = at
+        return located
+
+    def contains(self, placed: Placed, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> list[bool]:
+        """Return for each key whether the tier has it."""
+        there = self._in_time(placed, placed.tier.contains, keys, limit) or []
+        return there if len(there) == len(keys) else [False] * len(keys)
+
+    def touch(self, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> list[bool]:
+        """Return for each key whether some tier noted a use of it."""
+        is_noted = [False] * len(keys)
+        for placed in self.tiers:
+            noted = self._in_time(placed, placed.tier.touch, keys, limit) or is_noted
+            is_noted = [before or now for before, now in zip(is_noted, noted, strict=True)]
+        return is_noted
+
+    def infos(self) -> list[list[RecordInfo]]:
+        """Return the records of each tier; none of a tier that cannot list them."""
+        return [self.ask(placed, lambda tier=placed.tier: list(tier.infos())) or [] for placed in self.tiers]
 
     # --- writing ---
 
-    def put(
-        self,
-        keys: Sequence[Key],
-        record: Callable[[int], tuple[RecordKind, Source]],
-        skip_existing: bool,
-        limit: TimeLimit = NO_LIMIT,
-    ) -> Put:
+    def put(self, keys: Sequence[Key], record: Record, skip_existing: bool, limit: TimeLimit = NO_LIMIT) -> Put:
         """Write records into the tiers that lack them, or into all.
 
-        record(index) returns the record to write. For a tier that is written back, a faster one keeps the record until
-        it is written; a record that none can keep is written at once. With `skip_existing` False a tier that did not
-        take a record forgets its old one, unless it is out of reach. After the limit no more records are begun.
+        For a tier that is written back, a faster one keeps the record until it is written; a record that none can keep
+        is written at once. With `skip_existing` False a tier that did not take a record forgets its old one, unless it
+        is out of reach. After the limit no more records are begun.
         """
         if skip_existing:
             return self._put_missing(keys, record, limit)
@@ -80,17 +134,16 @@ class TierStack(TierCalls):
             is_new = self._put(keys, [self._written] * len(keys), record, copy, limit)
         return Put(is_new, sum(is_new))
 
-    def _put_missing(
-        self, keys: Sequence[Key], record: Callable[[int], tuple[RecordKind, Source]], limit: TimeLimit
-    ) -> Put:
+    def _put_missing(self, keys: Sequence[Key], record: Record, limit: TimeLimit) -> Put:
         """Write records into the tiers that lack them. One that is changed meanwhile is left to the change."""
         with self.copies.under_way(keys) as copy:
-            there = [self.contains(one, keys, limit) for one in self.tiers]
+            there = [self.contains(placed, keys, limit) for placed in self.tiers]
             lacking = [[at for at in self._written if not there[at][index]] for index in range(len(keys))]
             is_new = self._put(keys, lacking, record, copy, limit)
-        is_there = [new or any(has[index] for has in there) for index, new in enumerate(is_new)]
+        is_there = [new or any(has) for new, *has in zip(is_new, *there, strict=True)]
         changed = [index for index, key in enumerate(keys) if key in copy.unwanted]
-        for index, tier in zip(changed, self.locate([keys[index] for index in changed], limit), strict=True):
+        located = self.locate([keys[index] for index in changed], limit) if changed else ()
+        for index, tier in zip(changed, located, strict=True):
             is_there[index] = tier is not None
         return Put(is_there, sum(is_new))
 
@@ -98,40 +151,117 @@ class TierStack(TierCalls):
         self,
         keys: Sequence[Key],
         lacking: Sequence[Sequence[int]],
-        record: Callable[[int], tuple[RecordKind, Source]],
+        record: Record,
         copy: RecordCopy,
         limit: TimeLimit,
     ) -> list[bool]:
-        """Return for each record whether it was new to a tier.
-
-        lacking: the numbers of the tiers to write each into.
-        """
-        wanted = [index for index in range(len(keys)) if lacking[index]]
-        num_threads = self.threads.each(len(wanted))
-        backs: list[_Back] = []
-        put_one = functools.partial(self._put_one, keys, lacking, record, num_threads, backs, copy, limit)
+        """Return for each record whether it was new to a tier."""
+        indices = [index for index, tiers in enumerate(lacking) if tiers]
+        write = _Write(keys, lacking, record, copy, limit, self.threads.each(len(indices)), [])
         is_new = [False] * len(keys)
         try:
-            for index, is_written in zip(wanted, self.threads.map(put_one, wanted), strict=True):
+            for index, is_written in zip(
+                indices, self.threads.map(partial(self._put_one, write), indices), strict=True
+            ):
                 is_new[index] = is_written
         finally:
-            if backs:
-                self.later(lambda: self._write_back(backs))
+            if write.backs:
+                self.threads.later(lambda: sum(map(self._write_back, write.backs)))
         return is_new
 
-    def later(self, job: Callable[[], int]) -> "Future[int]":
-        """Run the job in the background, after those before it."""
-        return self.threads.later(job)
+    def _put_one(self, write: _Write, index: int) -> bool:
+        """Return whether a tier has the record that had not, or will have it."""
+        key, change, made, is_new = write.keys[index], write.copy.change, None, False
+        for at in write.lacking[index] if not write.limit.is_over else ():
+            if self.tiers[at].is_written_back and at:
+                if change:
+                    self._remove(at, [key])
+                back = self._keep(at, key, change)
+                if back is not None:
+                    write.backs.append(back)
+                    continue
+            made = made or encoded(*write.record(index))
+            if change:
+                self.copies.settle(at)
+            is_written = self._write(at, *made, write)
+            if change and not is_written:
+                self._remove(at, [key])
+            is_new = is_written or is_new
+        return is_new
+
+    def _write(self, at: int, head: RecordHead, payload: Source, write: _Write) -> bool:
+        """Return whether the tier took the record."""
+        began = time.perf_counter()
+        is_written = self.ask(
+            self.tiers[at],
+            self._fill,
+            at,
+            head.key,
+            head.num_bytes,
+            lambda writer: write_record(writer, head, payload, write.num_threads),
+            write.copy,
+            write.limit,
+        )
+        seconds, use = time.perf_counter() - began, self._uses[at]
+        with self._lock:
+            use.write_seconds += seconds
+            if is_written:
+                use.written, use.written_bytes = use.written + 1, use.written_bytes + head.num_bytes
+        return is_written or False
+
+    def _fill(
+        self,
+        at: int,
+        key: Key,
+        num_bytes: int,
+        fill: Callable[[Writer], None],
+        copy: RecordCopy,
+        limit: TimeLimit = NO_LIMIT,
+    ) -> bool:
+        """Return whether a tier took a record that `fill` writes and that no other call has changed since."""
+        placed = self.tiers[at]
+        writer = placed.tier.create(key, num_bytes) if self.copies.is_wanted(copy, key) else None
+        if writer is None:
+            return False
+        with writer:
+            fill(writer)
+            with self.copies.finish(at, copy, key) as is_wanted:
+                return is_wanted and placed.tier.commit([writer], limit.timeout(placed.deadline))[0]
+
+    def _keep(self, at: int, key: Key, change: Change | None) -> _Back | None:
+        """Keep the record in a faster tier until it is written back; return None if none has it."""
+        copy = self.copies.begin([key], change)
+        for source in self.tiers[:at]:
+            for reader in self._open(source, [key]):
+                if reader is not None:
+                    return _Back(at, key, reader, copy)
+        self.copies.end(copy)
+        return None
+
+    def _write_back(self, back: _Back) -> bool:
+        """Write the record back, unless it was removed meanwhile; return whether it was written."""
+        try:
+            with back.reader:
+                return self._copy_to(back.at, back.key, back.reader, back.copy)
+        finally:
+            self.copies.end(back.copy)
+
+    def _copy_to(self, at: int, key: Key, reader: Reader, copy: RecordCopy) -> bool:
+        try:
+            fill = partial(copy_record, reader, key=key)
+            return self.ask(self.tiers[at], self._fill, at, key, reader.num_bytes, fill, copy) or False
+        except CorruptRecord:  # its next reader reports it
+            return False
 
     # --- reading ---
 
-    def read(self, keys: Sequence[Key], read: Read) -> int:
-        """Read records in order until one is missing; return the number that were read."""
-        return self.read_located(keys, self.locate(keys), read)
+    def read(self, keys: Sequence[Key], read: Read, located: Sequence[int | None] | None = None) -> int:
+        """Read records in order until one is missing; return the number that were read.
 
-    def read_located(self, keys: Sequence[Key], located: Sequence[int | None], read: Read) -> int:
-        """Do as `read` for keys that are located already."""
-        count = num_leading(tier is not None for tier in located)
+        located: the result of `locate`; None to ask.
+        """
+        located = self.locate(keys) if located is None else located
+        count = located.index(None) if None in located else len(located)
         for begin in range(0, count, WINDOW):
             window = range(begin, min(begin + WINDOW, count))
             num_read = num_leading(self._read_window(keys, located, window, read, NO_LIMIT))
@@ -145,31 +275,46 @@ class TierStack(TierCalls):
         After the limit no more records are begun.
         """
         located, is_read = self.locate(keys, limit), [False] * len(keys)
-        wanted = [index for index, tier in enumerate(located) if tier is not None]
-        for begin in range(0, len(wanted), WINDOW):
-            window = wanted[begin : begin + WINDOW]
+        indices = [index for index, tier in enumerate(located) if tier is not None]
+        for begin in range(0, len(indices), WINDOW):
+            window = indices[begin : begin + WINDOW]
             for index, done in zip(window, self._read_window(keys, located, window, read, limit), strict=True):
                 is_read[index] = done
         for at in range(len(self.tiers)):
-            self.uses.miss(at, located.count(None))
+            self._count_misses(at, located.count(None))
         return is_read
 
     def _read_window(
-        self, keys: Sequence[Key], located: Sequence[int | None], window: Sequence[int], read: Read, limit: TimeLimit
+        self, keys: Sequence[Key], located: Sequence[int | None], indices: Sequence[int], read: Read, limit: TimeLimit
     ) -> list[bool]:
-        """Return which of a few records were read. window: their indices; each has a tier."""
-        mine, places = [keys[index] for index in window], [located[index] or 0 for index in window]
-        num_threads = self.threads.each(len(window))
-        with self.copies.under_way(mine) as copy:
-            readers = self.open(mine, places, limit)
+        """Return which of a few records were read. indices: of these records; each has a tier."""
+        window_keys, window_tiers = [keys[index] for index in indices], [located[index] for index in indices]
+        with self.copies.under_way(window_keys) as copy:
+            readers = self._open_located(window_keys, window_tiers, limit)
+            reads = _Reads(keys, located, indices, readers, read, copy, limit, self.threads.each(len(indices)))
+            return self.threads.map(partial(self._read_one, reads), range(len(indices)))
 
-            def read_one(at: int) -> bool:
-                def take(found: Reader) -> None:
-                    read(window[at], found, num_threads)
-
-                return self._read_one(mine[at], places[at], readers[at], copy, take, limit)
-
-            return self.threads.map(read_one, range(len(window)))
+    def _read_one(self, reads: _Reads, number: int) -> bool:
+        """Read a record from the tier where it was found, or from a slower one; return whether that succeeded."""
+        index, limit = reads.indices[number], reads.limit
+        key, located = reads.keys[index], reads.located[index] or 0
+        for at, placed in enumerate(self.tiers):
+            reader = reads.readers[number] if at == located else None
+            reader = self._open(placed, [key], limit)[0] if at > located else reader
+            if reader is not None:
+                with reader:
+                    began = time.perf_counter()
+                    is_read = (
+                        None
+                        if limit.is_over
+                        else self.verified(placed, key, reads.read, index, reader, reads.num_threads)
+                    )
+                    if is_read:
+                        self._count_hit(at, reader.num_bytes, time.perf_counter() - began)
+                        self._promote(at, key, reader, reads.copy)
+                        return True
+            self._count_misses(at, 1)
+        return False
 
     def first(self, key: Key, read: Callable[[Reader], T]) -> T | None:
         """Return the result of `read` for the first tier's record that is not corrupt; None if there is none."""
@@ -177,27 +322,13 @@ class TierStack(TierCalls):
 
     def each(self, key: Key, read: Callable[[Reader], T]) -> Iterator[T]:
         """Yield the result of `read` for each tier's record that is not corrupt, that of the fastest first."""
-        for one in self.tiers:
-            for reader in self._open(one, [key]):
+        for placed in self.tiers:
+            for reader in self._open(placed, [key]):
                 if reader is not None:
                     with reader:
-                        found = self.verified(one, key, lambda reader=reader: read(reader))  # type: ignore[misc]
-                    if found is not None:
-                        yield found
-
-    def verified(self, one: Placed, key: Key, read: Callable[[], T]) -> T | None:
-        """Return the result of `read`; None for a corrupt record, which is dropped, and for trouble."""
-        try:
-            return self.ask(one, read)
-        except UnreadableRecord as error:
-            logger.info("%s: %s", one.tier.name, error)
-            return None
-        except CorruptRecord as error:
-            logger.warning("%s: a record was dropped: %s", one.tier.name, error)
-            self.count(corrupt_records=1)
-            if not one.tier.is_read_only:
-                self.ask(one, one.tier.remove, [key], one.deadline)
-            return None
+                        result = self.verified(placed, key, read, reader)
+                    if result is not None:
+                        yield result
 
     def open_leading(self, keys: Sequence[Key], in_memory: bool = False) -> list[tuple[Placed, Reader]]:
         """Return the tiers and readers of the leading records that are there; with `in_memory`, in memory tiers."""
@@ -205,7 +336,7 @@ class TierStack(TierCalls):
         if in_memory:
             num_near = num_leading(at is not None and self.tiers[at].tier.is_in_memory for at in located)
             keys, located = keys[:num_near], located[:num_near]
-        readers = self.open(keys, located)
+        readers = self._open_located(keys, located, NO_LIMIT)
         count = num_leading(reader is not None for reader in readers)
         for reader in readers[count:]:
             if reader is not None:
@@ -213,11 +344,42 @@ class TierStack(TierCalls):
         pairs = zip(located[:count], readers[:count], strict=True)
         return [(self.tiers[at], reader) for at, reader in pairs if at is not None and reader is not None]
 
+    def _open_located(
+        self, keys: Sequence[Key], located: Sequence[int | None], limit: TimeLimit
+    ) -> list[Reader | None]:
+        """Return a reader of each key in its tier; None if it is gone."""
+        readers: list[Reader | None] = [None] * len(keys)
+        for at, placed in enumerate(self.tiers):
+            indices = [index for index, tier in enumerate(located) if tier == at]
+            opened = self._open(placed, [keys[index] for index in indices], limit) if indices else []
+            for index, reader in zip(indices, opened, strict=True):
+                readers[index] = reader
+        return readers
+
+    # --- promotion ---
+
     def promote(self, keys: Sequence[Key]) -> list[bool]:
         """Copy records into the faster tiers, as reads do; return which are in the fastest tier that can have them."""
         return [at is not None and self._is_near(at, key) for key, at in zip(keys, self.locate(keys), strict=True)]
 
-    # --- all of them ---
+    def _is_near(self, at: int, key: Key) -> bool:
+        """Copy a record of a tier into the faster tiers; return whether the fastest that can have it has it."""
+        nearest = next((faster for faster in self._written if faster < at and self.tiers[faster].promotes), None)
+        if nearest is None:
+            return True
+        with self.copies.under_way([key]) as copy:
+            for reader in self._open(self.tiers[at], [key]):
+                if reader is not None:
+                    with reader:
+                        self._promote(at, key, reader, copy)
+        return self.contains(self.tiers[nearest], [key])[0]
+
+    def _promote(self, at: int, key: Key, reader: Reader, copy: RecordCopy) -> None:
+        for faster in self._written if at else ():
+            if faster < at and self.tiers[faster].promotes and self._copy_to(faster, key, reader, copy):
+                self.count(promoted_chunks=1)
+
+    # --- removal, and the end ---
 
     def remove(self, keys: Sequence[Key]) -> int:
         """Remove records; return the number that the tier with most of them had."""
@@ -235,172 +397,95 @@ class TierStack(TierCalls):
                     is_removed = [removed or had for removed, had in zip(is_removed, there, strict=True)]
         return is_removed
 
+    def _remove(self, at: int, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> int | None:
+        """Remove records from one tier, amid a change of these keys; return None if it did not take the call."""
+        self.copies.settle(at)
+        return self._in_time(self.tiers[at], self.tiers[at].tier.remove, keys, limit)
+
     def clear(self) -> list[str]:
-        """Remove all records from all tiers; return the names of those that keep theirs."""
-        is_cleared = [False] * len(self.tiers)
+        """Remove all records from all tiers; return the names of the tiers that keep theirs."""
+        keepers = {at: placed.tier.name for at, placed in enumerate(self.tiers)}
         with self.copies.change(None):
             for at in self._written:
                 self.copies.settle(at)
-                clear = self.tiers[at].tier.clear
-                is_cleared[at] = self.ask(self.tiers[at], lambda clear=clear: _true(clear())) is True
-        return [one.tier.name for one, is_done in zip(self.tiers, is_cleared, strict=True) if not is_done]
-
-    def drain(self) -> None:
-        """Wait until nothing is written in the background."""
-        self.threads.drain()
+                if self.ask(self.tiers[at], lambda tier=self.tiers[at].tier: (tier.clear(),)) is not None:
+                    del keepers[at]
+        return list(keepers.values())
 
     def flush(self, sync: bool) -> None:
-        self.drain()
-        for one in self.tiers:
-            self.ask(one, one.tier.flush, sync)
+        self.threads.drain()
+        for placed in self.tiers:
+            self.ask(placed, placed.tier.flush, sync)
 
     def close(self) -> None:
         self.flush(sync=False)
         self.threads.close()
-        for one in self.tiers:
-            self.ask(one, one.tier.close)
+        for placed in self.tiers:
+            self.ask(placed, placed.tier.close)
 
-    # --- inside ---
+    # --- counters ---
 
-    def _remove(self, at: int, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> int | None:
-        """Remove records from one tier, amid a change of these keys; return None if it did not take the call."""
-        self.copies.settle(at)
-        one = self.tiers[at]
-        return None if limit.is_over else self.ask(one, one.tier.remove, keys, limit.timeout(one.deadline))
+    def count(self, **counts: int) -> None:
+        with self._lock:
+            self.counts.update(counts)
 
-    def _put_one(
-        self,
-        keys: Sequence[Key],
-        lacking: Sequence[Sequence[int]],
-        record: Callable[[int], tuple[RecordKind, Source]],
-        num_threads: int,
-        backs: list[_Back],
-        copy: RecordCopy,
-        limit: TimeLimit,
-        index: int,
-    ) -> bool:
-        """Return whether a tier has the record that had not, or will have it."""
-        key, made, is_new = keys[index], None, False
-        for at in lacking[index] if not limit.is_over else ():
-            if self.tiers[at].is_written_back and at:
-                if copy.change:
-                    self._remove(at, [key])
-                back = self._keep(at, key, copy.change)
-                if back is not None:
-                    backs.append(back)
-                    continue
-            made = made or encoded(*record(index))
-            if copy.change:
-                self.copies.settle(at)
-            is_written = self._write(at, *made, num_threads, copy, limit)
-            if copy.change and not is_written:
-                self._remove(at, [key])
-            is_new = is_written or is_new
-        return is_new
+    def count_reads(self, placed_tiers: Sequence[Placed]) -> None:
+        """Count a chunk that each of these tiers has given; a tier may be there several times."""
+        for placed in placed_tiers:
+            self._count_hit(self.tiers.index(placed))
 
-    def _write(
-        self, at: int, head: RecordHead, payload: Source, num_threads: int, under_way: RecordCopy, limit: TimeLimit
-    ) -> bool:
-        """Return whether the tier took the record."""
-        one = self.tiers[at]
+    def uses(self) -> tuple[TierUse, ...]:
+        """Return copies of the use of each tier until now."""
+        with self._lock:
+            return tuple(map(replace, self._uses))
 
-        def write() -> bool:
-            writer = one.tier.create(head.key, head.num_bytes) if self.copies.is_wanted(under_way, head.key) else None
-            if writer is None:
-                return False
-            with writer:
-                write_record(writer, head, payload, num_threads)
-                with self.copies.finish(at, under_way, head.key) as is_wanted:
-                    return is_wanted and one.tier.commit([writer], limit.timeout(one.deadline))[0]
+    def stats(self) -> tuple[TierStats | None, ...]:
+        """Return the statistics of each tier; None for a tier in trouble."""
+        return tuple(self.ask(placed, placed.tier.stats) for placed in self.tiers)
 
-        began = time.perf_counter()
-        is_written = self.ask(one, write) or False
-        self.uses.write(at, head.num_bytes, time.perf_counter() - began, is_written)
-        return is_written
+    def _count_hit(self, at: int, num_bytes: int = 0, seconds: float = 0.0) -> None:
+        use = self._uses[at]
+        with self._lock:
+            use.hits, use.read_bytes = use.hits + 1, use.read_bytes + num_bytes
+            use.read_seconds += seconds
 
-    def _keep(self, at: int, key: Key, change: Change | None) -> _Back | None:
-        """Keep the record in a faster tier until it is written back; return None if none has it."""
-        copy = self.copies.begin([key], change)
-        for source in self.tiers[:at]:
-            for reader in self._open(source, [key]):
-                if reader is not None:
-                    return _Back(at, key, reader, copy)
-        self.copies.end(copy)
-        return None
+    def _count_misses(self, at: int, count: int) -> None:
+        with self._lock:
+            self._uses[at].misses += count
 
-    def _write_back(self, backs: Sequence[_Back]) -> int:
-        return sum([self._copy_back(back) for back in backs])
+    # --- calls of one tier ---
 
-    def _copy_back(self, back: _Back) -> bool:
-        """Write the record back, unless it was removed meanwhile; return whether it was written."""
+    def ask(self, placed: Placed, call: Callable[..., T], *args: object) -> T | None:
+        """Return the result of a call of the tier; None when it is in trouble."""
         try:
-            with back.reader:
-                return self._copy_to(back.at, back.key, back.reader, back.copy)
-        finally:
-            self.copies.end(back.copy)
+            return call(*args)
+        except RecordGone:
+            return None
+        except TierError as error:
+            if not isinstance(error, TierRests):
+                logger.warning("%s: %s", placed.tier.name, error)
+            self.count(tier_errors=1)
+            return None
 
-    def _copy_to(self, at: int, key: Key, reader: Reader, under_way: RecordCopy) -> bool:
-        one = self.tiers[at]
-
-        def copy() -> bool:
-            writer = one.tier.create(key, reader.num_bytes) if self.copies.is_wanted(under_way, key) else None
-            if writer is None:
-                return False
-            with writer:
-                copy_record(reader, writer, key)
-                with self.copies.finish(at, under_way, key) as is_wanted:
-                    return is_wanted and one.tier.commit([writer], one.deadline)[0]
-
+    def verified(self, placed: Placed, key: Key, read: Callable[..., T], *args: object) -> T | None:
+        """Return the result of `read`; None for a corrupt record, which is dropped, and for trouble."""
         try:
-            return self.ask(one, copy) or False
-        except CorruptRecord:  # its next reader reports it
-            return False
+            return self.ask(placed, read, *args)
+        except UnreadableRecord as error:
+            logger.info("%s: %s", placed.tier.name, error)
+            return None
+        except CorruptRecord as error:
+            logger.warning("%s: a record was dropped: %s", placed.tier.name, error)
+            self.count(corrupt_records=1)
+            if not placed.tier.is_read_only:
+                self.ask(placed, placed.tier.remove, [key], placed.deadline)
+            return None
 
-    def _read_one(
-        self,
-        key: Key,
-        located: int,
-        reader: Reader | None,
-        copy: RecordCopy,
-        read: Callable[[Reader], None],
-        limit: TimeLimit,
-    ) -> bool:
-        """Read a record from the tier where it was found, or from a slower one; return whether that succeeded."""
-        for at in range(len(self.tiers)):
-            found = reader if at == located else self._open(self.tiers[at], [key], limit)[0] if at > located else None
-            if found is not None:
-                with found:
-                    if not limit.is_over and self._read_verified(at, key, found, read):
-                        self._promote(at, key, found, copy)
-                        return True
-            self.uses.miss(at)
-        return False
+    def _in_time(self, placed: Placed, call: Callable[..., T], keys: Sequence[Key], limit: TimeLimit) -> T | None:
+        """Return the result of a tier's call for keys; None when it is in trouble, or the limit is over."""
+        timeout = limit.timeout(placed.deadline)
+        return None if timeout == 0 else self.ask(placed, call, keys, timeout)
 
-    def _read_verified(self, at: int, key: Key, reader: Reader, read: Callable[[Reader], None]) -> bool:
-        """Return whether the tier's record was read."""
-        began = time.perf_counter()
-        is_read = self.verified(self.tiers[at], key, lambda: _true(read(reader)))  # type: ignore[func-returns-value]
-        if is_read:
-            self.uses.hit(at, reader.num_bytes, time.perf_counter() - began)
-        return is_read or False
-
-    def _is_near(self, at: int, key: Key) -> bool:
-        """Copy a record of a tier into the faster tiers; return whether the fastest that can have it has it."""
-        nearest = next((faster for faster in self._written if faster < at and self.tiers[faster].promotes), None)
-        if nearest is None:
-            return True
-        with self.copies.under_way([key]) as copy:
-            for reader in self._open(self.tiers[at], [key]):
-                if reader is not None:
-                    with reader:
-                        self._promote(at, key, reader, copy)
-        return self.contains(self.tiers[nearest], [key])[0]
-
-    def _promote(self, at: int, key: Key, reader: Reader, copy: RecordCopy) -> None:
-        for faster in self._written:
-            if faster < at and self.tiers[faster].promotes and self._copy_to(faster, key, reader, copy):
-                self.count(promoted_chunks=1)
-
-
-def _true(_: None) -> bool:
-    return True
+    def _open(self, placed: Placed, keys: Sequence[Key], limit: TimeLimit = NO_LIMIT) -> list[Reader | None]:
+        opened = self._in_time(placed, placed.tier.open, keys, limit) or []
+        return opened if len(opened) == len(keys) else [None] * len(keys)

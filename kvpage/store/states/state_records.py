@@ -5,13 +5,13 @@
     get_into(tokens, ..) ─► key of the tokens ─► record ─► verified, copied into the memory
 
 Every read gives nothing, or exactly the bytes that were put after these tokens. The K and V of the tokens are chunks as
-`KVStore.store_blocks` stores them; those after the last whole chunk are a shorter one.
+`KVStore.store_blocks` stores them; tokens after the last whole chunk make a shorter chunk.
 """
 
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +20,14 @@ from kvpage.blocks.explain import Ending, Explanation, GroupReach
 from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import as_integer, check_flag
 from kvpage.store.bytes.byte_jobs import limit_of
-from kvpage.store.bytes.pieces import pieces_of
-from kvpage.store.bytes.run_payload import RunPayload
+from kvpage.store.bytes.pieces import RunPayload, pieces_of
+from kvpage.store.load.layer_chunks import LayerChunks
 from kvpage.store.records.keys import checked_tokens
 from kvpage.store.records.kinds import RecordKind
-from kvpage.store.records.payload import Source
-from kvpage.store.records.record_io import read_record
+from kvpage.store.records.record_io import Source, read_record
 from kvpage.store.stack.call_gate import CallGate, gated
 from kvpage.store.stack.tier_stack import TierStack
-from kvpage.store.states.state_index import StateIndex
-from kvpage.store.states.state_keys import StateKeys
+from kvpage.store.states.state_index import StateIndex, StateKeys
 from kvpage.store.tiers.tier import Key, Reader
 
 Array = npt.NDArray[np.int32]
@@ -37,35 +35,25 @@ Memory = Any
 """bytes, bytearray, memoryview, numpy array, or a tensor in host memory; contiguous, of the bytes of one slot."""
 
 
-class TokenChunks(Protocol):
-    """The chunks of K and V beside states; LayerChunks are some."""
-
-    def keys(self, tokens: Array, namespace: bytes) -> list[Key]:
-        """Return the keys of the tokens' chunks."""
-
-    def count(self, tokens: Array, namespace: bytes) -> int:
-        """Return the number of leading tokens whose chunks are there."""
-
-    def reach(self, tokens: Array, namespace: bytes) -> GroupReach:
-        """Return how far chunks reach, and why not further."""
-
-
 class StateRecords:
     """The records of one layout of states. Thread-safe; made by `KVStore.states`, and open as long as the store.
+
+    Calls take `tokens`, int [num_tokens], at least one; tokens of different namespaces never meet. Wrong arguments
+    raise ValueError or TypeError, and nothing is written.
 
     Args:
         tiers: Of the store.
         gate: Of the store.
         lock: One for all indexes of the store.
         keys: Names of the records.
-        chunks: Those of the same tokens; None for a model without K and V.
+        chunks: The chunks of the same tokens; None for a model without K and V.
 
     Attributes:
         layout: The place of each part in a state.
     """
 
     def __init__(
-        self, tiers: TierStack, gate: CallGate, lock: threading.Lock, keys: StateKeys, chunks: TokenChunks | None
+        self, tiers: TierStack, gate: CallGate, lock: threading.Lock, keys: StateKeys, chunks: LayerChunks | None
     ) -> None:
         self.gate, self.layout = gate, keys.layout
         self._tiers, self._keys, self._chunks = tiers, keys, chunks
@@ -83,17 +71,14 @@ class StateRecords:
         """Store the state after exactly these tokens.
 
         Args:
-            tokens: int [num_tokens], all that the state has seen, at least one.
+            tokens: all that the state has seen.
             state: the bytes of a slot.
-            namespace: tokens of different namespaces never meet.
+            namespace: of the tokens.
             skip_existing: leave a record alone that every tier has. Otherwise it is replaced in all tiers.
             deadline: seconds of the call; a tier is not begun afterwards. None for no limit.
 
         Returns:
             Whether some tier has the record now.
-
-        Raises:
-            ValueError, TypeError: arguments are wrong; nothing is written.
         """
         array = self._checked(tokens, namespace)
         check_flag("skip_existing", skip_existing)
@@ -110,37 +95,24 @@ class StateRecords:
 
     @gated
     def get_into(self, tokens: Tokens, state: Memory, namespace: bytes = b"", deadline: float | None = None) -> bool:
-        """Read the state after exactly these tokens.
-
-        Args:
-            tokens: as in `put`.
-            state: writable memory of the bytes of a slot.
-            namespace: the one that it was stored in.
-            deadline: as in `put`.
+        """Read the state after exactly these `tokens` of a `namespace` into `state`, with a `deadline` as in `put`.
 
         Returns:
             True if the memory has exactly the bytes that were put. False for a miss: its bytes mean nothing then.
-
-        Raises:
-            ValueError, TypeError: arguments are wrong; nothing is written.
         """
         array = self._checked(tokens, namespace)
         limit, payload = limit_of(deadline), self._payload(state, writable=True)
         _, key, _ = self._key_of(array, namespace)
         kind = self._keys.state_kind(key, len(array), namespace)
 
-        def read(_: int, reader: Reader, num_threads: int) -> None:
-            read_record(reader, kind, payload, num_threads)
+        def read(_: int, reader: Reader, num_threads: int) -> bool:
+            return read_record(reader, kind, payload, num_threads)
 
         return self._tiers.read_each([key], read, limit)[0]
 
     @gated
     def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> bool:
-        """Copy the state after exactly these tokens into the faster tiers; see KVStore.prefetch.
-
-        Args:
-            tokens: as in `put`.
-            namespace: the one that it was stored in.
+        """Copy the state after exactly these `tokens` of a `namespace` into the faster tiers; see KVStore.prefetch.
 
         Returns:
             Whether the fastest tier that can have it has it.
@@ -149,18 +121,15 @@ class StateRecords:
 
     @gated
     def longest(self, tokens: Tokens, namespace: bytes = b"", most: int | None = None) -> int:
-        """Return the longest position that can be loaded: its state is there, and so are all chunks before it.
+        """Return the longest position of a prompt, `tokens` of a `namespace`, that can be loaded; 0 for none.
+
+        Its state is there, and so are all chunks before it, or were a moment ago.
 
         Args:
-            tokens: int [num_tokens], a prompt.
-            namespace: where to look.
             most: the longest position to return; None for all of the tokens.
 
-        Returns:
-            The position, or that of a moment ago; 0 for none.
-
         Raises:
-            ValueError, TypeError: arguments are wrong.
+            ValueError: `most` is no position of the tokens.
         """
         array = self._checked(tokens, namespace)
         limit = len(array) if most is None else as_integer("most", most)
@@ -170,21 +139,12 @@ class StateRecords:
 
     @gated
     def positions(self, tokens: Tokens, namespace: bytes = b"") -> list[int]:
-        """Return the positions of all states of a prompt, the longest first, whatever chunks are there.
-
-        Args:
-            tokens: int [num_tokens], a prompt.
-            namespace: where to look.
-        """
+        """Return the positions of all states of a prompt, `tokens` of a `namespace`, the longest first."""
         return self._positions(self._checked(tokens, namespace), namespace)
 
     @gated
     def remove(self, tokens: Tokens, namespace: bytes = b"") -> int:
-        """Remove the states at all positions of a prompt from every tier. Chunks stay.
-
-        Args:
-            tokens: int [num_tokens], a prompt.
-            namespace: the one that they were stored in.
+        """Remove the states at all positions of a prompt, `tokens` of a `namespace`, from every tier. Chunks stay.
 
         Returns:
             The number of states removed from the tier that had most of them.
@@ -195,12 +155,7 @@ class StateRecords:
 
     @gated
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
-        """Return how far chunks and states reach into a prompt, and why not further.
-
-        Args:
-            tokens: int [num_tokens], a prompt.
-            namespace: where to look.
-        """
+        """Return how far chunks and states reach into a prompt, `tokens` of a `namespace`, and why not further."""
         array = self._checked(tokens, namespace)
         num_tokens, usable = len(array), self._longest(array, namespace, len(array) - 1)
         above = min((end for end in self._positions(array, namespace) if end > usable), default=None)

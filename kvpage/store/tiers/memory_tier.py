@@ -80,21 +80,15 @@ class _MemoryWriter(Writer):
 
 
 class MemoryTier(Tier):
-    """Records in host memory.
+    """Records in a slab of host memory of `capacity` bytes. policy: lru, lfu or fifo.
 
-    Args:
-        capacity: bytes of the slab.
-        policy: lru, lfu or fifo.
-        pin_memory: pin the slab, so that a GPU's copies run beside the computation. By default if there is a GPU.
-        name: the tier's name in messages and statistics.
-        prefault: have the system give the whole slab when the tier is made. That takes about 0.1 s for a GiB. Otherwise
-            it gives each page when it is first written, and the first stores are slow. A pinned slab is always given,
-            in its true size: nothing is rounded up to a power of two. In a slab beyond 4 GiB a pinned record has at
-            most 4 GiB, and 4 KiB of each 4 GiB stay unused.
+    pin_memory: pin the slab, so that a GPU's copies run beside the computation; by default if there is a GPU. prefault:
+    have the system give the whole slab when the tier is made, which takes about 0.1 s for a GiB. Otherwise it gives
+    each page when it is first written, and the first stores are slow. A pinned slab is always given, in its true size:
+    nothing is rounded up to a power of two. In a slab beyond 4 GiB a pinned record has at most 4 GiB, and 4 KiB of each
+    4 GiB stay unused.
 
-    Raises:
-        ValueError: capacity or policy is wrong.
-        OSError: the system has less memory, or cannot pin it.
+    Raises ValueError for a wrong capacity or policy; OSError if the system has less memory, or cannot pin it.
     """
 
     is_in_memory = True
@@ -152,12 +146,16 @@ class MemoryTier(Tier):
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
         with self._lock:
             self._check_open()
-            mine = [one for one in writers if isinstance(one, _MemoryWriter) and one.tier is self and one.is_open]
-            if len(mine) != len(writers) or len(set(map(id, mine))) != len(mine):
+            open_writers = [
+                writer
+                for writer in writers
+                if isinstance(writer, _MemoryWriter) and writer.tier is self and writer.is_open
+            ]
+            if len(open_writers) != len(writers) or len(set(map(id, open_writers))) != len(open_writers):
                 raise ValueError("writers must be this tier's, not closed, each given once")
-            for writer in mine:
+            for writer in open_writers:
                 writer.check_whole()
-            return [self._commit(writer) for writer in mine]
+            return [self._commit(writer) for writer in open_writers]
 
     def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
         with self._lock:

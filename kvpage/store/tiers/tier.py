@@ -85,10 +85,9 @@ class Reader(ABC):
     takes_runs = False
 
     def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes:
-        """Read the record's bytes from `begin` on, straight into the memory that the runs name.
+        """Read the record's bytes from `begin` on, straight into the memory that the `runs` name.
 
         Args:
-            begin: the first byte.
             runs: int64 [n, 2], address and length of each run; the bytes of a run at address 0 are hashed alone.
             stretch_bytes: bytes of each stretch that is hashed.
             num_threads: threads that read and hash.
@@ -103,14 +102,7 @@ class Reader(ABC):
 
     @abstractmethod
     def piece(self, begin: int, end: int) -> memoryview:
-        """Return the bytes [begin, end) of the record.
-
-        Args:
-            begin: the first byte.
-            end: the byte after the last one.
-
-        Returns:
-            A view that is valid until the next call. It must not be written to.
+        """Return the bytes [begin, end) of the record: a read-only view that is valid until the next call.
 
         Raises:
             TierError: the bytes cannot be read.
@@ -166,14 +158,7 @@ class Writer(ABC):
 
     @abstractmethod
     def piece(self, begin: int, end: int) -> memoryview:
-        """Return memory for the bytes [begin, end), to be filled before the next call.
-
-        Args:
-            begin: the first byte, where the piece before ended.
-            end: the byte after the last one.
-
-        Returns:
-            A view to fill.
+        """Return memory for the bytes [begin, end), which follow the piece before, to be filled before the next call.
 
         Raises:
             TierError: the piece before cannot be written.
@@ -193,8 +178,8 @@ class Writer(ABC):
 class Tier(ABC):
     """Immutable records by key, evicted by the tier's policy when it is full.
 
-    Every method may raise TierError, and nothing else for the tier's own trouble. Timeouts are in seconds, None for
-    none, and bound the whole call. A tier is thread-safe: the serving thread reads while another stores.
+    Every method may raise TierError, and nothing else for the tier's own trouble. `timeout` is in seconds, None for
+    none, and bounds the whole call. A tier is thread-safe: the serving thread reads while another stores.
 
     Attributes:
         name: the tier's name in messages and statistics.
@@ -209,7 +194,7 @@ class Tier(ABC):
     def watch(self, note: Note | None) -> None:  # noqa: B027, a tier need not tell
         """Note each record that comes or goes from now on, in the order in which that happens.
 
-        A tier that cannot tell does nothing. It need not tell what others do to it.
+        A tier that cannot tell does nothing. It need not tell of changes by others.
 
         Args:
             note: called with a record's key and a reason: "written", "evicted", "removed", "damaged" or "lost". A
@@ -219,61 +204,38 @@ class Tier(ABC):
 
     @abstractmethod
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
-        """Return whether each record is there, or was a moment ago. That is not a use.
+        """Return for each of the `keys` whether its record is there, or was a moment ago, within `timeout`.
 
-        Args:
-            keys: of the records.
-            timeout: seconds of the call.
-
-        Returns:
-            A bool for each key.
+        That is not a use.
         """
 
     def touch(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
-        """Note a use of records that are not read. A tier that orders its records by use puts them last to go.
+        """Return for each of the `keys` whether it is there, and a use without reading was noted within `timeout`.
 
-        Args:
-            keys: of the records.
-            timeout: seconds of the call.
-
-        Returns:
-            Whether each record is there, and its use was noted. False of a tier that notes none.
+        A tier that orders its records by use puts them last to go. A tier that notes no use returns False.
         """
         return [False] * len(keys)
 
     @abstractmethod
     def open(self, keys: Sequence[Key], timeout: float | None = None) -> list[Reader | None]:
-        """Open records, in one round trip if there is one. That is a use of each.
+        """Return a reader for each of the `keys`, None for a miss, within `timeout`. That is a use of each record.
 
-        Args:
-            keys: of the records.
-            timeout: seconds of the call.
-
-        Returns:
-            A reader for each key; None for a miss.
+        It takes one round trip if there is one.
         """
 
     @abstractmethod
     def create(self, key: Key, num_bytes: int) -> Writer | None:
-        """Make space for a record, evicting others if need be.
+        """Return a writer of the record of a `key`, of `num_bytes`; None if it is too large, or all others are in use.
 
-        Args:
-            key: of the record.
-            num_bytes: bytes of the record.
-
-        Returns:
-            A writer; None if the record is too large, or all others are in use.
+        Others are evicted if need be.
         """
 
     @abstractmethod
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
-        """Publish whole records, in one round trip if there is one.
+        """Publish the whole records of `writers` within `timeout`, in one round trip if there is one.
 
-        A record of the same key is replaced; readers that have it open keep it.
-
-        Args:
-            writers: this tier's, filled to their ends.
-            timeout: seconds of the call.
+        The writers are this tier's, filled to their ends. A record of the same key is replaced; readers that have it
+        open keep it.
 
         Returns:
             For each writer whether its record is there now.
@@ -281,26 +243,14 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
-        """Forget records. A record that is being read stays, unfindable, until its readers close.
+        """Return how many records of the `keys` were there. They are forgotten, within `timeout`.
 
-        Args:
-            keys: of the records.
-            timeout: seconds of the call.
-
-        Returns:
-            The number of records that were there.
+        A record that is being read stays, unfindable, until its readers close.
         """
 
     @abstractmethod
     def infos(self) -> Iterator[RecordInfo]:
-        """Iterate over the records, in no particular order.
-
-        Returns:
-            The key, bytes and age of each record.
-
-        Raises:
-            TierError: the tier cannot list its records.
-        """
+        """Iterate over the records, in no particular order. A TierError says that the tier cannot list them."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -308,11 +258,7 @@ class Tier(ABC):
 
     @abstractmethod
     def flush(self, sync: bool = False) -> None:
-        """Wait until the tier has written everything.
-
-        Args:
-            sync: wait until the records would survive a loss of power, if the tier can.
-        """
+        """Wait until the tier has written everything; with `sync`, until it would survive a loss of power."""
 
     @abstractmethod
     def stats(self) -> TierStats:
@@ -321,3 +267,27 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Flush, and let go of everything. A second call does nothing; any other call then raises TierError."""
+
+
+class ReadOnlyTier(Tier):
+    """A tier that others write. Calls that would change a record raise TierError."""
+
+    is_read_only = True
+
+    def create(self, key: Key, num_bytes: int) -> Writer | None:
+        raise self._refusal()
+
+    def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
+        raise self._refusal()
+
+    def remove(self, keys: Sequence[Key], timeout: float | None = None) -> int:
+        raise self._refusal()
+
+    def clear(self) -> None:
+        raise self._refusal()
+
+    def flush(self, sync: bool = False) -> None:
+        """Do nothing: nothing is written."""
+
+    def _refusal(self) -> TierError:
+        return TierError(f"{self.name} is open for reading only, nothing can be changed")

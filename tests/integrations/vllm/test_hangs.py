@@ -87,7 +87,7 @@ def test_where_no_thread_can_be_started_a_job_fails(monkeypatch, tmp_path, caplo
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        for module in ("kvpage.store.bytes.later", "kvpage.integrations.vllm.metrics"):
+        for module in ("kvpage.store.bytes.byte_store", "kvpage.integrations.vllm.metrics"):
             patch.setattr(f"{module}.started_pool", broken)
         assert not tiering.compute("first", KEYS[:2]).success
         context = tiering.request("second")

@@ -98,7 +98,6 @@ SUITES = {
     "kvpage/store/records/record.py": RECORD,
     "kvpage/store/kv_store.py": STORE,
     "kvpage/store/states/state_index.py": STATES,
-    "kvpage/store/states/state_keys.py": STATES,
     "kvpage/store/states/state_records.py": STATES,
     "csrc/slots/slot_allocator.cpp": SLOTS,
     "csrc/slots/slot_tree.cpp": SLOTS,

@@ -8,7 +8,7 @@ from support.byte_stores import data_of, key_of, opened, room
 from support.redis_server import Proxy, RedisServer, needs_redis
 
 from kvpage.store import ByteStore
-from kvpage.store.bytes.run_payload import STRETCH_BYTES
+from kvpage.store.bytes.pieces import STRETCH_BYTES
 
 SIZES = [0, 1, 4095, 4096, 4097, STRETCH_BYTES - 1, STRETCH_BYTES, STRETCH_BYTES + 1, 1 << 20]
 KEYS = [key_of(number) for number in range(len(SIZES))]

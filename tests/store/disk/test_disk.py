@@ -10,6 +10,7 @@ import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.disk_folders import SEGMENT_BYTES, is_right, make
@@ -17,6 +18,7 @@ from support.seeds import seed_of
 from support.store_records import get, key, put, record
 from support.tier_life import TierLife
 
+from kvpage.store.disk import reader_writer
 from kvpage.store.disk import segment as disk_segment
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
 from kvpage.store.disk.reader_writer import Buffers
@@ -160,6 +162,22 @@ def test_every_byte_of_records_around_the_size_of_slots(tmp_path: Path, piece_by
     assert sum(writer.entry.run.num_slots for writer in writers) == sum(
         -(-(128 + size) // SLOT_BYTES) for size in sizes
     )
+    tier.check()
+
+
+def test_a_reader_without_memory_for_a_longer_buffer_gives_its_own_back_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given twice, one buffer had two readers at once."""
+    tier, data = make(tmp_path), random.Random(1).randbytes(3 * SLOT_BYTES)
+    tier.buffers = Buffers(2 * SLOT_BYTES)
+    assert put(tier, {key(0): data}) == [True]
+    with tier.open([key(0)])[0] as reader, monkeypatch.context() as patch:
+        reader.piece(0, 1)
+        patch.setattr(reader_writer, "new_buffer", Mock(side_effect=TierError("no memory")))
+        with pytest.raises(TierError, match="no memory"):
+            reader.piece(0, len(data))
+    assert tier.buffers.take() is not tier.buffers.take()
     tier.check()
 
 

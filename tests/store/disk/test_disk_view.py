@@ -17,12 +17,11 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner, Result  # noqa: E402
 
-from kvpage.store import inspection
+from kvpage.store import inspection  # noqa: E402
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier  # noqa: E402
 from kvpage.store.disk.disk_view import MAX_WALKS, DiskView  # noqa: E402
 from kvpage.store.disk.lock import owner_of  # noqa: E402
 from kvpage.store.disk.segment import Segment  # noqa: E402
-from kvpage.store.records import summary as record_summary  # noqa: E402
 from kvpage.store.tiers.tier import RecordGone, TierError  # noqa: E402
 from kvpage.tools.cli import app  # noqa: E402
 
@@ -139,7 +138,7 @@ def test_what_goes_while_it_is_verified_is_neither_whole_nor_broken(tmp_path: Pa
 
     monkeypatch.setattr(inspection, "verify_record", verify_record)
     assert inspection.verify(view) == (1, [])
-    monkeypatch.setattr(record_summary, "read_head", lambda reader: tier.remove([B]) and real(reader, B))
+    monkeypatch.setattr(inspection, "read_head", lambda reader: tier.remove([B]) and real(reader, B))
     assert list(inspection.summaries(view)) == []
     view.close()
     tier.close()

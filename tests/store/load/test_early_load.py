@@ -89,12 +89,12 @@ def test_each_layer_is_there_when_it_is_waited_for(layout: dict, start: int) -> 
 
 
 def test_verified_comes_after_every_digest_and_before_the_last_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpage.store.load import layer_load
+    from kvpage.store.load import block_load
 
     load, hashed = Load(), []
-    digests_of = layer_load.digests_of
+    digests_of = block_load.digests_of
     monkeypatch.setattr(
-        layer_load, "digests_of", lambda data, *rest: hashed.append(len(data)) or digests_of(data, *rest)
+        block_load, "digests_of", lambda data, *rest: hashed.append(len(data)) or digests_of(data, *rest)
     )
 
     def check(arrival) -> None:

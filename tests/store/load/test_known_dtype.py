@@ -7,7 +7,7 @@ import torch
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, TierError, metadata_of
-from kvpage.store.load.known_dtype import SOUGHT
+from kvpage.store.records.kinds import SOUGHT
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 C, TOKENS = 4, list(range(10))

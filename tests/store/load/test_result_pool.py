@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpage.store.load.result_pool import ResultPool
-from kvpage.store.load.tensor_results import NewResult
+from kvpage.store.load.tensor_calls import NewResult
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU, torch keeps pinned memory itself")
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from support.store_engines import TOKENS, C, make_engine, tokens_of
 from kvpage import CacheEngine
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
-from kvpage.store.stack.pin import Pin
+from kvpage.store.load.layer_chunks import Pin
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 NUM_TRIALS = 50
@@ -109,7 +109,7 @@ def test_a_handler_that_closes_what_is_being_closed(tmp_path: Path, caplog: pyte
     """As one of SIGTERM does."""
     subject = Subject(tmp_path / "s")
     begun, go = threading.Event(), threading.Event()
-    stack_of(subject.store).later(lambda: begun.set() or go.wait(60))
+    stack_of(subject.store).threads.later(lambda: begun.set() or go.wait(60))
     begun.wait()
     handler = signal.signal(signal.SIGUSR1, lambda *call: go.set() or subject.store.close())
     timer = threading.Timer(0.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGUSR1])

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from kvpage.store.records.part_rows import PartRows
+from kvpage.store.records.tensor_chunk import TokenParts
 
 T, H, D = 7, 3, 16  # of float64: a row has 128 bytes
 
@@ -45,17 +45,22 @@ def addresses(parts, fmt: str, begin: int, end: int, num_unwanted: int) -> list[
 @pytest.mark.parametrize("kind", ["plain", "turned", "gaps", "beside"])
 def test_runs_are_the_elements_in_their_order(fmt: str, kind: str) -> None:
     parts = parts_of(fmt, kind)
-    rows = PartRows.of(parts, fmt)
+    rows = TokenParts(parts, fmt)
     for begin, end, num_unwanted in [(0, T, 0), (0, 1, 0), (2, 5, 0), (0, 4, 1), (3, T, 4), (T - 1, T, 1)]:
         runs = rows.runs(begin, end, num_unwanted)
         single = [at + 8 * index if at else 0 for at, count in runs.tolist() for index in range(count // 8)]
         assert single == addresses(parts, fmt, begin, end, num_unwanted)
-    assert len(parts_of(fmt, "plain")) * 2 == len(PartRows.of(parts_of(fmt, "plain"), fmt).runs(0, T))
+    assert len(parts_of(fmt, "plain")) * 2 == len(TokenParts(parts_of(fmt, "plain"), fmt).runs(0, T))
 
 
 def test_parts_without_whole_rows_have_none() -> None:
     plain = parts_of("vllm", "plain")
-    assert PartRows.of([[part.transpose(1, 2).contiguous().transpose(1, 2) for part in plain[0]]], "vllm") is None
-    assert PartRows.of([[plain[0][0], plain[0][1].transpose(0, 1).contiguous().transpose(0, 1)]], "vllm") is None
+    assert (
+        TokenParts([[part.transpose(1, 2).contiguous().transpose(1, 2) for part in plain[0]]], "vllm").runs(0, T)
+        is None
+    )
+    assert (
+        TokenParts([[plain[0][0], plain[0][1].transpose(0, 1).contiguous().transpose(0, 1)]], "vllm").runs(0, T) is None
+    )
     small = [[torch.zeros(T, 2, 4, dtype=torch.uint8)[:, ::2]]]  # rows of 4 bytes, with gaps
-    assert PartRows.of(small, "vllm").runs(0, T) is None
+    assert TokenParts(small, "vllm").runs(0, T) is None

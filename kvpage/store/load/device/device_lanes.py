@@ -37,11 +37,8 @@ def make_rooms(device: torch.device, num_bytes: int) -> tuple[torch.Tensor, torc
 class LanePool:
     """Sets of lanes by device, made when they are needed and used again. Thread-safe.
 
-    Args:
-        make_stream: makes a lane's stream.
-        rooms: makes a lane's rooms.
-        mark: returns the point after the work of the caller's current stream.
-        is_pinned: whether a GPU's copies reach host memory without a wait.
+    make_stream, rooms: make a lane's stream and rooms. mark: returns the point after the work of the caller's current
+    stream. is_pinned: whether a GPU's copies reach host memory without a wait.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class LanePool:
     def lanes(self, device: torch.device, num_bytes: int) -> Iterator[list[Lane]]:
         """Lend a set of lanes with so much room each. The caller has waited for their work when it gives them back.
 
-        After an error none is kept: nobody knows the state of the device. Ctrl-C is raised when they are given back.
+        After an error no lane is kept: the state of the device is unknown. Ctrl-C is raised when they are given back.
         """
         with HeldInterrupts():  # a chunk takes milliseconds
             lanes = self._take(device, num_bytes)
@@ -82,8 +79,8 @@ class LanePool:
         with self._changed:
             self._changed.wait_for(lambda: self._num_used < MAX_SETS)
             self._num_used += 1
-            for at, (place, lanes) in enumerate(self._free):
-                if place == device and len(lanes[0].on_device) >= num_bytes:
+            for at, (lanes_device, lanes) in enumerate(self._free):
+                if lanes_device == device and len(lanes[0].on_device) >= num_bytes:
                     del self._free[at]
                     return lanes
             if len(self._free) + self._num_used > MAX_SETS:

@@ -51,7 +51,7 @@ class _Job:
         try:
             for work in works:
                 self.lane.stream.submit(partial(self._do, work))
-        finally:  # what was begun is waited for
+        finally:  # the event covers all work that has begun
             self._event = self.lane.stream.record()
 
     def wait(self) -> None:
@@ -71,13 +71,7 @@ class _Job:
 
 
 class DevicePipeline:
-    """One way for the chunks of an engine's blocks.
-
-    Args:
-        pool: lends the lanes.
-        device: of the blocks.
-        ready: the work after which the blocks may be read or written.
-    """
+    """One way for the chunks of an engine's blocks. ready: the work after which the blocks may be read or written."""
 
     def __init__(self, pool: LanePool, device: torch.device, ready: TransferEvent) -> None:
         self._pool, self._device, self._ready = pool, device, ready
@@ -191,7 +185,7 @@ class DevicePipeline:
         return gather_stretches(runs_of(run.data), room, stretch_bytes, num_threads, streaming=False)
 
     def _digest_direct(self, stretch_bytes: int, num_threads: int, run: DeviceRun, lane: Lane) -> bytes:
-        """Hash what is being copied out of pinned memory; a record there stays as it is while it is read."""
+        """Hash bytes during their copy out of pinned memory; a record there does not change while it is read."""
         return b"" if self._pinned(run.data) is None else digests_of(run.data, stretch_bytes, num_threads)
 
     def _pinned(self, data: memoryview) -> torch.Tensor | None:

@@ -24,10 +24,8 @@ CopyOf = Callable[[Lane], tuple[Work, Work]]
 class LayerCopies:
     """Copies under way in a set of lanes. One thread begins them and waits; any thread may order a stream after them.
 
-    Args:
-        lanes: lent until `wait` has returned.
-        ready: the point after which the blocks may be written.
-        pieces: runs of layers [first, last), in order.
+    lanes: lent until `wait` has returned. ready: the point after which the blocks may be written. pieces: runs of
+    layers [first, last), in order. A call raises the first error of a copy.
     """
 
     def __init__(self, lanes: Sequence[Lane], ready: TransferEvent, pieces: Sequence[tuple[int, int]]) -> None:
@@ -37,14 +35,7 @@ class LayerCopies:
         self._error: Exception | None = None
 
     def begin(self, pieces: Sequence[Sequence[CopyOf]]) -> None:
-        """Begin the copies of each piece, in order.
-
-        Args:
-            pieces: the copies of each piece.
-
-        Raises:
-            Exception: a copy could not be begun. Those before it are under way.
-        """
+        """Begin the copies of each piece, in order. If one cannot be begun, copies before it are under way."""
         for lane in self._lanes:
             self._submit(lane, partial(self._ready.wait_stream, None))
         number = 0
@@ -57,28 +48,13 @@ class LayerCopies:
         self.raise_error()
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Order a stream's further work after the copies of a layer, and of all before it.
-
-        Args:
-            layer: its index, from 0.
-            stream: the stream; None for the current one.
-
-        Raises:
-            Exception: the error of a copy.
-        """
+        """Order a stream's further work (None: the current one's) after the copies of a layer and of all before it."""
         for event in self._events[self._piece_of[layer]]:
             event.wait_stream(stream)
         self.raise_error()
 
     def wait_stream(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Order a stream's further work after all copies.
-
-        Args:
-            stream: the stream; None for the current one.
-
-        Raises:
-            Exception: the error of a copy.
-        """
+        """Order a stream's further work (None: the current one's) after all copies."""
         self.wait_layer(len(self._piece_of) - 1, stream)
 
     def wait(self) -> None:
