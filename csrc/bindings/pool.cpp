@@ -107,11 +107,7 @@ std::span<const int32_t> row_of(const PathIds& ids, py::ssize_t tier, int64_t en
           static_cast<size_t>(end)};
 }
 
-void move(AnchorTable& table, const py::object& pairs, bool to_host) {
-  const auto flat = py::array_t<int64_t, py::array::c_style | py::array::forcecast>::ensure(pairs);
-  if (!flat) throw py::type_error("pairs must be integers, [num_pairs, 2]");
-  table.move({flat.data(), static_cast<size_t>(flat.size())}, to_host);
-}
+void move(AnchorTable& table, const std::vector<TierPair>& pairs, bool to_host) { table.move(pairs, to_host); }
 
 py::list uses_of(const AnchorTable& table, int64_t anchor) {
   py::list uses;
@@ -180,7 +176,7 @@ void bind_states(py::module_& m) {
                     {valid.mutable_data(), static_cast<size_t>(valid.size())});
     return valid;
   };
-  py::class_<AnchorTable>(m, "AnchorTable", doc("AnchorTable"))
+  py::class_<AnchorTable, std::shared_ptr<AnchorTable>>(m, "AnchorTable", doc("AnchorTable"))
       .def(py::init<std::shared_ptr<BlockPool>, std::shared_ptr<BlockPool>, int64_t>(), py::arg("pool").none(false),
            py::arg("host_pool").none(false), py::arg("most"), doc("AnchorTable.__init__"))
       .def("add", &AnchorTable::add, py::arg("has_block"), doc("AnchorTable.add"))

@@ -3,7 +3,6 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <unordered_set>
 
 #include "base/check.h"
 
@@ -110,20 +109,21 @@ void AnchorTable::learn(int64_t anchor, int64_t device_id, int64_t host_id) {
   learn_locked(static_cast<int32_t>(anchor), device_id, host_id);
 }
 
-void AnchorTable::move(std::span<const int64_t> pairs, bool to_host) {
-  check(pairs.size() % 2 == 0, "pairs must be an even number of ids, got ", pairs.size());
+void AnchorTable::moved(std::span<const TierPair> pairs, bool to_host) noexcept {
   std::lock_guard lock(mutex_);
   const int source = to_host ? kDevice : kHost, target = to_host ? kHost : kDevice;
-  for (size_t i = 0; i < pairs.size(); ++i) check_id(i % 2 == 0 ? source : target, pairs[i]);
-  std::unordered_set<int64_t> seen;
-  std::vector<std::pair<int32_t, int64_t>> moved;
-  for (size_t i = pairs.size(); i > 0; i -= 2) {
-    const int64_t from = pairs[i - 2], to = pairs[i - 1];
-    const int32_t anchor = at(source, from);
-    if (anchor == kNone || to == kNone || !seen.insert(to).second) continue;
-    if (was_current(source, anchors_[anchor])) moved.emplace_back(anchor, to);
+  for (const auto& [from, to] : pairs) {
+    const int32_t anchor = by_id_[source][from];
+    if (anchor != kNone && was_current(source, anchors_[anchor])) use(target, anchor, to);
   }
-  for (const auto& [anchor, to] : moved) use(target, anchor, static_cast<int32_t>(to));  // needs no memory
+}
+
+void AnchorTable::move(std::span<const TierPair> pairs, bool to_host) {
+  for (const auto& [from, to] : pairs) {
+    const std::array<int32_t, 2> ids{to_host ? from : to, to_host ? to : from};
+    for (int tier : kTiers) check(ids[tier] != kNone, kIdNames[tier], " must not be -1"), check_id(tier, ids[tier]);
+  }
+  moved(pairs, to_host);
 }
 
 // --- looking up ---

@@ -22,10 +22,11 @@
 #include <vector>
 
 #include "pool/block_pool.h"
+#include "pool/block_watcher.h"
 
 namespace kvpage {
 
-class AnchorTable {
+class AnchorTable final : public BlockWatcher {
  public:
   enum Tier { kDevice = 0, kHost = 1 };
   static constexpr int32_t kNone = -1;  // no anchor, and no id
@@ -63,9 +64,11 @@ class AnchorTable {
   void find_each(std::span<const int32_t> device_ids, std::span<const int32_t> host_ids, bool learns,
                  std::span<int32_t> anchors);
 
-  // Learns the ids of blocks that have just got a copy in the other tier. pairs: from, to, from, to, ...; the last one
-  // counts of those that go to one block. InvalidArgument for an odd number.
-  void move(std::span<const int64_t> pairs, bool to_host);
+  // Learns the ids of blocks that have just got a copy in the other tier.
+  void moved(std::span<const TierPair> pairs, bool to_host) noexcept override;
+
+  // The same for pairs of another than the tree. InvalidArgument for an id that is out of range.
+  void move(std::span<const TierPair> pairs, bool to_host);
 
   bool is_valid(int64_t anchor) const;
 

@@ -29,7 +29,7 @@ def is_noticed(worlds: Sequence[World], num_rounds: int = 2) -> bool:
         (tree_life.WORLDS, naive_tree.NaiveTree, "unpin"),
         (tree_life.WORLDS, naive_tree.NaiveTree, "shorten"),
         (tree_life.WORLDS, tree_life.TreeLife, "disown"),
-        (manager_life.WORLDS, BlockSpace, "add_copies"),
+        (manager_life.WORLDS, BlockSpace, "add_move"),
         (manager_life.WORLDS, BlockManager, "give_back_room"),
         (grouped_life.WORLDS, GroupedManager, "give_back_room"),
         (slot_life.WORLDS, slot_oracle.SlotOracle, "use"),

@@ -26,7 +26,6 @@ import numpy.typing as npt
 
 from kvpage._C import Match
 from kvpage.blocks.explain import GroupReach
-from kvpage.blocks.moves import Pairs
 from kvpage.blocks.states import Ids, SeqId
 
 PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: the tree's ids on the device, on the host; -1 for none
@@ -182,9 +181,6 @@ class GroupManager(ABC, Generic[C]):
         """Bring back all that the sequence had. The manager's blocks come back next."""
 
     # --- the tree's blocks ---
-
-    def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Learn that cached blocks have just got a copy in the other tier. pairs: (from, to)."""
 
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
         """Learn that the blocks of tokens have just been dropped, where nothing else shares them."""

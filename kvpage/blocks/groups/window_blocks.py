@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvpage._C import AnchorTable, BlockPool
-from kvpage.blocks.moves import BlockMove, BlockMoves, Kind, Pairs
+from kvpage._C import BlockPool
+from kvpage.blocks.moves import BlockMove, BlockMoves, Kind
 from kvpage.blocks.space import BlockSpace
 from kvpage.checks.values import check_at_least
 
@@ -94,7 +94,7 @@ class WindowBlocks:
 
     Args:
         window: The group.
-        space: The blocks of the prefix tree. Whoever owns the group tells it of moved blocks.
+        space: The blocks of the prefix tree.
     """
 
     def __init__(self, window: Window, space: BlockSpace) -> None:
@@ -103,7 +103,7 @@ class WindowBlocks:
         self.moves = BlockMoves()
         self._space = space
         most = space.pool.num_blocks + space.host_pool.num_blocks
-        self._anchors, self._num_anchors = AnchorTable(space.pool, space.host_pool, most), 0
+        self._anchors, self._num_anchors = space.new_anchors(most), 0
         self._beside = np.full((2, most), NO_BLOCK, np.int32)  # by anchor, on the device and on the host
         self._anchor_of: dict[int, int] = {}  # of each cached block on the device
         self._unused: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
@@ -254,15 +254,6 @@ class WindowBlocks:
             return before
         self._put(anchor, block_id)
         return block_id
-
-    def moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Learn the ids of the tree's blocks that have just got a copy in the other tier.
-
-        Args:
-            pairs: (from, to).
-            to_host: The other tier.
-        """
-        self._anchors.move(pairs, to_host)
 
     # --- blocks that come and go ---
 

@@ -18,7 +18,6 @@ from kvpage.blocks.explain import Ending, GroupReach
 from kvpage.blocks.groups.group import Claim, GroupManager, PathIds, Prompt
 from kvpage.blocks.groups.window_blocks import DEVICE, Window, WindowBlocks
 from kvpage.blocks.groups.window_table import SwappedWindow, WindowTable, needs_back
-from kvpage.blocks.moves import Pairs
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId, Slots
@@ -210,10 +209,6 @@ class WindowGroup(GroupManager[Claim]):
         self._tables[seq_id] = WindowTable.back(self.blocks, ids, num_written, self._swapped.pop(seq_id))
 
     # --- the tree's blocks ---
-
-    def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Learn the tree's ids in the other tier."""
-        self.blocks.moved(pairs, to_host)
 
     def blocks_cleared(self) -> None:
         """Forget all cached blocks."""

@@ -160,7 +160,6 @@ REFUSED = [
     ("find_last", (np.zeros(3, np.int32), 0), r"ids must be \[2, num_blocks\], got 1 dimensions"),
     ("find_last", (np.full((2, 1), 3, np.int32), 1), "host id must be between -1 and num_blocks - 1 = 2, got 3"),
     ("move", (np.array([[0, 3]]), True), "host id must be between -1 and num_blocks - 1 = 2, got 3"),
-    ("move", (np.array([0, 1, 2]), True), "pairs must be an even number of ids, got 3"),
     ("is_current", (2, 0, 0), "tier must be 0 or 1, got 2"),
 ]
 

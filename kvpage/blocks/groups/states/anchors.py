@@ -15,9 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvpage._C import AnchorTable, BlockPool
 from kvpage.blocks.groups.states.checkpoint import Anchor
-from kvpage.blocks.moves import Pairs
+from kvpage.blocks.space import BlockSpace
 
 PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: on the device, on the host; -1 for none
 
@@ -26,13 +25,12 @@ class Anchors:
     """The anchors of both tiers. Not thread-safe.
 
     Args:
-        pool: The device tier's blocks.
-        host_pool: The host tier's blocks.
+        space: The blocks of both tiers.
         most: How many anchors there are at most.
     """
 
-    def __init__(self, pool: BlockPool, host_pool: BlockPool, most: int) -> None:
-        self.table = AnchorTable(pool, host_pool, most)
+    def __init__(self, space: BlockSpace, most: int) -> None:
+        self.table = space.new_anchors(most)
         self._roots: dict[bytes, Anchor] = {}
         self._at: list[Anchor | None] = [None] * most
 
@@ -94,10 +92,6 @@ class Anchors:
         return self.table.is_current(tier, block_id, generation)
 
     # --- blocks that come and go ---
-
-    def moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Learn the ids of blocks that have just got a copy in the other tier. pairs: (from, to)."""
-        self.table.move(pairs, to_host)
 
     def stale(self) -> list[Anchor]:
         """Return the anchors whose block is in no tier any more. Any thread may ask."""

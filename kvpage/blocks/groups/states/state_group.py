@@ -27,7 +27,7 @@ from kvpage.blocks.groups.states.reach import reach_of_state, with_tails
 from kvpage.blocks.groups.states.sequence_states import SequenceStates
 from kvpage.blocks.groups.states.state_space import States, StateSpace
 from kvpage.blocks.groups.window_group import WindowGroup
-from kvpage.blocks.moves import BlockMove, Pairs
+from kvpage.blocks.moves import BlockMove
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId
@@ -284,10 +284,6 @@ class StateGroup(GroupManager[StateClaim]):
         self._states.move(seq_id, self.space.take(), on_host=False)
 
     # --- the tree's blocks ---
-
-    def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Learn the ids of checkpoints' blocks in the other tier."""
-        self.space.blocks_moved(pairs, to_host)
 
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
         """Forget the checkpoints of tokens that no other prompt shares."""

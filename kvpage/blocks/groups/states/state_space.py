@@ -19,7 +19,7 @@ from kvpage.blocks.groups.states.anchors import Anchors
 from kvpage.blocks.groups.states.checkpoint import PER_USE, Anchor, Checkpoint, MarkKind, Prefix, UseRate
 from kvpage.blocks.groups.states.evicted import EvictedCheckpoints
 from kvpage.blocks.groups.states.slot_tier import SlotTier, rank_of
-from kvpage.blocks.moves import BlockMoves, Kind, Pairs
+from kvpage.blocks.moves import BlockMoves, Kind
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId
@@ -99,7 +99,7 @@ class StateSpace:
         self.moves = BlockMoves()
         self.counts = dict.fromkeys(("restored", "kept", "evicted", "demoted", "lost"), 0)
         self._space = space
-        self.anchors = Anchors(space.pool, space.host_pool, num_slots + num_host_slots)
+        self.anchors = Anchors(space, num_slots + num_host_slots)
         self._use_rates = {(kind, is_passed): UseRate() for kind in MarkKind for is_passed in (False, True)}
         self.evicted = EvictedCheckpoints(self.anchors.is_current)
         self._held: list[Checkpoint] = []  # by readers, once for each
@@ -299,10 +299,6 @@ class StateSpace:
                 self.drop(checkpoint)
 
     # --- the tree's blocks ---
-
-    def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Learn which blocks have got a copy in the other tier."""
-        self.anchors.moved(pairs, to_host)
 
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
         """Forget the checkpoints of tokens whose blocks were dropped, where no other prompt shares them."""
