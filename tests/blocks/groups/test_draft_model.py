@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from kvpage import BlockManager, CacheConfig, CacheEngine, ModelConfig, ops
-from kvpage.blocks.drafts.grouped_manager import GroupedManager
-from kvpage.blocks.drafts.successor_manager import SuccessorManager
+from kvpage.blocks.drafted_manager import DraftedManager
 
 B, SIZE, HEADS, VOCABULARY, NUM_BLOCKS = 4, 16, 2, 32, 64
 
@@ -44,7 +43,7 @@ class Drafting:
     def __init__(self, enable_prefix_caching: bool = True) -> None:
         torch.manual_seed(0)
         targets = BlockManager(NUM_BLOCKS, B, enable_prefix_caching)
-        self.manager = GroupedManager(targets, SuccessorManager(NUM_BLOCKS, B, enable_prefix_caching))
+        self.manager = DraftedManager(targets, BlockManager(NUM_BLOCKS, B, enable_prefix_caching))
         self.embedding = torch.randn(VOCABULARY, SIZE)
         self.target, self.draft = PagedLayer(targets), PagedLayer(self.manager.drafts)
 
