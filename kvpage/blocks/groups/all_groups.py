@@ -38,13 +38,6 @@ class AllGroups:
     """Sequences in the blocks of `space` and in all `groups`. Each method gives all or nothing, see BlockManager.
 
     Ctrl-C is raised after a call, which is done then.
-
-    Args:
-        space: The blocks.
-        sequences: The manager's sequences.
-        groups: At least one.
-        takes_tails: Whether sequences begin amid blocks: a group keeps copies of these.
-        is_caching: Whether sequences find each other's blocks.
     """
 
     def __init__(

@@ -210,13 +210,6 @@ def agree(groups: Groups, ids: PathIds, prompt: Prompt, most: int, learns: bool 
     """Return a claim of each group, all at the largest position that every group serves.
 
     Each round asks the groups that have claimed more than the least. Positions only fall, so it ends, at 0 at last.
-
-    Args:
-        groups: At least one.
-        ids: The tree's ids of the prompt's cached blocks.
-        prompt: The prompt.
-        most: The largest position, in tokens.
-        learns: As for GroupManager.claim.
     """
     claims = [group.claim(ids, prompt, most, learns) for group in groups]
     while (least := min(claim.num_tokens for claim in claims)) < max(claim.num_tokens for claim in claims):

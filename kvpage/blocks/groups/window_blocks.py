@@ -91,10 +91,6 @@ class WindowBlocks:
     """The blocks of one group. Not thread-safe.
 
     A cached block has one reference of the group's, and one of each sequence that uses it. On the host it has one.
-
-    Args:
-        window: The group.
-        space: The blocks of the prefix tree.
     """
 
     def __init__(self, window: Window, space: BlockSpace) -> None:
@@ -146,11 +142,7 @@ class WindowBlocks:
         return num_tokens // self.block_size - min(self.first_block(num_tokens), num_tokens // self.block_size)
 
     def num_left_by(self, path: PathIds) -> int:
-        """Return how many blocks can be handed out once a sequence uses those beside these.
-
-        Args:
-            path: The tree's ids, each of which has one, int32 [2, num_blocks].
-        """
+        """Return how many blocks can be handed out once a sequence uses those beside these."""
         ids = self._beside[DEVICE, self._anchors.find_each(path, False)]
         num_taken: int = sum(block_id == NO_BLOCK or block_id in self._unused for block_id in ids.tolist())
         return self.num_free - num_taken
@@ -158,28 +150,16 @@ class WindowBlocks:
     # --- what is cached ---
 
     def has(self, path: PathIds) -> npt.NDArray[np.bool_]:
-        """Return whether a block is cached beside each of the tree's blocks, in either tier.
-
-        Args:
-            path: The tree's ids, int32 [2, num_blocks].
-        """
+        """Return whether a block is cached beside each of the tree's blocks, in either tier."""
         anchors = self._anchors.find_each(path, False)
         return np.asarray((anchors != NO_BLOCK) & (self._beside[:, anchors] != NO_BLOCK).any(0))
 
     def had(self, path: PathIds) -> npt.NDArray[np.bool_]:
-        """Return whether a block is cached beside each of the tree's blocks, or was.
-
-        Args:
-            path: The tree's ids, int32 [2, num_blocks].
-        """
+        """Return whether a block is cached beside each of the tree's blocks, or was."""
         return np.asarray(self._anchors.find_each(path, False) != NO_BLOCK)
 
     def usable(self, path: PathIds) -> npt.NDArray[np.bool_]:
-        """Return for each number of blocks of a prefix whether its last window is cached, bool [num_blocks + 1].
-
-        Args:
-            path: The tree's ids of the prefix, int32 [2, num_blocks].
-        """
+        """Return for each number of blocks of a prefix whether its last window is cached, bool [num_blocks + 1]."""
         return self.usable_at(path, np.arange(path.shape[1] + 1) * self.block_size)
 
     def usable_at(self, path: PathIds, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -199,9 +179,6 @@ class WindowBlocks:
 
         Those of the last window are, and those that sequences use anyway. Of the others the last ones are, as far as a
         quarter of the group stays free.
-
-        Args:
-            path: The tree's ids of a prefix, int32 [2, num_blocks].
         """
         anchors = self._anchors.find_each(path, False)
         ids = np.where(anchors == NO_BLOCK, np.int32(NO_BLOCK), self._beside[DEVICE, anchors])
@@ -233,11 +210,7 @@ class WindowBlocks:
         return used
 
     def cache(self, full_id: int, block_id: int) -> int:
-        """Cache a block beside the tree's block of the same tokens.
-
-        Args:
-            full_id: The tree's id on the device.
-            block_id: The caller's block.
+        """Cache a block beside the tree's block of the same tokens, `full_id` on the device.
 
         Returns:
             The caller's block from now on: another one, if one was cached already.
@@ -258,11 +231,7 @@ class WindowBlocks:
     # --- blocks that come and go ---
 
     def take(self, num_blocks: int) -> list[int]:
-        """Return free blocks, with a reference of the caller's. Cached blocks are evicted where too few are free.
-
-        Args:
-            num_blocks: At most num_free.
-        """
+        """Return free blocks, `num_free` at most, with the caller's reference. Cached blocks are evicted for them."""
         if num_blocks > self.pool.num_free:
             self._drop_lost(DEVICE, self._unused)
         if num_blocks > self.pool.num_free:
@@ -271,11 +240,7 @@ class WindowBlocks:
         return ids
 
     def take_host(self, num_blocks: int) -> list[int]:
-        """Return free blocks of the host, the caller's. Cached blocks are evicted there where too few are free.
-
-        Args:
-            num_blocks: At most num_free_host.
-        """
+        """Return free blocks of the host, `num_free_host` at most. Cached blocks are evicted there for them."""
         if num_blocks > self.host_pool.num_free:
             self._drop_lost(HOST, self._on_host)
         while num_blocks > self.host_pool.num_free:
@@ -322,12 +287,7 @@ class WindowBlocks:
         )
 
     def check(self, held_ids: Sequence[int], held_host_ids: Sequence[int] = ()) -> None:
-        """Raise RuntimeError if an invariant is broken.
-
-        Args:
-            held_ids: The blocks of all sequences, each as often as it is held.
-            held_host_ids: The blocks on the host of sequences that are swapped out.
-        """
+        """Raise RuntimeError if an invariant is broken. Both: blocks of sequences, each as often as they hold it."""
         for pool, holders in (
             (self.pool, Counter(held_ids) + Counter(list(self._anchor_of))),
             (self.host_pool, Counter(held_host_ids) + Counter(list(self._on_host))),

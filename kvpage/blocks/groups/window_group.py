@@ -42,12 +42,6 @@ class HeldWindow:
 class WindowGroup(GroupManager[Claim]):
     """The blocks of one window: of sequences, and cached.
 
-    Args:
-        window: The window and its blocks.
-        space: The blocks of the prefix tree.
-        sequences: The manager's sequences.
-        takes_tails: Whether sequences begin amid blocks, of which a checkpoint has a copy.
-
     Attributes:
         blocks: Free and cached ones.
     """
@@ -67,12 +61,6 @@ class WindowGroup(GroupManager[Claim]):
         """Return the largest position whose last window is cached: the last one of a block, or its first without tails.
 
         A smaller position of a block attends to all blocks that a larger one does, so the others need no look.
-
-        Args:
-            ids: As for GroupManager, and all others.
-            prompt: Any.
-            most: The largest position.
-            learns: Nothing is learnt.
         """
         num_blocks = min(most // self._size, ids.shape[1])
         last = self._size - 1 if self._takes_tails else 0

@@ -42,15 +42,6 @@ def swap_in(
 ) -> int:
     """Give device blocks to a sequence that is swapped out.
 
-    Args:
-        space: The blocks.
-        sequences: The sequences.
-        seq_id: A sequence that is swapped out.
-        tokens: All tokens of the sequence.
-        num_left_over: How many tokens at the end not to look up in the tree.
-        is_caching: Whether sequences find each other's blocks.
-        num_spare: How many more blocks are to be left over.
-
     Returns:
         The number of leading tokens whose K and V are in the blocks once the moves are done.
 

@@ -22,12 +22,7 @@ PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: on the device, on the host; 
 
 
 class Anchors:
-    """The anchors of both tiers. Not thread-safe.
-
-    Args:
-        space: The blocks of both tiers.
-        most: How many anchors there are at most.
-    """
+    """The anchors of both tiers. Not thread-safe."""
 
     def __init__(self, space: BlockSpace, most: int) -> None:
         self.table = space.new_anchors(most)

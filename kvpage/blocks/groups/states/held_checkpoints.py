@@ -32,12 +32,6 @@ class HeldCheckpoints:
 
     Attributes:
         each: Those whose blocks are on the device, too, the shortest first.
-
-    Args:
-        space: The blocks.
-        states: The checkpoints.
-        tokens: The prompt.
-        namespace: Where to look.
     """
 
     def __init__(self, space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes) -> None:

@@ -15,16 +15,7 @@ from kvpage.blocks.states import Ids
 def with_tails(
     attention: GroupReach, begins_at: int, space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes
 ) -> GroupReach:
-    """Return the reach of blocks, or of a checkpoint's tail that has more: its K and V lie with the checkpoint.
-
-    Args:
-        attention: The reach of blocks.
-        begins_at: Where a request would begin.
-        space: The blocks.
-        states: The checkpoints.
-        tokens: The prompt.
-        namespace: Where to look.
-    """
+    """Return the reach of blocks, or of a checkpoint's tail that has more: its K and V lie with the checkpoint."""
     if attention.ending is Ending.NOT_WORTH_LOADING:
         return replace(attention, num_tokens=max(attention.num_tokens, begins_at))
     ids = space.tree.look(tokens, namespace)[0]
@@ -44,14 +35,7 @@ def with_tails(
 
 
 def reach_of_state(space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes) -> GroupReach:
-    """Return how far checkpoints reach into a prompt, and why not further.
-
-    Args:
-        space: The blocks.
-        states: The checkpoints.
-        tokens: The prompt.
-        namespace: Where to look.
-    """
+    """Return how far checkpoints reach into a prompt, and why not further."""
     most, size = max(len(tokens) - 1, 0), space.block_size
     ids = space.tree.look(tokens, namespace)[0]
     positions = _positions(states.anchors, ids, tokens, namespace, size)

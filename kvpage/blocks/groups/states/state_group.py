@@ -62,13 +62,6 @@ class StateClaim(Claim):
 class StateGroup(GroupManager[StateClaim]):
     """The slots of sequences and of checkpoints, in both tiers.
 
-    Args:
-        options: How many slots there are.
-        space: The blocks of the prefix tree.
-        sequences: The manager's sequences.
-        is_caching: Whether sequences find each other's states.
-        windows: The groups that have blocks of their own. Their tails go with the checkpoints, too.
-
     Attributes:
         options: As given.
         space: Slots, checkpoints, and the moves of slots.
@@ -170,14 +163,7 @@ class StateGroup(GroupManager[StateClaim]):
     # --- beginning ---
 
     def claim(self, ids: PathIds, prompt: Prompt, most: int, learns: bool = True) -> StateClaim:
-        """Return the longest checkpoint of a prompt.
-
-        Args:
-            ids: As for GroupManager, and all others.
-            prompt: The prompt.
-            most: The largest position.
-            learns: Whether checkpoints learn their blocks' new ids.
-        """
+        """Return the longest checkpoint of a prompt."""
         checkpoint = next(self.space.all_of(ids, prompt.tokens, prompt.namespace, most, learns), None)
         return StateClaim(checkpoint.num_tokens if checkpoint else 0, checkpoint)
 

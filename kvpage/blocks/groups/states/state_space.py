@@ -81,13 +81,7 @@ class TailOwner(Protocol):
 
 
 class StateSpace:
-    """Slots and checkpoints of both tiers. Each method gives all or nothing. Not thread-safe.
-
-    Args:
-        space: The blocks that the checkpoints stand on.
-        options: How many slots there are.
-        tails: The groups whose blocks have tails, `space` the first.
-    """
+    """Slots and checkpoints of both tiers. Each method gives all or nothing. Not thread-safe."""
 
     def __init__(self, space: BlockSpace, options: States, tails: Sequence[TailOwner]) -> None:
         num_slots, num_host_slots = options.num_slots, options.num_host_slots
@@ -169,15 +163,7 @@ class StateSpace:
     def all_of(
         self, ids: PathIds, tokens: Ids, namespace: bytes, most: int, learns: bool = True
     ) -> Iterator[Checkpoint]:
-        """Yield the longest checkpoint on each block of a prompt's cached prefix, the longest first.
-
-        Args:
-            ids: The tree's ids of the prefix.
-            tokens: The prompt.
-            namespace: Its namespace.
-            most: The longest prefix to return, in tokens.
-            learns: As for Anchors.on_path.
-        """
+        """Yield the longest checkpoint on each block of a prompt's cached prefix, the longest first."""
         size = self._space.block_size
         for anchor in self.anchors.on_path(ids[:, : most // size], learns):
             if (checkpoint := anchor.longest(tokens, size, most)) is not None:
