@@ -1536,23 +1536,21 @@ class AnchorTable:
         Returns:
             The anchor; -1 without one.
         """
-    def find_last(self, ids: npt.NDArray[np.int32], end: int, learns: bool = True) -> tuple[int, int]:
+    def find_last(self, ids: npt.NDArray[np.int32], end: int) -> tuple[int, int]:
         """Find the last block of a path that has a valid anchor.
 
         Args:
             ids: int32 [2, num_blocks]: the ids of the path's blocks on the device, and on the host; -1 for none.
             end: How many blocks of the path to look at.
-            learns: Whether the anchor learns the block's ids.
 
         Returns:
             The block's place in the path, and the anchor; (-1, -1) without one.
         """
-    def find_each(self, ids: npt.NDArray[np.int32], learns: bool = True) -> npt.NDArray[np.int32]:
+    def find_each(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Find the valid anchors of all blocks of a path.
 
         Args:
             ids: int32 [2, num_blocks]: the ids of the path's blocks on the device, and on the host; -1 for none.
-            learns: Whether the anchors learn the blocks' ids.
 
         Returns:
             int32 [num_blocks]; -1 for a block without one.

@@ -54,7 +54,7 @@ class AllGroups:
 
         ids: The tree's ids of the prompt's cached blocks.
         """
-        return int(self._agreed(ids, prompt, learns=False)[0][0].num_tokens)
+        return int(self._agreed(ids, prompt)[0][0].num_tokens)
 
     def explain(self, tokens: Ids, namespace: bytes) -> Explanation:
         """Return how far each group reaches into a prompt. Beside states, which stand amid blocks, a part counts."""
@@ -174,16 +174,16 @@ class AllGroups:
             raise
         return PrefixHit(match, claims, num_tokens, num_refused)
 
-    def _agreed(self, ids: PathIds, prompt: Prompt, learns: bool = True) -> tuple[list[Any], int]:
+    def _agreed(self, ids: PathIds, prompt: Prompt) -> tuple[list[Any], int]:
         """Return the groups' claims, and how many host blocks were left out since they are not worth their way back."""
         size, num_on_device = self._space.block_size, int((ids[0] >= 0).sum())
         most = prompt.most if self._takes_tails else min(ids.shape[1], prompt.most // size) * size
-        claims = agree(self._groups, ids, prompt, most, learns)
+        claims = agree(self._groups, ids, prompt, most)
         num_host = claims[0].num_tokens // size - num_on_device
         if num_host <= 0 or self._space.should_load(num_host):
             return claims, 0
         last = size - 1 if self._takes_tails else 0
-        return agree(self._groups, ids, prompt, min(most, num_on_device * size + last), learns), num_host
+        return agree(self._groups, ids, prompt, min(most, num_on_device * size + last)), num_host
 
     def _begin(self, seq_id: SeqId, prompt: Prompt, hit: PrefixHit) -> Allocation:
         size, num_blocks, num_matched = self._space.block_size, hit.match.num_blocks, hit.match.num_tokens

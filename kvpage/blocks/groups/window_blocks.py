@@ -143,7 +143,7 @@ class WindowBlocks:
 
     def num_left_by(self, path: PathIds) -> int:
         """Return how many blocks can be handed out once a sequence uses those beside these."""
-        ids = self._beside[DEVICE, self._anchors.find_each(path, False)]
+        ids = self._beside[DEVICE, self._anchors.find_each(path)]
         num_taken: int = sum(block_id == NO_BLOCK or block_id in self._unused for block_id in ids.tolist())
         return self.num_free - num_taken
 
@@ -151,12 +151,12 @@ class WindowBlocks:
 
     def has(self, path: PathIds) -> npt.NDArray[np.bool_]:
         """Return whether a block is cached beside each of the tree's blocks, in either tier."""
-        anchors = self._anchors.find_each(path, False)
+        anchors = self._anchors.find_each(path)
         return np.asarray((anchors != NO_BLOCK) & (self._beside[:, anchors] != NO_BLOCK).any(0))
 
     def had(self, path: PathIds) -> npt.NDArray[np.bool_]:
         """Return whether a block is cached beside each of the tree's blocks, or was."""
-        return np.asarray(self._anchors.find_each(path, False) != NO_BLOCK)
+        return np.asarray(self._anchors.find_each(path) != NO_BLOCK)
 
     def usable(self, path: PathIds) -> npt.NDArray[np.bool_]:
         """Return for each number of blocks of a prefix whether its last window is cached, bool [num_blocks + 1]."""
@@ -180,7 +180,7 @@ class WindowBlocks:
         Those of the last window are, and those that sequences use anyway. Of the others the last ones are, as far as a
         quarter of the group stays free.
         """
-        anchors = self._anchors.find_each(path, False)
+        anchors = self._anchors.find_each(path)
         ids = np.where(anchors == NO_BLOCK, np.int32(NO_BLOCK), self._beside[DEVICE, anchors])
         unused = np.fromiter(self._unused, np.int32, len(self._unused))
         has = ids != NO_BLOCK
@@ -209,20 +209,21 @@ class WindowBlocks:
         used: list[int] = ids.tolist()
         return used
 
-    def cache(self, full_id: int, block_id: int) -> int:
-        """Cache a block beside the tree's block of the same tokens, `full_id` on the device.
+    def cache(self, path: PathIds, block_id: int) -> int:
+        """Cache a block beside the tree's block of the same tokens, whose ids are the path.
 
         Returns:
             The caller's block from now on: another one, if one was cached already.
         """
-        anchor = self._anchors.find(full_id, NO_BLOCK)
+        device_id, host_id = path[:, 0].tolist()
+        anchor = self._anchors.find(device_id, host_id)
         if anchor == NO_BLOCK:
-            anchor = self._new_anchor(full_id)
+            anchor = self._new_anchor(device_id, host_id)
         before = int(self._beside[DEVICE, anchor])
         if before == block_id:
             return block_id
         if before != NO_BLOCK:
-            self.use(np.array([[full_id], [NO_BLOCK]], np.int32))
+            self.use(path)
             self.pool.release_one(block_id)
             return before
         self._put(anchor, block_id)
@@ -319,13 +320,13 @@ class WindowBlocks:
             self._forget_host(block_id) if tier == HOST else self._forget(block_id)
         self._num_lost += len(lost)
 
-    def _new_anchor(self, full_id: int) -> int:
+    def _new_anchor(self, device_id: int, host_id: int) -> int:
         """Return a new anchor for one of the tree's blocks. There are as many places as blocks in both tiers."""
         if self._num_anchors == self._beside.shape[1]:
             self.drop_stale()
         anchor = self._anchors.add(True)
         self._num_anchors += 1
-        self._anchors.learn(anchor, full_id, NO_BLOCK)
+        self._anchors.learn(anchor, device_id, host_id)
         return anchor
 
     def _put(self, anchor: int, block_id: int) -> None:
@@ -369,7 +370,7 @@ class WindowBlocks:
         pinned: set[int] = set()
         for match in self._space.pins.matches:
             first = min(self.first_block(match.num_tokens), match.num_blocks)
-            anchors = self._anchors.find_each(match.tier_block_ids(first), False)
+            anchors = self._anchors.find_each(match.tier_block_ids(first))
             pinned.update(self._beside[DEVICE, anchors[anchors != NO_BLOCK]].tolist())
         return pinned
 

@@ -57,7 +57,7 @@ class WindowGroup(GroupManager[Claim]):
 
     # --- beginning ---
 
-    def claim(self, ids: PathIds, prompt: Prompt, most: int, learns: bool = True) -> Claim:
+    def claim(self, ids: PathIds, prompt: Prompt, most: int) -> Claim:
         """Return the largest position whose last window is cached: the last one of a block, or its first without tails.
 
         A smaller position of a block attends to all blocks that a larger one does, so the others need no look.
@@ -119,7 +119,7 @@ class WindowGroup(GroupManager[Claim]):
         """Follow the committed tokens: cache the blocks that the tree has, give back those before the window."""
         state, table = self._sequences.state(seq_id), self._tables[seq_id]
         if table.num_cached < state.num_cached_blocks:
-            table.cache(self._sequences.ids(seq_id)[: state.num_cached_blocks])
+            table.cache(self._sequences.path(seq_id))
         table.leave(state.num_written)
 
     # --- while it runs ---
@@ -284,7 +284,7 @@ class WindowGroup(GroupManager[Claim]):
         """
         name = f"window of {self.blocks.window.num_tokens}"
         most = attention.num_tokens if self._takes_tails else ids.shape[1] * self._size
-        num_tokens = self.claim(ids, prompt, most, learns=False).num_tokens
+        num_tokens = self.claim(ids, prompt, most).num_tokens
         if num_tokens == most:
             return replace(attention, group=name, num_tokens=num_tokens)
         lacking = np.ascontiguousarray(ids[:, ~self.blocks.has(ids)])

@@ -38,17 +38,13 @@ class Anchors:
         """Return the anchor of the start of a namespace."""
         return self._roots.get(namespace)
 
-    def on_path(self, ids: PathIds, learns: bool = True) -> Iterator[Anchor]:
-        """Yield the valid anchors of a match's blocks, the last first.
-
-        ids: int32 [2, num_blocks].
-        learns: Whether they learn the ids that they have got meanwhile. Otherwise nothing is changed.
-        """
-        block_index, index = self.table.find_last(ids, ids.shape[1], learns)
+    def on_path(self, ids: PathIds) -> Iterator[Anchor]:
+        """Yield the valid anchors of a match's blocks, the last first."""
+        block_index, index = self.table.find_last(ids, ids.shape[1])
         while block_index >= 0:
             if (anchor := self._at[index]) is not None:
                 yield anchor
-            block_index, index = self.table.find_last(ids, block_index, learns)
+            block_index, index = self.table.find_last(ids, block_index)
 
     def seek(self, device_id: int, host_id: int) -> Anchor | None:
         """Return the valid anchor of a cached block. Nothing is changed."""
@@ -67,8 +63,10 @@ class Anchors:
 
     def at_block(self, namespace: bytes, num_blocks: int, device_id: int, host_id: int) -> Anchor:
         """Return the anchor of a cached block; a new one where there is none."""
-        anchor = self.seek(device_id, host_id) or self._new(namespace, num_blocks)
-        self.table.learn(anchor.index, device_id, host_id)
+        anchor = self.seek(device_id, host_id)
+        if anchor is None:
+            anchor = self._new(namespace, num_blocks)
+            self.table.learn(anchor.index, device_id, host_id)
         return anchor
 
     def at_root(self, namespace: bytes) -> Anchor:

@@ -68,7 +68,7 @@ def _begins_at(positions: list[int], num_on_device: int, block_size: int, rule: 
 
 def _positions(anchors: Anchors, ids: Ids, tokens: Ids, namespace: bytes, block_size: int) -> list[int]:
     """Return the positions of all checkpoints of a prompt."""
-    path = [anchors.root(namespace), *anchors.on_path(ids, learns=False)]
+    path = [anchors.root(namespace), *anchors.on_path(ids)]
     return [
         checkpoint.num_tokens
         for anchor in path

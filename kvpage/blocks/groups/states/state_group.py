@@ -162,9 +162,9 @@ class StateGroup(GroupManager[StateClaim]):
 
     # --- beginning ---
 
-    def claim(self, ids: PathIds, prompt: Prompt, most: int, learns: bool = True) -> StateClaim:
+    def claim(self, ids: PathIds, prompt: Prompt, most: int) -> StateClaim:
         """Return the longest checkpoint of a prompt."""
-        checkpoint = next(self.space.all_of(ids, prompt.tokens, prompt.namespace, most, learns), None)
+        checkpoint = next(self.space.all_of(ids, prompt.tokens, prompt.namespace, most), None)
         return StateClaim(checkpoint.num_tokens if checkpoint else 0, checkpoint)
 
     def look_beyond(self, match: Match, prompt: Prompt, claim: StateClaim) -> StateClaim:

@@ -160,12 +160,10 @@ class StateSpace:
 
     # --- checkpoints ---
 
-    def all_of(
-        self, ids: PathIds, tokens: Ids, namespace: bytes, most: int, learns: bool = True
-    ) -> Iterator[Checkpoint]:
+    def all_of(self, ids: PathIds, tokens: Ids, namespace: bytes, most: int) -> Iterator[Checkpoint]:
         """Yield the longest checkpoint on each block of a prompt's cached prefix, the longest first."""
         size = self._space.block_size
-        for anchor in self.anchors.on_path(ids[:, : most // size], learns):
+        for anchor in self.anchors.on_path(ids[:, : most // size]):
             if (checkpoint := anchor.longest(tokens, size, most)) is not None:
                 yield checkpoint
         root = self.anchors.root(namespace)
