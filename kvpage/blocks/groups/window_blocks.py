@@ -158,10 +158,6 @@ class WindowBlocks:
         """Return whether a block is cached beside each of the tree's blocks, or was."""
         return np.asarray(self._anchors.find_each(path) != NO_BLOCK)
 
-    def usable(self, path: PathIds) -> npt.NDArray[np.bool_]:
-        """Return for each number of blocks of a prefix whether its last window is cached, bool [num_blocks + 1]."""
-        return self.usable_at(path, np.arange(path.shape[1] + 1) * self.block_size)
-
     def usable_at(self, path: PathIds, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return for each position whether all whole blocks that its token attends to are cached, bool [num_positions].
 

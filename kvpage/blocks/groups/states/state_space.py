@@ -170,6 +170,14 @@ class StateSpace:
         if root is not None and (checkpoint := root.longest(tokens, size, most)) is not None:
             yield checkpoint
 
+    def each_of(self, ids: PathIds, tokens: Ids, namespace: bytes) -> Iterator[Checkpoint]:
+        """Yield every checkpoint on a prompt's cached prefix, in no order. ids: The tree's ids of the prefix."""
+        size = self._space.block_size
+        for anchor in (self.anchors.root(namespace), *self.anchors.on_path(ids)):
+            for checkpoint in anchor.tails.values() if anchor is not None else ():
+                if tokens[checkpoint.anchor.num_blocks * size : checkpoint.num_tokens].tobytes() == checkpoint.tail:
+                    yield checkpoint
+
     def keep(
         self, slot: int, prefix: Prefix, parent: Checkpoint | None, is_mark: bool = False, goes_on: bool = False
     ) -> Checkpoint:
