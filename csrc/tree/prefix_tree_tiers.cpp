@@ -294,8 +294,8 @@ int64_t PrefixTree::evict_host(int64_t num_blocks) {
 
 // The unpinned node whose host block was used last, if that is a copy of one that is on the device; null if it is not.
 TreeNode* PrefixTree::newest_copy() const noexcept {
-  for (int priority = 0; priority < kNumPriorities; ++priority) {
-    TreeNode* node = order_.newest_on_host(priority);
+  for (int list = 0; list < EvictionOrder::kNumLists; ++list) {
+    TreeNode* node = order_.newest_on_host(list);
     for (int64_t block = 0; node && block < node->num_device_blocks(); ++block)
       if (node->has_host_block(block)) return node;
   }

@@ -79,7 +79,7 @@ class BlockMoves:
 
     def num_blocks(self, kind: Kind) -> int:
         """Return the number of pairs of one kind."""
-        return sum(len(pairs) for added, pairs in self.added if added == kind)
+        return sum(len(pairs) for name, pairs in self.added if name == kind)
 
     def do(self, do_move: Callable[[BlockMove], object]) -> None:
         """Make the moves in their order.

@@ -132,7 +132,8 @@ class BlockSpace:
     @property
     def num_promoted_blocks(self) -> int:
         """Number of blocks that came back from the host, so far."""
-        return self.tree.counts[3]
+        _, _, _, num_promoted, _ = self.tree.counts
+        return num_promoted
 
     def take(self, num_blocks: int, num_spare: int = 0) -> Ids:
         """Take free device blocks. Where too few are free, cached blocks are evicted, and pins end if that helps.

@@ -168,7 +168,7 @@ void SequenceLife::resume() {
   Match match = call([&] { return tree_->match(view(tokens), "space", 0, is_caching_ ? 1 : size); });
   Resumption resumption{.num_tokens = size, .num_written = match.num_tokens(), .name = "space"};
   std::vector<int32_t> host_ids(host_pool_ && rng.chance(50) ? 1 : 0);
-  if (outcome([&] { host_pool_->allocate(host_ids); }) != Outcome::kDone) host_ids.clear();
+  if (!host_ids.empty() && outcome([&] { host_pool_->allocate(host_ids); }) != Outcome::kDone) host_ids.clear();
   Tokens written(tokens.begin(), tokens.begin() + match.num_tokens());
   while (!host_ids.empty() && static_cast<int64_t>(written.size()) < std::min(size, match.num_tokens() + kBlockSize)) {
     written.push_back(tokens[written.size()]);
