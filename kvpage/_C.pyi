@@ -841,6 +841,17 @@ class PrefixTree:
 
         If it does not return to 0, a caller has dropped some.
         """
+    @property
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """Blocks since the tree was made: evicted from the device; demoted, which are evicted ones that were copied to
+        the host for it; written to the host before their eviction; promoted from the host; evicted from the host.
+        """
+    def watch(self, anchors: AnchorTable) -> None:
+        """Let anchors learn the ids of all blocks that get a copy in the other tier from now on.
+
+        Args:
+            anchors: Of the same pools.
+        """
     def match(
         self,
         tokens: _Integers,
@@ -1150,7 +1161,11 @@ class PrefixTree:
     def lose_changes(self) -> None:
         """Drop the log, so that the next take_changes returns all that is cached."""
 
-# Sequences on the device. Rows: numbers that `begin`, `add` and `fork` have given, each named once a call.
+# Sequences on the device. Rows: numbers that `begin`, `resume` and `fork` have given, each named once a call.
+
+# Whether blocks that leave the device are copied to the host; the fewest host blocks of a prompt that are loaded; after
+# how many hits a block is copied to the host early, 0: never.
+_HostUse = tuple[bool, int, int]
 
 @final
 class SequenceRows:
@@ -1181,8 +1196,10 @@ class SequenceRows:
         share_parts: bool,
         num_spare: int,
         is_hit: bool,
+        moves: list[list[Any]],
+        host: _HostUse | None,
         /,
-    ) -> tuple[int, int, int, int, npt.NDArray[np.int32]] | None:
+    ) -> tuple[int, int, int, int, int, int, npt.NDArray[np.int32]]:
         """Begin a sequence: its longest cached prefix, and free blocks, for which others are evicted.
 
         Args:
@@ -1195,45 +1212,58 @@ class SequenceRows:
             share_parts: Whether a part of the next block is shared, too.
             num_spare: How many more blocks, free or evictable, are to be left.
             is_hit: Whether it counts as a hit of the blocks that it finds.
+            moves: Takes the moves that are due, also where this raises: [kind, pairs] as in kvpage.blocks.moves.
+            host: How the host is used; None for no use.
 
         Returns:
-            The number of cached tokens, the number of blocks evicted for it, the pair of blocks to copy (-1: none),
-            and all block ids. None, and nothing is changed, if blocks are short.
+            The number of cached tokens, the number of blocks that come from the host for them, the number of blocks
+            that were left there, the pair of blocks to copy after all moves (-1: none), whether the first of the pair
+            is on the device, and all block ids.
 
         Raises:
-            ValueError: As in PrefixTree.match, or the tree has a host tier, there are no tokens, or num_spare is
-                negative.
+            OutOfBlocks: There is no room. Nothing is changed.
+            ValueError: As in PrefixTree.match, or there are no tokens, or num_spare is negative.
         """
-    def add(
+    def resume(
         self,
         names: dict[Hashable, int],
         seq_id: Hashable,
         *,
         match: Match,
-        own_ids: _Integers,
         pending: _Integers,
+        host_ids: _Integers,
         num_left: int,
         num_tokens: int,
         num_written: int,
         namespace: bytes,
         is_private: bool,
+        is_hit: bool,
+        moves: list[list[Any]],
+        host: _HostUse | None,
     ) -> int:
-        """Add a sequence that has its blocks, and take over its match and the references to its own blocks.
+        """Begin a sequence with the blocks of a match, and free ones, for which others are evicted.
 
         Args:
             names: Takes its row.
             seq_id: Its key there, which is not in use.
-            match: The cached blocks, all on the device.
-            own_ids: The blocks after those that are given back.
-            pending: Written tokens after the match.
-            num_left: Own blocks that are given back.
-            num_tokens: Tokens that there is room for.
+            match: The cached blocks. It passes to the sequence.
+            pending: Written tokens after the match that others are to find.
+            host_ids: Host blocks of the caller's, whose contents go to the own blocks, from the first one on.
+            num_left: Own blocks before these that are given back already.
+            num_tokens: Tokens that there is to be room for.
             num_written: Tokens that are written.
             namespace: The namespace.
             is_private: Whether no other sequence finds its blocks.
+            is_hit: As in `begin`.
+            moves: As in `begin`.
+            host: As in `begin`.
 
         Returns:
             The row.
+
+        Raises:
+            OutOfBlocks: There is no room. Nothing is changed.
+            ValueError: A number is out of range.
         """
     def fork(self, names: dict[Hashable, int], seq_id: Hashable, row: int, num_tokens: int) -> int:
         """Return the row of a new sequence with the first tokens of another, in the same blocks.
@@ -1297,17 +1327,20 @@ class SequenceRows:
         Raises:
             ValueError: As in num_blocks_to_append.
         """
-    def append(self, rows: _Integers, num_new_tokens: int | _Integers, /) -> npt.NDArray[np.int64]:
-        """Make room for more tokens in each sequence. Shared blocks that would be written are replaced by copies.
+    def append(
+        self, rows: _Integers, num_new_tokens: int | _Integers, moves: list[list[Any]], host: _HostUse | None, /
+    ) -> None:
+        """Make room for more tokens in each sequence, for which cached blocks are evicted.
+
+        Shared blocks that would be written are replaced by copies.
 
         Args:
             num_new_tokens: One number for each, or one for all.
-
-        Returns:
-            The copies to make, int64 [num_pairs, 2]: (from, to).
+            moves: As in `begin`.
+            host: As in `begin`.
 
         Raises:
-            OutOfBlocks: Too few blocks are free.
+            OutOfBlocks: There is no room. Nothing is changed.
             ValueError: A row is named twice, or a number is negative or does not fit.
         """
     def commit(self, row: int, tokens: _Integers, /) -> int:
@@ -1515,23 +1548,21 @@ class AnchorTable:
         Returns:
             The anchor; -1 without one.
         """
-    def find_last(self, ids: npt.NDArray[np.int32], end: int, learns: bool = True) -> tuple[int, int]:
+    def find_last(self, ids: npt.NDArray[np.int32], end: int) -> tuple[int, int]:
         """Find the last block of a path that has a valid anchor.
 
         Args:
             ids: int32 [2, num_blocks]: the ids of the path's blocks on the device, and on the host; -1 for none.
             end: How many blocks of the path to look at.
-            learns: Whether the anchor learns the block's ids.
 
         Returns:
             The block's place in the path, and the anchor; (-1, -1) without one.
         """
-    def find_each(self, ids: npt.NDArray[np.int32], learns: bool = True) -> npt.NDArray[np.int32]:
+    def find_each(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Find the valid anchors of all blocks of a path.
 
         Args:
             ids: int32 [2, num_blocks]: the ids of the path's blocks on the device, and on the host; -1 for none.
-            learns: Whether the anchors learn the blocks' ids.
 
         Returns:
             int32 [num_blocks]; -1 for a block without one.
@@ -1544,11 +1575,11 @@ class AnchorTable:
             device_id: The block's id on the device; -1 where it is not there.
             host_id: The same of the host.
         """
-    def move(self, pairs: npt.NDArray[np.int64], to_host: bool) -> None:
-        """Learn the ids of blocks that have just got a copy in the other tier.
+    def move(self, pairs: Sequence[tuple[int, int]] | npt.NDArray[np.int64], to_host: bool) -> None:
+        """Learn the ids of blocks that have just got a copy in the other tier, of another's than PrefixTree.watch.
 
         Args:
-            pairs: int64 [num_pairs, 2], (from, to). The last one counts of those that go to one block.
+            pairs: (from, to) each. The last one counts of those that go to one block.
             to_host: Whether they went to the host.
         """
     def is_valid(self, anchor: int) -> bool:

@@ -39,6 +39,9 @@ inline py::object new_ids(int64_t num_rows, int64_t width) {
 // int64 [size]
 inline py::object new_integers(int64_t size) { return new_array(py::detail::npy_api::NPY_INT64_, {size}); }
 
+// int64 [size, 2]
+inline py::object new_pairs(int64_t size) { return new_array(py::detail::npy_api::NPY_INT64_, {size, 2}); }
+
 inline py::object copy_of(std::span<const int32_t> ids) {
   py::object copy = new_ids(static_cast<int64_t>(ids.size()));
   std::copy(ids.begin(), ids.end(), values_of<int32_t>(copy));

@@ -107,11 +107,7 @@ std::span<const int32_t> row_of(const PathIds& ids, py::ssize_t tier, int64_t en
           static_cast<size_t>(end)};
 }
 
-void move(AnchorTable& table, const py::object& pairs, bool to_host) {
-  const auto flat = py::array_t<int64_t, py::array::c_style | py::array::forcecast>::ensure(pairs);
-  if (!flat) throw py::type_error("pairs must be integers, [num_pairs, 2]");
-  table.move({flat.data(), static_cast<size_t>(flat.size())}, to_host);
-}
+void move(AnchorTable& table, const std::vector<TierPair>& pairs, bool to_host) { table.move(pairs, to_host); }
 
 py::list uses_of(const AnchorTable& table, int64_t anchor) {
   py::list uses;
@@ -164,14 +160,14 @@ static void bind_slot_pool(py::module_& m) {
 
 void bind_states(py::module_& m) {
   bind_slot_pool(m);
-  const auto find_last = [](AnchorTable& table, const PathIds& ids, int64_t end, bool learns) {
-    return table.find_last(row_of(ids, 0, end), row_of(ids, 1, end), learns);
+  const auto find_last = [](const AnchorTable& table, const PathIds& ids, int64_t end) {
+    return table.find_last(row_of(ids, 0, end), row_of(ids, 1, end));
   };
-  const auto find_each = [](AnchorTable& table, const PathIds& ids, bool learns) {
+  const auto find_each = [](const AnchorTable& table, const PathIds& ids) {
     const int64_t num_blocks = ids.ndim() == 2 ? ids.shape(1) : 0;
     const auto device_ids = row_of(ids, 0, num_blocks), host_ids = row_of(ids, 1, num_blocks);
     py::array_t<int32_t> anchors(num_blocks);
-    table.find_each(device_ids, host_ids, learns, {anchors.mutable_data(), static_cast<size_t>(num_blocks)});
+    table.find_each(device_ids, host_ids, {anchors.mutable_data(), static_cast<size_t>(num_blocks)});
     return anchors;
   };
   const auto are_valid = [](const AnchorTable& table, const py::array_t<int32_t, py::array::c_style>& anchors) {
@@ -180,15 +176,14 @@ void bind_states(py::module_& m) {
                     {valid.mutable_data(), static_cast<size_t>(valid.size())});
     return valid;
   };
-  py::class_<AnchorTable>(m, "AnchorTable", doc("AnchorTable"))
+  py::class_<AnchorTable, std::shared_ptr<AnchorTable>>(m, "AnchorTable", doc("AnchorTable"))
       .def(py::init<std::shared_ptr<BlockPool>, std::shared_ptr<BlockPool>, int64_t>(), py::arg("pool").none(false),
            py::arg("host_pool").none(false), py::arg("most"), doc("AnchorTable.__init__"))
       .def("add", &AnchorTable::add, py::arg("has_block"), doc("AnchorTable.add"))
       .def("remove", &AnchorTable::remove, py::arg("anchor"), doc("AnchorTable.remove"))
       .def("find", &AnchorTable::find, py::arg("device_id"), py::arg("host_id"), doc("AnchorTable.find"))
-      .def("find_last", find_last, py::arg("ids"), py::arg("end"), py::arg("learns") = true,
-           doc("AnchorTable.find_last"))
-      .def("find_each", find_each, py::arg("ids"), py::arg("learns") = true, doc("AnchorTable.find_each"))
+      .def("find_last", find_last, py::arg("ids"), py::arg("end"), doc("AnchorTable.find_last"))
+      .def("find_each", find_each, py::arg("ids"), doc("AnchorTable.find_each"))
       .def("learn", &AnchorTable::learn, py::arg("anchor"), py::arg("device_id"), py::arg("host_id"),
            doc("AnchorTable.learn"))
       .def("move", &move, py::arg("pairs"), py::arg("to_host"), doc("AnchorTable.move"))

@@ -86,27 +86,95 @@ class NamedRows {
   PyObject* names_;
 };
 
+// A list of Python's to which a call adds moves, [kind, pairs] each. What the call changes would be wrong without them,
+// so their places are made before it.
+class MoveList {
+ public:
+  explicit MoveList(PyObject* list) : list_(list) {
+    if (!PyList_CheckExact(list)) throw py::type_error("moves must be a list");
+    places_.reserve(kMostPlaces);
+  }
+  MoveList(const MoveList&) = delete;
+  MoveList& operator=(const MoveList&) = delete;
+
+  // Takes places that were not needed out again.
+  ~MoveList() {
+    for (size_t i = places_.size(); i-- > 0;) {
+      fill_pairs(places_[i].pairs, *places_[i].made);
+      const auto at = first_ + static_cast<Py_ssize_t>(i);
+      if (places_[i].made->empty() && PyList_SetSlice(list_, at, at + 1, nullptr) != 0) PyErr_Clear();
+    }
+  }
+
+  // Makes a place for `most` pairs, which are those of `made` at the end.
+  void add(const char* kind, int64_t most, const std::vector<TierPair>& made) {
+    if (most <= 0) return;
+    const py::object pairs = new_pairs(most);
+    const auto name = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(kind));
+    const auto entry = py::reinterpret_steal<py::object>(name ? PyList_New(2) : nullptr);
+    if (!entry) throw py::error_already_set();
+    PyList_SET_ITEM(entry.ptr(), 0, name.inc_ref().ptr());
+    PyList_SET_ITEM(entry.ptr(), 1, pairs.inc_ref().ptr());
+    if (places_.empty()) first_ = PyList_GET_SIZE(list_);
+    if (PyList_Append(list_, entry.ptr()) != 0) throw py::error_already_set();
+    places_.push_back({py::reinterpret_borrow<py::array_t<int64_t>>(pairs), &made});
+  }
+
+  // Makes places for what a sequence may need that takes so many blocks.
+  void add_all(int64_t num_blocks, const HostUse& host, bool has_host_tier, const DueMoves& moves) {
+    if (!has_host_tier) return;
+    if (host.keeps_evicted) add("swap_out", num_blocks, moves.demoted);
+    add("swap_in", num_blocks, moves.promoted);
+    if (host.keeps_evicted && host.min_hits > 0) add("swap_out", num_blocks, moves.written);
+  }
+
+ private:
+  static constexpr size_t kMostPlaces = 4;
+  struct Place {
+    py::array_t<int64_t> pairs;
+    const std::vector<TierPair>* made;
+  };
+
+  PyObject* list_;
+  Py_ssize_t first_ = 0;
+  std::vector<Place> places_;
+};
+
+// (keeps_evicted, fewest_loaded, min_hits), or None.
+HostUse host_use(PyObject* source) {
+  if (source == Py_None) return {};
+  if (!PyTuple_CheckExact(source) || PyTuple_GET_SIZE(source) != 3) throw py::type_error("host must be a tuple of 3");
+  return {flag(PyTuple_GET_ITEM(source, 0)), int64_from(PyTuple_GET_ITEM(source, 1), "fewest_loaded"),
+          int64_from(PyTuple_GET_ITEM(source, 2), "min_hits")};
+}
+
 PyObject* begin(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
-  return of_rows(self, num_args, 9, [&](SequenceRows& rows) -> PyObject* {
+  return of_rows(self, num_args, 11, [&](SequenceRows& rows) -> PyObject* {
     const NamedRows names(rows, args[0]);
     const Integers integers(object(args[2]), "tokens");
-    const TokenView tokens = integers.tokens();
     const auto name = py::cast<py::bytes>(object(args[3]));
-    const std::string_view space(name);
-    const int64_t priority = int64_from(args[4], "priority"), left_over = int64_from(args[5], "num_left_over");
-    const bool shares_parts = flag(args[6]), is_hit = flag(args[8]);
-    const int64_t num_spare = int64_from(args[7], "num_spare");
+    Prompt prompt{integers.tokens(), std::string_view(name)};
+    const int64_t priority = int64_from(args[4], "priority"), size = tree_of(rows).block_size();
     check(priority == static_cast<int>(priority), "priority must be between 0 and 7, got ", priority);
-    py::object ids = new_ids((tokens.size() + tree_of(rows).block_size() - 1) / tree_of(rows).block_size());
-    const auto begun = tree_of(rows).walk(tokens.size(), [&] {
-      return rows.begin(tokens, space, static_cast<int>(priority), left_over, shares_parts, num_spare, is_hit);
-    });
-    if (!begun) return py::none().release().ptr();
-    rows.look_at(begun->row, [&](const Sequence& sequence) {
+    prompt.priority = static_cast<int>(priority);
+    prompt.num_left_over = int64_from(args[5], "num_left_over");
+    prompt.shares_parts = flag(args[6]);
+    prompt.num_spare = int64_from(args[7], "num_spare");
+    prompt.is_hit = flag(args[8]);
+    const HostUse host = host_use(args[10]);
+    const int64_t num_blocks = (prompt.tokens.size() + size - 1) / size;
+    py::object ids = new_ids(num_blocks);
+    DueMoves moves;
+    MoveList list(args[9]);
+    list.add_all(num_blocks, host, tree_of(rows).has_host_tier(), moves);
+    const BegunSequence begun =
+        tree_of(rows).walk(prompt.tokens.size(), [&] { return rows.begin(prompt, host, &moves); });
+    rows.look_at(begun.row, [&](const Sequence& sequence) {
       std::copy(sequence.ids.begin(), sequence.ids.end(), values_of<int32_t>(ids));
     });
-    names.add(args[1], begun->row);
-    return Py_BuildValue("LLiiO", begun->num_cached, begun->num_evicted, begun->part_from, begun->part_to, ids.ptr());
+    names.add(args[1], begun.row);
+    return Py_BuildValue("LLLiiiO", begun.num_cached, begun.num_host, begun.num_refused, begun.part_from, begun.part_to,
+                         static_cast<int>(begun.is_part_on_device), ids.ptr());
   });
 }
 
@@ -128,13 +196,20 @@ PyObject* append_if_free(PyObject* self, PyObject* const* args, Py_ssize_t num_a
 }
 
 PyObject* append(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
-  return of_rows(self, num_args, 2, [&](SequenceRows& rows) {
+  return of_rows(self, num_args, 4, [&](SequenceRows& rows) {
     Integers numbers(object(args[0]), "rows");
     const OwnCounts counts(args[1]);
-    const auto span = numbers.wide();
-    py::array_t<int64_t> pairs = room_for_pairs(rows.num_forked(span));
-    fill_pairs(pairs, rows.append(span, counts.get()));
-    return pairs.release().ptr();
+    const auto read = numbers.wide();
+    const std::vector<int64_t> span(read.begin(), read.end());
+    const HostUse host = host_use(args[3]);
+    SharedTree& tree = tree_of(rows);
+    const int64_t most = std::min(rows.num_blocks_to_append(span, counts.get()), tree.pool()->num_blocks());
+    DueMoves moves;
+    MoveList list(args[2]);
+    if (host.keeps_evicted && tree.has_host_tier()) list.add("swap_out", most, moves.demoted);
+    list.add("copy", static_cast<int64_t>(span.size()), moves.copied);
+    tree.run(most, [&] { rows.append(span, counts.get(), host, &moves); });
+    return py::none().release().ptr();
   });
 }
 
@@ -208,24 +283,27 @@ int64_t fork(SequenceRows& rows, const py::dict& names, const py::object& seq_id
   return child;
 }
 
-int64_t add(SequenceRows& rows, const py::dict& names, const py::object& seq_id, Match& match,
-            const py::object& own_ids, const py::object& pending, int64_t num_left, int64_t num_tokens,
-            int64_t num_written, const py::bytes& name, bool is_private) {
-  Integers own(own_ids, "own_ids"), tokens(pending, "pending");
-  check(&match.tree() == &rows.tree(), "match must be of this tree, got one of another tree");
-  check(num_left >= 0, "num_left must not be negative, got ", num_left);
-  Sequence sequence;
-  const auto own_span = own.ids(), pending_span = tokens.ids();
-  sequence.ids.resize(static_cast<size_t>(match.num_blocks() + num_left));
-  rows.tree().copy_block_ids(match, 0, std::span(sequence.ids).first(static_cast<size_t>(match.num_blocks())));
-  sequence.ids.insert(sequence.ids.end(), own_span.begin(), own_span.end());
-  sequence.pending.assign(pending_span.begin(), pending_span.end());
-  sequence.num_left = num_left;
-  sequence.num_tokens = num_tokens;
-  sequence.num_written = num_written;
-  sequence.name = std::string_view(name);
-  sequence.is_private = is_private;
-  const int64_t row = rows.add(std::move(sequence), match);
+int64_t resume(SequenceRows& rows, const py::dict& names, const py::object& seq_id, Match& match,
+               const py::object& pending, const py::object& host_ids, int64_t num_left, int64_t num_tokens,
+               int64_t num_written, const py::bytes& name, bool is_private, bool is_hit, const py::list& moves,
+               const py::object& host) {
+  Integers tokens(pending, "pending"), returned(host_ids, "host_ids");
+  const Resumption resumption{.num_tokens = num_tokens,
+                              .num_written = num_written,
+                              .pending = tokens.copied_ids(),
+                              .num_left = num_left,
+                              .host_ids = returned.copied_ids(),
+                              .name = std::string_view(name),
+                              .is_private = is_private,
+                              .is_hit = is_hit};
+  const HostUse use = host_use(host.ptr());
+  SharedTree& tree = tree_of(rows);
+  DueMoves due;
+  MoveList list(moves.ptr());
+  const int64_t num_blocks = num_tokens / tree.block_size() + 1 + match.num_blocks();
+  list.add_all(std::min(num_blocks, tree.pool()->num_blocks()), use, tree.has_host_tier(), due);
+  list.add("swap_in", static_cast<int64_t>(resumption.host_ids.size()), due.returned);
+  const int64_t row = tree.run(num_blocks, [&] { return rows.resume(match, resumption, use, &due); });
   NamedRows(rows, names.ptr()).add(seq_id.ptr(), row);
   return row;
 }
@@ -249,12 +327,12 @@ py::tuple state(const SequenceRows& rows, int64_t row) {
 void add_fast_sequence_methods(py::handle type) {
   static const std::string texts[] = {
       std::string("begin($self, names, seq_id, tokens, namespace, priority, num_left_over, share_parts, num_spare, "
-                  "is_hit, /)\n--\n\n") +
+                  "is_hit, moves, host, /)\n--\n\n") +
           doc("SequenceRows.begin"),
       std::string("num_blocks_to_append($self, rows, num_new_tokens, /)\n--\n\n") +
           doc("SequenceRows.num_blocks_to_append"),
       std::string("append_if_free($self, rows, num_new_tokens, /)\n--\n\n") + doc("SequenceRows.append_if_free"),
-      std::string("append($self, rows, num_new_tokens, /)\n--\n\n") + doc("SequenceRows.append"),
+      std::string("append($self, rows, num_new_tokens, moves, host, /)\n--\n\n") + doc("SequenceRows.append"),
       std::string("commit($self, row, tokens, /)\n--\n\n") + doc("SequenceRows.commit"),
       std::string("commit_each($self, rows, tokens, /)\n--\n\n") + doc("SequenceRows.commit_each"),
       std::string("tables($self, rows, /)\n--\n\n") + doc("SequenceRows.tables"),
@@ -293,9 +371,10 @@ void bind_sequences(py::module_& m) {
     return std::make_unique<SequenceRows>(tree, is_caching);
   };
   rows.def(py::init(make), py::arg("tree").none(false), py::arg("is_caching"), doc("SequenceRows.__init__"))
-      .def("add", &add, py::arg("names"), py::arg("seq_id"), py::kw_only(), py::arg("match"), py::arg("own_ids"),
-           py::arg("pending"), py::arg("num_left"), py::arg("num_tokens"), py::arg("num_written"), py::arg("namespace"),
-           py::arg("is_private"), doc("SequenceRows.add"))
+      .def("resume", &resume, py::arg("names"), py::arg("seq_id"), py::kw_only(), py::arg("match"), py::arg("pending"),
+           py::arg("host_ids"), py::arg("num_left"), py::arg("num_tokens"), py::arg("num_written"),
+           py::arg("namespace"), py::arg("is_private"), py::arg("is_hit"), py::arg("moves"), py::arg("host"),
+           doc("SequenceRows.resume"))
       .def("fork", &fork, py::arg("names"), py::arg("seq_id"), py::arg("row"), py::arg("num_tokens"),
            doc("SequenceRows.fork"))
       .def("give_back_room", &SequenceRows::give_back_room, py::arg("row"), doc("SequenceRows.give_back_room"))

@@ -9,6 +9,7 @@
 #include "bindings/new_arrays.h"
 #include "bindings/shared_tree.h"
 #include "docs.h"
+#include "states/anchor_table.h"
 #include "tree/prefix_tree.h"
 
 namespace kvpage {
@@ -273,6 +274,12 @@ static void bind_questions(TreeClass& tree) {
   ask("num_host_evictable", quick(&PrefixTree::num_host_evictable), doc("PrefixTree.num_host_evictable"));
   ask("num_nodes", quick(&PrefixTree::num_nodes), doc("PrefixTree.num_nodes"));
   ask("num_matches", quick(&PrefixTree::num_matches), doc("PrefixTree.num_matches"));
+  const auto counts = [](SharedTree& t) {
+    const TreeCounts counts = t.run(kQuick, [&] { return t.counts(); });
+    return py::make_tuple(counts.num_evicted, counts.num_demoted, counts.num_written, counts.num_promoted,
+                          counts.num_host_evicted);
+  };
+  ask("counts", counts, doc("PrefixTree.counts"));
 }
 
 static void bind_tiers(const Methods& def) {
@@ -297,6 +304,8 @@ static void bind_tiers(const Methods& def) {
 
 static void bind_watching(const Methods& def) {
   const auto log_changes = [](SharedTree& t, int64_t most) { t.run(kQuick, [&] { t.log_changes(most); }); };
+  const auto watch = [](SharedTree& t, std::shared_ptr<AnchorTable> anchors) { t.watch(std::move(anchors)); };
+  def("watch", watch, doc("PrefixTree.watch"), py::arg("anchors").none(false));
   def("log_changes", log_changes, doc("PrefixTree.log_changes"), py::arg("max_bytes"));
   def("take_changes", &take_changes, doc("PrefixTree.take_changes"));
   const auto lose_changes = [](SharedTree& t) { t.run(kQuick, [&] { t.lose_changes(); }); };

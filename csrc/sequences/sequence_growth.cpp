@@ -42,30 +42,26 @@ int64_t SequenceRows::num_blocks_to_append(std::span<const int64_t> rows, const 
   return growth(rows, counts).num_blocks();
 }
 
-int64_t SequenceRows::num_forked(std::span<const int64_t> rows) const {
-  std::lock_guard lock(mutex_);
-  return std::count_if(rows.begin(), rows.end(), [&](int64_t row) { return at(row).is_forked; });
-}
-
 bool SequenceRows::append_if_free(std::span<const int64_t> rows, const Counts& counts) {
   std::lock_guard lock(mutex_);
   const Growth growth = this->growth(rows, counts);
   if (!growth.copied.empty() || growth.num_added > pool_->num_free()) return false;
-  grow(rows, counts, growth);
+  grow(rows, counts, growth, nullptr);
   return true;
 }
 
-std::vector<TierPair> SequenceRows::append(std::span<const int64_t> rows, const Counts& counts) {
+void SequenceRows::append(std::span<const int64_t> rows, const Counts& counts, const HostUse& host, DueMoves* moves) {
   std::lock_guard lock(mutex_);
-  return grow(rows, counts, growth(rows, counts));
+  const Growth growth = this->growth(rows, counts);
+  check_free(growth.num_blocks());  // no memory for what cannot be
+  moves->copied.reserve(growth.copied.size());
+  make_room(growth.num_blocks(), host, moves);
+  grow(rows, counts, growth, moves);
 }
 
-std::vector<TierPair> SequenceRows::grow(std::span<const int64_t> rows, const Counts& counts, const Growth& growth) {
-  if (growth.num_blocks() > pool_->num_blocks())  // no memory for what cannot be
-    throw OutOfBlocks(static_cast<size_t>(growth.num_blocks()), static_cast<size_t>(pool_->num_free()));
-  std::vector<TierPair> copies;
+// `moves` has room for the copies.
+void SequenceRows::grow(std::span<const int64_t> rows, const Counts& counts, const Growth& growth, DueMoves* moves) {
   std::vector<int32_t> fresh(static_cast<size_t>(growth.num_blocks())), old;
-  copies.reserve(growth.copied.size());
   old.reserve(growth.copied.size());
   for (size_t i = 0; i < rows.size() && growth.num_added > 0; ++i) reserve_ids(at(rows[i]), counts.at(i));
   pool_->allocate(fresh);
@@ -73,7 +69,7 @@ std::vector<TierPair> SequenceRows::grow(std::span<const int64_t> rows, const Co
   auto next = fresh.begin();
   for (Sequence* sequence : growth.copied) {
     old.push_back(sequence->ids.back());
-    copies.emplace_back(sequence->ids.back(), *next);
+    moves->copied.emplace_back(sequence->ids.back(), *next);
     sequence->ids.back() = *next++;
     sequence->is_forked = false;
   }
@@ -84,7 +80,6 @@ std::vector<TierPair> SequenceRows::grow(std::span<const int64_t> rows, const Co
       sequence.ids.push_back(*next++);
   }
   pool_->release(old);
-  return copies;
 }
 
 // Half as many more again, so that growing block by block costs little.

@@ -1,6 +1,8 @@
 #include "sequences/sequence_rows.h"
 
 #include <algorithm>
+#include <new>
+#include <optional>
 #include <utility>
 
 #include "base/check.h"
@@ -20,6 +22,7 @@ class HeldMatch {
     if (is_held_) match_.tree().release(match_);
   }
   const Match& get() const { return match_; }
+  Match& get() { return match_; }
   Match take() {
     is_held_ = false;
     return std::move(match_);
@@ -89,69 +92,124 @@ int64_t SequenceRows::take_row(Sequence&& sequence) noexcept {
 
 // --- a sequence's life ---
 
-std::optional<BegunSequence> SequenceRows::begin(const TokenView& tokens, std::string_view name, int priority,
-                                                 int64_t num_left_over, bool shares_parts, int64_t num_spare,
-                                                 bool is_hit) {
+BegunSequence SequenceRows::begin(const Prompt& prompt, const HostUse& host, DueMoves* moves) {
   std::lock_guard lock(mutex_);
-  check(!tree_->has_host_tier(), "begin needs a tree without a host tier");
+  const TokenView& tokens = prompt.tokens;
   check(tokens.size() > 0, "tokens must hold at least one token, got none");
-  check(num_spare >= 0, "num_spare must not be negative, got ", num_spare);
+  check(prompt.num_spare >= 0, "num_spare must not be negative, got ", prompt.num_spare);
   Sequence fresh;
   fresh.num_tokens = tokens.size();
-  fresh.name = name;
+  fresh.name = prompt.name;
   fresh.ids.resize(static_cast<size_t>(blocks_for(tokens.size())));
   if (is_caching_) fresh.pending.reserve(static_cast<size_t>(block_size_));
   reserve_row();
-  HeldMatch match(tree_->match(tokens, name, priority, num_left_over, false));
-  const auto num_found = static_cast<size_t>(match.get().num_blocks());
-  const auto own = std::span(fresh.ids).subspan(num_found);
-  const auto num_taken = static_cast<int64_t>(own.size());
-  if (num_taken > pool_->num_free() + tree_->num_evictable() - num_spare) return std::nullopt;
-  std::optional<HeldMatch> part_match;  // it pins blocks that count as spare all the same: they are read once
   BegunSequence begun;
+  HeldMatch match(tree_->match(tokens, prompt.name, prompt.priority, prompt.num_left_over, false));
+  int64_t num_on_device = match.get().num_blocks();
+  if (tree_->has_host_tier()) {
+    num_on_device = tree_->num_device_blocks(match.get());
+    begun.num_host = match.get().num_blocks() - num_on_device;
+    if (begun.num_host > 0 && begun.num_host < host.fewest_loaded) {
+      tree_->trim(match.get());
+      begun.num_refused = std::exchange(begun.num_host, 0);
+    }
+  }
+  const int64_t num_taken = static_cast<int64_t>(fresh.ids.size()) - num_on_device;
+  check_free(num_taken + prompt.num_spare);
+  std::optional<HeldMatch> part_match;  // it pins blocks that count as spare all the same: they are read once
   int64_t num_part = 0;
-  if (auto part = shares_parts ? tree_->match_part(match.get(), tokens, num_left_over) : std::nullopt) {
+  if (auto part = prompt.shares_parts ? tree_->match_part(match.get(), tokens, prompt.num_left_over) : std::nullopt) {
     part_match.emplace(std::move(part->match));
     tokens.check_fits(match.get().num_tokens(), part->num_tokens);
-    begun.part_from = part->block_id;
-    num_part = part->num_tokens;
+    if (num_taken > num_free()) {
+      part_match.reset();  // it is not worth a request
+    } else {
+      begun.part_from = part->block_id;
+      begun.is_part_on_device = part->is_on_device;
+      num_part = part->num_tokens;
+    }
   }
-  if (!make_room(num_taken, &begun.num_evicted)) {
-    if (!part_match) return std::nullopt;
-    part_match.reset();  // it is not worth a request
-    begun.part_from = kNoBlock;
-    num_part = 0;
-    if (!make_room(num_taken, &begun.num_evicted)) return std::nullopt;
-  }
-  tree_->copy_block_ids(match.get(), 0, std::span(fresh.ids).first(num_found));
-  pool_->allocate(own);
+  give(&fresh, match.get(), num_on_device, prompt.is_hit, host, moves);
   begun.num_cached = fresh.num_written = match.get().num_tokens() + num_part;
   if (num_part > 0) {
-    begun.part_to = own.front();
+    begun.part_to = fresh.ids[static_cast<size_t>(match.get().num_blocks())];
     fresh.pending.resize(static_cast<size_t>(num_part));
     tokens.copy_to(match.get().num_tokens(), num_part, fresh.pending.data());
   }
-  if (is_hit) tree_->count_hit(match.get());
   fresh.match = match.take();
   begun.row = take_row(std::move(fresh));
   return begun;
 }
 
-// Evicts what is needed for so many free blocks. False, and nothing is evicted, where that is not enough.
-bool SequenceRows::make_room(int64_t num_blocks, int64_t* num_evicted) {
-  const int64_t lacking = num_blocks - pool_->num_free();
-  if (lacking <= 0) return true;
-  if (lacking > tree_->num_evictable()) return false;
-  *num_evicted = tree_->evict(lacking);
-  return *num_evicted == lacking;
+int64_t SequenceRows::resume(Match& match, const Resumption& resumption, const HostUse& host, DueMoves* moves) {
+  std::lock_guard lock(mutex_);
+  const int64_t num_on_device = tree_->num_device_blocks(match), num_left = resumption.num_left;
+  check(num_left >= 0, "num_left must not be negative, got ", num_left);
+  check(resumption.num_written >= match.num_tokens() && resumption.num_written <= resumption.num_tokens,
+        "num_written must be in [", match.num_tokens(), ", ", resumption.num_tokens, "], got ", resumption.num_written);
+  const auto num_blocks =
+      static_cast<size_t>(std::max(blocks_for(resumption.num_tokens), match.num_blocks() + num_left));
+  Sequence fresh;
+  fresh.num_tokens = resumption.num_tokens;
+  fresh.num_written = resumption.num_written;
+  fresh.num_left = num_left;
+  fresh.is_private = resumption.is_private;
+  fresh.name = resumption.name;
+  fresh.ids.reserve(num_blocks);
+  fresh.ids.resize(num_blocks - static_cast<size_t>(num_left));
+  if (is_caching_) fresh.pending.reserve(std::max(static_cast<size_t>(block_size_), resumption.pending.size()));
+  fresh.pending.assign(resumption.pending.begin(), resumption.pending.end());
+  reserve_row();
+  check_free(static_cast<int64_t>(fresh.ids.size()) - num_on_device);
+  const auto own = std::span(fresh.ids).subspan(static_cast<size_t>(match.num_blocks()));
+  moves->returned.reserve(std::min(own.size(), resumption.host_ids.size()));
+  give(&fresh, match, num_on_device, resumption.is_hit, host, moves);
+  for (size_t i = 0; i < std::min(own.size(), resumption.host_ids.size()); ++i)
+    moves->returned.emplace_back(resumption.host_ids[i], own[i]);
+  fresh.ids.insert(fresh.ids.begin() + match.num_blocks(), static_cast<size_t>(num_left), 0);  // there is room
+  fresh.match = tree_->take(match);
+  return take_row(std::move(fresh));
 }
 
-int64_t SequenceRows::add(Sequence&& sequence, Match& match) {
-  std::lock_guard lock(mutex_);
-  if (is_caching_) sequence.pending.reserve(static_cast<size_t>(block_size_));
-  reserve_row();
-  sequence.match = tree_->take(match);
-  return take_row(std::move(sequence));
+// Fills the ids, as many as the sequence has blocks: the match's, of which those on the host come back, then free ones.
+void SequenceRows::give(Sequence* fresh, const Match& match, int64_t num_on_device, bool is_hit, const HostUse& host,
+                        DueMoves* moves) {
+  const auto num_found = static_cast<size_t>(match.num_blocks()), num_there = static_cast<size_t>(num_on_device);
+  const auto taken = std::span(fresh->ids).subspan(num_there);
+  const auto from_host = taken.first(num_found - num_there);
+  make_room(static_cast<int64_t>(taken.size()), host, moves);
+  pool_->allocate(taken);
+  try {
+    if (!from_host.empty()) moves->promoted = tree_->promote(match, from_host);
+  } catch (...) {
+    pool_->release(taken);
+    throw;
+  }
+  if (is_hit) tree_->count_hit(match);
+  try {
+    if (host.keeps_evicted && host.min_hits > 0) moves->written = tree_->write_out(match, host.min_hits);
+  } catch (const std::bad_alloc&) {  // they are copied when they are evicted
+  }
+  tree_->copy_block_ids(match, 0, std::span(fresh->ids).first(num_found));
+}
+
+int64_t SequenceRows::num_free() const { return pool_->num_free() + tree_->num_evictable(); }
+
+void SequenceRows::check_free(int64_t num_blocks) const {
+  if (const int64_t most = num_free(); num_blocks > most)
+    throw OutOfBlocks(static_cast<size_t>(num_blocks), static_cast<size_t>(most));
+}
+
+// Evicts what is needed for so many free blocks.
+void SequenceRows::make_room(int64_t num_blocks, const HostUse& host, DueMoves* moves) {
+  const int64_t lacking = num_blocks - pool_->num_free();
+  if (lacking <= 0) return;
+  check_free(num_blocks);
+  if (host.keeps_evicted) {
+    moves->demoted = tree_->demote(lacking).second;
+  } else {
+    tree_->evict(lacking);
+  }
 }
 
 int64_t SequenceRows::fork(int64_t row, int64_t num_tokens) {

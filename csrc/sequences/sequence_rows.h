@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string_view>
@@ -41,13 +40,54 @@ class Counts {
   std::span<const int64_t> each_;
 };
 
+// A sequence that is to begin.
+struct Prompt {
+  TokenView tokens;
+  std::string_view name;      // of its namespace
+  int priority = 0;           // here and below: as of PrefixTree::match
+  int64_t num_left_over = 1;
+  bool shares_parts = false;  // whether it also gets the first tokens of a block that others have cached
+  int64_t num_spare = 0;      // so many more blocks are to be left, free or evictable
+  bool is_hit = true;         // once it has begun
+};
+
+// A sequence that is to begin at the end of a match, which takes all that others may find.
+struct Resumption {
+  int64_t num_tokens = 0;   // that there is to be room for
+  int64_t num_written = 0;  // at least the match's
+  std::span<const int32_t> pending;  // written tokens after the match, where others are to find them
+  int64_t num_left = 0;     // first own blocks that stay given back
+  std::span<const int32_t> host_ids;  // contents of the next own blocks
+  std::string_view name;
+  bool is_private = false;
+  bool is_hit = false;
+};
+
+// When blocks are copied to the host and back.
+struct HostUse {
+  bool keeps_evicted = false;  // whether a block that leaves the device gets a host block
+  int64_t fewest_loaded = 0;   // fewer host blocks of a prompt are left where they are: they are computed again
+  int64_t min_hits = 0;        // blocks that as many matches have found get a host block early; 0: none do
+};
+
+// The copies that a call asks for: in this order, each list before the next.
+struct DueMoves {
+  std::vector<TierPair> demoted;   // (device, host): evicted
+  std::vector<TierPair> promoted;  // (host, device)
+  std::vector<TierPair> written;   // (device, host): early
+  std::vector<TierPair> returned;  // (host, device): of a sequence that was swapped out
+  std::vector<TierPair> copied;    // within the device
+};
+
 // The answer of `begin`.
 struct BegunSequence {
   int64_t row = 0;
   int64_t num_cached = 0;   // tokens
-  int64_t num_evicted = 0;  // blocks, for it
-  int32_t part_from = kNoBlock;  // the block whose first tokens are to be copied
+  int64_t num_host = 0;     // blocks that come from the host
+  int64_t num_refused = 0;  // blocks that were left on the host
+  int32_t part_from = kNoBlock;  // the block whose first tokens are to be copied, after all moves
   int32_t part_to = kNoBlock;
+  bool is_part_on_device = false;
 };
 
 class SequenceRows {
@@ -63,17 +103,14 @@ class SequenceRows {
 
   // --- one sequence ---
 
-  // Begins a sequence with its longest cached prefix, a part of the next block where `shares_parts`, and free blocks,
-  // some of which are evicted for it. `num_spare` more blocks are left that are free, or can be evicted. Without room
-  // it changes nothing and returns none. `is_hit`: as of PrefixTree::match, once it has begun. InvalidArgument as
-  // PrefixTree::match, with a host tier, without tokens, and for a negative num_spare.
-  std::optional<BegunSequence> begin(const TokenView& tokens, std::string_view name, int priority,
-                                     int64_t num_left_over, bool shares_parts, int64_t num_spare = 0,
-                                     bool is_hit = true);
+  // Begins a sequence with its longest cached prefix, a part of the next block, and free blocks, for which others are
+  // evicted. OutOfBlocks without room, and nothing is changed. InvalidArgument as PrefixTree::match, without tokens,
+  // and for a negative num_spare. Moves are due also where it throws.
+  BegunSequence begin(const Prompt& prompt, const HostUse& host, DueMoves* moves);
 
-  // Adds a sequence whose blocks are there already, and takes over its match and the references to its own blocks. If
-  // it throws, they stay the caller's.
-  int64_t add(Sequence&& sequence, Match& match);
+  // Begins a sequence with the blocks of a match, which it takes over, and free ones. If it throws, the match stays the
+  // caller's. Throws as `begin` does, and InvalidArgument for negative numbers. Returns the row.
+  int64_t resume(Match& match, const Resumption& resumption, const HostUse& host, DueMoves* moves);
 
   // Returns the row of a new sequence with the first `num_tokens` tokens of another, all written, in the same blocks.
   // InvalidArgument for fewer than are in cached blocks and in those given back.
@@ -105,16 +142,13 @@ class SequenceRows {
   // count.
   int64_t num_blocks_to_append(std::span<const int64_t> rows, const Counts& counts);
 
-  // Returns how many of them may share their last own block.
-  int64_t num_forked(std::span<const int64_t> rows) const;
-
   // Makes room for more tokens as `append` does, where that copies nothing and enough blocks are free. Otherwise
   // returns false, and changes nothing.
   bool append_if_free(std::span<const int64_t> rows, const Counts& counts);
 
-  // Makes room for more tokens. Where the last block is partly filled and shared, all but its last holder get a copy:
-  // the (from, to) pairs. OutOfBlocks if too few blocks are free.
-  std::vector<TierPair> append(std::span<const int64_t> rows, const Counts& counts);
+  // Makes room for more tokens, for which cached blocks are evicted. Where the last block is partly filled and shared,
+  // all but its last holder get a copy. OutOfBlocks without room. Moves are due also where it throws.
+  void append(std::span<const int64_t> rows, const Counts& counts, const HostUse& host, DueMoves* moves);
 
   // Records that K and V of `tokens` are written; returns how many blocks that has cached. InvalidArgument without
   // room.
@@ -157,9 +191,13 @@ class SequenceRows {
   void reserve_row();
   int64_t take_row(Sequence&& sequence) noexcept;
 
-  bool make_room(int64_t num_blocks, int64_t* num_evicted);
+  int64_t num_free() const;
+  void check_free(int64_t num_blocks) const;
+  void make_room(int64_t num_blocks, const HostUse& host, DueMoves* moves);
+  void give(Sequence* fresh, const Match& match, int64_t num_on_device, bool is_hit, const HostUse& host,
+            DueMoves* moves);
   Growth growth(std::span<const int64_t> rows, const Counts& counts);
-  std::vector<TierPair> grow(std::span<const int64_t> rows, const Counts& counts, const Growth& growth);
+  void grow(std::span<const int64_t> rows, const Counts& counts, const Growth& growth, DueMoves* moves);
   void reserve_ids(Sequence& sequence, int64_t count) const;
   int64_t commit_shared(Sequence& sequence, const TokenView& tokens);
   void cache_blocks(Sequence& sequence, const TokenView& tokens);

@@ -3,7 +3,6 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <unordered_set>
 
 #include "base/check.h"
 
@@ -93,37 +92,34 @@ void AnchorTable::forget_id(int tier, Anchor& anchor) noexcept {
   anchor.ids[tier] = kNone;
 }
 
-void AnchorTable::learn_locked(int32_t anchor, int64_t device_id, int64_t host_id) {
-  const std::array<int64_t, 2> ids{device_id, host_id};
-  for (int tier : kTiers) {
-    if (ids[tier] == kNone || (at(tier, ids[tier]) == anchor && is_current(tier, anchors_[anchor]))) continue;
-    use(tier, anchor, static_cast<int32_t>(ids[tier]));
-  }
-}
-
 void AnchorTable::learn(int64_t anchor, int64_t device_id, int64_t host_id) {
   std::lock_guard lock(mutex_);
   check_anchor(anchor);
   check_id(kDevice, device_id);
   check_id(kHost, host_id);
   check(anchors_[anchor].has_block, "anchor must be one of a block, got ", anchor);
-  learn_locked(static_cast<int32_t>(anchor), device_id, host_id);
+  const std::array<int64_t, 2> ids{device_id, host_id};
+  for (int tier : kTiers) {
+    if (ids[tier] == kNone || (at(tier, ids[tier]) == anchor && is_current(tier, anchors_[anchor]))) continue;
+    use(tier, static_cast<int32_t>(anchor), static_cast<int32_t>(ids[tier]));
+  }
 }
 
-void AnchorTable::move(std::span<const int64_t> pairs, bool to_host) {
-  check(pairs.size() % 2 == 0, "pairs must be an even number of ids, got ", pairs.size());
+void AnchorTable::moved(std::span<const TierPair> pairs, bool to_host) noexcept {
   std::lock_guard lock(mutex_);
   const int source = to_host ? kDevice : kHost, target = to_host ? kHost : kDevice;
-  for (size_t i = 0; i < pairs.size(); ++i) check_id(i % 2 == 0 ? source : target, pairs[i]);
-  std::unordered_set<int64_t> seen;
-  std::vector<std::pair<int32_t, int64_t>> moved;
-  for (size_t i = pairs.size(); i > 0; i -= 2) {
-    const int64_t from = pairs[i - 2], to = pairs[i - 1];
-    const int32_t anchor = at(source, from);
-    if (anchor == kNone || to == kNone || !seen.insert(to).second) continue;
-    if (was_current(source, anchors_[anchor])) moved.emplace_back(anchor, to);
+  for (const auto& [from, to] : pairs) {
+    const int32_t anchor = by_id_[source][from];
+    if (anchor != kNone && was_current(source, anchors_[anchor])) use(target, anchor, to);
   }
-  for (const auto& [anchor, to] : moved) use(target, anchor, static_cast<int32_t>(to));  // needs no memory
+}
+
+void AnchorTable::move(std::span<const TierPair> pairs, bool to_host) {
+  for (const auto& [from, to] : pairs) {
+    const std::array<int32_t, 2> ids{to_host ? from : to, to_host ? to : from};
+    for (int tier : kTiers) check(ids[tier] != kNone, kIdNames[tier], " must not be -1"), check_id(tier, ids[tier]);
+  }
+  moved(pairs, to_host);
 }
 
 // --- looking up ---
@@ -142,32 +138,27 @@ int64_t AnchorTable::find(int64_t device_id, int64_t host_id) const {
   return find_locked(device_id, host_id);
 }
 
-void AnchorTable::find_each(std::span<const int32_t> device_ids, std::span<const int32_t> host_ids, bool learns,
-                            std::span<int32_t> anchors) {
+void AnchorTable::find_each(std::span<const int32_t> device_ids, std::span<const int32_t> host_ids,
+                            std::span<int32_t> anchors) const {
   check_path(device_ids, host_ids);
   check(anchors.size() == device_ids.size(), "anchors must be as many as the ids, got ", anchors.size());
   std::lock_guard lock(mutex_);
   for (size_t place = 0; place < device_ids.size(); ++place) {
     check_id(kDevice, device_ids[place]);
     check_id(kHost, host_ids[place]);
-  }
-  for (size_t place = 0; place < device_ids.size(); ++place) {
     anchors[place] = find_locked(device_ids[place], host_ids[place]);
-    if (learns && anchors[place] != kNone) learn_locked(anchors[place], device_ids[place], host_ids[place]);
   }
 }
 
 std::pair<int64_t, int64_t> AnchorTable::find_last(std::span<const int32_t> device_ids,
-                                                   std::span<const int32_t> host_ids, bool learns) {
+                                                   std::span<const int32_t> host_ids) const {
   check_path(device_ids, host_ids);
   std::lock_guard lock(mutex_);
   for (size_t place = device_ids.size(); place-- > 0;) {
     check_id(kDevice, device_ids[place]);
     check_id(kHost, host_ids[place]);
     const int32_t found = find_locked(device_ids[place], host_ids[place]);
-    if (found == kNone) continue;
-    if (learns) learn_locked(found, device_ids[place], host_ids[place]);
-    return {static_cast<int64_t>(place), found};
+    if (found != kNone) return {static_cast<int64_t>(place), found};
   }
   return {kNone, kNone};
 }

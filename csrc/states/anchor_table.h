@@ -22,10 +22,11 @@
 #include <vector>
 
 #include "pool/block_pool.h"
+#include "pool/block_watcher.h"
 
 namespace kvpage {
 
-class AnchorTable {
+class AnchorTable final : public BlockWatcher {
  public:
   enum Tier { kDevice = 0, kHost = 1 };
   static constexpr int32_t kNone = -1;  // no anchor, and no id
@@ -55,17 +56,18 @@ class AnchorTable {
   void learn(int64_t anchor, int64_t device_id, int64_t host_id);
 
   // Returns the last place of a path that has a valid anchor, and this anchor; (kNone, kNone) without one. Both are the
-  // ids of the path's blocks, with kNone where a tier lacks one. The anchor learns them if it `learns`.
-  std::pair<int64_t, int64_t> find_last(std::span<const int32_t> device_ids, std::span<const int32_t> host_ids,
-                                        bool learns);
+  // ids of the path's blocks, with kNone where a tier lacks one.
+  std::pair<int64_t, int64_t> find_last(std::span<const int32_t> device_ids, std::span<const int32_t> host_ids) const;
 
   // Writes the valid anchor of each of a path's blocks, or kNone, to `anchors`, which has as many places as the path.
-  void find_each(std::span<const int32_t> device_ids, std::span<const int32_t> host_ids, bool learns,
-                 std::span<int32_t> anchors);
+  void find_each(std::span<const int32_t> device_ids, std::span<const int32_t> host_ids,
+                 std::span<int32_t> anchors) const;
 
-  // Learns the ids of blocks that have just got a copy in the other tier. pairs: from, to, from, to, ...; the last one
-  // counts of those that go to one block. InvalidArgument for an odd number.
-  void move(std::span<const int64_t> pairs, bool to_host);
+  // Learns the ids of blocks that have just got a copy in the other tier.
+  void moved(std::span<const TierPair> pairs, bool to_host) noexcept override;
+
+  // The same for pairs of another than the tree. InvalidArgument for an id that is out of range.
+  void move(std::span<const TierPair> pairs, bool to_host);
 
   bool is_valid(int64_t anchor) const;
 
@@ -101,7 +103,6 @@ class AnchorTable {
   bool was_current(int tier, const Anchor& anchor) const;
   int32_t at(int tier, int64_t block_id) const { return block_id < 0 ? kNone : by_id_[tier][block_id]; }
   int32_t find_locked(int64_t device_id, int64_t host_id) const;
-  void learn_locked(int32_t anchor, int64_t device_id, int64_t host_id);
   void use(int tier, int32_t anchor, int32_t block_id);
   void forget_id(int tier, Anchor& anchor) noexcept;
 

@@ -25,6 +25,10 @@ constexpr int kNumPriorities = 8;
 
 class EvictionOrder {
  public:
+  // Of these lists, what is in the first one goes first. No node is in an earlier one than a node beneath it.
+  static constexpr int kNumLists = kNumPriorities;
+  static int list_of(const TreeNode* node) { return node->priority; }
+
   // Null if no unpinned node has a block in the tier.
   TreeNode* first_on_device() const { return first(&Class::on_device); }
   TreeNode* first_on_host() const {
@@ -35,13 +39,13 @@ class EvictionOrder {
 
   // Returns whether listed node `a` loses its blocks before listed node `b`.
   static bool before(const TreeNode* a, const TreeNode* b) {
-    return a->priority != b->priority ? a->priority < b->priority : a->used_at < b->used_at;
+    return list_of(a) != list_of(b) ? list_of(a) < list_of(b) : a->used_at < b->used_at;
   }
 
   // The clock counts uses; from now on it also keeps up with the time, if a function is given.
   void keep_time(int64_t (*now)()) { now_ = now; }
 
-  // The node that was used last of all. Its priority stays what it is while it is listed.
+  // The node that was used last of all. Its list stays what it is while it is listed.
   void push_newest(TreeNode* node) noexcept {
     Class& list = of(node);
     node->used_at = tick();
@@ -86,11 +90,11 @@ class EvictionOrder {
   static const TreeNode* newer(const TreeNode* node) { return UseList::newer(node); }
   static const TreeNode* newer_on_host(const TreeNode* node) { return HostList::newer(node); }
   static const TreeNode* older(const TreeNode* node) { return UseList::older(node); }
-  const TreeNode* newest(int priority) const { return classes_[priority].use.newest(); }
-  const TreeNode* oldest(int priority) const { return classes_[priority].use.oldest(); }
-  const TreeNode* oldest_on_host(int priority) const { return classes_[priority].host_use.oldest(); }
-  TreeNode* newest_on_host(int priority) const { return classes_[priority].host_use.newest(); }
-  const TreeNode* first_on_device(int priority) const { return classes_[priority].on_device; }
+  const TreeNode* newest(int list) const { return classes_[list].use.newest(); }
+  const TreeNode* oldest(int list) const { return classes_[list].use.oldest(); }
+  const TreeNode* oldest_on_host(int list) const { return classes_[list].host_use.oldest(); }
+  TreeNode* newest_on_host(int list) const { return classes_[list].host_use.newest(); }
+  const TreeNode* first_on_device(int list) const { return classes_[list].on_device; }
 
  private:
   using UseList = LruList<&TreeNode::use>;
@@ -102,7 +106,7 @@ class EvictionOrder {
     TreeNode* on_device = nullptr;
   };
 
-  Class& of(const TreeNode* node) { return classes_[node->priority]; }
+  Class& of(const TreeNode* node) { return classes_[list_of(node)]; }
 
   TreeNode* first(TreeNode* Class::* member) const {
     for (const Class& list : classes_)
@@ -116,7 +120,7 @@ class EvictionOrder {
     } while (list.on_device && list.on_device->num_device_blocks() == 0);
   }
 
-  std::array<Class, kNumPriorities> classes_;
+  std::array<Class, kNumLists> classes_;
   uint64_t tick() noexcept {
     ++clock_;
     if (now_) clock_ = std::max(clock_, static_cast<uint64_t>(now_()));

@@ -80,6 +80,14 @@ int64_t PrefixTree::num_matches() const {
   return num_matches_;
 }
 
+// All blocks on the host have come by a demotion, or were written out.
+TreeCounts PrefixTree::counts() const {
+  std::lock_guard lock(mutex_);
+  TreeCounts counts = counts_;
+  counts.num_host_evicted = counts.num_demoted + counts.num_written - num_host_cached_;
+  return counts;
+}
+
 // --- matches ---
 
 Match PrefixTree::match(const TokenView& tokens, std::string_view name, int priority, int64_t num_left_over,

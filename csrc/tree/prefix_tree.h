@@ -41,6 +41,7 @@
 
 #include "base/token_view.h"
 #include "pool/block_pool.h"
+#include "pool/block_watcher.h"
 #include "tree/child_table.h"
 #include "tree/evicted_blocks.h"
 #include "tree/eviction_order.h"
@@ -74,8 +75,14 @@ class Match {
   int priority_ = 0;
 };
 
-// From one tier's block to the other's.
-using TierPair = std::pair<int32_t, int32_t>;
+// Blocks that have left and entered the tiers, since the tree was made.
+struct TreeCounts {
+  int64_t num_evicted = 0;   // from the device
+  int64_t num_demoted = 0;   // of these, copied to the host for it
+  int64_t num_written = 0;   // copied to the host before
+  int64_t num_promoted = 0;  // from the host to the device
+  int64_t num_host_evicted = 0;
+};
 
 // The part that a match shares with the block that follows it: the first tokens of a block of another path, which is
 // pinned.
@@ -105,6 +112,10 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   int64_t num_host_evictable() const;  // host blocks of unpinned nodes
   int64_t num_nodes() const;           // edges
   int64_t num_matches() const;         // live ones
+  TreeCounts counts() const;
+
+  // Tells a watcher of all blocks that get a copy in the other tier from now on.
+  void watch(std::shared_ptr<BlockWatcher> watcher);
 
   // Pins the longest cached run of whole blocks, in whichever tier, that leaves at least `num_left_over` tokens over.
   // The path's priority becomes at least `priority`. InvalidArgument if that is not in [0, kNumPriorities), if
@@ -268,6 +279,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void fill_device(std::span<TreeNode* const> path, std::span<const int32_t> block_ids,
                    std::vector<TierPair>* pairs) noexcept;
 
+  void tell(std::span<const TierPair> pairs, bool to_host) noexcept;
   int64_t evict_locked(int64_t num_blocks, Demotions* demotions) noexcept;
   void leave_device(TreeNode* node, int64_t num_blocks) noexcept;
   int64_t move_to_host(TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
@@ -319,6 +331,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   int64_t num_host_cached_ = 0;
   int64_t num_host_evictable_ = 0;
   int64_t num_matches_ = 0;  // live ones
+  TreeCounts counts_;        // but for num_host_evicted
+  std::vector<std::shared_ptr<BlockWatcher>> watchers_;
   std::vector<int32_t> pair_of_host_block_;  // [host blocks]: of Demotions; kNoBlock between calls
   std::unique_ptr<TreeLog> log_;  // null unless changes are logged
   uint64_t log_begin_ = 0;  // on the steady clock

@@ -136,15 +136,15 @@ void PrefixTree::check_roots() {
 void PrefixTree::check_order() {
   std::unordered_set<const TreeNode*> listed;
   int64_t num_blocks = 0, num_host_blocks = 0;
-  for (int priority = 0; priority < kNumPriorities; ++priority) {
+  for (int list = 0; list < EvictionOrder::kNumLists; ++list) {
     const TreeNode* older = nullptr;
-    const TreeNode* on_host = order_.oldest_on_host(priority);
+    const TreeNode* on_host = order_.oldest_on_host(list);
     const TreeNode* on_device = nullptr;
-    for (const TreeNode* node = order_.oldest(priority); node; older = node, node = order_.newer(node)) {
+    for (const TreeNode* node = order_.oldest(list); node; older = node, node = order_.newer(node)) {
       require(listed.insert(node).second, "the list of unpinned nodes runs in a circle");
       require(node->is_live && !node->is_root(), "a listed node is not in the tree");
       require(node->num_pins == 0, "a pinned node is listed");
-      require(node->priority == priority, "a node is listed under another priority");
+      require(order_.list_of(node) == list, "a node is in another list");
       require(node->use.older == older, "the list's links disagree");
       require(!listed.contains(node->parent), "a node is listed after its parent");
       if (node->num_host_blocks > 0) {
@@ -156,7 +156,7 @@ void PrefixTree::check_order() {
       num_host_blocks += node->num_host_blocks;
     }
     require(!on_host, "a node without host blocks is listed among those that have some");
-    require(on_device == order_.first_on_device(priority), "the first node on the device is another one");
+    require(on_device == order_.first_on_device(list), "the first node on the device is another one");
   }
   arena_.for_each([&](const TreeNode& node) {
     if (node.is_root()) return;

@@ -97,8 +97,8 @@ std::vector<HotPrefix> PrefixTree::hottest(int64_t limit, int64_t max_tokens,
   Onlooker onlooker;
   onlooker.walk_down(tops(name), kMostSeen);
   int64_t num_left = onlooker.num_seen() < kMostSeen ? 0 : kMostSeen;
-  for (int priority = kNumPriorities; priority-- > 0;)
-    for (const TreeNode* node = order_.newest(priority); node && num_left > 0; node = EvictionOrder::older(node))
+  for (int list = EvictionOrder::kNumLists; list-- > 0;)
+    for (const TreeNode* node = order_.newest(list); node && num_left > 0; node = EvictionOrder::older(node))
       num_left -= 1 + onlooker.climb(node, name);
   return described(std::move(onlooker).hottest(limit), max_tokens);
 }

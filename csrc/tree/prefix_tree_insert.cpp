@@ -46,6 +46,8 @@ Match PrefixTree::insert_below(Match& base, const TokenView& tokens, std::span<c
   if (place.in_edge < place.node->num_blocks) pool_->check_adoptable(taken, surplus);  // a split is not undone
   TreeNode* end = end_node_at(place);
   const std::vector<TreeNode*> filled = host_only_path(end);
+  std::vector<TierPair> pairs;
+  pairs.reserve(num_filled);
 
   // A leaf without other pins can grow; one that ends a second match must stay as long as that match, and one of a
   // higher priority would hand it on.
@@ -57,7 +59,8 @@ Match PrefixTree::insert_below(Match& base, const TokenView& tokens, std::span<c
   adopt(target, fresh, surplus, filled, taken);
   // From here on nothing throws.
   pin_path(end, base.end_, base.priority_);
-  fill_device(filled, taken.first(num_filled), nullptr);
+  fill_device(filled, taken.first(num_filled), &pairs);
+  tell(pairs, false);
   log_inserted(end, tokens, fresh);
   append_edge(target, tokens, fresh);
   if (child) {
@@ -122,7 +125,7 @@ std::vector<TreeNode*> PrefixTree::host_only_path(TreeNode* end) {
   return path;
 }
 
-// Requires room, and that the nodes are pinned.
+// Requires room, in `pairs` too, and that the nodes are pinned.
 void PrefixTree::fill_device(std::span<TreeNode* const> path, std::span<const int32_t> block_ids,
                              std::vector<TierPair>* pairs) noexcept {
   for (TreeNode* node : path) {
@@ -131,7 +134,7 @@ void PrefixTree::fill_device(std::span<TreeNode* const> path, std::span<const in
     const auto ids = block_ids.first(static_cast<size_t>(count));
     std::copy(ids.begin(), ids.end(), node->device_ids.extend(count));
     const int32_t* host_ids = node->host_ids.data() + begin;
-    for (int64_t i = 0; pairs && i < count; ++i) pairs->emplace_back(host_ids[i], ids[i]);
+    for (int64_t i = 0; i < count; ++i) pairs->emplace_back(host_ids[i], ids[i]);
     for (int64_t i = 0; log_ && i < count; ++i) log_->add(ChangeKind::kPromoted, ids[i], host_ids[i]);
     block_ids = block_ids.subspan(ids.size());
     num_cached_ += count;

@@ -47,6 +47,15 @@ class PrefixTree::Demotions {
   std::vector<TierPair> pairs_;
 };
 
+void PrefixTree::watch(std::shared_ptr<BlockWatcher> watcher) {
+  std::lock_guard lock(mutex_);
+  watchers_.push_back(std::move(watcher));
+}
+
+void PrefixTree::tell(std::span<const TierPair> pairs, bool to_host) noexcept {
+  for (const auto& watcher : watchers_) watcher->moved(pairs, to_host);
+}
+
 // --- promotion ---
 
 int64_t PrefixTree::num_device_blocks(const Match& match) const {
@@ -76,6 +85,8 @@ std::vector<TierPair> PrefixTree::promote(const Match& match, std::span<const in
     throw;
   }
   fill_device(path, block_ids, &pairs);
+  counts_.num_promoted += static_cast<int64_t>(pairs.size());
+  tell(pairs, false);
   return pairs;
 }
 
@@ -113,12 +124,16 @@ std::vector<TierPair> PrefixTree::write_out(const Match& match, int64_t min_hits
   std::vector<TreeNode*> path;
   for (TreeNode* node = match.end_; !node->is_root(); node = node->parent) path.push_back(node);
   Demotions written(pair_of_host_block_);
-  for (size_t i = path.size(); host_pool_ && i-- > 0;) {
+  bool has_room = host_pool_ != nullptr;
+  for (size_t i = path.size(); has_room && i-- > 0;) {
     if (path[i]->num_hits < min_hits) continue;
-    for (int64_t block = 0; block < path[i]->num_device_blocks(); ++block)
-      if (!path[i]->has_host_block(block) && !give_host_block(path[i], block, &written)) return written.take();
+    for (int64_t block = 0; has_room && block < path[i]->num_device_blocks(); ++block)
+      has_room = path[i]->has_host_block(block) || give_host_block(path[i], block, &written);
   }
-  return written.take();
+  std::vector<TierPair> pairs = written.take();
+  counts_.num_written += static_cast<int64_t>(pairs.size());
+  tell(pairs, true);
+  return pairs;
 }
 
 // --- leaving the device ---
@@ -126,7 +141,9 @@ std::vector<TierPair> PrefixTree::write_out(const Match& match, int64_t min_hits
 int64_t PrefixTree::evict(int64_t num_blocks) {
   std::lock_guard lock(mutex_);
   check(num_blocks >= 0, "num_blocks must not be negative, got ", num_blocks);
-  return evict_locked(num_blocks, nullptr);
+  const int64_t num_freed = evict_locked(num_blocks, nullptr);
+  counts_.num_evicted += num_freed;
+  return num_freed;
 }
 
 std::pair<int64_t, std::vector<TierPair>> PrefixTree::demote(int64_t num_blocks) {
@@ -134,7 +151,11 @@ std::pair<int64_t, std::vector<TierPair>> PrefixTree::demote(int64_t num_blocks)
   check(num_blocks >= 0, "num_blocks must not be negative, got ", num_blocks);
   Demotions demotions(pair_of_host_block_);
   const int64_t num_freed = evict_locked(num_blocks, host_pool_ ? &demotions : nullptr);
-  return {num_freed, demotions.take()};
+  std::vector<TierPair> pairs = demotions.take();
+  counts_.num_evicted += num_freed;
+  counts_.num_demoted += static_cast<int64_t>(pairs.size());
+  tell(pairs, true);
+  return {num_freed, std::move(pairs)};
 }
 
 int64_t PrefixTree::clear() {
@@ -273,8 +294,8 @@ int64_t PrefixTree::evict_host(int64_t num_blocks) {
 
 // The unpinned node whose host block was used last, if that is a copy of one that is on the device; null if it is not.
 TreeNode* PrefixTree::newest_copy() const noexcept {
-  for (int priority = 0; priority < kNumPriorities; ++priority) {
-    TreeNode* node = order_.newest_on_host(priority);
+  for (int list = 0; list < EvictionOrder::kNumLists; ++list) {
+    TreeNode* node = order_.newest_on_host(list);
     for (int64_t block = 0; node && block < node->num_device_blocks(); ++block)
       if (node->has_host_block(block)) return node;
   }

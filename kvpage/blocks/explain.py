@@ -139,15 +139,7 @@ class Explanation:
 def explain_attention(
     tree: PrefixTree | None, tokens: Ids, namespace: bytes, shares_parts: bool, rule: LoadOrCompute | None
 ) -> Explanation:
-    """Return how much of a prompt is cached where attention is the only group.
-
-    Args:
-        tree: The tree; None where prefix caching is off.
-        tokens: The prompt.
-        namespace: Where to look.
-        shares_parts: Whether a part of a block counts.
-        rule: Whether host blocks are worth their way back.
-    """
+    """Return how much of a prompt is cached where attention is the only group."""
     if tree is None:
         return Explanation(len(tokens), 0, (GroupReach("attention", 0, Ending.OFF),))
     reach = reach_of_attention(tree, tokens, namespace, shares_parts, rule)
@@ -157,13 +149,7 @@ def explain_attention(
 
 
 def most_found(num_tokens: int, block_size: int, shares_parts: bool) -> int:
-    """Return how many tokens of a prompt can be found at most. One is left to compute at least.
-
-    Args:
-        num_tokens: Tokens of the prompt.
-        block_size: Tokens of a block.
-        shares_parts: Whether a part of a block counts.
-    """
+    """Return how many tokens of a prompt can be found at most. One is left to compute at least."""
     most = max(num_tokens - 1, 0)
     return most if shares_parts else most // block_size * block_size
 
@@ -171,15 +157,7 @@ def most_found(num_tokens: int, block_size: int, shares_parts: bool) -> int:
 def reach_of_attention(
     tree: PrefixTree, tokens: Ids, namespace: bytes, shares_parts: bool, rule: LoadOrCompute | None
 ) -> GroupReach:
-    """Return how far K and V are cached.
-
-    Args:
-        tree: The tree.
-        tokens: The prompt.
-        namespace: Where to look.
-        shares_parts: Whether a part of a block counts.
-        rule: Whether host blocks are worth their way back.
-    """
+    """Return how far K and V are cached."""
     ids, num_common, cached, was_evicted = tree.look(tokens, namespace)
     device_ids = ids[0, : max(len(tokens) - 1, 0) // tree.block_size]  # one token is left over
     num_host = int((device_ids < 0).sum())

@@ -10,6 +10,7 @@ import numbers
 from dataclasses import dataclass
 
 SMOOTHING = 0.2  # the weight of the newest measurement
+MOST_BLOCKS = 1 << 31  # no prompt has more
 
 
 @dataclass(slots=True)
@@ -55,10 +56,16 @@ class LoadOrCompute:
         Args:
             num_blocks: Blocks to load, in one transfer.
         """
+        fewest = self.fewest_to_load
+        return fewest is not None and num_blocks >= fewest
+
+    @property
+    def fewest_to_load(self) -> int | None:
+        """The smallest number of blocks whose loading is expected to be faster; None where no number is."""
         if self.bytes_per_second is None or self.tokens_per_second is None:
-            return True
-        loading = self.latency + num_blocks * self.block_bytes / self.bytes_per_second
-        return loading < num_blocks * self.block_size / self.tokens_per_second
+            return 0
+        saved = self.block_size / self.tokens_per_second - self.block_bytes / self.bytes_per_second  # by each block
+        return int(self.latency / saved) + 1 if self.latency < saved * MOST_BLOCKS else None
 
     def should_store(self) -> bool:
         """Return whether a block on the host could ever be worth loading, where many share the latency."""

@@ -560,6 +560,10 @@ class BlockManager:
         """Return a copy of the state of a sequence on the device."""
         return self._sequences.state(seq_id)
 
+    def __contains__(self, seq_id: SeqId) -> bool:
+        """Whether a sequence has the id, on the device or off it."""
+        return seq_id in self._sequences.on_device or self.is_swapped(seq_id)
+
     def is_swapped(self, seq_id: SeqId) -> bool:
         """Return whether the sequence is off the device."""
         return seq_id in self._sequences.swapped

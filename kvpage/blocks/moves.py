@@ -12,8 +12,7 @@ Words: `add_move` puts one into the list, `take_moves` hands the list over, `do_
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,17 +34,15 @@ class BlockMove(NamedTuple):
     pairs: Pairs
 
 
-@dataclass(slots=True)
-class _Added:
-    kind: Kind
-    pairs: Pairs
-
-
 class BlockMoves:
-    """An ordered list of moves. Neighbours of one kind that do not depend on each other are one move."""
+    """An ordered list of moves. Neighbours of one kind that do not depend on each other are one move.
+
+    Attributes:
+        added: [kind, pairs] each, to which native calls add theirs.
+    """
 
     def __init__(self) -> None:
-        self._added: list[_Added] = []
+        self.added: list[list[Any]] = []
 
     def add(self, kind: Kind, pairs: Pairs | Iterable[tuple[int, int]]) -> None:
         """Put pairs at the end of the list.
@@ -56,7 +53,7 @@ class BlockMoves:
         """
         array = np.asarray(pairs if isinstance(pairs, np.ndarray) else list(pairs), np.int64).reshape(-1, 2)
         if len(array):
-            self._added.append(_Added(kind, array))
+            self.added.append([kind, array])
 
     def add_from(self, kind: Kind, change: Callable[[], Pairs]) -> int:
         """Put the pairs that `change` returns at the end of the list.
@@ -71,18 +68,18 @@ class BlockMoves:
         Returns:
             The number of pairs.
         """
-        added = _Added(kind, _NONE)
-        self._added.append(added)
+        entry = [kind, _NONE]
+        self.added.append(entry)
         try:
-            added.pairs = change()
+            entry[1] = change()
         finally:
-            if not len(added.pairs):
-                self._added.pop()
-        return len(added.pairs)
+            if not len(entry[1]):
+                self.added.pop()
+        return len(entry[1])
 
     def num_blocks(self, kind: Kind) -> int:
         """Return the number of pairs of one kind."""
-        return sum(len(added.pairs) for added in self._added if added.kind == kind)
+        return sum(len(pairs) for name, pairs in self.added if name == kind)
 
     def do(self, do_move: Callable[[BlockMove], object]) -> None:
         """Make the moves in their order.
@@ -99,30 +96,30 @@ class BlockMoves:
 
         A loop over it that ends early, as by an exception, leaves its last move, whole, and those after it in the list.
         """
-        while self._added:
+        while self.added:
             move, num_added = self._first(0)
             yield move
-            del self._added[:num_added]
+            del self.added[:num_added]
 
     def __iter__(self) -> Iterator[BlockMove]:
         begin = 0
-        while begin < len(self._added):
+        while begin < len(self.added):
             move, num_added = self._first(begin)
             yield move
             begin += num_added
 
     def _first(self, begin: int) -> tuple[BlockMove, int]:
         """Return the pairs that can be copied at once from `begin` on, and the number of their entries."""
-        move = BlockMove(self._added[begin].kind, self._added[begin].pairs)
-        for end in range(begin + 1, len(self._added)):
-            added = self._added[end]
-            if added.kind != move.kind or not _are_independent(move, added.pairs):
+        move = BlockMove(*self.added[begin])
+        for end in range(begin + 1, len(self.added)):
+            kind, pairs = self.added[end]
+            if kind != move.kind or not _are_independent(move, pairs):
                 return move, end - begin
-            move = BlockMove(move.kind, np.concatenate([move.pairs, added.pairs]))
-        return move, len(self._added) - begin
+            move = BlockMove(move.kind, np.concatenate([move.pairs, pairs]))
+        return move, len(self.added) - begin
 
     def __bool__(self) -> bool:
-        return bool(self._added)
+        return bool(self.added)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -74,6 +74,10 @@ class SequenceSteps:
         is_one = type(num_new_tokens) is int and num_new_tokens == 1
         append(self._space, self._sequences, rows, 1 if is_one else _counts(num_new_tokens, len(rows)))
 
+    def num_blocks_to_append(self, rows: Rows, num_new_tokens: Sequence[int] | int = 1) -> int:
+        """Return how many blocks `append` takes. Raise ValueError as it does."""
+        return self._sequences.rows.num_blocks_to_append(rows, _counts(num_new_tokens, len(rows)))
+
     def inputs(self, rows: Rows) -> StepInputs:
         """Return the arguments of a step that computes the last token of each sequence.
 

@@ -1,16 +1,17 @@
 """BlockSpace: the blocks of both tiers, free and cached, and the moves between them. It knows no sequences.
 
-take(n)   free blocks ◄── evict ◄── cached, unpinned ──► demote ──► host blocks ──► evicted there, too
-give(m)   a match's blocks come back from the host, the rest is free blocks
+free blocks ◄── evict ◄── cached, unpinned ──► demote ──► host blocks ──► evicted there, too
+
+Sequences get their blocks by native calls, which add their moves to the same list: see sequences/growth.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from kvpage._C import BlockPool, Match, PartMatch, PrefixTree
-from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.moves import BlockMove, BlockMoves, Kind, Pairs
+from kvpage._C import AnchorTable, BlockPool, Match, PrefixTree
+from kvpage.blocks.load_or_compute import MOST_BLOCKS, LoadOrCompute
+from kvpage.blocks.moves import BlockMove, BlockMoves, Kind
 from kvpage.blocks.pins import UserPins
 from kvpage.blocks.states import Ids
 from kvpage.blocks.stats import PromptCounts, Query, SpaceStats
@@ -40,10 +41,7 @@ class HostPolicy:
 
 
 class SpaceWatcher(Protocol):
-    """What is told of cached blocks that move."""
-
-    def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Cached blocks have just got a copy in the other tier. pairs: (from, to)."""
+    """What is told of cached blocks that a user drops."""
 
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
         """The blocks of tokens have just been dropped, where nothing else shares them."""
@@ -74,13 +72,18 @@ class BlockSpace:
         self.rule = rule
         self.pins = UserPins(self.tree, pin_quota)
         self._moves = BlockMoves()
+        self._has_host_tier = num_host_blocks > 0
         self._watchers: Sequence[SpaceWatcher] = ()
         self._counts = PromptCounts()
-        self._blocks = dict.fromkeys(("evicted", "demoted", "written", "promoted"), 0)
-        self._num_host_evicted = 0
+
+    def new_anchors(self, most: int) -> AnchorTable:
+        """Return a table of `most` anchors, which follow their blocks from one tier to the other."""
+        anchors = AnchorTable(self.pool, self.host_pool, most)
+        self.tree.watch(anchors)
+        return anchors
 
     def watch(self, watchers: Sequence[SpaceWatcher]) -> None:
-        """Tell watchers of all changes from now on."""
+        """Tell watchers what a user drops from now on."""
         self._watchers = watchers
 
     # --- moves ---
@@ -107,9 +110,17 @@ class BlockSpace:
         """Add a move of independent pairs (from, to)."""
         self._moves.add(kind, pairs)
 
-    def add_copies(self, change: Callable[[], Pairs]) -> None:
-        """Add the copies within the device that `change` returns; see BlockMoves.add_from."""
-        self._moves.add_from("copy", change)
+    @property
+    def native(self) -> tuple[list[list[Any]], tuple[bool, int, int] | None]:
+        """The last arguments of a native call that gives blocks: the list for its moves, and how it uses the host."""
+        if not self._has_host_tier:
+            return self._moves.added, None
+        fewest = 0 if self.rule is None else self.rule.fewest_to_load
+        return self._moves.added, (
+            self._keeps_evicted,
+            MOST_BLOCKS if fewest is None else fewest,
+            self.host_policy.after_hits or 0,
+        )
 
     # --- blocks ---
 
@@ -121,7 +132,8 @@ class BlockSpace:
     @property
     def num_promoted_blocks(self) -> int:
         """Number of blocks that came back from the host, so far."""
-        return self._blocks["promoted"]
+        _, _, _, num_promoted, _ = self.tree.counts
+        return num_promoted
 
     def take(self, num_blocks: int, num_spare: int = 0) -> Ids:
         """Take free device blocks. Where too few are free, cached blocks are evicted, and pins end if that helps.
@@ -131,15 +143,11 @@ class BlockSpace:
         Raises:
             OutOfBlocks: There is no room. Nothing is evicted, and no pin ends except those whose time was over.
         """
-        self.make_room(num_blocks, num_spare)
-        return self.pool.allocate(num_blocks)
-
-    def make_room(self, num_blocks: int, num_spare: int = 0) -> None:
-        """Make `num_blocks` device blocks free, as `take` does. Raise as it does."""
         self.check_room(num_blocks, num_spare)
         lacking = num_blocks - self.pool.num_free
         if lacking > 0:
             self._evict(lacking)
+        return self.pool.allocate(num_blocks)
 
     def check_room(self, num_blocks: int, num_spare: int) -> None:
         """Raise OutOfBlocks where `take` would. Pins end if that helps."""
@@ -169,36 +177,6 @@ class BlockSpace:
         """Free host blocks."""
         self.host_pool.release(host_ids)
 
-    def give(self, match: Match, num_blocks: int, num_spare: int = 0, query: Query | None = None) -> Ids:
-        """Bring the host blocks of a match to the device, and take free blocks up to `num_blocks` in all.
-
-        num_spare: As of `take`. query: The prompt, where it is one that was not counted before.
-
-        Returns:
-            The free blocks, int32.
-
-        Raises:
-            OutOfBlocks: There is no room. The match is as it was.
-        """
-        num_on_device = match.num_device_blocks
-        num_host = match.num_blocks - num_on_device
-        block_ids = self.take(num_blocks - num_on_device, num_spare)
-        if query is not None:
-            self.tree.count_hit(match)
-            self._count_query(query, num_on_device * self.block_size, num_host * self.block_size)
-        if num_host:
-            self._promote(match, block_ids[:num_host])
-        if self.host_policy.after_hits:
-            self._write_out(match, self.host_policy.after_hits)
-        return block_ids[num_host:]
-
-    def copy_part(self, part: PartMatch, taken: Ids) -> int:
-        """Add the move of the shared part into the first of `taken`, end its pin, and return its number of tokens."""
-        kind: Kind = "copy" if part.is_on_device else "swap_in"
-        self._moves.add(kind, [(part.block_id, int(taken[0]))])
-        self.tree.release(part.match)
-        return part.num_tokens
-
     def match(self, tokens: Ids, namespace: bytes, priority: int = 0, num_left_over: int = 1) -> tuple[Match, int]:
         """Return the cached prefix of `tokens`, which does not count as a hit yet.
 
@@ -208,7 +186,7 @@ class BlockSpace:
             The match, and how many host blocks were left out of it: they are likely computed faster than loaded.
         """
         match = self.tree.match(tokens, namespace, priority, num_left_over, is_hit=False)
-        num_host = match.num_blocks - match.num_device_blocks if self.tree.has_host_tier else 0
+        num_host = match.num_blocks - match.num_device_blocks if self._has_host_tier else 0
         if not num_host or self.should_load(num_host):
             return match, 0
         self.tree.trim(match)
@@ -225,7 +203,8 @@ class BlockSpace:
 
     def write_out(self, match: Match) -> None:
         """Write the match's blocks to the host: the end of its path has just been cached."""
-        self._write_out(match, 0)
+        if self._keeps_evicted:
+            self._moves.add_from("swap_out", lambda: self.tree.write_out(match))
 
     # --- hints and pins ---
 
@@ -313,22 +292,20 @@ class BlockSpace:
 
     # --- questions ---
 
-    def count_begun(self, query: Query | None, num_device_tokens: int, num_evicted: int) -> None:
-        """Count a prompt that has begun on the device. query: None for one that was counted before."""
-        self._blocks["evicted"] += num_evicted
-        if query is not None:
-            self._count_query(query, num_device_tokens, 0)
+    def count(self, query: Query, num_device_tokens: int, num_host_tokens: int) -> None:
+        """Count a prompt, and the tokens that it has found in each tier."""
+        self._counts = self._counts.plus(query, num_device_tokens, num_host_tokens, self.block_size)
 
     def stats(self) -> SpaceStats:
         """Return the counters, and the state of the host tier now."""
+        names = "evicted_blocks", "demoted_blocks", "written_blocks", "promoted_blocks", "host_evicted_blocks"
         return SpaceStats(
             **{f"{name}_tokens": count for name, count in asdict(self._counts).items()},
-            **{f"{name}_blocks": count for name, count in self._blocks.items()},
+            **dict(zip(names, self.tree.counts, strict=True)),
             num_host_blocks=self.host_pool.num_blocks,
             num_free_host_blocks=self.host_pool.num_free,
             num_cached_host_blocks=self.tree.num_host_cached,
             num_pinned_blocks=self.pins.num_blocks,
-            host_evicted_blocks=self._host_evicted(),
         )
 
     def check_host(self, owned_ids: list[int]) -> None:
@@ -343,40 +320,20 @@ class BlockSpace:
 
     # --- inside ---
 
-    def _host_evicted(self) -> int:
-        """Return how many cached blocks have left the host. Amid a demotion in another thread, it is the last count."""
-        num_left = self._blocks["demoted"] + self._blocks["written"] - self.tree.num_host_cached
-        self._num_host_evicted = max(self._num_host_evicted, num_left)
-        return self._num_host_evicted
+    @property
+    def _keeps_evicted(self) -> bool:
+        """Whether blocks are copied to the host."""
+        return self._has_host_tier and (self.rule is None or self.rule.should_store())
 
     def _match_all(self, tokens: Tokens, namespace: bytes) -> Match:
         """Return the match, also of a prompt that is cached to its last token."""
         return self.tree.match(as_tokens(tokens), namespace, num_left_over=0, is_hit=False)
 
     def _evict(self, num_blocks: int) -> None:
-        self._blocks["evicted"] += num_blocks
-        if self.rule is not None and not self.rule.should_store():
+        if self._keeps_evicted:
+            self._moves.add_from("swap_out", lambda: self.tree.demote(num_blocks)[1])
+        else:
             self.tree.evict(num_blocks)
-            return
-        self._blocks["demoted"] += self._moves.add_from("swap_out", lambda: self._told(self.tree.demote(num_blocks)[1]))
-
-    def _write_out(self, match: Match, min_hits: int) -> None:
-        if not self.tree.has_host_tier or (self.rule is not None and not self.rule.should_store()):
-            return
-        self._blocks["written"] += self._moves.add_from(
-            "swap_out", lambda: self._told(self.tree.write_out(match, min_hits))
-        )
 
     def _promote(self, match: Match, block_ids: Ids) -> None:
-        self._blocks["promoted"] += self._moves.add_from(
-            "swap_in", lambda: self._told(self.tree.promote(match, block_ids), to_host=False)
-        )
-
-    def _told(self, pairs: Pairs, to_host: bool = True) -> Pairs:
-        if self._watchers:  # an iterator over none would need memory, without which the pairs would be lost
-            for watcher in self._watchers:
-                watcher.blocks_moved(pairs, to_host)
-        return pairs
-
-    def _count_query(self, query: Query, num_device_tokens: int, num_host_tokens: int) -> None:
-        self._counts = self._counts.plus(query, num_device_tokens, num_host_tokens, self.block_size)
+        self._moves.add_from("swap_in", lambda: self.tree.promote(match, block_ids))

@@ -88,7 +88,7 @@ def test_ctrl_c_as_soon_as_a_row_is_there(monkeypatch: pytest.MonkeyPatch) -> No
             return result
 
     for name, (num_host_blocks, call) in CALLS.items():
-        for native in ("begin", "add", "fork", "remove", "append", "append_if_free"):
+        for native in ("begin", "resume", "fork", "remove", "append", "append_if_free"):
             manager = begun(num_host_blocks)
             with monkeypatch.context() as patch:
                 patch.setattr(sequences_of(manager), "rows", Interrupting(sequences_of(manager).rows, native))

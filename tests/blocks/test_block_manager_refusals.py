@@ -23,9 +23,8 @@ def test_append_takes_no_room_back(counts):
 
 
 @pytest.mark.parametrize("error", [OutOfBlocks(9, 0), MemoryError(), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("call", ["allocate", "swap_in"])
-def test_whatever_fails_leaves_no_pin(monkeypatch, call, error):
-    """Neither on the prefix that was found nor on the block that a part of was."""
+def test_whatever_fails_leaves_no_pin(monkeypatch, error):
+    """Nor is the sequence in two places."""
     manager = BlockManager(12, B, num_host_blocks=4)
     computed(manager, 1, MINE)
     manager.release(1)
@@ -37,11 +36,8 @@ def test_whatever_fails_leaves_no_pin(monkeypatch, call, error):
         raise error
 
     with monkeypatch.context() as patch, pytest.raises(type(error)):
-        patch.setattr(manager.space, "give", fail)
-        if call == "allocate":
-            manager.allocate(3, MINE[: 2 * B - 1] + [0])
-        else:
-            manager.swap_in(2, MINE)
+        patch.setattr(manager.space, "check_room", fail)
+        manager.swap_in(2, MINE)
     assert (manager.stats(), manager.tree.num_matches) == before and before[1] == 0
     manager.check()
     assert manager.swap_in(2, MINE).num_cached_tokens > 0

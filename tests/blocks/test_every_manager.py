@@ -8,7 +8,6 @@ import pytest
 from support.managers import manager_of_states
 
 from kvpage import BlockManager
-from kvpage.blocks.drafts.successor_manager import SuccessorManager
 from kvpage.blocks.groups.window_blocks import Window
 
 B, NUM_BLOCKS = 4, 16
@@ -16,7 +15,6 @@ KINDS: dict[str, Callable[[], BlockManager]] = {
     "one table": lambda: BlockManager(NUM_BLOCKS, B),
     "states": lambda: manager_of_states(NUM_BLOCKS, B, num_slots=8),
     "windows": lambda: BlockManager(NUM_BLOCKS, B, groups=[Window(5, NUM_BLOCKS)]),
-    "successors": lambda: SuccessorManager(NUM_BLOCKS, B),
 }
 
 

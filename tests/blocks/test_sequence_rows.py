@@ -201,7 +201,7 @@ def test_counts_that_no_memory_holds_are_refused_as_blocks_are() -> None:
     before, rows = seen(manager), manager.rows.of(["a"])
     for count in (1 << 40, 1 << 59):
         with pytest.raises(OutOfBlocks):
-            sequences_of(manager).rows.append(rows, count)
+            sequences_of(manager).rows.append(rows, count, [], None)
     with pytest.raises((ValueError, TypeError)):
         manager.append(["a"], torch.tensor([0, 1, 2]))
     assert seen(manager) == before

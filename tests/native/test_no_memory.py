@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvpage import BlockPool, PrefixTree
-from kvpage._C import SlotTree
+from kvpage._C import SequenceRows, SlotTree
 from kvpage.blocks.space import BlockSpace, HostPolicy
 from kvpage.extras.slots import SlotAllocator
 
@@ -134,16 +134,25 @@ def test_what_left_the_device_is_copied():
         assert space.take_moves().num_blocks("swap_out") == space.tree.num_host_cached
 
 
-@CODE_IN_PYTHON
-def test_what_came_back_to_the_device_is_copied():
-    def make() -> tuple[BlockSpace, Any]:
-        space = filled_space()
-        space.pool.release(space.take(NUM_BLOCKS))
-        space.take_moves()
-        return space, space.match(TOKENS, b"")[0]
+def test_what_a_sequence_has_moved_is_copied() -> None:
+    """Its prefix comes back from the host, and others go there for it."""
 
-    for (space, _), _ in tries(make, lambda made: made[0].give(made[1], NUM_BLOCKS)):
-        assert space.take_moves().num_blocks("swap_in") == space.tree.num_cached
+    def make() -> tuple[BlockSpace, SequenceRows, tuple[Any, Any]]:
+        space = BlockSpace(NUM_BLOCKS, B, 2 * NUM_BLOCKS)
+        space.tree.release(space.tree.insert(TOKENS[:-1], space.take(NUM_BLOCKS)))
+        space.pool.release(space.take(NUM_BLOCKS))
+        space.tree.release(space.tree.insert(-1 - TOKENS[:-1], space.take(NUM_BLOCKS)))
+        space.take_moves()
+        return space, SequenceRows(space.tree, True), space.native
+
+    def begin(made: tuple[BlockSpace, SequenceRows, tuple[Any, Any]]) -> Any:
+        _, rows, native = made
+        return rows.begin({}, 0, TOKENS[:-1], b"", 0, 1, True, 0, True, *native)
+
+    for (space, _, _), _ in tries(make, begin):
+        moves, (_, num_demoted, _, num_promoted, _) = space.take_moves(), space.tree.counts
+        assert moves.num_blocks("swap_out") == num_demoted - NUM_BLOCKS
+        assert moves.num_blocks("swap_in") == num_promoted
 
 
 @CODE_IN_PYTHON

@@ -5,7 +5,7 @@ from functools import partial
 
 from battery import Advance, Battery, Figures
 from serving.loop.test_scheduler import Simulation
-from support import group_worlds, grouped_life, slot_life, store_life, tree_life
+from support import drafted_life, group_worlds, slot_life, store_life, tree_life
 from support.life import World
 
 
@@ -47,7 +47,7 @@ BATTERIES = [
     lives("trees", tree_life.WORLDS, 5_000, 5_000_000, 4_000, 4),
     lives("managers", group_worlds.ALONE, 5_000, 20_000_000, 4_000, 32),
     lives("managers of groups", group_worlds.WORLDS, 5_000, 20_000_000, 1_000, 16),
-    lives("managers with drafts", grouped_life.WORLDS, 1_000, 2_000_000, 500, 4),
+    lives("managers with drafts", drafted_life.WORLDS, 1_000, 2_000_000, 500, 4),
     lives("slots", slot_life.WORLDS, 2_000, 5_000_000, 500),
     lives("stores", store_life.WORLDS, 500, 500_000, 500),
     Battery("random schedulers", "steps", 1_000, 1_000_000, run_schedulers),

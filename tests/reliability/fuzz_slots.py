@@ -49,7 +49,7 @@ class StateSlotWorld(World):
             lambda: Case("anchors.remove", self._remove, {"anchor": anchor}, may_raise=(ValueError,)),
             lambda: self._of(self.table, "learn", {"anchor": anchor, **ids}),
             lambda: self._of(self.table, "find", ids),
-            lambda: self._of(self.table, "find_last", {"ids": path, "end": rng.randrange(4), "learns": False}),
+            lambda: self._of(self.table, "find_last", {"ids": path, "end": rng.randrange(4)}),
             lambda: self._of(self.table, "move", {"pairs": pairs, "to_host": rng.random() < 0.5}),
             lambda: self._of(self.table, rng.choice(("is_valid", "uses_of")), {"anchor": anchor}),
             lambda: self._of(self.table, "is_current", {"tier": 0, "block_id": slot % NUM_BLOCKS, "generation": 1}),

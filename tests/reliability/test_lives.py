@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import pytest
-from support import group_worlds, grouped_life, naive_pool, naive_tree, slot_life, slot_oracle, store_life, tree_life
+from support import drafted_life, group_worlds, naive_pool, naive_tree, slot_life, slot_oracle, store_life, tree_life
 from support.life import World
 
-from kvpage.blocks.drafts.grouped_manager import GroupedManager
+from kvpage.blocks.drafted_manager import DraftedManager
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.space import BlockSpace
 from kvpage.store import KVStore
@@ -29,9 +29,9 @@ def is_noticed(worlds: Sequence[World], num_rounds: int = 2) -> bool:
         (tree_life.WORLDS, naive_tree.NaiveTree, "unpin"),
         (tree_life.WORLDS, naive_tree.NaiveTree, "shorten"),
         (tree_life.WORLDS, tree_life.TreeLife, "disown"),
-        (group_worlds.ALONE, BlockSpace, "add_copies"),
+        (group_worlds.ALONE, BlockSpace, "add_move"),
         (group_worlds.ALONE, BlockManager, "give_back_room"),
-        (grouped_life.WORLDS, GroupedManager, "give_back_room"),
+        (drafted_life.WORLDS, DraftedManager, "give_back_room"),
         (slot_life.WORLDS, slot_oracle.SlotOracle, "use"),
         (store_life.WORLDS, KVStore, "clear"),
     ],

@@ -1,15 +1,21 @@
 """DraftMemory: cells of a draft model's blocks that hold the tokens they depend on: those up to the successor's."""
 
-from kvpage.blocks.drafts.successor_manager import SuccessorManager
+from kvpage import BlockManager
+from kvpage.blocks.drafted_manager import positions
+from kvpage.blocks.states import Allocation
 
 POISON = "poison"
 
 
 class DraftMemory:
-    def __init__(self, manager: SuccessorManager) -> None:
+    def __init__(self, manager: BlockManager) -> None:
         self.manager, self.size = manager, manager.block_size
         tiers = {"device": manager.pool.num_blocks, "host": manager.space.host_pool.num_blocks}
         self.cells: dict[str, list[object]] = {t: [POISON] * (count * self.size) for t, count in tiers.items()}
+
+    def allocate(self, seq_id: object, tokens: list[int], namespace: bytes = b"", **options: object) -> Allocation:
+        """Give room for as many positions as the target has tokens."""
+        return self.manager.allocate(seq_id, *positions(tokens, namespace), **options)
 
     def do_moves(self) -> None:
         tiers = {"copy": ("device", "device"), "swap_out": ("device", "host"), "swap_in": ("host", "device")}

@@ -10,8 +10,9 @@ class Whim(LoadOrCompute):
         super().__init__(1, block_size)
         self.rng = random.Random(seed)
 
-    def should_load(self, num_blocks: int) -> bool:
-        return self.rng.random() < 0.7
+    @property
+    def fewest_to_load(self) -> int | None:
+        return 0 if self.rng.random() < 0.7 else None
 
     def should_store(self) -> bool:
         return self.rng.random() < 0.9

@@ -38,13 +38,6 @@ class AllGroups:
     """Sequences in the blocks of `space` and in all `groups`. Each method gives all or nothing, see BlockManager.
 
     Ctrl-C is raised after a call, which is done then.
-
-    Args:
-        space: The blocks.
-        sequences: The manager's sequences.
-        groups: At least one.
-        takes_tails: Whether sequences begin amid blocks: a group keeps copies of these.
-        is_caching: Whether sequences find each other's blocks.
     """
 
     def __init__(
@@ -61,7 +54,7 @@ class AllGroups:
 
         ids: The tree's ids of the prompt's cached blocks.
         """
-        return int(self._agreed(ids, prompt, learns=False)[0][0].num_tokens)
+        return int(self._agreed(ids, prompt)[0][0].num_tokens)
 
     def explain(self, tokens: Ids, namespace: bytes) -> Explanation:
         """Return how far each group reaches into a prompt. Beside states, which stand amid blocks, a part counts."""
@@ -181,55 +174,58 @@ class AllGroups:
             raise
         return PrefixHit(match, claims, num_tokens, num_refused)
 
-    def _agreed(self, ids: PathIds, prompt: Prompt, learns: bool = True) -> tuple[list[Any], int]:
+    def _agreed(self, ids: PathIds, prompt: Prompt) -> tuple[list[Any], int]:
         """Return the groups' claims, and how many host blocks were left out since they are not worth their way back."""
         size, num_on_device = self._space.block_size, int((ids[0] >= 0).sum())
         most = prompt.most if self._takes_tails else min(ids.shape[1], prompt.most // size) * size
-        claims = agree(self._groups, ids, prompt, most, learns)
+        claims = agree(self._groups, ids, prompt, most)
         num_host = claims[0].num_tokens // size - num_on_device
         if num_host <= 0 or self._space.should_load(num_host):
             return claims, 0
         last = size - 1 if self._takes_tails else 0
-        return agree(self._groups, ids, prompt, min(most, num_on_device * size + last), learns), num_host
+        return agree(self._groups, ids, prompt, min(most, num_on_device * size + last)), num_host
 
     def _begin(self, seq_id: SeqId, prompt: Prompt, hit: PrefixHit) -> Allocation:
-        num_blocks, num_tail = self._sequences.blocks_for(len(prompt.tokens)), hit.num_tokens - hit.match.num_tokens
-        query = Query(len(prompt.tokens), num_tail, hit.num_refused) if prompt.is_counted else None
+        size, num_blocks, num_matched = self._space.block_size, hit.match.num_blocks, hit.match.num_tokens
+        num_tail, num_host = hit.num_tokens - num_matched, num_blocks - hit.match.num_device_blocks
         try:
             for group, claim in zip(self._groups, hit.claims, strict=True):
                 group.check_begin(hit.match.tier_block_ids(), claim)
-            own_ids = self._space.give(hit.match, num_blocks, prompt.num_spare, query)
+            block_ids = self._sequences.resume(
+                self._space,
+                seq_id,
+                hit.match,
+                num_tokens=len(prompt.tokens),
+                num_written=hit.num_tokens,
+                pending=prompt.tokens[num_matched : num_matched if prompt.is_private else hit.num_tokens],
+                namespace=prompt.namespace,
+                num_spare=prompt.num_spare,
+                is_private=prompt.is_private,
+                is_hit=prompt.is_counted,
+            )
         except BaseException:
-            self._space.tree.release(hit.match)
+            if not hit.match.is_released:
+                self._space.tree.release(hit.match)
             raise
-        ids = hit.match.tier_block_ids()
+        ids = self._sequences.path(seq_id)
         for group, claim in zip(self._groups, hit.claims, strict=True):
-            group.begin(seq_id, prompt, ids, claim, own_ids)
+            group.begin(seq_id, prompt, ids, claim, block_ids[num_blocks:])
         if seq_id in self._sequences.swapped:
-            self._space.release_host(self._sequences.swapped.pop(seq_id).host_ids)
-        num_pending = 0 if prompt.is_private else num_tail
-        pending = prompt.tokens[hit.num_tokens - num_pending : hit.num_tokens]
-        row = self._sequences.add(
-            seq_id,
-            hit.match,
-            own_ids,
-            pending,
-            len(prompt.tokens),
-            hit.num_tokens,
-            prompt.namespace,
-            is_private=prompt.is_private,
-        )
-        return Allocation(hit.num_tokens, self._sequences.rows.ids(row))
+            self._sequences.forget_swapped(self._space, seq_id)
+        if prompt.is_counted:
+            query = Query(len(prompt.tokens), num_tail, hit.num_refused)
+            self._space.count(query, num_matched - num_host * size, num_host * size)
+        return Allocation(hit.num_tokens, block_ids)
 
     def _return(self, seq_id: SeqId, prompt: Prompt, match: Match) -> Allocation:
         """Bring back all that was committed."""
-        swapped = self._sequences.swapped[seq_id]
-        self._space.tree.shorten(match, swapped.first_block)
+        self._space.tree.shorten(match, self._sequences.swapped[seq_id].first_block)
         for group in self._groups:
             group.check_return(seq_id, match.tier_block_ids())
-        num_blocks = self._sequences.blocks_for(len(prompt.tokens)) - swapped.num_left
-        own_ids = self._space.give(match, max(num_blocks, match.num_blocks), prompt.num_spare)
+        num_written = resume(
+            self._space, self._sequences, seq_id, prompt.tokens, match, self._is_caching, prompt.num_spare
+        )
         for group in self._groups:
-            group.return_to_device(seq_id, match.tier_block_ids())
-        num_written = resume(self._space, self._sequences, seq_id, prompt.tokens, match, own_ids, self._is_caching)
+            group.return_to_device(seq_id, self._sequences.path(seq_id))
+        self._sequences.forget_swapped(self._space, seq_id)
         return Allocation(num_written, self._sequences.ids(seq_id))

@@ -26,7 +26,6 @@ import numpy.typing as npt
 
 from kvpage._C import Match
 from kvpage.blocks.explain import GroupReach
-from kvpage.blocks.moves import Pairs
 from kvpage.blocks.states import Ids, SeqId
 
 PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: the tree's ids on the device, on the host; -1 for none
@@ -86,14 +85,13 @@ class GroupManager(ABC, Generic[C]):
     # --- beginning ---
 
     @abstractmethod
-    def claim(self, ids: PathIds, prompt: Prompt, most: int, learns: bool = True) -> C:
+    def claim(self, ids: PathIds, prompt: Prompt, most: int) -> C:
         """Return the largest position, `most` at most, that the group serves. 0 always is one.
 
         Args:
             ids: The tree's ids of the prompt's cached blocks.
             prompt: The prompt.
             most: Tokens.
-            learns: Whether the group may note the ids that it learns on the way. Else nothing is changed.
         """
 
     def look_beyond(self, match: Match, prompt: Prompt, claim: C) -> C:
@@ -183,9 +181,6 @@ class GroupManager(ABC, Generic[C]):
 
     # --- the tree's blocks ---
 
-    def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Learn that cached blocks have just got a copy in the other tier. pairs: (from, to)."""
-
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
         """Learn that the blocks of tokens have just been dropped, where nothing else shares them."""
 
@@ -210,22 +205,15 @@ class GroupManager(ABC, Generic[C]):
 Groups = Sequence[GroupManager[Any]]
 
 
-def agree(groups: Groups, ids: PathIds, prompt: Prompt, most: int, learns: bool = True) -> list[Any]:
+def agree(groups: Groups, ids: PathIds, prompt: Prompt, most: int) -> list[Any]:
     """Return a claim of each group, all at the largest position that every group serves.
 
     Each round asks the groups that have claimed more than the least. Positions only fall, so it ends, at 0 at last.
-
-    Args:
-        groups: At least one.
-        ids: The tree's ids of the prompt's cached blocks.
-        prompt: The prompt.
-        most: The largest position, in tokens.
-        learns: As for GroupManager.claim.
     """
-    claims = [group.claim(ids, prompt, most, learns) for group in groups]
+    claims = [group.claim(ids, prompt, most) for group in groups]
     while (least := min(claim.num_tokens for claim in claims)) < max(claim.num_tokens for claim in claims):
         claims = [
-            claim if claim.num_tokens == least else group.claim(ids, prompt, least, learns)
+            claim if claim.num_tokens == least else group.claim(ids, prompt, least)
             for group, claim in zip(groups, claims, strict=True)
         ]
     return claims

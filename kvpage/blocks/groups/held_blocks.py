@@ -31,13 +31,7 @@ class HeldBlocks:
 
 
 def hold(tree: PrefixTree, match: Match, windows: Sequence[WindowGroup]) -> HeldBlocks:
-    """Return the blocks of a match, and those that windows have cached beside them.
-
-    Args:
-        tree: Of the match.
-        match: The caller's; it is released with the result.
-        windows: The groups.
-    """
+    """Return the blocks of a match, which is released with them, and those that windows have cached beside them."""
     held_windows = [window.hold(match.tier_block_ids()) for window in windows]
 
     @uninterrupted

@@ -36,9 +36,6 @@ class MadeGroups(NamedTuple):
 def checked_options(groups: Iterable[GroupOptions]) -> list[GroupOptions]:
     """Return the options as a list.
 
-    Args:
-        groups: Options.
-
     Raises:
         ValueError: There are two groups of states.
         TypeError: One is of another type.
@@ -56,14 +53,7 @@ def checked_options(groups: Iterable[GroupOptions]) -> list[GroupOptions]:
 def make_groups(
     options: Iterable[GroupOptions], space: BlockSpace, sequences: Sequences, is_caching: bool
 ) -> MadeGroups:
-    """Return the groups of a manager.
-
-    Args:
-        options: Checked ones.
-        space: The manager's blocks, which tell the groups of their moves from now on.
-        sequences: The manager's sequences.
-        is_caching: Whether sequences find each other's blocks.
-    """
+    """Return the groups of a manager."""
     options = list(options)
     has_states = any(isinstance(option, States) for option in options)
     windows = [WindowGroup(option, space, sequences, has_states) for option in options if isinstance(option, Window)]

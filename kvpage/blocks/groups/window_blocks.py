@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvpage._C import AnchorTable, BlockPool
-from kvpage.blocks.moves import BlockMove, BlockMoves, Kind, Pairs
+from kvpage._C import BlockPool
+from kvpage.blocks.moves import BlockMove, BlockMoves, Kind
 from kvpage.blocks.space import BlockSpace
 from kvpage.checks.values import check_at_least
 
@@ -91,10 +91,6 @@ class WindowBlocks:
     """The blocks of one group. Not thread-safe.
 
     A cached block has one reference of the group's, and one of each sequence that uses it. On the host it has one.
-
-    Args:
-        window: The group.
-        space: The blocks of the prefix tree. Whoever owns the group tells it of moved blocks.
     """
 
     def __init__(self, window: Window, space: BlockSpace) -> None:
@@ -103,7 +99,7 @@ class WindowBlocks:
         self.moves = BlockMoves()
         self._space = space
         most = space.pool.num_blocks + space.host_pool.num_blocks
-        self._anchors, self._num_anchors = AnchorTable(space.pool, space.host_pool, most), 0
+        self._anchors, self._num_anchors = space.new_anchors(most), 0
         self._beside = np.full((2, most), NO_BLOCK, np.int32)  # by anchor, on the device and on the host
         self._anchor_of: dict[int, int] = {}  # of each cached block on the device
         self._unused: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
@@ -146,41 +142,21 @@ class WindowBlocks:
         return num_tokens // self.block_size - min(self.first_block(num_tokens), num_tokens // self.block_size)
 
     def num_left_by(self, path: PathIds) -> int:
-        """Return how many blocks can be handed out once a sequence uses those beside these.
-
-        Args:
-            path: The tree's ids, each of which has one, int32 [2, num_blocks].
-        """
-        ids = self._beside[DEVICE, self._anchors.find_each(path, False)]
+        """Return how many blocks can be handed out once a sequence uses those beside these."""
+        ids = self._beside[DEVICE, self._anchors.find_each(path)]
         num_taken: int = sum(block_id == NO_BLOCK or block_id in self._unused for block_id in ids.tolist())
         return self.num_free - num_taken
 
     # --- what is cached ---
 
     def has(self, path: PathIds) -> npt.NDArray[np.bool_]:
-        """Return whether a block is cached beside each of the tree's blocks, in either tier.
-
-        Args:
-            path: The tree's ids, int32 [2, num_blocks].
-        """
-        anchors = self._anchors.find_each(path, False)
+        """Return whether a block is cached beside each of the tree's blocks, in either tier."""
+        anchors = self._anchors.find_each(path)
         return np.asarray((anchors != NO_BLOCK) & (self._beside[:, anchors] != NO_BLOCK).any(0))
 
     def had(self, path: PathIds) -> npt.NDArray[np.bool_]:
-        """Return whether a block is cached beside each of the tree's blocks, or was.
-
-        Args:
-            path: The tree's ids, int32 [2, num_blocks].
-        """
-        return np.asarray(self._anchors.find_each(path, False) != NO_BLOCK)
-
-    def usable(self, path: PathIds) -> npt.NDArray[np.bool_]:
-        """Return for each number of blocks of a prefix whether its last window is cached, bool [num_blocks + 1].
-
-        Args:
-            path: The tree's ids of the prefix, int32 [2, num_blocks].
-        """
-        return self.usable_at(path, np.arange(path.shape[1] + 1) * self.block_size)
+        """Return whether a block is cached beside each of the tree's blocks, or was."""
+        return np.asarray(self._anchors.find_each(path) != NO_BLOCK)
 
     def usable_at(self, path: PathIds, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return for each position whether all whole blocks that its token attends to are cached, bool [num_positions].
@@ -199,11 +175,8 @@ class WindowBlocks:
 
         Those of the last window are, and those that sequences use anyway. Of the others the last ones are, as far as a
         quarter of the group stays free.
-
-        Args:
-            path: The tree's ids of a prefix, int32 [2, num_blocks].
         """
-        anchors = self._anchors.find_each(path, False)
+        anchors = self._anchors.find_each(path)
         ids = np.where(anchors == NO_BLOCK, np.int32(NO_BLOCK), self._beside[DEVICE, anchors])
         unused = np.fromiter(self._unused, np.int32, len(self._unused))
         has = ids != NO_BLOCK
@@ -232,46 +205,30 @@ class WindowBlocks:
         used: list[int] = ids.tolist()
         return used
 
-    def cache(self, full_id: int, block_id: int) -> int:
-        """Cache a block beside the tree's block of the same tokens.
-
-        Args:
-            full_id: The tree's id on the device.
-            block_id: The caller's block.
+    def cache(self, path: PathIds, block_id: int) -> int:
+        """Cache a block beside the tree's block of the same tokens, whose ids are the path.
 
         Returns:
             The caller's block from now on: another one, if one was cached already.
         """
-        anchor = self._anchors.find(full_id, NO_BLOCK)
+        device_id, host_id = path[:, 0].tolist()
+        anchor = self._anchors.find(device_id, host_id)
         if anchor == NO_BLOCK:
-            anchor = self._new_anchor(full_id)
+            anchor = self._new_anchor(device_id, host_id)
         before = int(self._beside[DEVICE, anchor])
         if before == block_id:
             return block_id
         if before != NO_BLOCK:
-            self.use(np.array([[full_id], [NO_BLOCK]], np.int32))
+            self.use(path)
             self.pool.release_one(block_id)
             return before
         self._put(anchor, block_id)
         return block_id
 
-    def moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Learn the ids of the tree's blocks that have just got a copy in the other tier.
-
-        Args:
-            pairs: (from, to).
-            to_host: The other tier.
-        """
-        self._anchors.move(pairs, to_host)
-
     # --- blocks that come and go ---
 
     def take(self, num_blocks: int) -> list[int]:
-        """Return free blocks, with a reference of the caller's. Cached blocks are evicted where too few are free.
-
-        Args:
-            num_blocks: At most num_free.
-        """
+        """Return free blocks, `num_free` at most, with the caller's reference. Cached blocks are evicted for them."""
         if num_blocks > self.pool.num_free:
             self._drop_lost(DEVICE, self._unused)
         if num_blocks > self.pool.num_free:
@@ -280,11 +237,7 @@ class WindowBlocks:
         return ids
 
     def take_host(self, num_blocks: int) -> list[int]:
-        """Return free blocks of the host, the caller's. Cached blocks are evicted there where too few are free.
-
-        Args:
-            num_blocks: At most num_free_host.
-        """
+        """Return free blocks of the host, `num_free_host` at most. Cached blocks are evicted there for them."""
         if num_blocks > self.host_pool.num_free:
             self._drop_lost(HOST, self._on_host)
         while num_blocks > self.host_pool.num_free:
@@ -331,12 +284,7 @@ class WindowBlocks:
         )
 
     def check(self, held_ids: Sequence[int], held_host_ids: Sequence[int] = ()) -> None:
-        """Raise RuntimeError if an invariant is broken.
-
-        Args:
-            held_ids: The blocks of all sequences, each as often as it is held.
-            held_host_ids: The blocks on the host of sequences that are swapped out.
-        """
+        """Raise RuntimeError if an invariant is broken. Both: blocks of sequences, each as often as they hold it."""
         for pool, holders in (
             (self.pool, Counter(held_ids) + Counter(list(self._anchor_of))),
             (self.host_pool, Counter(held_host_ids) + Counter(list(self._on_host))),
@@ -368,13 +316,13 @@ class WindowBlocks:
             self._forget_host(block_id) if tier == HOST else self._forget(block_id)
         self._num_lost += len(lost)
 
-    def _new_anchor(self, full_id: int) -> int:
+    def _new_anchor(self, device_id: int, host_id: int) -> int:
         """Return a new anchor for one of the tree's blocks. There are as many places as blocks in both tiers."""
         if self._num_anchors == self._beside.shape[1]:
             self.drop_stale()
         anchor = self._anchors.add(True)
         self._num_anchors += 1
-        self._anchors.learn(anchor, full_id, NO_BLOCK)
+        self._anchors.learn(anchor, device_id, host_id)
         return anchor
 
     def _put(self, anchor: int, block_id: int) -> None:
@@ -418,7 +366,7 @@ class WindowBlocks:
         pinned: set[int] = set()
         for match in self._space.pins.matches:
             first = min(self.first_block(match.num_tokens), match.num_blocks)
-            anchors = self._anchors.find_each(match.tier_block_ids(first), False)
+            anchors = self._anchors.find_each(match.tier_block_ids(first))
             pinned.update(self._beside[DEVICE, anchors[anchors != NO_BLOCK]].tolist())
         return pinned
 

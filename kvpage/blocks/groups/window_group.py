@@ -18,7 +18,6 @@ from kvpage.blocks.explain import Ending, GroupReach
 from kvpage.blocks.groups.group import Claim, GroupManager, PathIds, Prompt
 from kvpage.blocks.groups.window_blocks import DEVICE, Window, WindowBlocks
 from kvpage.blocks.groups.window_table import SwappedWindow, WindowTable, needs_back
-from kvpage.blocks.moves import Pairs
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId, Slots
@@ -43,12 +42,6 @@ class HeldWindow:
 class WindowGroup(GroupManager[Claim]):
     """The blocks of one window: of sequences, and cached.
 
-    Args:
-        window: The window and its blocks.
-        space: The blocks of the prefix tree.
-        sequences: The manager's sequences.
-        takes_tails: Whether sequences begin amid blocks, of which a checkpoint has a copy.
-
     Attributes:
         blocks: Free and cached ones.
     """
@@ -64,16 +57,10 @@ class WindowGroup(GroupManager[Claim]):
 
     # --- beginning ---
 
-    def claim(self, ids: PathIds, prompt: Prompt, most: int, learns: bool = True) -> Claim:
+    def claim(self, ids: PathIds, prompt: Prompt, most: int) -> Claim:
         """Return the largest position whose last window is cached: the last one of a block, or its first without tails.
 
         A smaller position of a block attends to all blocks that a larger one does, so the others need no look.
-
-        Args:
-            ids: As for GroupManager, and all others.
-            prompt: Any.
-            most: The largest position.
-            learns: Nothing is learnt.
         """
         num_blocks = min(most // self._size, ids.shape[1])
         last = self._size - 1 if self._takes_tails else 0
@@ -132,7 +119,7 @@ class WindowGroup(GroupManager[Claim]):
         """Follow the committed tokens: cache the blocks that the tree has, give back those before the window."""
         state, table = self._sequences.state(seq_id), self._tables[seq_id]
         if table.num_cached < state.num_cached_blocks:
-            table.cache(self._sequences.ids(seq_id)[: state.num_cached_blocks])
+            table.cache(self._sequences.path(seq_id))
         table.leave(state.num_written)
 
     # --- while it runs ---
@@ -210,10 +197,6 @@ class WindowGroup(GroupManager[Claim]):
         self._tables[seq_id] = WindowTable.back(self.blocks, ids, num_written, self._swapped.pop(seq_id))
 
     # --- the tree's blocks ---
-
-    def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Learn the tree's ids in the other tier."""
-        self.blocks.moved(pairs, to_host)
 
     def blocks_cleared(self) -> None:
         """Forget all cached blocks."""
@@ -301,7 +284,7 @@ class WindowGroup(GroupManager[Claim]):
         """
         name = f"window of {self.blocks.window.num_tokens}"
         most = attention.num_tokens if self._takes_tails else ids.shape[1] * self._size
-        num_tokens = self.claim(ids, prompt, most, learns=False).num_tokens
+        num_tokens = self.claim(ids, prompt, most).num_tokens
         if num_tokens == most:
             return replace(attention, group=name, num_tokens=num_tokens)
         lacking = np.ascontiguousarray(ids[:, ~self.blocks.has(ids)])

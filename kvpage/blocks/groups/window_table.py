@@ -21,13 +21,7 @@ class SwappedWindow(NamedTuple):
 
 
 class WindowTable:
-    """The blocks at the places [first, end) of a sequence.
-
-    Args:
-        blocks: The group.
-        first: The place of the first of `ids`.
-        ids: Blocks with a reference of the table's.
-    """
+    """The blocks at the places [first, end) of a sequence."""
 
     def __init__(self, blocks: WindowBlocks, first: int, ids: list[int]) -> None:
         self._blocks = blocks
@@ -63,16 +57,12 @@ class WindowTable:
         """The place after the last block."""
         return self.first + len(self.ids)
 
-    def cache(self, full_ids: Ids) -> None:
-        """Cache the blocks beside the tree's, of which there are more than before.
-
-        Args:
-            full_ids: The tree's ids of the sequence's first places, int32.
-        """
-        for block_index in range(max(self.num_cached, self.first), min(len(full_ids), self.end)):
+    def cache(self, path: PathIds) -> None:
+        """Cache the blocks beside the tree's, of which there are more than before."""
+        for block_index in range(max(self.num_cached, self.first), min(path.shape[1], self.end)):
             index = block_index - self.first
-            self.ids[index] = self._blocks.cache(int(full_ids[block_index]), self.ids[index])
-        self.num_cached = max(self.num_cached, len(full_ids))
+            self.ids[index] = self._blocks.cache(path[:, block_index : block_index + 1], self.ids[index])
+        self.num_cached = max(self.num_cached, path.shape[1])
 
     def leave(self, num_written: int) -> None:
         """Give back the blocks that no token attends to any more, nor one after the last whole block: it is cached."""

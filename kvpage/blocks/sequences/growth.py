@@ -1,12 +1,9 @@
 """Growth of sequences: first blocks, and more blocks, with copies of shared ones (copy-on-write).
 
-begin     one native call where the blocks are on the device and there is room, else step by step through BlockSpace
-append    one native call where nothing is copied and there is room, else count the blocks ─► make room ─► another
+Each is a native call, which evicts cached blocks where too few are free, and adds the moves that are due to the list of
+BlockSpace. Where there is no room the oldest pins end, if that helps, and it is called once more.
 """
 
-from collections.abc import Callable
-
-from kvpage._C import PartMatch
 from kvpage.blocks.sequences.sequences import Rows, Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Allocation, Ids, SeqId
@@ -38,16 +35,21 @@ def begin(
     """
     prompt = seq_id, tokens, namespace, priority, num_left_over, share_parts, num_spare, is_counted
     try:
-        outcome = None
-        if not space.tree.has_host_tier:
-            outcome = sequences.rows.begin(sequences.on_device, *prompt)
-        if outcome is None:
-            return _begin_by_moves(space, sequences, *prompt)
-        num_cached, num_evicted, part_from, part_to, block_ids = outcome
+        try:
+            outcome = sequences.rows.begin(sequences.on_device, *prompt, *space.native)
+        except OutOfBlocks:
+            if not len(space.pins):
+                raise
+            _end_pins(space, sequences.blocks_for(len(tokens)), tokens, namespace, priority, num_left_over, num_spare)
+            outcome = sequences.rows.begin(sequences.on_device, *prompt, *space.native)
+        num_cached, num_host, num_refused, part_from, part_to, is_on_device, block_ids = outcome
         if part_from >= 0:
-            space.add_move("copy", [(part_from, part_to)])
-        num_part = num_cached % space.block_size
-        space.count_begun(Query(len(tokens), num_part) if is_counted else None, num_cached - num_part, num_evicted)
+            space.add_move("copy" if is_on_device else "swap_in", [(part_from, part_to)])
+        if is_counted:
+            size = space.block_size
+            num_part = num_cached % size
+            query = Query(len(tokens), num_part, num_refused)
+            space.count(query, num_cached - num_part - num_host * size, num_host * size)
         return Allocation(num_cached, block_ids)
     except BaseException:  # Ctrl-C, after the blocks were given
         sequences.discard(seq_id)
@@ -55,56 +57,21 @@ def begin(
 
 
 @uninterrupted
-def _begin_by_moves(
+def _end_pins(
     space: BlockSpace,
-    sequences: Sequences,
-    seq_id: SeqId,
+    num_blocks: int,
     tokens: Ids,
     namespace: bytes,
     priority: int,
     num_left_over: int,
-    share_parts: bool,
     num_spare: int,
-    is_counted: bool,
-) -> Allocation:
-    """Do the same where blocks may have to come from the host, or pins to end."""
-    match, num_refused = space.match(tokens, namespace, priority, num_left_over)
-    num_blocks = sequences.blocks_for(len(tokens))
-
-    def give(num_part: int) -> Ids:
-        query = Query(len(tokens), num_part, num_refused) if is_counted else None
-        return space.give(match, num_blocks, query=query)
-
+) -> None:
+    """End as many pins as make room for a prompt. Raise OutOfBlocks, and end none, where that is not enough."""
+    match = space.tree.match(tokens, namespace, priority, num_left_over, is_hit=False)
     try:
         space.check_room(num_blocks - match.num_device_blocks, num_spare)
-        part = space.tree.match_part(match, tokens, num_left_over) if share_parts else None
-        own_ids = _with_or_without(space, part, give)
-    except BaseException:
+    finally:
         space.tree.release(match)
-        raise
-    num_part = space.copy_part(part, own_ids) if part and not part.match.is_released else 0
-    num_matched = match.num_tokens
-    num_cached = num_matched + num_part
-    pending = tokens[num_matched:num_cached]
-    row = sequences.add(seq_id, match, own_ids, pending, len(tokens), num_cached, namespace)
-    return Allocation(num_cached, sequences.rows.ids(row))
-
-
-def _with_or_without(space: BlockSpace, part: PartMatch | None, give: Callable[[int], Ids]) -> Ids:
-    """Return the result of `give`, which is told the tokens of the part.
-
-    Without room, the part's block is released: it is not worth a request.
-    """
-    if part is None:
-        return give(0)
-    try:
-        return give(part.num_tokens)
-    except OutOfBlocks:
-        space.tree.release(part.match)
-        return give(0)
-    except BaseException:
-        space.tree.release(part.match)
-        raise
 
 
 def tokens_left_over(num_tokens: int, max_cached_tokens: int | None, num_left_over: int, is_caching: bool) -> int:
@@ -127,12 +94,12 @@ def tokens_left_over(num_tokens: int, max_cached_tokens: int | None, num_left_ov
 
 def append(space: BlockSpace, sequences: Sequences, rows: Rows, counts: int | list[int] | Rows) -> None:
     """Make room for more tokens in each row. Raise OutOfBlocks, and change nothing, without blocks."""
-    if not sequences.rows.append_if_free(rows, counts):
-        _append_by_moves(space, sequences, rows, counts)
-
-
-@uninterrupted
-def _append_by_moves(space: BlockSpace, sequences: Sequences, rows: Rows, counts: int | list[int] | Rows) -> None:
-    """Do the same where blocks have to be evicted, or shared ones copied."""
-    space.make_room(sequences.rows.num_blocks_to_append(rows, counts))
-    space.add_copies(lambda: sequences.rows.append(rows, counts))
+    if sequences.rows.append_if_free(rows, counts):  # most steps
+        return
+    try:
+        sequences.rows.append(rows, counts, *space.native)
+    except OutOfBlocks as shortage:
+        if not len(space.pins):
+            raise
+        space.check_room(shortage.needed, 0)
+        sequences.rows.append(rows, counts, *space.native)

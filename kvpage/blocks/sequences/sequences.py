@@ -48,32 +48,49 @@ class Sequences:
         """Return a copy of the sequence's state."""
         return SequenceState(*self.rows.state(self.on_device[seq_id]))
 
-    def add(
+    def resume(
         self,
+        space: BlockSpace,
         seq_id: SeqId,
         match: Match,
-        own_ids: Ids,
-        pending: Ids,
+        *,
         num_tokens: int,
         num_written: int,
+        pending: Ids,
         namespace: bytes,
-        *,
+        host_ids: Sequence[int] | Ids = (),
         num_left: int = 0,
+        num_spare: int = 0,
         is_private: bool = False,
-    ) -> int:
-        """Begin a sequence that has its blocks, and return its row; see SequenceRows.add."""
-        return self.rows.add(
+        is_hit: bool = False,
+    ) -> Ids:
+        """Begin a sequence after the blocks of a match, which passes to it, and return its blocks.
+
+        See SequenceRows.resume. Raise OutOfBlocks without room, beside `num_spare` blocks. Pins end if that helps.
+        """
+        num_blocks = max(self.blocks_for(num_tokens) - num_left, match.num_blocks)
+        space.check_room(num_blocks - match.num_device_blocks, num_spare)
+        moves, host = space.native
+        row = self.rows.resume(
             self.on_device,
             seq_id,
             match=match,
-            own_ids=own_ids,
             pending=pending,
+            host_ids=host_ids,
             num_left=num_left,
             num_tokens=num_tokens,
             num_written=num_written,
             namespace=namespace,
             is_private=is_private,
+            is_hit=is_hit,
+            moves=moves,
+            host=host,
         )
+        return self.rows.ids(row)
+
+    def forget_swapped(self, space: BlockSpace, seq_id: SeqId) -> None:
+        """Free the host blocks of a sequence that is swapped out, which is on the device again, or ends."""
+        space.release_host(self.swapped.pop(seq_id).host_ids)
 
     def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int) -> None:
         """Begin a sequence with the first tokens of another, in the same blocks; see SequenceRows.fork."""
@@ -92,7 +109,7 @@ class Sequences:
     def end(self, space: BlockSpace, seq_id: SeqId) -> None:
         """End a sequence in either tier."""
         if seq_id in self.swapped:
-            space.release_host(self.swapped.pop(seq_id).host_ids)
+            self.forget_swapped(space, seq_id)
         else:
             self.remove(seq_id)
 

@@ -42,15 +42,6 @@ def swap_in(
 ) -> int:
     """Give device blocks to a sequence that is swapped out.
 
-    Args:
-        space: The blocks.
-        sequences: The sequences.
-        seq_id: A sequence that is swapped out.
-        tokens: All tokens of the sequence.
-        num_left_over: How many tokens at the end not to look up in the tree.
-        is_caching: Whether sequences find each other's blocks.
-        num_spare: How many more blocks are to be left over.
-
     Returns:
         The number of leading tokens whose K and V are in the blocks once the moves are done.
 
@@ -60,59 +51,39 @@ def swap_in(
     swapped = sequences.swapped[seq_id]
     match, _ = space.match(tokens, swapped.namespace, swapped.priority, num_left_over)
     try:
-        num_blocks = max(sequences.blocks_for(len(tokens)) - _num_left(swapped, match), match.num_blocks)
-        own_ids = space.give(match, num_blocks, num_spare)
+        num_written = resume(space, sequences, seq_id, tokens, match, is_caching, num_spare)
     except BaseException:
-        space.tree.release(match)
+        if not match.is_released:
+            space.tree.release(match)
         raise
-    return resume(space, sequences, seq_id, tokens, match, own_ids, is_caching)
+    sequences.forget_swapped(space, seq_id)
+    return num_written
 
 
 def resume(
-    space: BlockSpace, sequences: Sequences, seq_id: SeqId, tokens: Ids, match: Match, taken: Ids, is_caching: bool
+    space: BlockSpace, sequences: Sequences, seq_id: SeqId, tokens: Ids, match: Match, is_caching: bool, num_spare: int
 ) -> int:
-    """Make a sequence that is swapped out run in the blocks of a match, and in those taken for the rest.
+    """Make a sequence that is swapped out run after the blocks of a match, which passes to it.
+
+    Its own blocks come back from the host, unless cached blocks before them are gone.
 
     Returns:
         The number of leading tokens whose K and V are in the blocks once the moves are done.
     """
-    swapped = sequences.swapped[seq_id]
-    num_written, pending = _bring_back(space, swapped, match, taken, tokens, is_caching)
-    space.release_host(swapped.host_ids)
-    sequences.add(
+    swapped, num_cached = sequences.swapped[seq_id], match.num_tokens
+    is_whole = match.num_blocks >= swapped.first_block
+    num_written = max(num_cached, swapped.num_written) if is_whole else num_cached
+    sequences.resume(
+        space,
         seq_id,
         match,
-        taken,
-        pending,
-        len(tokens),
-        num_written,
-        swapped.namespace,
-        num_left=_num_left(swapped, match),
+        num_tokens=len(tokens),
+        num_written=num_written,
+        pending=tokens[num_cached:num_written] if is_caching and not swapped.is_private else tokens[:0],
+        namespace=swapped.namespace,
+        host_ids=swapped.host_ids[match.num_blocks - swapped.first_block :] if is_whole else (),
+        num_left=swapped.num_left if is_whole else 0,
+        num_spare=num_spare,
         is_private=swapped.is_private,
     )
-    del sequences.swapped[seq_id]
     return num_written
-
-
-def _num_left(swapped: SwappedState, match: Match) -> int:
-    """Return how many own blocks stay given back: none where cached blocks before them are computed again."""
-    return swapped.num_left if match.num_blocks >= swapped.first_block else 0
-
-
-def _bring_back(
-    space: BlockSpace, swapped: SwappedState, match: Match, own_ids: Ids, tokens: Ids, is_caching: bool
-) -> tuple[int, Ids]:
-    """Move host blocks into the first of `own_ids`, unless cached blocks before them are gone.
-
-    Return the number of written tokens, and the written tokens that are not in the tree.
-    """
-    num_blocks = match.num_blocks
-    num_written, pending = match.num_tokens, tokens[:0]
-    if num_blocks >= swapped.first_block:
-        host_ids = swapped.host_ids[num_blocks - swapped.first_block :]
-        space.add_move("swap_in", zip(host_ids.tolist(), own_ids.tolist(), strict=False))
-        if match.num_tokens < swapped.num_written:
-            num_written = swapped.num_written
-            is_shared = is_caching and not swapped.is_private
-            pending = tokens[match.num_tokens : num_written] if is_shared else pending
-    return num_written, pending

@@ -11,6 +11,7 @@ from kvpage.blocks.explain import Ending
 from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.groups.window_blocks import Window
 from kvpage.blocks.manager import BlockManager
+from kvpage.blocks.space import HostPolicy
 
 B = 4
 WINDOWS = [1, 2, B - 1, B, B + 1, B + 2, 2 * B, 2 * B + 1]
@@ -290,3 +291,17 @@ def test_a_step_waits_for_its_copies():
     life.memory.do_moves()
     assert life.manager.windows[0].tables([1, 2]).dtype == np.int32
     assert life.manager.windows[0].tables([]).shape == (0, 0)
+
+
+@pytest.mark.parametrize("after_hits", [None, 0])
+def test_a_windows_block_is_found_while_the_trees_is_on_the_host_alone(after_hits: int | None) -> None:
+    """Also where the tree's block went there before the window's stood beside it."""
+    policy, groups = HostPolicy(after_hits), [Window(5, 32)]
+    manager = BlockManager(4, B, num_host_blocks=16, host_policy=policy, groups=groups)
+    prompts = [tokens_of(3 * B + 1), [token + 100 for token in tokens_of(3 * B + 1)]]
+    for seq_id, prompt in enumerate(prompts):
+        manager.allocate(seq_id, prompt)
+        manager.windows.open([seq_id], [len(prompt)])
+        manager.commit(seq_id, prompt)
+        manager.release(seq_id)
+    assert [manager.num_cached(prompt) for prompt in prompts] == [3 * B, 3 * B]

@@ -114,8 +114,8 @@ class Tiers:
         last = max((place for place in places if place < end), default=-1)
         if ids.flags.c_contiguous:
             each = [one.anchor if self.is_known(one) else -1 for one in path]
-            assert self.table.find_each(ids, False).tolist() == each
-            assert self.table.find_last(ids, end, False) == (last, path[last].anchor if last >= 0 else -1)
+            assert self.table.find_each(ids).tolist() == each
+            assert self.table.find_last(ids, end) == (last, path[last].anchor if last >= 0 else -1)
         else:
             with pytest.raises(ValueError, match="ids of a tier must be contiguous"):
                 self.table.find_last(ids, end)
@@ -129,13 +129,14 @@ def test_blocks_come_and_go(seed: int) -> None:
         tiers.compare()
 
 
-def test_an_anchor_on_a_path_learns_where_its_block_is_now() -> None:
+def test_an_anchor_follows_its_block() -> None:
     pool, host = BlockPool(4), BlockPool(4)
     table = AnchorTable(pool, host, 2)
     anchor, device_id, host_id = table.add(True), pool.allocate_one(), host.allocate_one()
     table.learn(anchor, device_id, -1)
     ids = np.array([[-1, device_id], [-1, host_id]], np.int32)
-    assert table.find_last(ids, 2, learns=False) == (1, anchor) and table.find(-1, host_id) == -1
+    assert table.find_last(ids, 2) == (1, anchor) and table.find(-1, host_id) == -1
+    table.move([(device_id, host_id)], to_host=True)
     assert table.find_last(ids, 2) == (1, anchor) and table.find(-1, host_id) == anchor
     pool.release_one(device_id)
     assert table.is_valid(anchor) and table.find(device_id, -1) == -1
@@ -160,7 +161,6 @@ REFUSED = [
     ("find_last", (np.zeros(3, np.int32), 0), r"ids must be \[2, num_blocks\], got 1 dimensions"),
     ("find_last", (np.full((2, 1), 3, np.int32), 1), "host id must be between -1 and num_blocks - 1 = 2, got 3"),
     ("move", (np.array([[0, 3]]), True), "host id must be between -1 and num_blocks - 1 = 2, got 3"),
-    ("move", (np.array([0, 1, 2]), True), "pairs must be an even number of ids, got 3"),
     ("is_current", (2, 0, 0), "tier must be 0 or 1, got 2"),
 ]
 

@@ -27,10 +27,12 @@ uint64_t content(const std::vector<int32_t>& tokens, int64_t count) {
 SequenceLife::SequenceLife(int64_t num_blocks, bool is_caching, uint64_t seed, Figures* figures)
     : Life(seed, figures),
       pool_(std::make_shared<BlockPool>(num_blocks)),
-      tree_(std::make_shared<PrefixTree>(pool_, kBlockSize)),
+      host_pool_(seed / 4 % 2 ? std::make_shared<BlockPool>(num_blocks / 2) : nullptr),
+      tree_(std::make_shared<PrefixTree>(pool_, kBlockSize, host_pool_)),
       is_caching_(is_caching),
       rows_(std::make_unique<SequenceRows>(tree_, is_caching)),
-      memory_(static_cast<size_t>(num_blocks * kBlockSize)) {}
+      memory_(static_cast<size_t>(num_blocks * kBlockSize)),
+      host_memory_(memory_.size()) {}
 
 void SequenceLife::step() {
   using Operation = void (SequenceLife::*)();
@@ -38,7 +40,7 @@ void SequenceLife::step() {
                                               &SequenceLife::append, &SequenceLife::commit_each, &SequenceLife::commit,
                                               &SequenceLife::commit, &SequenceLife::fork,        &SequenceLife::remove,
                                               &SequenceLife::remove, &SequenceLife::give_back,   &SequenceLife::look,
-                                              &SequenceLife::add};
+                                              &SequenceLife::resume};
   (this->*kOperations[rng.below(std::size(kOperations))])();
 }
 
@@ -119,8 +121,21 @@ void SequenceLife::write(int64_t row, const Tokens& tokens) {
     memory_.at(static_cast<size_t>(slots[static_cast<size_t>(i - first)])) = content(all, i + 1);
 }
 
-void SequenceLife::copy(int64_t from, int64_t to) {
-  std::copy_n(memory_.begin() + from * kBlockSize, kBlockSize, memory_.begin() + to * kBlockSize);
+void SequenceLife::copy(const Memory& source, int64_t from, int64_t to, Memory* destination) {
+  std::copy_n(source.begin() + from * kBlockSize, kBlockSize, destination->begin() + to * kBlockSize);
+}
+
+HostUse SequenceLife::host_use() {
+  return {host_pool_ && rng.chance(90), rng.chance(80) ? 0 : int64_t{1} << 40, rng.chance(50) ? 0 : rng.below(3)};
+}
+
+// Does the moves in their order.
+void SequenceLife::make(const DueMoves& moves) {
+  for (const auto& [from, to] : moves.demoted) copy(memory_, from, to, &host_memory_);
+  for (const auto& [from, to] : moves.promoted) copy(host_memory_, from, to, &memory_);
+  for (const auto& [from, to] : moves.written) copy(memory_, from, to, &host_memory_);
+  for (const auto& [from, to] : moves.returned) copy(host_memory_, from, to, &memory_);
+  for (const auto& [from, to] : moves.copied) copy(memory_, from, to, &memory_);
 }
 
 void SequenceLife::begin() {
@@ -130,40 +145,48 @@ void SequenceLife::begin() {
   const int64_t most = pool_->num_free() + tree_->num_evictable();
   const bool shares_parts = is_caching_ && rng.chance(70);
   std::optional<BegunSequence> begun;
-  const Outcome found = outcome([&] { begun = rows_->begin(view(tokens), "space", 0, num_left_over, shares_parts); });
-  expect((found == Outcome::kRefused) == tokens.empty() && found != Outcome::kOutOfBlocks, "begin came to another end");
-  if (found == Outcome::kDone && !begun) expect(size > most * kBlockSize, "begin did not take the room that there is");
+  DueMoves moves;
+  const Prompt prompt{view(tokens), "space", 0, num_left_over, shares_parts};
+  const Outcome found = outcome([&] { begun = rows_->begin(prompt, host_use(), &moves); });
+  make(moves);
+  expect((found == Outcome::kRefused) == tokens.empty(), "begin came to another end");
+  if (found == Outcome::kOutOfBlocks) expect(size > most * kBlockSize, "begin did not take the room that there is");
   if (!begun) return;
-  if (begun->part_from >= 0) copy(begun->part_from, begun->part_to);
+  if (begun->part_from >= 0)
+    copy(begun->is_part_on_device ? memory_ : host_memory_, begun->part_from, begun->part_to, &memory_);
   Naive& naive = naive_[begun->row];
   naive.num_tokens = size;
   naive.tokens.assign(tokens.begin(), tokens.begin() + begun->num_cached);
   expect(begun->num_cached + num_left_over <= size, "too few tokens are left to compute");
 }
 
-// As a sequence comes back from the host: its blocks are there already.
-void SequenceLife::add() {
+// As a sequence comes back from the host. Now and then its own last block is there, too.
+void SequenceLife::resume() {
   if (naive_.size() >= kMostSequences) return remove();
   const Tokens tokens = some_tokens(1 + rng.below(4 * kBlockSize));
   const auto size = static_cast<int64_t>(tokens.size());
   Match match = call([&] { return tree_->match(view(tokens), "space", 0, is_caching_ ? 1 : size); });
-  const int64_t num_found = match.num_blocks(), num_more = (size + kBlockSize - 1) / kBlockSize - num_found;
-  std::vector<int32_t> own(static_cast<size_t>(num_more));
-  if (outcome([&] { pool_->allocate(own); }) != Outcome::kDone) return tree_->release(match);
-  held_ = own;
-  const int64_t row = call([&] {
-    Sequence fresh;
-    fresh.ids.resize(static_cast<size_t>(num_found));
-    tree_->copy_block_ids(match, 0, fresh.ids);
-    fresh.ids.insert(fresh.ids.end(), own.begin(), own.end());
-    fresh.num_tokens = size;
-    fresh.num_written = match.num_tokens();
-    fresh.name = "space";
-    return rows_->add(std::move(fresh), match);
-  });
-  held_.clear();
-  expect(tree_->is_released(match), "a match that was given away is still held");
-  naive_[row] = {Tokens(tokens.begin(), tokens.begin() + num_found * kBlockSize), size};
+  Resumption resumption{.num_tokens = size, .num_written = match.num_tokens(), .name = "space"};
+  std::vector<int32_t> host_ids(host_pool_ && rng.chance(50) ? 1 : 0);
+  if (!host_ids.empty() && outcome([&] { host_pool_->allocate(host_ids); }) != Outcome::kDone) host_ids.clear();
+  Tokens written(tokens.begin(), tokens.begin() + match.num_tokens());
+  while (!host_ids.empty() && static_cast<int64_t>(written.size()) < std::min(size, match.num_tokens() + kBlockSize)) {
+    written.push_back(tokens[written.size()]);
+    const auto slot = static_cast<size_t>(host_ids[0] * kBlockSize) + (written.size() - 1) % kBlockSize;
+    host_memory_.at(slot) = content(tokens, static_cast<int64_t>(written.size()));
+  }
+  resumption.num_written = static_cast<int64_t>(written.size());
+  if (is_caching_)
+    resumption.pending = std::span(tokens).subspan(match.num_tokens(), written.size() - match.num_tokens());
+  resumption.host_ids = host_ids;
+  DueMoves moves;
+  int64_t row = 0;
+  const Outcome found = outcome([&] { row = rows_->resume(match, resumption, host_use(), &moves); });
+  make(moves);
+  if (!host_ids.empty()) host_pool_->release(host_ids);
+  expect(tree_->is_released(match) == (found == Outcome::kDone), "a match is held that was given away, or the reverse");
+  if (found != Outcome::kDone) return tree_->release(match);
+  naive_[row] = {std::move(written), size};
 }
 
 void SequenceLife::append() {
@@ -174,21 +197,23 @@ void SequenceLife::append() {
   const bool has_each = rng.chance(70);
   const Counts given = has_each ? Counts(std::span<const int64_t>(counts.data(), rows.size())) : Counts(counts.front());
   const bool is_known = std::all_of(rows.begin(), rows.end(), [&](int64_t row) { return naive_.contains(row); });
-  const int64_t num_free = pool_->num_free();
+  const int64_t num_free = pool_->num_free(), num_room = num_free + tree_->num_evictable();
   int64_t num_needed = 0;
-  std::vector<TierPair> copies;
+  DueMoves moves;
   if (!done(is_known, [&] { num_needed = rows_->num_blocks_to_append(rows, given); })) {
-    expect(!done(is_known, [&] { copies = rows_->append(rows, given); }), "a count was refused, and then taken");
+    expect(!done(is_known, [&] { rows_->append(rows, given, host_use(), &moves); }),
+           "a count was refused, and then taken");
     return;
   }
   bool is_taken = false;
   if (rng.chance(50)) done(is_known, [&] { is_taken = rows_->append_if_free(rows, given); });
-  const bool is_done = is_taken || done(is_known, [&] { copies = rows_->append(rows, given); });
+  const bool is_done = is_taken || done(is_known, [&] { rows_->append(rows, given, host_use(), &moves); });
+  make(moves);
   expect(!is_refused(rows), "a row was taken twice");
-  expect(is_done == (num_needed <= num_free), "append did not take the room that there is");
+  expect(is_done == (num_needed <= num_room), "append did not take the room that there is");
+  expect(!is_taken || num_needed <= num_free, "append has evicted something for what is free");
   if (!is_done) return;
-  expect(num_free - pool_->num_free() == num_needed, "append took another number of blocks");
-  for (const auto& [from, to] : copies) copy(from, to);
+  expect(num_room - pool_->num_free() - tree_->num_evictable() == num_needed, "append took another number of blocks");
   for (size_t i = 0; i < rows.size(); ++i) {
     const int64_t first = std::exchange(naive_.at(rows[i]).num_tokens, naive_.at(rows[i]).num_tokens + given.at(i));
     expect(given.at(i) == 0 || !is_shared(rows[i], first), "new room is in a block of two sequences");
@@ -288,7 +313,7 @@ void SequenceLife::look() {
 
 void SequenceLife::compare() {
   expect(rows_->num_rows() == static_cast<int64_t>(naive_.size()), "another number of rows is in use");
-  std::vector<int32_t> held = held_;
+  std::vector<int32_t> held;
   for (const auto& [row, naive] : naive_) {
     compare_one(row, naive);
     rows_->look_at(row, [&](const Sequence& sequence) {

@@ -22,6 +22,7 @@ class SequenceLife : public Life {
  private:
   using Rows = std::vector<int64_t>;
   using Tokens = std::vector<int32_t>;
+  using Memory = std::vector<uint64_t>;  // by slot
   struct Naive {
     Tokens tokens;           // written ones
     int64_t num_tokens = 0;  // that there is room for
@@ -39,7 +40,9 @@ class SequenceLife : public Life {
   int64_t num_holders(int32_t id) const;
   bool is_shared(int64_t row, int64_t position) const;
   void write(int64_t row, const Tokens& tokens);
-  void copy(int64_t from, int64_t to);
+  static void copy(const Memory& source, int64_t from, int64_t to, Memory* destination);
+  kvpage::HostUse host_use();
+  void make(const kvpage::DueMoves& moves);
   template <typename Call>
   bool done(bool is_known, const Call& library);
 
@@ -47,7 +50,7 @@ class SequenceLife : public Life {
   void append();
   void commit();
   void commit_each();
-  void add();
+  void resume();
   void fork();
   void remove();
   void give_back();
@@ -55,11 +58,11 @@ class SequenceLife : public Life {
   void compare_one(int64_t row, const Naive& naive) const;
 
   std::shared_ptr<kvpage::BlockPool> pool_;
+  std::shared_ptr<kvpage::BlockPool> host_pool_;  // null in half of the lives
   std::shared_ptr<kvpage::PrefixTree> tree_;
   bool is_caching_;
   std::unique_ptr<kvpage::SequenceRows> rows_;
   std::map<int64_t, Naive> naive_;
   Rows gone_;                      // numbers of sequences that have ended
-  std::vector<int32_t> held_;     // blocks that are about to be a sequence's
-  std::vector<uint64_t> memory_;  // by slot
+  Memory memory_, host_memory_;
 };

@@ -15,24 +15,17 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvpage._C import AnchorTable, BlockPool
 from kvpage.blocks.groups.states.checkpoint import Anchor
-from kvpage.blocks.moves import Pairs
+from kvpage.blocks.space import BlockSpace
 
 PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: on the device, on the host; -1 for none
 
 
 class Anchors:
-    """The anchors of both tiers. Not thread-safe.
+    """The anchors of both tiers. Not thread-safe."""
 
-    Args:
-        pool: The device tier's blocks.
-        host_pool: The host tier's blocks.
-        most: How many anchors there are at most.
-    """
-
-    def __init__(self, pool: BlockPool, host_pool: BlockPool, most: int) -> None:
-        self.table = AnchorTable(pool, host_pool, most)
+    def __init__(self, space: BlockSpace, most: int) -> None:
+        self.table = space.new_anchors(most)
         self._roots: dict[bytes, Anchor] = {}
         self._at: list[Anchor | None] = [None] * most
 
@@ -45,17 +38,13 @@ class Anchors:
         """Return the anchor of the start of a namespace."""
         return self._roots.get(namespace)
 
-    def on_path(self, ids: PathIds, learns: bool = True) -> Iterator[Anchor]:
-        """Yield the valid anchors of a match's blocks, the last first.
-
-        ids: int32 [2, num_blocks].
-        learns: Whether they learn the ids that they have got meanwhile. Otherwise nothing is changed.
-        """
-        block_index, index = self.table.find_last(ids, ids.shape[1], learns)
+    def on_path(self, ids: PathIds) -> Iterator[Anchor]:
+        """Yield the valid anchors of a match's blocks, the last first."""
+        block_index, index = self.table.find_last(ids, ids.shape[1])
         while block_index >= 0:
             if (anchor := self._at[index]) is not None:
                 yield anchor
-            block_index, index = self.table.find_last(ids, block_index, learns)
+            block_index, index = self.table.find_last(ids, block_index)
 
     def seek(self, device_id: int, host_id: int) -> Anchor | None:
         """Return the valid anchor of a cached block. Nothing is changed."""
@@ -74,8 +63,10 @@ class Anchors:
 
     def at_block(self, namespace: bytes, num_blocks: int, device_id: int, host_id: int) -> Anchor:
         """Return the anchor of a cached block; a new one where there is none."""
-        anchor = self.seek(device_id, host_id) or self._new(namespace, num_blocks)
-        self.table.learn(anchor.index, device_id, host_id)
+        anchor = self.seek(device_id, host_id)
+        if anchor is None:
+            anchor = self._new(namespace, num_blocks)
+            self.table.learn(anchor.index, device_id, host_id)
         return anchor
 
     def at_root(self, namespace: bytes) -> Anchor:
@@ -94,10 +85,6 @@ class Anchors:
         return self.table.is_current(tier, block_id, generation)
 
     # --- blocks that come and go ---
-
-    def moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Learn the ids of blocks that have just got a copy in the other tier. pairs: (from, to)."""
-        self.table.move(pairs, to_host)
 
     def stale(self) -> list[Anchor]:
         """Return the anchors whose block is in no tier any more. Any thread may ask."""

@@ -38,14 +38,7 @@ class EvictedCheckpoints:
         self._last.clear()
 
     def positions(self, ids: Ids, tokens: Ids, namespace: bytes, block_size: int) -> list[int]:
-        """Return the positions of a prompt's evicted checkpoints.
-
-        Args:
-            ids: The prompt's cached blocks, int32 [2, num_blocks].
-            tokens: The prompt.
-            namespace: Its namespace.
-            block_size: Tokens of a block.
-        """
+        """Return the positions of a prompt's evicted checkpoints."""
         return [
             evicted.num_tokens
             for evicted in self._last

@@ -1,13 +1,11 @@
 """HeldCheckpoints: the checkpoints of a prompt, kept where they are while a store reads them in a thread."""
 
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from kvpage._C import Match
-from kvpage.blocks.groups.states.checkpoint import Anchor, Checkpoint
+from kvpage.blocks.groups.states.checkpoint import Checkpoint
 from kvpage.blocks.groups.states.state_space import StateSpace
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids
@@ -32,12 +30,6 @@ class HeldCheckpoints:
 
     Attributes:
         each: Those whose blocks are on the device, too, the shortest first.
-
-    Args:
-        space: The blocks.
-        states: The checkpoints.
-        tokens: The prompt.
-        namespace: Where to look.
     """
 
     def __init__(self, space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes) -> None:
@@ -45,7 +37,9 @@ class HeldCheckpoints:
         self._match = space.tree.match(tokens, namespace, num_left_over=0, is_hit=False)
         if self._match.num_device_blocks < self._match.num_blocks:
             space.tree.trim(self._match)
-        checkpoints = sorted(_all_of(states, self._match, tokens, namespace), key=attrgetter("num_tokens"))
+        checkpoints = sorted(
+            states.each_of(self._match.tier_block_ids(), tokens, namespace), key=attrgetter("num_tokens")
+        )
         self._held = [checkpoint for checkpoint in checkpoints if not checkpoint.is_on_host]
         for checkpoint in self._held:
             states.hold(checkpoint)
@@ -62,15 +56,3 @@ class HeldCheckpoints:
         ids = self._match.block_ids[: checkpoint.anchor.num_blocks]
         tail = [self._states.tail_block(checkpoint.slot)] if checkpoint.tail else []
         return HeldCheckpoint(checkpoint.num_tokens, checkpoint.slot, np.array([*ids, *tail], np.int32))
-
-
-def _all_of(states: StateSpace, match: Match, tokens: Ids, namespace: bytes) -> Iterator[Checkpoint]:
-    """Yield all checkpoints of a prompt."""
-    ids = match.tier_block_ids()
-    anchors: list[Anchor | None] = [states.anchors.root(namespace)]
-    anchors += states.anchors.on_path(ids)
-    for anchor in anchors:
-        for checkpoint in anchor.tails.values() if anchor is not None else ():
-            begin = checkpoint.num_tokens - len(checkpoint.tail) // tokens.itemsize
-            if tokens[begin : checkpoint.num_tokens].tobytes() == checkpoint.tail:
-                yield checkpoint

@@ -26,10 +26,6 @@ class Mark(NamedTuple):
 def as_cache_at(cache_at: Sequence[int], num_tokens: int) -> list[int]:
     """Return a caller's marks in order.
 
-    Args:
-        cache_at: Positions.
-        num_tokens: Tokens of the prompt.
-
     Raises:
         ValueError: A position is not in [1, num_tokens], or named twice.
         TypeError: They are no integers.

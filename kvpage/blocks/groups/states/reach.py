@@ -4,7 +4,6 @@ import sys
 from dataclasses import replace
 
 from kvpage.blocks.explain import Ending, GroupReach
-from kvpage.blocks.groups.states.anchors import Anchors
 from kvpage.blocks.groups.states.checkpoint import TOKEN_BYTES, num_common
 from kvpage.blocks.groups.states.state_space import StateSpace
 from kvpage.blocks.load_or_compute import LoadOrCompute
@@ -15,16 +14,7 @@ from kvpage.blocks.states import Ids
 def with_tails(
     attention: GroupReach, begins_at: int, space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes
 ) -> GroupReach:
-    """Return the reach of blocks, or of a checkpoint's tail that has more: its K and V lie with the checkpoint.
-
-    Args:
-        attention: The reach of blocks.
-        begins_at: Where a request would begin.
-        space: The blocks.
-        states: The checkpoints.
-        tokens: The prompt.
-        namespace: Where to look.
-    """
+    """Return the reach of blocks, or of a checkpoint's tail that has more: its K and V lie with the checkpoint."""
     if attention.ending is Ending.NOT_WORTH_LOADING:
         return replace(attention, num_tokens=max(attention.num_tokens, begins_at))
     ids = space.tree.look(tokens, namespace)[0]
@@ -44,17 +34,10 @@ def with_tails(
 
 
 def reach_of_state(space: BlockSpace, states: StateSpace, tokens: Ids, namespace: bytes) -> GroupReach:
-    """Return how far checkpoints reach into a prompt, and why not further.
-
-    Args:
-        space: The blocks.
-        states: The checkpoints.
-        tokens: The prompt.
-        namespace: Where to look.
-    """
+    """Return how far checkpoints reach into a prompt, and why not further."""
     most, size = max(len(tokens) - 1, 0), space.block_size
     ids = space.tree.look(tokens, namespace)[0]
-    positions = _positions(states.anchors, ids, tokens, namespace, size)
+    positions = [checkpoint.num_tokens for checkpoint in states.each_of(ids, tokens, namespace)]
     below = _begins_at([position for position in positions if position <= most], _num_on_device(ids), size, space.rule)
     above = min((position for position in positions if position > below), default=None)
     reach = GroupReach("state", below, Ending.NO_CHECKPOINT, below=below or None, above=above)
@@ -80,15 +63,3 @@ def _begins_at(positions: list[int], num_on_device: int, block_size: int, rule: 
     if num_host <= 0 or rule is None or rule.should_load(num_host):
         return longest
     return max((position for position in positions if position // block_size <= num_on_device), default=0)
-
-
-def _positions(anchors: Anchors, ids: Ids, tokens: Ids, namespace: bytes, block_size: int) -> list[int]:
-    """Return the positions of all checkpoints of a prompt."""
-    path = [anchors.root(namespace), *anchors.on_path(ids, learns=False)]
-    return [
-        checkpoint.num_tokens
-        for anchor in path
-        if anchor is not None
-        for checkpoint in anchor.tails.values()
-        if tokens[anchor.num_blocks * block_size : checkpoint.num_tokens].tobytes() == checkpoint.tail
-    ]

@@ -44,14 +44,7 @@ class RunningState:
 
 
 class SequenceStates:
-    """States of sequences by id, those that are swapped out included. Not thread-safe.
-
-    Args:
-        states: The slots of both tiers.
-        sequences: The sequences.
-        is_caching: Whether sequences find each other's states.
-        blocks_at: Returns a sequence's blocks at a place, of each group with blocks; -1 for none.
-    """
+    """States of sequences by id, those that are swapped out included. Not thread-safe."""
 
     def __init__(
         self,

@@ -72,10 +72,6 @@ class SlotTier:
     def victim(self, besides: int | None = None, kept: Iterable[int] = ()) -> Checkpoint | None:
         """Return the checkpoint to evict first.
 
-        Args:
-            besides: A slot that is not to be evicted.
-            kept: Slots that are evicted only where no other can be.
-
         Returns:
             The checkpoint; None if there is none. One with a reader is none.
         """

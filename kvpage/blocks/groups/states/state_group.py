@@ -27,7 +27,7 @@ from kvpage.blocks.groups.states.reach import reach_of_state, with_tails
 from kvpage.blocks.groups.states.sequence_states import SequenceStates
 from kvpage.blocks.groups.states.state_space import States, StateSpace
 from kvpage.blocks.groups.window_group import WindowGroup
-from kvpage.blocks.moves import BlockMove, Pairs
+from kvpage.blocks.moves import BlockMove
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId
@@ -61,13 +61,6 @@ class StateClaim(Claim):
 
 class StateGroup(GroupManager[StateClaim]):
     """The slots of sequences and of checkpoints, in both tiers.
-
-    Args:
-        options: How many slots there are.
-        space: The blocks of the prefix tree.
-        sequences: The manager's sequences.
-        is_caching: Whether sequences find each other's states.
-        windows: The groups that have blocks of their own. Their tails go with the checkpoints, too.
 
     Attributes:
         options: As given.
@@ -169,16 +162,9 @@ class StateGroup(GroupManager[StateClaim]):
 
     # --- beginning ---
 
-    def claim(self, ids: PathIds, prompt: Prompt, most: int, learns: bool = True) -> StateClaim:
-        """Return the longest checkpoint of a prompt.
-
-        Args:
-            ids: As for GroupManager, and all others.
-            prompt: The prompt.
-            most: The largest position.
-            learns: Whether checkpoints learn their blocks' new ids.
-        """
-        checkpoint = next(self.space.all_of(ids, prompt.tokens, prompt.namespace, most, learns), None)
+    def claim(self, ids: PathIds, prompt: Prompt, most: int) -> StateClaim:
+        """Return the longest checkpoint of a prompt."""
+        checkpoint = next(self.space.all_of(ids, prompt.tokens, prompt.namespace, most), None)
         return StateClaim(checkpoint.num_tokens if checkpoint else 0, checkpoint)
 
     def look_beyond(self, match: Match, prompt: Prompt, claim: StateClaim) -> StateClaim:
@@ -284,10 +270,6 @@ class StateGroup(GroupManager[StateClaim]):
         self._states.move(seq_id, self.space.take(), on_host=False)
 
     # --- the tree's blocks ---
-
-    def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Learn the ids of checkpoints' blocks in the other tier."""
-        self.space.blocks_moved(pairs, to_host)
 
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
         """Forget the checkpoints of tokens that no other prompt shares."""

@@ -19,7 +19,7 @@ from kvpage.blocks.groups.states.anchors import Anchors
 from kvpage.blocks.groups.states.checkpoint import PER_USE, Anchor, Checkpoint, MarkKind, Prefix, UseRate
 from kvpage.blocks.groups.states.evicted import EvictedCheckpoints
 from kvpage.blocks.groups.states.slot_tier import SlotTier, rank_of
-from kvpage.blocks.moves import BlockMoves, Kind, Pairs
+from kvpage.blocks.moves import BlockMoves, Kind
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.states import Ids, SeqId
@@ -81,13 +81,7 @@ class TailOwner(Protocol):
 
 
 class StateSpace:
-    """Slots and checkpoints of both tiers. Each method gives all or nothing. Not thread-safe.
-
-    Args:
-        space: The blocks that the checkpoints stand on.
-        options: How many slots there are.
-        tails: The groups whose blocks have tails, `space` the first.
-    """
+    """Slots and checkpoints of both tiers. Each method gives all or nothing. Not thread-safe."""
 
     def __init__(self, space: BlockSpace, options: States, tails: Sequence[TailOwner]) -> None:
         num_slots, num_host_slots = options.num_slots, options.num_host_slots
@@ -99,7 +93,7 @@ class StateSpace:
         self.moves = BlockMoves()
         self.counts = dict.fromkeys(("restored", "kept", "evicted", "demoted", "lost"), 0)
         self._space = space
-        self.anchors = Anchors(space.pool, space.host_pool, num_slots + num_host_slots)
+        self.anchors = Anchors(space, num_slots + num_host_slots)
         self._use_rates = {(kind, is_passed): UseRate() for kind in MarkKind for is_passed in (False, True)}
         self.evicted = EvictedCheckpoints(self.anchors.is_current)
         self._held: list[Checkpoint] = []  # by readers, once for each
@@ -166,25 +160,23 @@ class StateSpace:
 
     # --- checkpoints ---
 
-    def all_of(
-        self, ids: PathIds, tokens: Ids, namespace: bytes, most: int, learns: bool = True
-    ) -> Iterator[Checkpoint]:
-        """Yield the longest checkpoint on each block of a prompt's cached prefix, the longest first.
-
-        Args:
-            ids: The tree's ids of the prefix.
-            tokens: The prompt.
-            namespace: Its namespace.
-            most: The longest prefix to return, in tokens.
-            learns: As for Anchors.on_path.
-        """
+    def all_of(self, ids: PathIds, tokens: Ids, namespace: bytes, most: int) -> Iterator[Checkpoint]:
+        """Yield the longest checkpoint on each block of a prompt's cached prefix, the longest first."""
         size = self._space.block_size
-        for anchor in self.anchors.on_path(ids[:, : most // size], learns):
+        for anchor in self.anchors.on_path(ids[:, : most // size]):
             if (checkpoint := anchor.longest(tokens, size, most)) is not None:
                 yield checkpoint
         root = self.anchors.root(namespace)
         if root is not None and (checkpoint := root.longest(tokens, size, most)) is not None:
             yield checkpoint
+
+    def each_of(self, ids: PathIds, tokens: Ids, namespace: bytes) -> Iterator[Checkpoint]:
+        """Yield every checkpoint on a prompt's cached prefix, in no order. ids: The tree's ids of the prefix."""
+        size = self._space.block_size
+        for anchor in (self.anchors.root(namespace), *self.anchors.on_path(ids)):
+            for checkpoint in anchor.tails.values() if anchor is not None else ():
+                if tokens[checkpoint.anchor.num_blocks * size : checkpoint.num_tokens].tobytes() == checkpoint.tail:
+                    yield checkpoint
 
     def keep(
         self, slot: int, prefix: Prefix, parent: Checkpoint | None, is_mark: bool = False, goes_on: bool = False
@@ -299,10 +291,6 @@ class StateSpace:
                 self.drop(checkpoint)
 
     # --- the tree's blocks ---
-
-    def blocks_moved(self, pairs: Pairs, to_host: bool) -> None:
-        """Learn which blocks have got a copy in the other tier."""
-        self.anchors.moved(pairs, to_host)
 
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
         """Forget the checkpoints of tokens whose blocks were dropped, where no other prompt shares them."""

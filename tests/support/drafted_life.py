@@ -1,4 +1,4 @@
-"""GroupedLife: a target's sequences and a draft model's beside memories of the tokens that each cell depends on."""
+"""DraftedLife: a target's sequences and a draft model's beside memories of the tokens that each cell depends on."""
 
 from dataclasses import dataclass
 
@@ -7,32 +7,31 @@ from support.life import Operation, ScarceLife
 from support.slot_memory import SlotMemory
 
 from kvpage import BlockManager
-from kvpage.blocks.drafts.grouped_manager import GroupedManager
-from kvpage.blocks.drafts.successor_manager import SuccessorManager
+from kvpage.blocks.drafted_manager import DraftedManager
 
 B = 4
 
 
-def managers(num_blocks: int = 64, num_drafts: int = 64, **options: object) -> GroupedManager:
-    return GroupedManager(BlockManager(num_blocks, B, **options), SuccessorManager(num_drafts, B, **options))
+def managers(num_blocks: int = 64, num_drafts: int = 64, **options: object) -> DraftedManager:
+    return DraftedManager(BlockManager(num_blocks, B, **options), BlockManager(num_drafts, B, **options))
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedWorld:
+class DraftedWorld:
     num_blocks: int
     num_drafts: int  # blocks of the draft model
 
-    def life(self, seed: int) -> "GroupedLife":
-        return GroupedLife(managers(self.num_blocks, self.num_drafts), seed)
+    def life(self, seed: int) -> "DraftedLife":
+        return DraftedLife(managers(self.num_blocks, self.num_drafts), seed)
 
 
-WORLDS = [GroupedWorld(64, 64), GroupedWorld(24, 16), GroupedWorld(14, 24)]
+WORLDS = [DraftedWorld(64, 64), DraftedWorld(24, 16), DraftedWorld(14, 24)]
 
 
-class GroupedLife(ScarceLife):
+class DraftedLife(ScarceLife):
     """Sequences of both groups, whose cells remember the tokens that they depend on."""
 
-    def __init__(self, manager: GroupedManager, seed: int = 0) -> None:
+    def __init__(self, manager: DraftedManager, seed: int = 0) -> None:
         super().__init__(seed)
         self.manager = manager
         self.cells, self.drafts = SlotMemory(B), DraftMemory(manager.drafts)

@@ -1,13 +1,12 @@
-"""GroupedManager: a target and the model that drafts for it begin where both can, and nothing is done by halves."""
+"""DraftedManager: a target and the model that drafts for it begin where both can, and nothing is done by halves."""
 
 import pytest
-from support.grouped_life import WORLDS, B, GroupedLife, managers
+from support.drafted_life import WORLDS, B, DraftedLife, managers
 from support.life import lived, total
 from support.managers import manager_of_states
 
-from kvpage import OutOfBlocks
-from kvpage.blocks.drafts.grouped_manager import GroupedManager
-from kvpage.blocks.drafts.successor_manager import SuccessorManager
+from kvpage import BlockManager, OutOfBlocks
+from kvpage.blocks.drafted_manager import DraftedManager
 
 
 def test_random_lives():
@@ -19,7 +18,7 @@ def test_random_lives():
 @pytest.mark.parametrize("num_shared", range(2 * B + 3))
 def test_the_target_begins_where_the_draft_model_can(num_shared):
     """The last shared token's position has another successor: the target computes it again, for its hidden state."""
-    life = GroupedLife(managers())
+    life = DraftedLife(managers())
     first = list(range(10, 10 + 2 * B + 2))
     life.begin(first)
     second = [*first[:num_shared], 90, 91]
@@ -31,7 +30,7 @@ def test_the_target_begins_where_the_draft_model_can(num_shared):
 
 
 def test_a_hybrid_target_begins_at_a_checkpoint():
-    manager = GroupedManager(manager_of_states(64, B, num_slots=8), SuccessorManager(64, B))
+    manager = DraftedManager(manager_of_states(64, B, num_slots=8), BlockManager(64, B))
     target, prompt = manager.target, list(range(10, 10 + 3 * B))
     for seq_id, (tokens, expected) in enumerate(
         [(prompt, 0), (prompt, len(prompt) - 1), ([*prompt, 90, 91], len(prompt) - 1), ([*prompt[:-1], 92], 0)]
@@ -48,7 +47,7 @@ def test_a_hybrid_target_begins_at_a_checkpoint():
 
 
 def test_the_explanation_has_all_groups():
-    life = GroupedLife(managers())
+    life = DraftedLife(managers())
     life.begin(list(range(10)), b"a")
     found = life.manager.explain([0, 1, 2, 3, 4, 5, 99], b"a")
     assert [reach.group for reach in found.groups] == ["attention", "successor"]
@@ -91,8 +90,11 @@ def test_bad_arguments_change_neither():
         manager.append([9])
     assert [m.state(1).num_written for m in (manager.target, manager.drafts)] == [0, 0]
     assert [m.state(1).num_tokens for m in (manager.target, manager.drafts)] == [3, 3]
-    for arguments in ((manager.drafts, manager.drafts), (manager.target, manager.target), (None, manager.drafts)):
-        with pytest.raises(TypeError, match="target must be|drafts must be"):
-            GroupedManager(*arguments)
+    with pytest.raises(TypeError, match="target must be a BlockManager, got NoneType"):
+        DraftedManager(None, manager.drafts)
+    with pytest.raises(ValueError, match="drafts must be another manager than target"):
+        DraftedManager(manager.drafts, manager.drafts)
+    with pytest.raises(ValueError, match="drafts must have no groups"):
+        DraftedManager(manager.target, manager_of_states(8, B, num_slots=2))
     with pytest.raises(RuntimeError, match="reset_prefix_cache needs all sequences to be released, 1 are not"):
         manager.reset_prefix_cache()

@@ -1,1 +1,0 @@
-"""The blocks of a model that drafts, beside those of its target."""
