@@ -37,6 +37,7 @@ def paged_attention(
     scales: KVScales | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
+    shared: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Attend from each sequence's last tokens to all of its tokens, read in place from their blocks; causal.
@@ -70,6 +71,8 @@ def paged_attention(
         scales: Scales of 8-bit floats; None means 1.
         max_query_len: Bound of query_lens that are on the device; by default as much as fits into query.
         max_seq_len: Bound of seq_lens that are on the device; by default as much as fits into a table.
+        shared: A plan of `shared_prefixes` for the sequences, or for the first ones that have one query each, on the
+            query's device: keys that they share are read once. Queries with positions read all of theirs.
         **options: Fields of Attention, in place of `attention`.
 
     Returns:
@@ -82,7 +85,8 @@ def paged_attention(
     bound_cache = bound(cache, layout, scales)
     query = readable("query", query)
     _check_query(query, bound_cache)
-    sequences = Sequences(bound_cache, query.shape[0], block_tables, seq_lens, query_lens, max_query_len, max_seq_len)
+    bounds = max_query_len, max_seq_len
+    sequences = Sequences(bound_cache, query.shape[0], block_tables, seq_lens, query_lens, *bounds, shared)
     return attend(query, bound_cache, sequences, Attention.of(attention, options), out)
 
 
@@ -158,6 +162,7 @@ def fill(
     scales: KVScales | None,
     max_query_len: int | None,
     max_seq_len: int | None,
+    shared: torch.Tensor | None,
     **options: Any,
 ) -> None:
     """Call paged_attention with the arguments of its operator. The size of a value is that of `out`, if not given."""
@@ -178,6 +183,7 @@ def fill(
         scales=scales,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
+        shared=shared,
     )
 
 

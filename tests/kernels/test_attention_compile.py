@@ -32,6 +32,7 @@ ARCHS = pytest.mark.parametrize("arch", [80, 90])
 INTERPRETED_FILES = (
     "test_triton_attention.py",
     "test_attention_items.py",
+    "test_shared_attention.py",
     *(f"test_attention_{n}.py" for n in ("numbers", "lengths", "positions")),
 )
 

@@ -204,7 +204,7 @@ def test_operations_check_what_the_functions_check():
     assert torch.equal(bits([cache])[0], before[0])
     query, *others = calls(layout)["paged_attention"]
     with pytest.raises(ValueError, match=r"out must be \[num_tokens, num_heads, value_size\], got shape \(\)"):
-        torch.ops.kvpage.paged_attention(query, *others[:4], torch.tensor(1.0), layout.spec)
+        torch.ops.kvpage.paged_attention(query, *others[:4], torch.tensor(1.0), None, layout.spec)
 
 
 def test_one_scale_without_the_other_is_refused():

@@ -152,6 +152,7 @@ def compile_attention(arch, layout, query_dtype, group, queries, value_size, opt
         "partial_ptr": "*fp32" if split else None,
         "sum_ptr": "*fp32" if split else None,
         "error_ptr": "*i32",
+        "plan_ptr": None,
     }
     value = value or key
     strides = {"query_token": query.stride(0), "query_head": query.stride(1)}
@@ -176,9 +177,9 @@ def compile_kernel(kernel, arch, pointers, strides, constants, **launch):
             signature[name] = pointers[name] or "constexpr"
             if pointers[name] is None:
                 constants[name] = None
-            elif name not in ("sink_ptr", "table_ptr", "seq_len_ptr", "query_len_ptr", "position_ptr"):
+            elif name not in ("sink_ptr", "table_ptr", "seq_len_ptr", "query_len_ptr", "position_ptr", "plan_ptr"):
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        elif name == "table_stride":
+        elif name in ("table_stride", "plan_stride"):
             signature[name] = "i32"
         elif name.endswith("_stride"):
             constants |= specialised(signature, attributes, i, name, strides[name.removesuffix("_stride")])

@@ -12,6 +12,7 @@ the device by the lengths that a replay finds. A row of length 0 reads no block,
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +60,7 @@ def attend(
         positions = _positions_on_device(attention.query_positions, device)
         if positions is not attention.query_positions:
             attention = replace(attention, query_positions=positions)
-        launched = launch.paged_attention(
+        launched = _launching(sequences)(
             query,
             out,
             key,
@@ -71,6 +72,7 @@ def attend(
                 sequences.max_seq_len,
                 sequences.max_query_len,
                 sequences.num_decodes,
+                sequences.shared,
             ),
             attention,
             launch.Device(token_ops_cuda._error_word(device), *_facts(device)),
@@ -79,6 +81,15 @@ def attend(
         if kind is not None and launched:
             sequences.launches[kind] = launched
         token_ops_cuda._check_if_debugging(device)
+
+
+def _launching(sequences: Sequences) -> Callable[..., list[Any]]:
+    """Return what launches attention over these sequences."""
+    if sequences.shared is None:
+        from kvpage.kernels.attention_launch import paged_attention
+    else:
+        from kvpage.kernels.attention_shared import paged_attention
+    return paged_attention
 
 
 def attend_again(
