@@ -37,6 +37,15 @@ def attends_in_place(device: torch.device) -> bool:
     return device.type == "cpu" or token_ops_cuda._has_triton()
 
 
+def takes_plans(cache: BoundCache) -> bool:
+    """Return whether a plan of shared prefixes makes a difference to attention over a cache.
+
+    Args:
+        cache: A layer's cache.
+    """
+    return cache.is_cuda and cache.library is None and token_ops_cuda._has_triton()
+
+
 def attend(
     query: torch.Tensor, cache: BoundCache, sequences: Sequences, attention: Attention, out: torch.Tensor
 ) -> None:
