@@ -202,8 +202,11 @@ def members_of_tile(order_ptr, seq_len_ptr, place, valid, capacity, num_tokens):
     token = tl.load(order_ptr + place, mask=valid, other=-1).to(tl.int32)
     valid = valid & (token >= 0) & (token < num_tokens)
     position = tl.minimum(tl.load(seq_len_ptr + token, mask=valid, other=0).to(tl.int64), capacity).to(tl.int32) - 1
-    first = tl.min(tl.where(valid, position, 2**31 - 1), 0)
-    return token, valid, first, tl.max(tl.where(valid, position, -1), 0), position
+    first, last = num_tokens * 0 + 2**30, num_tokens * 0 - 1
+    for _ in range(0, tl.minimum(num_tokens, 1)):  # once: a compiler takes no load into its pipeline whose mask follows
+        first = tl.minimum(first, tl.min(tl.where(valid, position, 2**30), 0))  # from a reduction outside of a loop
+        last = tl.maximum(last, tl.max(tl.where(valid, position, -1), 0))
+    return token, valid, first, last, position
 
 
 @triton.jit
