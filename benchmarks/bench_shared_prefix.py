@@ -1,9 +1,9 @@
 """How much faster is decoding where sequences share a prefix, than where each has a copy of it?
 
-    shared    all tables begin with the same blocks, which are read once: on a GPU by a plan of ops.shared_prefixes, on a
-              CPU because neighbours of the tables' order are read together
+    shared    all tables begin with the same blocks, which are read once: on a GPU by a plan of ops.shared_prefixes, on
+              a CPU because neighbours of the tables' order are read together
     apart     the same keys, and each sequence has blocks of its own for them
-    sdpa      torch's scaled_dot_product_attention on K and V that lie contiguous, without the gathering that it would need
+    sdpa      torch's scaled_dot_product_attention on K and V that lie contiguous, without the gathering that it needs
 
 The bound is a copy of as many bytes as the keys and values have that are read once, read and written ones counted.
 "plan us" is the host's time for a plan. All results are compared before anything is timed; contenders take turns. On a
@@ -81,7 +81,11 @@ class Case:
     def _contiguous(self, num_seqs: int, length: int) -> list[torch.Tensor]:
         """Return K and V, [num_seqs, heads, length, size]."""
         both = ops.gather_cache(self.cache, self.tables, self.lengths)
-        return [rows.view(num_seqs, length, KV_HEADS, SIZE).transpose(1, 2).contiguous() for rows in both if rows is not None]
+        return [
+            rows.view(num_seqs, length, KV_HEADS, SIZE).transpose(1, 2).contiguous()
+            for rows in both
+            if rows is not None
+        ]
 
     def calls(self) -> dict[str, Callable[[], torch.Tensor]]:
         """The contenders."""
@@ -152,7 +156,9 @@ def main() -> None:
     aims = [row for row in rows if device.type == "cpu" and (row["seqs"], row["shared"], row["own"]) == TARGET_CASE]
     finish(
         options,
-        lambda path: curves(path, rows, "shared", ["times"], ("seqs", "own"), lines=[1.0], ylabel="times as fast as apart"),
+        lambda path: curves(
+            path, rows, "shared", ["times"], ("seqs", "own"), lines=[1.0], ylabel="times as fast as apart"
+        ),
         results=rows,
         targets_met=all(row["times"].median >= TARGET for row in aims) if aims else None,
     )

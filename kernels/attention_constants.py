@@ -91,9 +91,9 @@ class AttentionConstants(Constants):
         return self.KEYS == "own"
 
     @property
-    def IS_PARTIAL(self) -> bool:
-        """Whether no launch writes a result: each row has keys of several."""
-        return self.KEYS != "all"
+    def MOST_WHOLE(self) -> int:
+        """Splits with which a row is written whole: none where other launches read keys of the row."""
+        return 1 if self.KEYS == "all" else 0
 
     @property
     def SCALE_WEIGHTS(self) -> bool:

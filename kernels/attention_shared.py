@@ -45,7 +45,7 @@ class SharedLaunch(NamedTuple):
     """
 
     groups: Part
-    own: Part
+    own_part: Part
     merge: Prepared
     merge_grid: Grid
     merged: tuple[int, ...]
@@ -54,11 +54,11 @@ class SharedLaunch(NamedTuple):
 
     def again(self, query: torch.Tensor, out: torch.Tensor, cache: Sequence[int], error: torch.Tensor) -> bool:
         """Launch. cache: addresses of K and V and their scales. Return False if all must be launched anew."""
-        num_rows = self.groups.num_partial, self.own.num_partial
+        num_rows = self.groups.num_partial, self.own_part.num_partial
         room = out.new_empty(sum(num_rows) * (self.value_size + 2), dtype=torch.float32)
         tables, lengths, plan = self.places
         rows: list[int] = []
-        for part, first in ((self.groups, 0), (self.own, num_rows[0])):
+        for part, first in ((self.groups, 0), (self.own_part, num_rows[0])):
             partial = room.data_ptr() + 4 * first * (self.value_size + 2)
             rows += partial, partial + 4 * part.num_partial * self.value_size
             addresses = (
@@ -110,33 +110,33 @@ def attend_shared(
     groups = part_of(query, out, key, value, sequences, options, device, "shared")
     if groups.known.plan.tile_tokens == 1:
         return None
-    own = part_of(query, out, key, value, sequences, attention, device, "own")
-    group_rows, own_rows = groups.room(out), own.room(out)
+    own_part = part_of(query, out, key, value, sequences, attention, device, "own")
+    group_rows, own_rows = groups.room(out), own_part.room(out)
     groups.launch(query, out, key, value, sequences, options, *group_rows, device)
-    own.launch(query, out, key, value, sequences, attention, *own_rows, device)
-    merge, grid = _merge_of(groups, own, out), (out.shape[0] * out.shape[1], 1, 1)
-    merged = _merged(groups, own, sequences)
+    own_part.launch(query, out, key, value, sequences, attention, *own_rows, device)
+    merge, grid = _merge_of(groups, own_part, out), (out.shape[0] * out.shape[1], 1, 1)
+    merged = _merged(groups, own_part, sequences)
     lengths, plan = sequences.seq_lens, sequences.shared
     merge.launch(grid, (out, *own_rows, *group_rows, lengths, plan), merged)
     places = addresses_of((sequences.block_tables, lengths, plan))
-    return SharedLaunch(groups, own, merge, grid, merged, out.shape[2], places)
+    return SharedLaunch(groups, own_part, merge, grid, merged, out.shape[2], places)
 
 
-def _merged(groups: Part, own: Part, sequences: DeviceSequences) -> tuple[int, ...]:
+def _merged(groups: Part, own_part: Part, sequences: DeviceSequences) -> tuple[int, ...]:
     """Return the numbers of the merging kernel."""
     assert sequences.shared is not None
-    num_seqs, num_heads, num_items, num_pieces, capacity, window = own.merged
+    num_seqs, num_heads, num_items, num_pieces, capacity, window = own_part.merged
     _, _, num_group_items, num_group_pieces, *_ = groups.merged
     of_groups = max_groups(num_seqs), num_group_items, num_group_pieces
     return num_seqs, num_heads, num_items, num_pieces, *of_groups, capacity, window, sequences.shared.stride(0)
 
 
-def _merge_of(groups: Part, own: Part, out: torch.Tensor) -> Prepared:
-    constants = groups.known.constants, own.known.constants
+def _merge_of(groups: Part, own_part: Part, out: torch.Tensor) -> Prepared:
+    constants = groups.known.constants, own_part.known.constants
     kind = constants, out.dtype, out.stride()[:2]
     merge: Prepared | None = _merges.get(kind)
     if merge is None:
         fixed = *out.stride()[:2], MERGED, *constants
-        merge = Prepared(merge_shared_kernel, fixed, merge_options(own.known.constants), 0, range(5))
+        merge = Prepared(merge_shared_kernel, fixed, merge_options(own_part.known.constants), 0, range(5))
         _merges.keep(kind, merge)
     return merge

@@ -129,11 +129,20 @@ def find(
 
 @triton.jit
 def item_of(
-    item, seq_len_ptr, query_len_ptr, begin_ptr, num_seqs, capacity, window, num_pieces,
+    item, seq_len_ptr, query_len_ptr, plan_ptr, plan_stride, num_seqs, capacity, window, num_pieces,
     SPLIT: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Return (sequence, its queries, its first row, the tile's first query, split, splits); num_seqs for no item."""
+    """Return (sequence, its queries, its first row, the tile's first query, split, splits); num_seqs for no item.
+
+    Of shared keys a sequence is a group, and its first row a place in ORDER.
+    """
     TILE_TOKENS: tl.constexpr = A.value.TILE_TOKENS
+    begin_ptr = None
+    if A.value.IS_OWN:
+        begin_ptr = plan_ptr + OWN_BEGIN * plan_stride
+    if A.value.IS_SHARED:
+        seq_len_ptr, begin_ptr = plan_ptr + KEY_END * plan_stride, plan_ptr + KEY_BEGIN * plan_stride
+        query_len_ptr = plan_ptr + GROUP_COUNT * plan_stride
     seq, num_queries, first_row, first_query, split, num_splits = item, item * 0 + 1, item, item * 0, item * 0, 1
     if SPLIT or query_len_ptr is not None:
         seq, num_queries, first_row, first_item, num_splits = find(
@@ -141,6 +150,8 @@ def item_of(
         )
         first_query = (item - first_item) // num_splits * TILE_TOKENS
         split = (item - first_item) % num_splits
+    if A.value.IS_SHARED:
+        first_row = tl.load(plan_ptr + GROUP_FIRST * plan_stride + seq, mask=seq < num_seqs, other=0).to(tl.int32)
     return seq, num_queries, first_row, first_query, split, num_splits
 
 
@@ -207,6 +218,34 @@ def members_of_tile(order_ptr, seq_len_ptr, place, valid, capacity, num_tokens):
         first = tl.minimum(first, tl.min(tl.where(valid, position, 2**30), 0))  # from a reduction outside of a loop
         last = tl.maximum(last, tl.max(tl.where(valid, position, -1), 0))
     return token, valid, first, last, position
+
+
+@triton.jit
+def rows_of_tile(
+    seq, seq_len_ptr, table_ptr, table_stride, position_ptr, plan_ptr, plan_stride, first_row, first_query,
+    num_queries, num_tokens, length, capacity, head_tile, kv_head, A: tl.constexpr,
+):  # fmt: skip
+    """Return each row's query, token, head and whether there is one; the row of the tables that is read; each row's
+    position; the least and the largest position; the first and the last key that may be read."""
+    query, token, head, valid = queries_of_tile(first_row, first_query, num_queries, num_tokens, head_tile, kv_head, A)
+    table, first_key = seq, 0
+    if A.value.IS_OWN:
+        first_key = tl.load(plan_ptr + OWN_BEGIN * plan_stride + seq).to(tl.int32)
+    if A.value.IS_SHARED:
+        order_ptr = plan_ptr + ORDER * plan_stride
+        table = tl.load(order_ptr + first_row).to(tl.int32)
+        first_key = tl.load(plan_ptr + KEY_BEGIN * plan_stride + seq).to(tl.int32)
+        token, valid, first, last, position = members_of_tile(
+            order_ptr, seq_len_ptr, token, valid, capacity, num_tokens
+        )
+        last_key = length - 1
+    else:
+        first, last, position = positions_of_rows(
+            position_ptr, first_row, first_query, num_queries, num_tokens, length, query, token, valid, A
+        )
+        last_key = last
+    table_row = table_ptr + table.to(tl.int64) * table_stride
+    return query, token, head, valid, table_row, position, first, last, first_key, last_key
 
 
 @triton.jit

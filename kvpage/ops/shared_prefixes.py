@@ -21,9 +21,9 @@ def shared_prefixes(
     """Plan which keys of sequences with one query each are read once for several of them.
 
     Sequences share the keys of the blocks with which their tables begin alike. A group reads them in place of its
-    members. A sequence is in up to two groups, one within the other: say, of a system prompt, and of a chat. Tables of a
-    prefix tree are grouped so that the most keys are saved. Others may share more than is found: equal blocks count that
-    come after equal blocks.
+    members. A sequence is in up to two groups, one within the other: say, of a system prompt, and of a chat. Tables of
+    a prefix tree are grouped so that the most keys are saved. In other tables, a group may be missed where a block is
+    the same after blocks that are not.
 
     The plan fits as long as each sequence keeps the blocks of its groups' keys. It may grow meanwhile.
 

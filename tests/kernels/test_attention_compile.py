@@ -102,7 +102,16 @@ def check_shared_memory(name, arch, compiled):
 
 
 # Usual ones, and those whose tiles are smaller where shared memory is 99 KiB.
-OTHERS = ["decode", "prefill", "shared keys", "prefill e4m3", "decode mla, 16 heads", "prefill 256", "decode 576", "decode fp32 mla"]
+OTHERS = [
+    "decode",
+    "prefill",
+    "shared keys",
+    "prefill e4m3",
+    "decode mla, 16 heads",
+    "prefill 256",
+    "decode 576",
+    "decode fp32 mla",
+]
 
 
 @pytest.mark.parametrize("arch", [89, 100, 120])
@@ -202,7 +211,7 @@ def test_the_kernel_that_merges_shared_keys(arch, tmp_path):
     compiled = compile_kernel(merge_shared_kernel, arch, pointers, strides, constants, num_warps=4)
     usage = tool_output("cuobjdump", compiled, tmp_path, "-res-usage")
     assert re.search(r"STACK:0\b", usage) and re.search(r"LOCAL:0\b", usage), usage
-    assert not of_groups.DEPENDENT and own.DEPENDENT == (arch >= 90 and HAS_DEPENDENT_LAUNCH)
+    assert not of_groups.DEPENDENT and (arch >= 90 and HAS_DEPENDENT_LAUNCH) == own.DEPENDENT
     before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
     assert bool(after) == own.DEPENDENT
     if after:  # no partial result is read before

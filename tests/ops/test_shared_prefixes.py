@@ -87,8 +87,7 @@ def check_plan(plan, tables, lengths, block_size, least):
         assert row[PlanRow.OWN_BEGIN][seq] == begin < max(lengths[seq], 1) and begin % GRANULE == 0
     for group in range(num_seqs):
         begin, end, first, count = (
-            row[each][group]
-            for each in (PlanRow.KEY_BEGIN, PlanRow.KEY_END, PlanRow.GROUP_FIRST, PlanRow.GROUP_COUNT)
+            row[each][group] for each in (PlanRow.KEY_BEGIN, PlanRow.KEY_END, PlanRow.GROUP_FIRST, PlanRow.GROUP_COUNT)
         )
         if group not in members:
             assert begin == end == first == count == 0
@@ -122,7 +121,8 @@ def test_a_system_prompt_and_chats():
     parents = [(0, 0, 700), *[(0, 256, 700)] * 3, (0, 512, 700), (1, 512, 700), (5, 640, 700)]
     tables, lengths = tables_of(parents, 16)
     plan = ops.shared_prefixes(tables, lengths, 16, least_saved=1)
-    groups = set(zip(*(plan[each, :3].tolist() for each in (PlanRow.GROUP_COUNT, PlanRow.KEY_BEGIN, PlanRow.KEY_END))))
+    columns = [plan[each, :3].tolist() for each in (PlanRow.GROUP_COUNT, PlanRow.KEY_BEGIN, PlanRow.KEY_END)]
+    groups = set(zip(*columns, strict=True))
     assert groups == {(7, 0, 256), (2, 256, 512), (3, 256, 512)}
     check_plan(plan, tables, lengths, 16, 1)
 
@@ -161,7 +161,13 @@ def test_rows_of_padding_share_nothing():
     tables, lengths = tables_of([(0, 0, 400), (0, 384, 400)], 16)
     plan = np.full((len(PlanRow), 5), 77, np.int64)
     assert plan_into(plan, tables.numpy(), np.array(lengths), 16, 1) == 1
-    check_plan(torch.from_numpy(plan), torch.cat([tables, tables[:0].new_zeros(3, tables.shape[1])]), [*lengths, 0, 0, 0], 16, 1)
+    check_plan(
+        torch.from_numpy(plan),
+        torch.cat([tables, tables[:0].new_zeros(3, tables.shape[1])]),
+        [*lengths, 0, 0, 0],
+        16,
+        1,
+    )
     assert plan_into(plan, tables[:0].numpy(), np.array(lengths[:0]), 16, 1) == 0
     check_plan(torch.from_numpy(plan), tables.new_zeros(5, 1), [0] * 5, 16, 1)
 

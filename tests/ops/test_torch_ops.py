@@ -71,8 +71,8 @@ OPTIONS = (
 )
 SCHEMAS = {
     "paged_attention": (
-        "Tensor query, Tensor cache, Tensor block_tables, Tensor seq_lens, Tensor? query_lens, Tensor(a!) out, Tensor? shared, "
-        "str layout, Tensor? key_scale=None, Tensor? value_scale=None, int? max_query_len=None, "
+        "Tensor query, Tensor cache, Tensor block_tables, Tensor seq_lens, Tensor? query_lens, Tensor(a!) out, "
+        "Tensor? shared, str layout, Tensor? key_scale=None, Tensor? value_scale=None, int? max_query_len=None, "
         f"int? max_seq_len=None, *, {OPTIONS}"
     ),
     "gather_cache": (

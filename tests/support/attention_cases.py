@@ -82,7 +82,8 @@ def make_case(
 ):
     """Random queries, and a cache that is NaN wherever no visible token lies; unused table entries are huge.
 
-    forks: {sequence: (an earlier one, how many of its first tokens are the same blocks)}; whole blocks, with which all tokens are there. "clean" is a cache of the same tokens with zeros in place of the rest. query_lens None: one each.
+    forks: {sequence: (an earlier one, how many of its first tokens are the same blocks)}; whole blocks, with which all
+    tokens are there. "clean" is a cache of the same tokens with zeros in place of the rest. query_lens None: one each.
     """
     backend, kv_layout = place
     heads = 1 if backend == "mla" else heads

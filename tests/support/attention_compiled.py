@@ -115,7 +115,9 @@ CASES = {
     "shared keys fp32": case(FP32, queries=64, keys="shared"),
     "shared keys 64": case(size=64, group=8, queries=64, keys="shared"),
     "shared keys 256": case(size=256, group=2, queries=64, keys="shared"),
-    "shared keys mla, 16 heads": case(size=576, group=16, value=512, backend="mla", block=64, queries=64, keys="shared"),
+    "shared keys mla, 16 heads": case(
+        size=576, group=16, value=512, backend="mla", block=64, queries=64, keys="shared"
+    ),
 }
 
 

@@ -6,8 +6,8 @@ import torch
 
 from kvpage.checks.tensors import readable
 from kvpage.checks.values import as_integer
-from kvpage.ops.args.bound_cache import BoundCache
 from kvpage.layout.shared_prefixes import PlanRow
+from kvpage.ops.args.bound_cache import BoundCache
 from kvpage.ops.args.tokens import Lengths, check_tensor, host_lengths, length_bound, native_tables
 
 
@@ -26,8 +26,9 @@ class Sequences:
         max_query_len: A bound of query_lens. Default: the largest, or num_tokens where the host does not know it.
         max_seq_len: A bound of seq_lens. Default: the largest, or as many as fit into a table.
         shared: The plan of `kvpage.ops.shared_prefixes` on the cache's device, int64 [9, num_planned]. It is for all
-            sequences or, with query_lens, for first ones that have one query each. Its values are not checked. Default: each sequence reads its keys alone. On a CPU it makes
-            no difference: sequences in the tables' order read together there.
+            sequences or, with query_lens, for first ones that have one query each. Its values are not checked. Default:
+            each sequence reads its keys alone. On a CPU it makes no difference: sequences whose tables begin alike are
+            read together there.
 
     Attention on a CUDA device is cut by num_tokens, the tables' shape and the two bounds, not by the lengths. A graph
     that is captured with lengths on the device may be replayed with any others up to the bounds, 0 among them.

@@ -94,11 +94,9 @@ def attend(
 
 def _launching(sequences: Sequences) -> Callable[..., list[Any]]:
     """Return what launches attention over these sequences."""
-    if sequences.shared is None:
-        from kvpage.kernels.attention_launch import paged_attention
-    else:
-        from kvpage.kernels.attention_shared import paged_attention
-    return paged_attention
+    from kvpage.kernels import attention_launch, attention_shared
+
+    return attention_launch.paged_attention if sequences.shared is None else attention_shared.paged_attention
 
 
 def attend_again(

@@ -245,8 +245,9 @@ class Step:
     ) -> "Step":
         """Return a step of one query a sequence, whose tensors may change each time that it is computed.
 
-        The arguments are those of `Step`, and a plan of ops.shared_prefixes, all on the caches' device. Lengths are 0, of padding, to max_seq_len. On a
-        CPU operations know lengths as integers. They are read now, and padding attends to one token there.
+        The arguments are those of `Step`, and a plan of ops.shared_prefixes or None, all on the caches' device. Lengths
+        are 0, of padding, to max_seq_len. On a CPU operations know lengths as integers. They are read now, and padding
+        attends to one token there.
         """
         num_seqs, on_host = len(slot_mapping), engine.device.type == "cpu"
         lengths: list[int] = device_seq_lens.clamp(min=1).tolist() if on_host else [max_seq_len] * num_seqs

@@ -6,7 +6,7 @@ import torch
 from support.fake_device import Capturer, FakeDevice, move
 from support.models import make_model
 
-from kvpage import CacheConfig
+from kvpage import CacheConfig, ops
 from kvpage.blocks.rows import StepInputs
 from kvpage.layout.shared_prefixes import PlanRow
 from kvpage.ops.shared_prefixes import LEAST_SAVED
@@ -14,7 +14,7 @@ from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.loop.graphs.decode_inputs import DecodeInputs
 from kvpage.serving.loop.graphs.kept_plan import KeptPlan
 from kvpage.serving.loop.graphs.static_inputs import StaticInputs
-from kvpage.serving.model import step as steps
+from kvpage.serving.loop.ranks.rank_caches import RankCaches
 
 
 def inputs_of(lengths, num_same, first_block=100):
@@ -73,14 +73,13 @@ def test_plans_come_with_the_other_inputs(num_windows):
 @pytest.fixture
 def plans(monkeypatch):
     """The plan of each step that is made, None among them."""
-    found, make = [], steps._sequences
+    found, make = [], ops.Sequences.of_step
 
-    def keep(*args):
-        sequences = make(*args)
-        found.append(sequences.shared)
-        return sequences
+    def keep(*args, **options):
+        found.append(options.get("shared"))
+        return make(*args, **options)
 
-    monkeypatch.setattr(steps, "_sequences", keep)
+    monkeypatch.setattr(ops.Sequences, "of_step", keep)
     return found
 
 
@@ -115,23 +114,22 @@ def test_samples_of_a_prompt_share_it_in_a_step_of_its_own(monkeypatch, plans):
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_samples_of_a_prompt_share_it_in_a_captured_step(monkeypatch, plans, runs_ahead):
-    """The plan is made once for all steps, and comes with the upload that there is."""
+    """The plan comes with the upload that there is, into the memory that the captured step reads."""
     device = FakeDevice()
     engine = sampling_engine(device, monkeypatch, True, runs_ahead)
-    inputs = engine.debug.batch_runner.graphs._inputs
     with device:
         for _ in range(4):
             device.clear()
             engine.step()
-    plan = inputs.views(4).plans[0]
+    (plan,) = (plan for plan in plans if plan is not None and plan.shape[1] == 4)
     assert sorted(plan[PlanRow.OWN_BEGIN].tolist()) == [0, 0, LEAST_SAVED, LEAST_SAVED]
-    assert device.num_uploads == 1 and inputs._plans[0].num_made == 1
+    assert device.num_uploads == 1
 
 
 def test_a_graph_for_a_cpu_or_a_library_has_no_plan(monkeypatch):
     device = FakeDevice()
     engine = sampling_engine(device, monkeypatch, captures=False)
-    caches = engine.debug.batch_runner._caches
+    caches = RankCaches(engine.cache)
     assert caches.take_plans
     for cache in caches.full.bound_caches:
         monkeypatch.setattr(cache, "library", object())

@@ -46,7 +46,7 @@ def every_kind(limits: StepLimits) -> list[Padding]:
 
     Attention is compiled for one, few, some or many queries of a sequence, and for keys that are split or not. How many
     these are is the kernels' own affair, so all numbers that may make a difference are tried. Each sequence goes on
-    from tokens in blocks: latents are read there only then. Decodes of several sequences share all but their last token.
+    from tokens in blocks: latents are read there only then. Several sequences share all but the last token of each.
     """
     most = min(limits.num_tokens, limits.seq_len)
     counts = [count for count in NUM_QUERIES if count < most]

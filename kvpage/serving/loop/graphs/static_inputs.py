@@ -92,8 +92,9 @@ class StaticInputs:
         """Return the first rows."""
         columns, tables = self._columns[:, :num_rows], self._tables[:, :num_rows]
         token_ids, positions, seq_lens, state_slots = columns[:_NUM_SINGLE]
-        slots, plans = columns[_NUM_SINGLE:].split([self._num_groups, len(self._plans) * len(PlanRow)])
-        of_groups = plans.unflatten(0, (self._num_groups, len(plans) // self._num_groups))
+        first_plan = _NUM_SINGLE + self._num_groups
+        slots, plans = columns[_NUM_SINGLE:first_plan], columns[first_plan:]
+        of_groups = plans.view(self._num_groups, len(plans) // self._num_groups, num_rows)
         newest_tokens = self.newest_tokens[:num_rows]
         return DecodeViews(token_ids, positions, seq_lens, state_slots, slots, tables, newest_tokens, of_groups)
 
