@@ -19,10 +19,10 @@ namespace kvpage {
 // Rows of a plan, int64 [kPlanRows, num_rows]. The first five are of sequences, the others of groups. Groups are
 // numbered by their place; those that are not there have no members and no keys.
 enum PlanRow : int64_t {
-  kOwnBegin,    // the first key that no group of the sequence reads
+  kOwnBegin,  // the first key that no group of the sequence reads
   kOuterGroup,  // a number, -1 for none
   kInnerGroup,
-  kRank,   // the place of the sequence in kOrder
+  kRank,  // the place of the sequence in kOrder
   kOrder,  // sequences
   kGroupFirst,  // the place of its first member in kOrder
   kGroupCount,
@@ -32,7 +32,7 @@ enum PlanRow : int64_t {
 };
 
 struct SharingRules {
-  int64_t granule;      // keys: groups begin and end at multiples of it
+  int64_t granule;  // keys: groups begin and end at multiples of it
   int64_t least_saved;  // keys x (members - 1) of a group
   int64_t max_groups;
 };
