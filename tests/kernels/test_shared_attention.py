@@ -3,6 +3,8 @@
 They run on the device "interpreter" as test_attention_compile.py asks for.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -58,8 +60,7 @@ def shared_case(forks, lengths=LENGTHS, queries=None, **options):
 
 
 @ON_KERNELS
-@pytest.mark.parametrize("grouping", GROUPINGS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("grouping, options", [("none", "plain"), *itertools.product([*GROUPINGS][1:], OPTIONS)])
 def test_every_grouping(where, grouping, options, cpu_as_device):
     case = shared_case(GROUPINGS[grouping], **OPTIONS[options])
     assert (case["shared"] is None) == (grouping == "none")
