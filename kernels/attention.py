@@ -10,6 +10,9 @@ A thread block takes one tile of queries, one KV head and one split of the keys 
 keeps a running maximum, a running sum and the weighted values in fp32 (online softmax). The sequences' queries follow
 each other.
 
+Of keys that several sequences share, the queries of a tile are the last tokens of these: see
+kvpage.kernels.attention_shared.
+
 Unseen keys reach no sum: keys that no query of the tile sees are not read, and keys that only some queries see are made
 finite for the others. A block id out of range is reported, and its keys count as not there. The report has a loop of
 its own: in the loop over keys it would be a load that nothing hides.
@@ -20,7 +23,7 @@ import triton.language as tl
 
 from kvpage.kernels.attention_merge import let_merging_begin
 from kvpage.kernels.attention_rows import load_queries, load_values, score, whole
-from kvpage.kernels.attention_tiles import item_of, keys_of_split, positions_of_rows, program_of, queries_of_tile
+from kvpage.kernels.attention_tiles import KEY_END, item_of, keys_of_split, program_of, rows_of_tile
 from kvpage.kernels.rows import at, report
 
 
@@ -263,8 +266,11 @@ def attend(
 
 
 @triton.jit
-def length_of(seq, seq_len_ptr, capacity, error_ptr, A: tl.constexpr):
-    """Return the keys of a sequence; those that the table has no room for are reported, and do not count."""
+def length_of(seq, seq_len_ptr, plan_ptr, plan_stride, capacity, error_ptr, A: tl.constexpr):
+    """Return the keys of a sequence, or the end of a group's; those that no table has room for are reported, and do not
+    count."""
+    if A.value.IS_SHARED:
+        seq_len_ptr = plan_ptr + KEY_END * plan_stride
     asked = tl.load(seq_len_ptr + seq).to(tl.int64)
     report((tl.arange(0, 2) == 0) & (asked > capacity), error_ptr, A.value.BIT)
     return tl.minimum(asked, capacity).to(tl.int32)
@@ -291,9 +297,17 @@ def start(sink_ptr, head, valid, split, A: tl.constexpr):
 # Arguments that change from call to call are not specialised on: each value would compile anew, amid serving.
 @triton.jit(
     do_not_specialize=[
-        *("num_items", "num_pieces", "num_seqs", "num_tokens", "num_blocks", "capacity", "window", "table_stride")
+        *("num_items", "num_pieces", "num_seqs", "num_tokens", "num_blocks", "capacity", "window", "table_stride"),
+        "plan_stride",
     ],
-    do_not_specialize_on_alignment=["sink_ptr", "table_ptr", "seq_len_ptr", "query_len_ptr", "position_ptr"],
+    do_not_specialize_on_alignment=[
+        "sink_ptr",
+        "table_ptr",
+        "seq_len_ptr",
+        "query_len_ptr",
+        "position_ptr",
+        "plan_ptr",
+    ],
 )
 def paged_attention_kernel(
     query_ptr, out_ptr,  # [num_tokens, num_kv_heads * GROUP, KEY_SIZE], and VALUE_SIZE
@@ -305,12 +319,12 @@ def paged_attention_kernel(
     position_ptr,  # int64 [num_tokens]: of each query in its sequence, ascending; or None for the last ones
     partial_ptr,  # fp32 [num_items * TILE_TOKENS, num_kv_heads * GROUP, VALUE_SIZE] or None for one split each
     sum_ptr,  # fp32 [num_items * TILE_TOKENS, num_kv_heads * GROUP, 2]: maximum and sum
-    error_ptr,  # int32 [1]
+    error_ptr, plan_ptr,  # int32 [1]; int64 [9, num_tokens], see PlanRow, or None where KEYS are "all"
     factor, softcap, window,  # the former two: see scaled()
-    num_items, num_pieces, num_kv_heads, num_seqs, num_tokens, num_blocks,
+    num_items, num_pieces, num_kv_heads, num_seqs, num_tokens, num_blocks,  # num_seqs: or groups
     capacity,  # keys that a row of the table has room for
     query_token_stride, query_head_stride,  # all strides in elements
-    out_token_stride, out_head_stride, table_stride,
+    out_token_stride, out_head_stride, table_stride, plan_stride,
     key_block_stride, key_head_stride, key_run_stride,  # strides of a block's tokens are constants
     value_block_stride, value_head_stride, value_run_stride,
     key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
@@ -320,26 +334,26 @@ def paged_attention_kernel(
     TOKEN_SCALES: tl.constexpr = A.value.TOKEN_SCALES
     QUERY_ALIGN: tl.constexpr = A.value.QUERY_ALIGN
     NUM_PHASES: tl.constexpr = A.value.NUM_PHASES
+    MOST_WHOLE: tl.constexpr = A.value.MOST_WHOLE
     SPLIT: tl.constexpr = partial_ptr is not None
     head_tile, kv_head, item = program_of(num_items, num_kv_heads, A)
     seq, num_queries, first_row, first_query, split, num_splits = item_of(
-        item, seq_len_ptr, query_len_ptr, num_seqs, capacity, window, num_pieces, SPLIT, A
+        item, seq_len_ptr, query_len_ptr, plan_ptr, plan_stride, num_seqs, capacity, window, num_pieces, SPLIT, A
     )
     if seq >= num_seqs:
         return
-    length = length_of(seq, seq_len_ptr, capacity, error_ptr, A)
-    query, token, head, valid = queries_of_tile(first_row, first_query, num_queries, num_tokens, head_tile, kv_head, A)
-    first, last, position = positions_of_rows(
-        position_ptr, first_row, first_query, num_queries, num_tokens, length, query, token, valid, A
-    )
+    length = length_of(seq, seq_len_ptr, plan_ptr, plan_stride, capacity, error_ptr, A)
+    query, token, head, valid, table_row, position, first, last, first_key, limit = rows_of_tile(
+        seq, seq_len_ptr, table_ptr, table_stride, position_ptr, plan_ptr, plan_stride, first_row, first_query,
+        num_queries, num_tokens, length, capacity, head_tile, kv_head, A,
+    )  # fmt: skip
     query_row = token.to(tl.int64) * query_token_stride + head.to(tl.int64) * query_head_stride
     query_row = tl.multiple_of(query_row, QUERY_ALIGN)
     q, q_odd, q_tail, q_tail_odd, row_factor = load_queries(query_ptr, query_row, valid, factor, A)
     if key_scale_ptr is not None and not TOKEN_SCALES:
         row_factor *= tl.load(key_scale_ptr + kv_head * key_scale_head_stride)
     largest, total, values, values_odd = start(sink_ptr, head, valid, split, A)
-    low, begin, full_begin, full_end, end = keys_of_split(first, last, window, split, num_splits, A)
-    table_row = table_ptr + seq.to(tl.int64) * table_stride
+    low, begin, full_begin, full_end, end = keys_of_split(first, last, first_key, limit, window, split, num_splits, A)
     key_head, value_head = kv_head.to(tl.int64) * key_head_stride, kv_head.to(tl.int64) * value_head_stride
     for phase in tl.static_range(NUM_PHASES):  # full tiles, then those at the edges
         if phase == 1:
@@ -347,12 +361,12 @@ def paged_attention_kernel(
             first_step, end_step = begin, end - jump
         else:
             jump, first_step, end_step = 0, full_begin, full_end
-        e0, e1, e2, e3 = entries_of_tile(tile_of_step(first_step, full_begin, jump), low, last, table_row, A)
+        e0, e1, e2, e3 = entries_of_tile(tile_of_step(first_step, full_begin, jump), low, limit, table_row, A)
         for step in range(first_step, end_step):
             key_tile = tile_of_step(step, full_begin, jump)
             largest, total, values, values_odd = attend(
                 largest, total, values, values_odd, q, q_odd, q_tail, q_tail_odd, row_factor, position, window, softcap,
-                key_tile, e0, e1, e2, e3, low, last, num_blocks, kv_head,
+                key_tile, e0, e1, e2, e3, low, limit, num_blocks, kv_head,
                 key_ptr, key_head, key_block_stride, key_run_stride,
                 value_ptr, value_head, value_block_stride, value_run_stride,
                 key_scale_ptr, key_scale_block_stride, key_scale_offset_stride, key_scale_head_stride,
@@ -360,13 +374,13 @@ def paged_attention_kernel(
                 phase == 1, A,
             )  # fmt: skip
             tile_after = tile_of_step(step + 1, full_begin, jump)
-            e0, e1, e2, e3 = entries_of_tile(tile_after, low, tl.where(step + 1 < end_step, last, -1), table_row, A)
+            e0, e1, e2, e3 = entries_of_tile(tile_after, low, tl.where(step + 1 < end_step, limit, -1), table_row, A)
 
     values = whole(values, values_odd, A.value.VALUE_PAIRS)
     if value_scale_ptr is not None and not TOKEN_SCALES:
         values *= tl.load(value_scale_ptr + kv_head * value_scale_head_stride)
     if SPLIT:  # some compilers take the branches of `and` both
-        if num_splits > 1:
+        if num_splits > MOST_WHOLE:
             row = query - first_query
             store_partial(partial_ptr, sum_ptr, item, row, head, num_kv_heads, largest, total, values, valid, A)
         else:
@@ -374,4 +388,4 @@ def paged_attention_kernel(
     else:
         store_out(out_ptr, token, head, out_token_stride, out_head_stride, total, values, valid, A)
     if (kv_head == 0) & (head_tile == 0):
-        report_unknown(table_row, low, begin, end, last, num_blocks, error_ptr, A)
+        report_unknown(table_row, low, begin, end, limit, num_blocks, error_ptr, A)

@@ -37,6 +37,7 @@ class AttentionConstants(Constants):
     MAX_SPLITS: splits that a sequence has at most.
     IDS: block ids that are checked at a time.
     SEARCH: sequences that are searched at a time.
+    KEYS: "all" of a sequence, those "shared" by a group of sequences, or the sequence's "own" ones after these.
     BIT: of the error word, for a block id out of range.
     """
 
@@ -73,10 +74,26 @@ class AttentionConstants(Constants):
     BOUNDED: bool
     MIN_SPLIT_TILES: int
     DEPENDENT: bool
+    KEYS: str = "all"
     MAX_SPLITS: int = MAX_SPLITS
     IDS: int = IDS
     SEARCH: int = SEARCH
     BIT: int = BAD_BLOCK
+
+    @property
+    def IS_SHARED(self) -> bool:
+        """Whether keys are those of groups of sequences."""
+        return self.KEYS == "shared"
+
+    @property
+    def IS_OWN(self) -> bool:
+        """Whether keys are those after a sequence's groups."""
+        return self.KEYS == "own"
+
+    @property
+    def MOST_WHOLE(self) -> int:
+        """Splits with which a row is written whole: none where other launches read keys of the row."""
+        return 1 if self.KEYS == "all" else 0
 
     @property
     def SCALE_WEIGHTS(self) -> bool:
@@ -101,8 +118,11 @@ class AttentionConstants(Constants):
 
     @property
     def HAS_EDGES(self) -> bool:
-        """Whether a tile of keys may be seen by some rows only. A tile of one token reads the keys that it sees."""
-        return self.TILE_TOKENS > 1
+        """Whether a tile of keys may be seen by some rows only. A tile of one token reads the keys that it sees.
+
+        Shared keys come before all rows that share them.
+        """
+        return self.TILE_TOKENS > 1 and (self.WINDOW or not self.IS_SHARED)
 
     @property
     def NUM_PHASES(self) -> int:

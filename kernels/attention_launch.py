@@ -1,6 +1,7 @@
 """Launching attention over blocks: one kernel, and the merging one where keys are split. Waits for nothing.
 
 decodes of a batch     rows of one token, splits of their keys, a merge
+                       those that share keys: see kvpage.kernels.attention_shared
 its other sequences    tiles of many tokens, a launch of their own
 """
 
@@ -27,6 +28,7 @@ from kvpage.kernels.attention_plan import (
 from kvpage.kernels.prepared import HAS_DEPENDENT_LAUNCH, VERSION, Grid, Prepared, PreparedKinds, addresses_of, form
 from kvpage.kernels.quantize import INTERPRETED
 from kvpage.layout.attention import Attention
+from kvpage.layout.shared_prefixes import max_groups
 
 _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ALIGNED = (*range(6), 11, 12, 13)  # tensors on whose alignment the kernel is specialised
@@ -45,7 +47,8 @@ class Rows(NamedTuple):
 
 class DeviceSequences(NamedTuple):
     """All on the device but the bounds. seq_lens, query_lens: [num_seqs], the latter None for one each.
-    num_decodes: sequences at the beginning that have one query each, as far as the host knows them."""
+    num_decodes: sequences at the beginning that have one query each, as far as the host knows them. shared: int64
+    [9, num_decodes, or num_seqs of one query each], see PlanRow; None where nothing is shared."""
 
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]
     seq_lens: torch.Tensor
@@ -53,11 +56,13 @@ class DeviceSequences(NamedTuple):
     max_seq_len: int
     max_query_len: int
     num_decodes: int = 0
+    shared: torch.Tensor | None = None
 
     def decodes(self) -> "DeviceSequences":
         """Return the sequences at the beginning that have one query each."""
         few = slice(0, self.num_decodes)
-        return DeviceSequences(self.block_tables[few], self.seq_lens[few], None, self.max_seq_len, 1)
+        tables, lengths = self.block_tables[few], self.seq_lens[few]
+        return DeviceSequences(tables, lengths, None, self.max_seq_len, 1, shared=self.shared)
 
     def prefills(self) -> "DeviceSequences":
         """Return the other sequences."""
@@ -96,8 +101,9 @@ def plan_of(
     value: Rows | None,
     sequences: DeviceSequences,
     device: Device,
+    keys: str = "all",
 ) -> Plan:
-    """Choose tiles and splits from the shapes and the bounds, without waiting for the device.
+    """Choose tiles and splits from the shapes and the bounds, without waiting for the device. keys: see the constants.
 
     The plan depends on shapes, max_seq_len, max_query_len and num_decodes alone, and so do the grids and the sizes of
     partial results. A graph that is captured with a bucket's bounds may be replayed with any lengths up to them.
@@ -106,14 +112,18 @@ def plan_of(
     max_query_len = min(sequences.max_query_len, num_tokens)
     sizes = sizes_of(query, value_size, key, value)
     rows = sizes.group_size * min(max_query_len, -(-num_tokens // num_seqs))
+    if keys == "shared":  # all sequences, as members of an outer and of an inner group
+        num_seqs, max_query_len, rows = max_groups(num_seqs), num_tokens, sizes.group_size * num_tokens
+        num_tokens *= 2
     tile = choose_tile(sizes, rows, device.capability, device.shared_memory)
     tile_tokens = tile.num_tokens(sizes.group_size, max_query_len)
     num_tiles = min(num_seqs * -(-max_query_len // tile_tokens), num_tokens // tile_tokens + num_seqs)
     head_tiles = key.data.shape[2] * -(-sizes.group_size // tile.rows)
-    num_pieces = choose_pieces(
-        num_tiles, head_tiles, sequences.max_seq_len, tile, max_query_len == 1, device.num_multiprocessors
-    )
-    num_items = choose_items(num_tiles, num_pieces, sequences.max_seq_len, tile)
+    is_decode, longest = max_query_len == 1 or keys == "shared", sequences.max_seq_len
+    num_pieces = choose_pieces(num_tiles, head_tiles, longest, tile, is_decode, device.num_multiprocessors)
+    if keys != "all":  # all results are partial
+        num_pieces = max(num_pieces, 1)
+    num_items = choose_items(num_tiles, num_pieces, longest, tile)
     return Plan(sizes, tile, tile_tokens, num_tiles, head_tiles, num_pieces, num_items)
 
 
@@ -132,7 +142,7 @@ def paged_attention(
     """
     num_decodes, num_seqs = sequences.num_decodes, len(sequences.seq_lens)
     if not 0 < num_decodes < num_seqs:
-        return _launch(query, out, key, value, sequences, attention, device, 0)
+        return launch_alike(query, out, key, value, sequences, attention, device, 0)
     made = []
     for rows, part in (
         (slice(0, num_decodes), sequences.decodes()),
@@ -140,11 +150,11 @@ def paged_attention(
     ):
         positions = None if attention.query_positions is None else attention.query_positions[rows]
         options = replace(attention, query_positions=positions)
-        made += _launch(query[rows], out[rows], key, value, part, options, device, rows.start)
+        made += launch_alike(query[rows], out[rows], key, value, part, options, device, rows.start)
     return made
 
 
-def _launch(
+def launch_alike(
     query: torch.Tensor,
     out: torch.Tensor,
     key: Rows,
@@ -154,40 +164,89 @@ def _launch(
     device: Device,
     first_row: int,
 ) -> "list[AttentionLaunch]":
-    num_tokens, num_heads, value_size = out.shape
+    """Do what paged_attention does, of sequences that are all decodes, or all cut alike.
+
+    first_row: of all sequences' rows, these ones' first.
+    """
+    num_tokens, num_heads, _ = out.shape
     if num_tokens == 0 or len(sequences.seq_lens) == 0 or sequences.max_query_len == 0:
         return []
-    known = _known(query, out, key, value, sequences, attention, device)
-    plan, partial, sums = known.plan, None, None
-    num_partial = plan.num_items * plan.tile_tokens * num_heads if plan.num_pieces else 0
-    if plan.num_pieces:
-        partial_rows = plan.num_items * plan.tile_tokens, num_heads
-        partial = out.new_empty(*partial_rows, value_size, dtype=torch.float32)
-        sums = out.new_empty(*partial_rows, 2, dtype=torch.float32)
-    values, lengths, counts = key if value is None else value, sequences.seq_lens, sequences.query_lens
-    stored = as_loaded(key, known.key_pairs), as_loaded(values, known.value_pairs)
-    capacity = sequences.block_tables.shape[1] * key.data.shape[1]
-    window = min(attention.sliding_window or 0, 2**31 - 1)
-    grids = (plan.num_items * plan.head_tiles, 1, 1), (num_tokens * num_heads, 1, 1)
-    numbers = (
-        *(*_factors(attention), window, plan.num_items, plan.num_pieces, key.data.shape[2], len(lengths)),
-        *(num_tokens, len(key.data), capacity, *query.stride()[:2], *out.stride()[:2]),
-        sequences.block_tables.stride(0),
-    )
-    merged = len(lengths), num_heads, plan.num_items, plan.num_pieces, capacity, window
-    known.attention.launch(
-        grids[0],
-        (
-            *(query, out, *stored, key.scales, values.scales, attention.sinks),
-            *(sequences.block_tables, lengths, counts, attention.query_positions, partial, sums, device.error),
-        ),
-        numbers,
-    )
+    part = part_of(query, out, key, value, sequences, attention, device)
+    known, lengths, counts = part.known, sequences.seq_lens, sequences.query_lens
+    partial, sums = part.room(out) if part.num_partial else (None, None)
+    part.launch(query, out, key, value, sequences, attention, partial, sums, device)
+    grids = part.grid, (num_tokens * num_heads, 1, 1)
     if partial is not None:
-        known.merge.launch(grids[1], (out, partial, sums, lengths, counts), merged)
+        known.merge.launch(grids[1], (out, partial, sums, lengths, counts), part.merged)
     steps = first_row * query.stride(0) * query.element_size(), first_row * out.stride(0) * out.element_size()
     places = addresses_of((sequences.block_tables, lengths, counts))
-    return [AttentionLaunch(known, steps, grids, numbers, merged, (num_partial, value_size), places)]
+    room = part.num_partial, out.shape[2]
+    return [AttentionLaunch(known, steps, grids, part.numbers, part.merged, room, places)]
+
+
+class Part(NamedTuple):
+    """A launch of the attention kernel. num_partial: rows of partial results. merged: numbers of their merging."""
+
+    known: "Known"
+    grid: Grid
+    numbers: tuple[float, ...]
+    merged: tuple[int, ...]
+    num_partial: int
+
+    def room(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory for partial values, and for their maxima and sums."""
+        rows = self.num_partial // out.shape[1], out.shape[1]
+        partial = out.new_empty(*rows, out.shape[2], dtype=torch.float32)
+        return partial, out.new_empty(*rows, 2, dtype=torch.float32)
+
+    def launch(
+        self,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        key: Rows,
+        value: Rows | None,
+        sequences: DeviceSequences,
+        attention: Attention,
+        partial: torch.Tensor | None,
+        sums: torch.Tensor | None,
+        device: Device,
+    ) -> None:
+        """Launch it on these tensors, whose partial results go into `partial` and `sums`."""
+        values, plan = key if value is None else value, sequences.shared
+        stored = as_loaded(key, self.known.constants.KEY_PAIRS), as_loaded(values, self.known.constants.VALUE_PAIRS)
+        tensors = (
+            *(query, out, *stored, key.scales, values.scales, attention.sinks),
+            *(sequences.block_tables, sequences.seq_lens, sequences.query_lens, attention.query_positions),
+            *(partial, sums, device.error, plan),
+        )
+        self.known.attention.launch(self.grid, tensors, self.numbers)
+
+
+def part_of(
+    query: torch.Tensor,
+    out: torch.Tensor,
+    key: Rows,
+    value: Rows | None,
+    sequences: DeviceSequences,
+    attention: Attention,
+    device: Device,
+    keys: str = "all",
+) -> Part:
+    """Choose a launch for these tensors. keys: see AttentionConstants."""
+    (num_tokens, num_heads), num_seqs = out.shape[:2], len(sequences.seq_lens)
+    known = _known(query, out, key, value, sequences, attention, device, keys)
+    plan, shared = known.plan, sequences.shared
+    capacity = sequences.block_tables.shape[1] * key.data.shape[1]
+    window = min(attention.sliding_window or 0, 2**31 - 1)
+    numbers = (
+        *(*_factors(attention), window, plan.num_items, plan.num_pieces, key.data.shape[2]),
+        *(max_groups(num_seqs) if keys == "shared" else num_seqs, num_tokens, len(key.data), capacity),
+        *(*query.stride()[:2], *out.stride()[:2], sequences.block_tables.stride(0)),
+        0 if shared is None else shared.stride(0),
+    )
+    merged = num_seqs, num_heads, plan.num_items, plan.num_pieces, capacity, window
+    num_partial = plan.num_items * plan.tile_tokens * num_heads if plan.num_pieces else 0
+    return Part(known, (plan.num_items * plan.head_tiles, 1, 1), numbers, merged, num_partial)
 
 
 class AttentionLaunch(NamedTuple):
@@ -197,7 +256,7 @@ class AttentionLaunch(NamedTuple):
     results and elements of each. places: addresses of the tables and lengths, which stay.
     """
 
-    known: "_Known"
+    known: "Known"
     steps: tuple[int, int]
     grids: tuple[Grid, Grid]
     numbers: tuple[float, ...]
@@ -217,7 +276,7 @@ class AttentionLaunch(NamedTuple):
         tables, lengths, counts = self.places
         addresses = (
             *(query.data_ptr() + self.steps[0], out_address, *cache, 0),
-            *(tables, lengths, counts, 0, partial, sums, error.data_ptr()),
+            *(tables, lengths, counts, 0, partial, sums, error.data_ptr(), 0),
         )
         if not self.known.attention.repeat(self.grids[0], addresses, self.numbers):
             return False
@@ -225,12 +284,11 @@ class AttentionLaunch(NamedTuple):
         return not rows or self.known.merge.repeat(self.grids[1], to_merge, self.merged)
 
 
-class _Known(NamedTuple):
+class Known(NamedTuple):
     """A plan, and the launches of its kind: those with dtypes, strides and constants like its own."""
 
     plan: Plan
-    key_pairs: bool
-    value_pairs: bool
+    constants: AttentionConstants
     attention: Prepared
     merge: Prepared
 
@@ -247,7 +305,8 @@ def _known(
     sequences: DeviceSequences,
     attention: Attention,
     device: Device,
-) -> _Known:
+    keys: str,
+) -> Known:
     values, lengths = key if value is None else value, sequences.seq_lens
     tensors = lengths, sequences.query_lens, attention.sinks, attention.query_positions
     kind = (
@@ -256,17 +315,17 @@ def _known(
         *(attention.sliding_window is None, attention.softcap is None),
         *(key.data.data_ptr() % 2, values.data.data_ptr() % 2),
     )
-    shape = kind, query.shape[0], lengths.shape[0], sequences.max_seq_len, sequences.max_query_len
-    known: _Known | None = _plans.get(shape)
+    shape = kind, query.shape[0], lengths.shape[0], sequences.max_seq_len, sequences.max_query_len, keys
+    known: Known | None = _plans.get(shape)
     if known is None:
-        plan = plan_of(query, out.shape[2], key, value, sequences, device)
-        constants = constants_of(plan, query, key, value, attention, device.capability)
+        plan = plan_of(query, out.shape[2], key, value, sequences, device, keys)
+        constants = constants_of(plan, query, key, value, attention, device.capability, keys)
         of_kind = kind, constants, plan.tile, plan.num_pieces > 0
         prepared = _kinds.get(of_kind)
         if prepared is None:
             prepared = _prepared(plan.tile, constants, out, key, values)
             _kinds.keep(of_kind, prepared)
-        known = _Known(plan, constants.KEY_PAIRS, constants.VALUE_PAIRS, *prepared)
+        known = Known(plan, constants, *prepared)
         _plans.keep(shape, known)
     return known
 
@@ -305,8 +364,9 @@ def constants_of(
     value: Rows | None,
     attention: Attention,
     capability: int,
+    keys: str = "all",
 ) -> AttentionConstants:
-    """Choose the kernel's constants."""
+    """Choose the kernel's constants. keys: see there."""
     sizes, tile = plan.sizes, plan.tile
     dtype, query_dtype = key.data.dtype, query.dtype
     stored = _STORED.get(dtype, "float")
@@ -349,10 +409,16 @@ def constants_of(
         KEY_TILE=tile.key_tile,
         KEY_TAIL=tile.key_tail,
         VALUE_TILE=tile.value_tile,
-        BOUNDED=attention.sliding_window is not None and attention.query_positions is None,
+        BOUNDED=attention.sliding_window is not None and attention.query_positions is None and keys != "shared",
         MIN_SPLIT_TILES=-(-min_keys_of_split(tile) // tile.keys),
-        DEPENDENT=plan.num_pieces > 0 and capability >= 90 and HAS_DEPENDENT_LAUNCH and not INTERPRETED,
+        DEPENDENT=plan.num_pieces > 0 and keys != "shared" and allows_dependent_launch(capability),
+        KEYS=keys,
     )
+
+
+def allows_dependent_launch(capability: int) -> bool:
+    """Return whether merging may begin while attention runs."""
+    return capability >= 90 and HAS_DEPENDENT_LAUNCH and not INTERPRETED
 
 
 def _run_size(rows: Rows) -> int:

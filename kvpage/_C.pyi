@@ -358,6 +358,16 @@ def paged_attention(
 ) -> None:
     """Attend over the blocks of one layer: see kvpage.ops.paged_attention."""
 
+def share_prefixes(
+    tables: _Tables,
+    lengths: int,  # address of int64 [num_seqs]
+    rules: tuple[int, int, int],  # granule, least_saved, max_groups
+    plan: int,  # address of int64 [9, num_rows]
+    num_rows: int,
+    /,
+) -> int:
+    """Plan which keys of several sequences are read once, and return the number of groups: see ops.shared_prefixes."""
+
 def _transpose(
     name: str, element_bytes: int, to: int, to_stride: int, source: int, source_stride: int, rows: int, columns: int, /
 ) -> None: ...

@@ -2,6 +2,7 @@
 #include "bindings/bindings.h"
 
 #include "attention/paged_attention.h"
+#include "attention/shared_prefixes.h"
 #include "bindings/addresses.h"
 
 namespace kvpage {
@@ -45,6 +46,15 @@ void bind_attention(py::module_& m) {
       py::call_guard<py::gil_scoped_release>(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
       py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
       py::arg("kernel") = "", "See kvpage.ops.paged_attention, which checks what needs a tensor.");
+  m.def(
+      "share_prefixes",
+      [](const std::array<int64_t, 6>& tables, int64_t lengths, const std::array<int64_t, 3>& rules, int64_t plan,
+         int64_t num_rows) {
+        return share_prefixes(block_tables(tables), pointer<const int64_t>(lengths), {rules[0], rules[1], rules[2]},
+                              pointer<int64_t>(plan), num_rows);
+      },
+      py::call_guard<py::gil_scoped_release>(),
+      "Plan which keys of several sequences are read once: see kvpage.ops.shared_prefixes.");
   m.def(
       "attention_kernels", [] { return attention_kernels().names(); },
       "The attention kernels that this machine runs, the best first.");

@@ -35,6 +35,7 @@ from kvpage.ops.cuda.sampling import SamplingMemory as SamplingMemory
 from kvpage.ops.cuda.sampling import can_sample_rows as can_sample_rows
 from kvpage.ops.operation import operation as _operation
 from kvpage.ops.operation import or_traced as _or_traced
+from kvpage.ops.shared_prefixes import shared_prefixes as shared_prefixes
 
 __all__ = [
     "SAMPLING_RECORD",
@@ -62,6 +63,7 @@ __all__ = [
     "rms_norm",
     "row_deviation",
     "sample_rows",
+    "shared_prefixes",
     "store_chunk",
     "swap_blocks",
     "swap_blocks_layers",
@@ -96,6 +98,7 @@ def _traced_attend(
         out=out,
         max_query_len=sequences.max_query_len,
         max_seq_len=sequences.max_seq_len,
+        shared=sequences.shared,
     )
 
 

@@ -37,17 +37,17 @@ def paged_attention(
     scales: KVScales | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
+    shared: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Attend from each sequence's last tokens to all of its tokens, read in place from their blocks; causal.
 
     On a CPU a query's result has the same bits whatever else is in the batch and with any number of threads.
-
     On a CUDA device nothing is waited for. The keys of a block that does not exist count as not there, and
     `check_device` reports them. Lengths and positions on the device are not checked:
 
     - A sequence longer than its table ends there and is reported as well.
-    - A query that no key is left for, as of a sequence of length 0, gives zeros.
+    - A query without a key, as of a sequence of length 0, gives zeros.
     - Rows of query beyond the sum of query_lens leave their rows of `out` as they are.
     - A position beyond its sequence counts as that of its last token.
 
@@ -63,13 +63,13 @@ def paged_attention(
             device also int32 or int64 there, as query_lens, and then read when the kernel runs.
         layout: How the cache is to be read.
         attention: The options; or give them by name, each a field of Attention: scale, sliding_window and so on.
-        query_lens: [num_seqs] queries of each sequence, default 1 each. Query j of a sequence is its token
-            seq_len - query_len + j.
+        query_lens: [num_seqs] queries of each sequence, default 1 each: its last tokens.
         out: [num_tokens, num_heads, value_size] in the query's dtype, last dimension contiguous, apart from the others
             in memory. Without a value part (MLA), V is the first value_size elements of each key.
         scales: Scales of 8-bit floats; None means 1.
         max_query_len: Bound of query_lens that are on the device; by default as much as fits into query.
         max_seq_len: Bound of seq_lens that are on the device; by default as much as fits into a table.
+        shared: A plan of `shared_prefixes` on the query's device: see Sequences.
         **options: Fields of Attention, in place of `attention`.
 
     Returns:
@@ -79,10 +79,10 @@ def paged_attention(
         TypeError: An argument is no tensor, no integer, no number, or not known.
         ValueError: Anything else is wrong, or a needed table entry names no block. Nothing is written then.
     """
-    bound_cache = bound(cache, layout, scales)
-    query = readable("query", query)
+    bound_cache, query = bound(cache, layout, scales), readable("query", query)
     _check_query(query, bound_cache)
-    sequences = Sequences(bound_cache, query.shape[0], block_tables, seq_lens, query_lens, max_query_len, max_seq_len)
+    counts = seq_lens, query_lens, max_query_len, max_seq_len, shared
+    sequences = Sequences(bound_cache, len(query), block_tables, *counts)
     return attend(query, bound_cache, sequences, Attention.of(attention, options), out)
 
 
@@ -158,6 +158,7 @@ def fill(
     scales: KVScales | None,
     max_query_len: int | None,
     max_seq_len: int | None,
+    shared: torch.Tensor | None,
     **options: Any,
 ) -> None:
     """Call paged_attention with the arguments of its operator. The size of a value is that of `out`, if not given."""
@@ -178,6 +179,7 @@ def fill(
         scales=scales,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
+        shared=shared,
     )
 
 

@@ -5,7 +5,7 @@ import torch
 from support.attention_cases import BF16, E4M3, E5M2, FP16, FP32, INT8, at_positions, attend, check, make_case
 from support.ptx.archs import BOTH, every_case
 
-from kvpage import CacheLayout
+from kvpage import CacheLayout, ops
 
 PAGED, MLA = ("paged", "NHD"), ("mla", "NHD")
 WHOLE, SPLIT = 1, 1000  # multiprocessors: as many programs as there are splits are wanted
@@ -66,3 +66,22 @@ def test_every_byte_is_read_exactly(device, cpu_as_device, query_dtype):
 def test_rows_at_positions(device, cpu_as_device):
     case, _ = at_positions(make_case([40, 21], [40, 21], dtype=BF16, size=64, heads=1), [[3, 17, 39], [0, 20]])
     check("interpreter", case, capability=device.arch, state=cpu_as_device)
+
+
+SHARED = {
+    "plain": (BOTH, {"dtype": BF16}),
+    "all options": ([90], {"dtype": BF16, "window": 100, "softcap": 2.0, "sinks": True}),
+    "e4m3": ([80], {"dtype": E4M3, "query_dtype": BF16, "scales": "head"}),
+    "latents": ([90], {"dtype": BF16, "place": MLA, "group": 16, **LATENTS}),
+}
+
+
+@every_case("options", SHARED)
+def test_keys_that_sequences_share(device, cpu_as_device, options):
+    """Two groups, one within the other, and a sequence in none."""
+    options = {"size": 64, "heads": 1, "group": 4, "block": 16, **options}
+    case = make_case([290, 20, 270, 140, 300], None, forks={2: (0, 256), 3: (0, 128), 4: (0, 256)}, **options)
+    case["shared"] = ops.shared_prefixes(case["block_tables"], case["seq_lens"], 16, least_saved=1)
+    before = device.launches["merge_shared_kernel"]
+    check("interpreter", case, multiprocessors=WHOLE, capability=device.arch, state=cpu_as_device)
+    assert device.launches["merge_shared_kernel"] == before + 1

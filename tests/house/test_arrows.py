@@ -15,7 +15,7 @@ MORE_ENTRIES = {
     "kvpage.serving.generate": (13, "each part of one Cache has a file; its states have a folder"),
     "kvpage.serving": (14, "each thing that an engine does has a folder; its view for tests is a file"),
     "kvpage.store": (20, "a store is one noun with many parts"),
-    "kvpage.layout": (17, "each part of a cache's description has a file"),
+    "kvpage.layout": (18, "each part of a cache's description has a file"),
     "kvpage.serving.model": (23, "each feature of a model family has a file"),
     "kvpage.ops.cuda": (13, "each kind of kernel has a file, as have the ways to launch it"),
     "kvpage.kernels": (28, "Triton finds helpers only by their module's globals; folders would hide them"),

@@ -20,7 +20,7 @@ from support.attention_compiled import (  # noqa: E402
 from support.sass import instructions, loops, printed, stack_of  # noqa: E402
 
 from kvpage.benchmarks.compiling_driver import SHARED_MEMORY  # noqa: E402
-from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel  # noqa: E402
+from kvpage.kernels.attention_merge import MERGED, merge_shared_kernel, merge_splits_kernel  # noqa: E402
 from kvpage.kernels.attention_plan import shared_bytes  # noqa: E402
 from kvpage.kernels.prepared import HAS_DEPENDENT_LAUNCH  # noqa: E402
 
@@ -82,7 +82,16 @@ def check_shared_memory(name, arch, compiled):
 
 
 # Usual ones, and those whose tiles are smaller where shared memory is 99 KiB.
-OTHERS = ["decode", "prefill", "prefill e4m3", "decode mla, 16 heads", "prefill 256", "decode 576", "decode fp32 mla"]
+OTHERS = [
+    "decode",
+    "prefill",
+    "shared keys",
+    "prefill e4m3",
+    "decode mla, 16 heads",
+    "prefill 256",
+    "decode 576",
+    "decode fp32 mla",
+]
 
 
 @pytest.mark.parametrize("arch", [89, 100, 120])
@@ -168,6 +177,23 @@ def test_the_merging_kernel(arch):
     if after:  # lengths, 64 bits each, are read while attention runs; its results are not
         assert set(re.findall(r"ld\.global\S*\.b(\d+)", before)) == {"64"} and "st.global" not in before
         assert re.findall(r"ld\.global\S*\.b32", after) and not re.findall(r"\bret;", before)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_the_kernel_that_merges_shared_keys(arch, tmp_path):
+    of_groups, own = (attention_constants(arch, **CASES[name]) for name in ("shared keys", "own keys"))
+    constants = {"MERGED": MERGED, "GROUPS": of_groups, "A": own}
+    pointers = {"out_ptr": "*bf16", "seq_len_ptr": "*i64", "plan_ptr": "*i64"}
+    pointers |= dict.fromkeys(("partial_ptr", "sum_ptr", "group_partial_ptr", "group_sum_ptr"), "*fp32")
+    strides = {"out_token": 4096, "out_head": 128}
+    compiled = compile_kernel(merge_shared_kernel, arch, pointers, strides, constants, num_warps=4)
+    usage = tool_output("cuobjdump", compiled, tmp_path, "-res-usage")
+    assert re.search(r"STACK:0\b", usage) and re.search(r"LOCAL:0\b", usage), usage
+    assert not of_groups.DEPENDENT and (arch >= 90 and HAS_DEPENDENT_LAUNCH) == own.DEPENDENT
+    before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
+    assert bool(after) == own.DEPENDENT
+    if after:  # no partial result is read before
+        assert set(re.findall(r"ld\.global\S*\.b(\d+)", before)) == {"64"} and "st.global" not in before
 
 
 @pytest.mark.skipif(not HAS_DEPENDENT_LAUNCH, reason="from Triton 3.4 on")

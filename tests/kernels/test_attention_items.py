@@ -27,12 +27,12 @@ def items_kernel(
     place = found_ptr + target * 6
     if BY_ROW:
         seq, queries, row, item, splits = find(
-            target, seq_len_ptr, query_len_ptr, num_seqs, capacity, window, num_pieces, True, True, A
+            target, seq_len_ptr, query_len_ptr, None, num_seqs, capacity, window, num_pieces, True, False, True, A
         )
         tl.store(place + 4, item)
     else:
         seq, queries, row, query, split, splits = item_of(
-            target, seq_len_ptr, query_len_ptr, num_seqs, capacity, window, num_pieces, True, A
+            target, seq_len_ptr, query_len_ptr, None, 0, num_seqs, capacity, window, num_pieces, True, A
         )
         tl.store(place + 3, query)
         tl.store(place + 4, split)
@@ -43,7 +43,13 @@ def items_kernel(
 
 
 def constants(tile_tokens, bounded):
-    sizes = {"TILE_TOKENS": tile_tokens, "TILE_KEYS": TILE_KEYS, "BOUNDED": bounded}
+    sizes = {
+        "TILE_TOKENS": tile_tokens,
+        "TILE_KEYS": TILE_KEYS,
+        "BOUNDED": bounded,
+        "IS_OWN": False,
+        "IS_SHARED": False,
+    }
     return SimpleNamespace(value=SimpleNamespace(SEARCH=SEARCH, MIN_SPLIT_TILES=LEAST, MAX_SPLITS=MOST, **sizes))
 
 

@@ -110,6 +110,39 @@ def check_addresses(again: list, anew: list, out: torch.Tensor) -> None:
     assert row == len(out)
 
 
+@pytest.mark.parametrize("queries", [[1] * 5, [1, 1, 1, 30, 7]], ids=str)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_another_layer_over_shared_keys_is_launched_as_the_first(monkeypatch, kind: str, queries: list[int]) -> None:
+    """Groups, own keys and the merging of both; then prompts."""
+    layout, launches = LAYOUTS[kind], Launches(monkeypatch)
+    num_decodes = queries.count(1)
+    with fake_device() as device, torch.no_grad():
+        layers = [device.bound(cache, layout) for cache in layout.allocate(NUM_BLOCKS, 2, CPU)]
+        sequences, attention = step_of(layers[0], queries, 2000), Attention(0.125, value_size=32)
+        tables, lengths = sequences.block_tables[:num_decodes], [2000] * num_decodes
+        sequences.shared = ops.shared_prefixes(tables, lengths, 16)
+        first, second = torch.zeros(2, sum(queries), NUM_HEADS, SIZE, dtype=BF16)
+        ops.attend(first, layers[0], sequences, attention)
+        launches.take()
+        out = ops.attend(second, layers[1], sequences, attention)
+        again = launches.take()
+        sequences.launches.clear()
+        ops.attend(second, layers[1], sequences, attention)
+        anew = launches.take()
+    names = ["paged_attention_kernel", "paged_attention_kernel", "merge_shared_kernel"]
+    assert [name for name, *_ in again[:3]] == names and len(again) == (3 if num_decodes == len(queries) else 5)
+    assert all(repeated for *_, repeated in again) and not any(repeated for *_, repeated in anew)
+    for (*form, given, numbers, _), (*other_form, expected, other_numbers, _) in zip(again, anew, strict=True):
+        assert (form, numbers, len(given)) == (other_form, other_numbers, len(expected))
+        assert [bool(place) for place in given] == [bool(place) for place in expected]
+    for (*_, given, _, _), (*_, expected, _, _) in zip(again[:2], anew[:2], strict=True):
+        same = [place for place in range(15) if place not in (1, 11, 12)]  # all but results
+        assert [given[place] for place in same] == [expected[place] for place in same]
+        assert given[1] == out.data_ptr() and given[14] == sequences.shared.data_ptr()
+    (_, _, groups, *_), (_, _, own, *_), (_, _, merged, *_) = again[:3]
+    assert merged == [out.data_ptr(), *own[11:13], *groups[11:13], own[8], sequences.shared.data_ptr()]
+
+
 @pytest.mark.parametrize("change", ["sinks", "positions", "window", "scale", "heads", "dtype", "negative"])
 def test_a_layer_of_another_kind_is_launched_anew(monkeypatch, change: str) -> None:
     launches, layout = Launches(monkeypatch), LAYOUTS["bf16"]

@@ -72,7 +72,7 @@ OPTIONS = (
 SCHEMAS = {
     "paged_attention": (
         "Tensor query, Tensor cache, Tensor block_tables, Tensor seq_lens, Tensor? query_lens, Tensor(a!) out, "
-        "str layout, Tensor? key_scale=None, Tensor? value_scale=None, int? max_query_len=None, "
+        "Tensor? shared, str layout, Tensor? key_scale=None, Tensor? value_scale=None, int? max_query_len=None, "
         f"int? max_seq_len=None, *, {OPTIONS}"
     ),
     "gather_cache": (
@@ -204,7 +204,7 @@ def test_operations_check_what_the_functions_check():
     assert torch.equal(bits([cache])[0], before[0])
     query, *others = calls(layout)["paged_attention"]
     with pytest.raises(ValueError, match=r"out must be \[num_tokens, num_heads, value_size\], got shape \(\)"):
-        torch.ops.kvpage.paged_attention(query, *others[:4], torch.tensor(1.0), layout.spec)
+        torch.ops.kvpage.paged_attention(query, *others[:4], torch.tensor(1.0), None, layout.spec)
 
 
 def test_one_scale_without_the_other_is_refused():

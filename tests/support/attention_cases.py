@@ -24,7 +24,8 @@ def attend_as_on_a_device(case, out, cache="cache"):
     held.is_cuda = True
     query, bounds = case["query"], (case.get("max_query_len"), case.get("max_seq_len"))
     given = case["query_lens"]
-    sequences = ops.Sequences(held, len(query), case["block_tables"], case["seq_lens"], given, *bounds)
+    plan = case.get("shared")
+    sequences = ops.Sequences(held, len(query), case["block_tables"], case["seq_lens"], given, *bounds, shared=plan)
     options = {name: case.get(name) for name in OPTIONS}
     options["scale"] = query.shape[2] ** -0.5 if options["scale"] is None else options["scale"]
     attention_ops_cuda.attend(query, held, sequences, ops.Attention(**options, value_size=out.shape[2]), out)
@@ -77,10 +78,12 @@ def make_case(
     sinks=False,
     scales=None,
     index=torch.int32,
+    forks=None,
 ):
     """Random queries, and a cache that is NaN wherever no visible token lies; unused table entries are huge.
 
-    "clean" is a cache of the same tokens with zeros in place of the rest. query_lens None: one each.
+    forks: {sequence: (an earlier one, how many of its first tokens are the same blocks)}; whole blocks, with which all
+    tokens are there. "clean" is a cache of the same tokens with zeros in place of the rest. query_lens None: one each.
     """
     backend, kv_layout = place
     heads = 1 if backend == "mla" else heads
@@ -97,9 +100,11 @@ def make_case(
     given = {None: None, "tensor": KVScales.of(0.5, 2.0)}.get(scales) if scales != "head" else None
     if scales == "head":
         given = KVScales(torch.rand(heads) + 0.5, torch.rand(heads) + 0.5)
-    for table, length, queries in zip(tables, seq_lens, counts, strict=True):
-        low = max(0, length - queries - window + 1) if window else 0
-        tokens = torch.arange(low, length)
+    for seq, (table, length, queries) in enumerate(zip(tables, seq_lens, counts, strict=True)):
+        parent, num_same = (forks or {}).get(seq, (seq, 0))
+        low = max(0, length - queries - window + 1) if window and not forks else 0
+        table[: num_same // block] = tables[parent, : num_same // block]
+        tokens = torch.arange(max(low, num_same), length)
         for number in (tokens // block).unique().tolist():
             table[number] = free.pop()
         slots = table.long()[tokens // block] * block + tokens % block
@@ -126,7 +131,7 @@ def make_case(
 
 def expected(case):
     num_blocks = case["clean"].shape[case["layout"].block_dim]
-    skipped = ("clean", "max_query_len", "max_seq_len")
+    skipped = ("clean", "max_query_len", "max_seq_len", "shared")
     clean = {name: value for name, value in case.items() if name not in skipped}
     return reference.paged_attention(
         **{**clean, "cache": case["clean"], "block_tables": case["block_tables"].clamp(0, num_blocks - 1)}

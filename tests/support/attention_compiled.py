@@ -23,16 +23,29 @@ E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 
 def case(
-    dtype=BF16, size=128, group=4, queries=1, query=None, value=None, backend="flash", block=16, at=False, **options
+    dtype=BF16,
+    size=128,
+    group=4,
+    queries=1,
+    query=None,
+    value=None,
+    backend="flash",
+    block=16,
+    at=False,
+    keys="all",
+    **options,
 ):
+    """keys: of attention's constants; of shared ones, queries are members of a group."""
+    sinks = torch.zeros(1) if options and keys != "shared" else None
     return {
+        "keys": keys,
         "has_positions": at,
         "layout": CacheLayout(block, 1 if backend == "mla" else 8, size, dtype, backend),
         "query_dtype": query or (BF16 if dtype in (E4M3, E5M2, INT8) else dtype),
         "group": group,
         "queries": queries,
         "value_size": value or size,
-        "options": Attention(1.0, options.get("window"), options.get("softcap"), torch.zeros(1) if options else None),
+        "options": Attention(1.0, options.get("window"), options.get("softcap"), sinks),
     }
 
 
@@ -87,6 +100,20 @@ CASES = {
     "prefill fp32, 64": case(FP32, size=64, group=1, queries=512),
     "prefill fp32, 256": case(FP32, size=256, queries=512),
     "decode fp32 mla": case(FP32, size=576, group=128, value=512, backend="mla", block=64),
+    "own keys": case(keys="own"),
+    "own keys, all options": case(keys="own", **ALL),
+    "shared keys": case(queries=64, keys="shared"),
+    "shared keys, 8 members": case(queries=8, keys="shared"),
+    "shared keys, 2 members": case(queries=2, keys="shared"),
+    "shared keys, all options": case(queries=64, keys="shared", **ALL),
+    "shared keys e4m3": case(E4M3, queries=64, keys="shared"),
+    "shared keys int8": case(INT8, queries=64, keys="shared"),
+    "shared keys fp32": case(FP32, queries=64, keys="shared"),
+    "shared keys 64": case(size=64, group=8, queries=64, keys="shared"),
+    "shared keys 256": case(size=256, group=2, queries=64, keys="shared"),
+    "shared keys mla, 16 heads": case(
+        size=576, group=16, value=512, backend="mla", block=64, queries=64, keys="shared"
+    ),
 }
 
 
@@ -124,13 +151,15 @@ def sizes_and_tile(arch, layout, query_dtype, group, queries, value_size, **_):
     return sizes, choose_tile(sizes, group * queries, arch, SHARED_MEMORY[arch])
 
 
-def compile_attention(arch, layout, query_dtype, group, queries, value_size, options, split=True, has_positions=False):
+def compile_attention(
+    arch, layout, query_dtype, group, queries, value_size, options, split=True, has_positions=False, keys="all"
+):
     """The kernel for `queries` a sequence, with a device's tensors that begin at multiples of 16 bytes."""
     query, key, value, sizes = rows_of(layout, query_dtype, group, queries, value_size)
     tile = choose_tile(sizes, group * queries, arch, SHARED_MEMORY[arch])
     tile_tokens = tile.num_tokens(group, queries)
     plan = Plan(sizes, tile, tile_tokens, num_tiles=1, head_tiles=1, num_pieces=2 if split else 0, num_items=3)
-    constants = {"A": constants_of(plan, query, key, value, options, arch)}
+    constants = {"A": constants_of(plan, query, key, value, options, arch, keys)}
     loaded = [as_loaded(key, constants["A"].KEY_PAIRS), as_loaded(value or key, constants["A"].VALUE_PAIRS)]
     scale_pointer = None if key.scales is None else "*fp32"
     pointers = {
@@ -143,11 +172,12 @@ def compile_attention(arch, layout, query_dtype, group, queries, value_size, opt
         "sink_ptr": None if options.sinks is None else "*fp32",
         "table_ptr": "*i32",
         "seq_len_ptr": "*i32",
-        "query_len_ptr": None if queries == 1 else "*i32",
+        "query_len_ptr": None if queries == 1 or keys == "shared" else "*i32",
         "position_ptr": "*i64" if has_positions else None,
         "partial_ptr": "*fp32" if split else None,
         "sum_ptr": "*fp32" if split else None,
         "error_ptr": "*i32",
+        "plan_ptr": None if keys == "all" else "*i64",
     }
     value = value or key
     strides = {"query_token": query.stride(0), "query_head": query.stride(1)}
@@ -172,9 +202,9 @@ def compile_kernel(kernel, arch, pointers, strides, constants, **launch):
             signature[name] = pointers[name] or "constexpr"
             if pointers[name] is None:
                 constants[name] = None
-            elif name not in ("sink_ptr", "table_ptr", "seq_len_ptr", "query_len_ptr", "position_ptr"):
+            elif name not in ("sink_ptr", "table_ptr", "seq_len_ptr", "query_len_ptr", "position_ptr", "plan_ptr"):
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        elif name == "table_stride":
+        elif name in ("table_stride", "plan_stride"):
             signature[name] = "i32"
         elif name.endswith("_stride"):
             constants |= specialised(signature, attributes, i, name, strides[name.removesuffix("_stride")])

@@ -7,16 +7,18 @@ waits       the names of operations that wait for a device: item, tolist, bool, 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.cpu_graphs import CpuCapturer, CpuReplay
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from kvpage.serving import Engine
 from kvpage.serving.loop.batch.device_decoder import DeviceDecoder
+from kvpage.serving.loop.graphs.capture import Replay
 from kvpage.serving.model import attention, step
 
 CUDA = torch.device("cuda", 0)
@@ -145,6 +147,21 @@ class FakeDevice(TorchFunctionMode):
             self.num_uploads += 1
         else:
             self.num_fetches += 1
+
+
+class Capturer(CpuCapturer):
+    """Its replays are one launch each."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def capture(self, work: Callable[[], None], beside: Replay | None) -> CpuReplay:
+        def one_launch() -> None:
+            with self._device.one_launch():
+                work()
+
+        return super().capture(one_launch, beside)
 
 
 def on_device(value: Any) -> Any:

@@ -28,6 +28,7 @@ from support.attention_compiled import CASES as ATTENTION  # noqa: E402
 from kvpage import CacheLayout, KVScales  # noqa: E402
 from kvpage.benchmarks.compiling_driver import SHARED_MEMORY, CompilingDriver, Launch  # noqa: E402
 from kvpage.kernels.attention_launch import Device, DeviceSequences, Rows, paged_attention  # noqa: E402
+from kvpage.kernels.attention_shared import paged_attention as attend_shared
 from kvpage.kernels.blend import row_deviation  # noqa: E402
 from kvpage.kernels.chunk import move_chunk  # noqa: E402
 from kvpage.kernels.gate import gate  # noqa: E402
@@ -38,6 +39,7 @@ from kvpage.kernels.rope import rope  # noqa: E402
 from kvpage.kernels.rotary import mix_rows  # noqa: E402
 from kvpage.kernels.row_grid import RowGrid  # noqa: E402
 from kvpage.kernels.sampling_launch import sample_rows  # noqa: E402
+from kvpage.layout.attention import Attention
 from kvpage.layout.rotation import Rotation  # noqa: E402
 from kvpage.ops import SAMPLING_RECORD_WORDS, SamplingMemory  # noqa: E402
 
@@ -128,6 +130,17 @@ def attention(name: str, arch: int = 90) -> Call:
     return lambda: paged_attention(query, out, key, value, sequences, case["options"], device)
 
 
+def shared_keys(size: int, **options: Any) -> Call:
+    """Return a call of four decodes whose plan has room for two groups."""
+    layout = CacheLayout(16, 8, size, BF16)
+    key, value = (view and Rows(view.rows, None) for view in layout.views(layout.allocate(2, 1, CPU)[0]))
+    query = torch.zeros(4, 32, size, dtype=BF16)
+    tables, plan = torch.zeros(4, 3, dtype=torch.int32), torch.zeros(9, 4, dtype=torch.int64)
+    sequences = DeviceSequences(tables, torch.ones(4, dtype=torch.int64), None, 2**17, 1, shared=plan)
+    device, out = Device(ERROR, 132, 90, SHARED_MEMORY[90]), torch.zeros_like(query)
+    return lambda: attend_shared(query, out, key, value, sequences, Attention(1.0, **options), device)
+
+
 def sampling(dtype: torch.dtype) -> Call:
     memory = SamplingMemory.make(1, VOCAB_SIZE, "cpu")
     records = torch.zeros(1, SAMPLING_RECORD_WORDS, dtype=torch.int64)
@@ -160,6 +173,8 @@ CASES: dict[str, tuple[int, Callable[[], Call]]] = {
     "decode latents": (90, partial(attention, "decode mla")),
     "decode latents e4m3": (90, partial(attention, "decode mla e4m3, 16 heads")),
     "decode fp32 latents, 99 KiB": (89, partial(attention, "decode fp32 mla", 89)),
+    "decode shared keys": (90, partial(shared_keys, 128)),
+    "decode shared keys, a window": (90, partial(shared_keys, 64, sliding_window=100)),
     "prefill": (90, partial(attention, "prefill")),
     "prefill, all options": (80, partial(attention, "prefill, all options", 80)),
     "prefill e4m3": (90, partial(attention, "prefill e4m3")),

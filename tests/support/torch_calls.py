@@ -75,7 +75,7 @@ def calls(layout):
         "reshape_and_cache": (key, value, cache, SLOTS, spec, *scales),
         "gather_cache": (cache, TABLES, LENGTHS, STARTS, out_key, out_value, spec, *scales),
         "paged_attention": (
-            query, cache, TABLES, LENGTHS, QUERIES, query.clone(), spec, *scales, 3, 10
+            query, cache, TABLES, LENGTHS, QUERIES, query.clone(), None, spec, *scales, 3, 10
         ),
         "swap_blocks": (cache, other, PAIRS, spec),
         "swap_blocks_layers": ([cache], [other], PAIRS, spec),

@@ -6,8 +6,9 @@ import torch
 
 from kvpage.checks.tensors import readable
 from kvpage.checks.values import as_integer
+from kvpage.layout.shared_prefixes import PlanRow
 from kvpage.ops.args.bound_cache import BoundCache
-from kvpage.ops.args.tokens import Lengths, host_lengths, length_bound, native_tables
+from kvpage.ops.args.tokens import Lengths, check_tensor, host_lengths, length_bound, native_tables
 
 
 class Sequences:
@@ -24,6 +25,10 @@ class Sequences:
         query_lens: [num_seqs] queries of each sequence, likewise. Default: one each.
         max_query_len: A bound of query_lens. Default: the largest, or num_tokens where the host does not know it.
         max_seq_len: A bound of seq_lens. Default: the largest, or as many as fit into a table.
+        shared: The plan of `kvpage.ops.shared_prefixes` on the cache's device, int64 [9, num_planned]. It is for all
+            sequences or, with query_lens, for first ones that have one query each. Its values are not checked. Default:
+            each sequence reads its keys alone. On a CPU it makes no difference: sequences whose tables begin alike are
+            read together there.
 
     Attention on a CUDA device is cut by num_tokens, the tables' shape and the two bounds, not by the lengths. A graph
     that is captured with lengths on the device may be replayed with any others up to the bounds, 0 among them.
@@ -47,6 +52,7 @@ class Sequences:
         "query_lens",
         "seq_lens",
         "shape",
+        "shared",
     )
 
     def __init__(
@@ -58,6 +64,7 @@ class Sequences:
         query_lens: Lengths | None = None,
         max_query_len: int | None = None,
         max_seq_len: int | None = None,
+        shared: torch.Tensor | None = None,
     ) -> None:
         num_tokens = as_integer("num_tokens", num_tokens)
         self.block_tables = readable("block_tables", block_tables)
@@ -82,6 +89,9 @@ class Sequences:
         self.max_query_len = length_bound("max_query_len", max_query_len, _listed(counts), num_tokens)
         self.max_seq_len = length_bound("max_seq_len", max_seq_len, _listed(self.seq_lens), capacity)
         self.num_decodes = num_decodes(_listed(self.query_lens))
+        self.shared = None if shared is None else _checked_plan(shared, cache.device)
+        if shared is not None:
+            self.num_decodes = _planned(shared.shape[1], num_seqs, self.query_lens)
         self._uploaded: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._host_lengths: tuple[list[int], list[int]] | None = None
         self.plans: dict[Any, Any] = {}
@@ -99,6 +109,7 @@ class Sequences:
         max_seq_len: int,
         num_decodes: int = 0,
         host_lengths: tuple[list[int], list[int]] | None = None,
+        shared: torch.Tensor | None = None,
     ) -> "Sequences":
         """Return the sequences of a loop that has made these arguments itself. It checks none of them.
 
@@ -114,6 +125,7 @@ class Sequences:
             max_seq_len: Likewise.
             num_decodes: Sequences at the beginning that have one query each. Fewer may be named.
             host_lengths: seq_lens and query_lens as the host knows them, where the others are on the device.
+            shared: As of the class.
         """
         self = cls.__new__(cls)
         num_blocks, block_size, *_ = cache.shape
@@ -123,7 +135,7 @@ class Sequences:
         self.shape = cache.device, num_blocks, block_size
         self.seq_lens, self.query_lens = seq_lens, query_lens
         self.max_query_len, self.max_seq_len, self._uploaded = max_query_len, max_seq_len, None
-        self.num_decodes = num_decodes
+        self.num_decodes, self.shared = num_decodes, shared
         self._host_lengths, self.plans, self.launches = host_lengths, {}, {}
         return self
 
@@ -185,6 +197,23 @@ def num_decodes(query_lens: list[int] | None) -> int:
     if query_lens is None:
         return 0
     return next((seq for seq, count in enumerate(query_lens) if count != 1), len(query_lens))
+
+
+def _checked_plan(shared: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a plan, checked for all but its values and its number of sequences."""
+    plan = readable("shared", shared)
+    if plan.dim() != 2 or (plan.shape[1] > 1 and plan.stride(1) != 1):
+        raise ValueError(f"shared must have rows, each contiguous, got {tuple(plan.shape)}, strides {plan.stride()}")
+    check_tensor("shared", plan, torch.int64, (len(PlanRow), plan.shape[1]), device)
+    return plan
+
+
+def _planned(num_planned: int, num_seqs: int, query_lens: list[int] | torch.Tensor | None) -> int:
+    """Return the sequences that a plan is for, which have one query each as far as the host knows."""
+    fits = num_planned == num_seqs if query_lens is None else num_planned <= num_seqs
+    if not fits or (isinstance(query_lens, list) and num_planned > num_decodes(query_lens)):
+        raise ValueError(f"shared must be of sequences with one query each, the first ones, got {num_planned}")
+    return num_planned
 
 
 def _listed(lengths: list[int] | torch.Tensor | None) -> list[int] | None:

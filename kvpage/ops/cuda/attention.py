@@ -12,6 +12,7 @@ the device by the lengths that a replay finds. A row of length 0 reads no block,
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,15 @@ def attends_in_place(device: torch.device) -> bool:
         device: The caches' device.
     """
     return device.type == "cpu" or token_ops_cuda._has_triton()
+
+
+def takes_plans(cache: BoundCache) -> bool:
+    """Return whether a plan of shared prefixes makes a difference to attention over a cache.
+
+    Args:
+        cache: A layer's cache.
+    """
+    return cache.is_cuda and cache.library is None and token_ops_cuda._has_triton()
 
 
 def attend(
@@ -59,7 +69,7 @@ def attend(
         positions = _positions_on_device(attention.query_positions, device)
         if positions is not attention.query_positions:
             attention = replace(attention, query_positions=positions)
-        launched = launch.paged_attention(
+        launched = _launching(sequences)(
             query,
             out,
             key,
@@ -71,6 +81,7 @@ def attend(
                 sequences.max_seq_len,
                 sequences.max_query_len,
                 sequences.num_decodes,
+                sequences.shared,
             ),
             attention,
             launch.Device(token_ops_cuda._error_word(device), *_facts(device)),
@@ -79,6 +90,13 @@ def attend(
         if kind is not None and launched:
             sequences.launches[kind] = launched
         token_ops_cuda._check_if_debugging(device)
+
+
+def _launching(sequences: Sequences) -> Callable[..., list[Any]]:
+    """Return what launches attention over these sequences."""
+    from kvpage.kernels import attention_launch, attention_shared
+
+    return attention_launch.paged_attention if sequences.shared is None else attention_shared.paged_attention
 
 
 def attend_again(

@@ -22,10 +22,13 @@ from kvpage.blocks.rows import StepInputs
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
+from kvpage.layout.shared_prefixes import PlanRow
 from kvpage.ops import BoundCache, Sequences, attends_in_place
 from kvpage.ops.args.sequences import num_decodes
 from kvpage.ops.args.tokens import COMPUTE_DTYPES
+from kvpage.ops.cuda.attention import takes_plans
 from kvpage.ops.cuda.uploads import upload
+from kvpage.ops.shared_prefixes import plan_into
 from kvpage.serving.model.native.torch_threads import TorchThreads
 
 Positions = Sequence[int] | npt.NDArray[np.int64]
@@ -238,16 +241,18 @@ class Step:
         block_tables: torch.Tensor,
         device_seq_lens: torch.Tensor,
         max_seq_len: int,
+        shared: torch.Tensor | None = None,
     ) -> "Step":
         """Return a step of one query a sequence, whose tensors may change each time that it is computed.
 
-        The arguments are those of `Step`, all on the caches' device. Lengths are 0, of padding, to max_seq_len. On a
-        CPU operations know lengths as integers. They are read now, and padding attends to one token there.
+        The arguments are those of `Step`, and a plan of ops.shared_prefixes or None, all on the caches' device. Lengths
+        are 0, of padding, to max_seq_len. On a CPU operations know lengths as integers. They are read now, and padding
+        attends to one token there.
         """
         num_seqs, on_host = len(slot_mapping), engine.device.type == "cpu"
         lengths: list[int] = device_seq_lens.clamp(min=1).tolist() if on_host else [max_seq_len] * num_seqs
         queries, caches, layout = [1] * num_seqs, engine.bound_layers, _layout(engine)
-        sequences = _sequences(caches, block_tables, device_seq_lens, None, queries, lengths)
+        sequences = _sequences(caches, block_tables, device_seq_lens, None, queries, lengths, shared)
         tensors = slot_mapping, block_tables, None, device_seq_lens
         return cls(caches, layout, *tensors, queries, lengths, sequences, sharing=frozenset(engine.shared_layers))
 
@@ -266,10 +271,14 @@ class Step:
         arrays: list[npt.NDArray[Any]] = [inputs.slots, inputs.block_tables, inputs.seq_lens]
         if query_lens is not None:
             arrays.append(query_lens)
+        plan = _plan(engine, inputs, num_decodes(queries))
+        if plan is not None:
+            arrays.append(plan)
         sent = packed.arrays() if packed is not None and device.type != "cpu" else []
         slots, tables, device_lens, *others = upload([*arrays, *sent], device)
         device_queries = None if query_lens is None else others.pop(0)
-        sequences = _sequences(caches, tables, device_lens, device_queries, queries, lengths)
+        shared = None if plan is None else others.pop(0)
+        sequences = _sequences(caches, tables, device_lens, device_queries, queries, lengths, shared)
         layout = _layout(engine)
         tensors, sharing = (slots, tables, device_queries, device_lens), frozenset(engine.shared_layers)
         step = cls(caches, layout, *tensors, queries, lengths, sequences, sharing=sharing)
@@ -353,6 +362,16 @@ def _no_cache(device: torch.device) -> BoundCache:
     return BoundCache(empty, _NO_LAYOUT)
 
 
+def _plan(engine: CacheEngine, inputs: StepInputs, num_planned: int) -> npt.NDArray[np.int64] | None:
+    """Return a plan for the first sequences, which have one query each; None where no keys are to be shared."""
+    cache = next(iter(engine.bound_layers.values()), None)
+    if num_planned < 2 or cache is None or not takes_plans(cache):
+        return None
+    plan = np.empty((len(PlanRow), num_planned), np.int64)
+    tables = np.ascontiguousarray(inputs.block_tables[:num_planned])
+    return plan if plan_into(plan, tables, inputs.seq_lens, cache.layout.block_size) else None
+
+
 def _sequences(
     caches: dict[int, BoundCache],
     block_tables: torch.Tensor,
@@ -360,6 +379,7 @@ def _sequences(
     device_query_lens: torch.Tensor | None,
     query_lens: list[int],
     seq_lens: list[int],
+    shared: torch.Tensor | None = None,
 ) -> Sequences:
     """Return block tables and lengths as the operations take them: lengths on the device of the caches."""
     cache = next(iter(caches.values()), None) or _no_cache(block_tables.device)
@@ -376,5 +396,6 @@ def _sequences(
             *longest,
             num_decodes(query_lens),
             host_lengths=(seq_lens, query_lens),
+            shared=shared,
         )
     return Sequences.of_step(cache, num_tokens, block_tables, seq_lens, query_lens, *longest)

@@ -1,32 +1,13 @@
 """The work of a decode step for a device: one upload, one fetch, one wait, and captured a few launches."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from support.cpu_graphs import CpuCapturer, CpuReplay
-from support.fake_device import CUDA, FakeDevice, move, on_device
+from support.fake_device import CUDA, Capturer, FakeDevice, move, on_device
 from support.models import CONFIGS, make_model, make_prompts
 from support.state_models import make_state_model
 
 from kvpage import CacheConfig
 from kvpage.serving import Engine, EngineConfig, SamplingParams
-from kvpage.serving.loop.graphs.capture import Replay
-
-
-class Capturer(CpuCapturer):
-    """Its replays are one launch each."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        super().__init__()
-        self._device = device
-
-    def capture(self, work: Callable[[], None], beside: Replay | None) -> CpuReplay:
-        def one_launch() -> None:
-            with self._device.one_launch():
-                work()
-
-        return super().capture(one_launch, beside)
 
 
 def decoding(

@@ -115,6 +115,8 @@ CASES = {
     "decode int8": Case("a tile of keys", partial(attention, "decode int8")),
     "decode latents, 16 heads": Case("a tile of keys", partial(attention, "decode mla, 16 heads")),
     "decode latents, 128 heads": Case("a tile of keys", partial(attention, "decode mla")),
+    "shared keys bf16": Case("a tile of keys", partial(attention, "shared keys")),
+    "shared keys e4m3": Case("a tile of keys", partial(attention, "shared keys e4m3")),
     "prefill bf16": Case("a tile of keys", partial(attention, "prefill")),
     "prefill e4m3": Case("a tile of keys", partial(attention, "prefill e4m3")),
     "survey logits fp32": Case("1,024 logits", partial(sampling, "survey", torch.float32)),

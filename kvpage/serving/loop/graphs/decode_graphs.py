@@ -177,6 +177,7 @@ class DecodeGraphs:
             0 if caches.library is None else 1,  # libraries take no empty sequence
             num_groups=1 + len(caches.windows),
             pad_state=caches.pad_state,
+            block_size=caches.full.layout.block_size if caches.take_plans else None,
         )
 
     def forget(self, why: str) -> None:

@@ -14,12 +14,14 @@ class DecodeInputs(NamedTuple):
     """Where each sequence's last token goes, and what it attends to.
 
     full: of the layers that share the manager's table. windows: the same of each window, with tables as wide.
-    state_slots: int64 [num_seqs]; None without states.
+    state_slots: int64 [num_seqs]; None without states. rows: of the sequences in the block manager, see SequenceSteps;
+    None if nobody knows.
     """
 
     full: StepInputs
     windows: Sequence[StepInputs] = ()
     state_slots: Slots | None = None
+    rows: Slots | None = None
 
     @property
     def num_seqs(self) -> int:

@@ -46,12 +46,15 @@ def every_kind(limits: StepLimits) -> list[Padding]:
 
     Attention is compiled for one, few, some or many queries of a sequence, and for keys that are split or not. How many
     these are is the kernels' own affair, so all numbers that may make a difference are tried. Each sequence goes on
-    from tokens in blocks: latents are read there only then.
+    from tokens in blocks: latents are read there only then. Several sequences share all but the last token of each.
     """
     most = min(limits.num_tokens, limits.seq_len)
     counts = [count for count in NUM_QUERIES if count < most]
     steps = [(count, length) for count in [*counts, most] for length in (count + 1, count + MOST_KEYS)]
-    return [Padding(1, *step) for step in dict.fromkeys((count, min(end, limits.seq_len)) for count, end in steps)]
+    alone = [Padding(1, *step) for step in dict.fromkeys((count, min(end, limits.seq_len)) for count, end in steps)]
+    most_seqs = min(limits.num_seqs, limits.num_tokens)
+    together = dict.fromkeys(min(count, most_seqs) for count in NUM_QUERIES[1:])
+    return alone + [Padding(count, 1, min(1 + MOST_KEYS, limits.seq_len)) for count in together if count > 1]
 
 
 def largest(limits: StepLimits) -> list[Padding]:

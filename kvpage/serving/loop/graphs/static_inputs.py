@@ -6,10 +6,11 @@
     seq_lens     [ 10   5    13  7   | 0   0   0   0 ]     padding reads no block
     state_slots  [ 3    0    1   2   | 9   9   9   9 ]     and computes with a state slot that nobody else has
     slots        [ 41   8    77  30  | -1  -1  -1  -1 ]    and is written nowhere
+    plan         [ 128  0  128  0    | 0   0   0   0 ]     keys that sequences share: see kvpage.layout.shared_prefixes
     tables       [ 10 .. ] [ 2 .. ]  | rows of earlier steps, which nobody reads
 
-Each group of layers with blocks of its own has slots and tables: the full layers first, then each window. One upload a
-step brings all of it.
+Each group of layers with blocks of its own has slots, tables and a plan: the full layers first, then each window. One
+upload a step brings all of it.
 """
 
 from typing import NamedTuple
@@ -18,19 +19,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvpage.layout.shared_prefixes import PlanRow
 from kvpage.ops.cuda.uploads import upload
 from kvpage.serving.loop.graphs.decode_inputs import DecodeInputs
+from kvpage.serving.loop.graphs.kept_plan import KeptPlan
 
 PAD_SLOT = -1
 NEWEST = -1
 """Stands for a token id that the host does not know yet."""
+PAD_PLAN = [0, -1, -1, *[0] * (len(PlanRow) - 3)]
+"""Of sequences, and of groups, in a plan: nothing is shared."""
 _NUM_SINGLE = 4  # columns before the slots of the groups
 
 
 class DecodeViews(NamedTuple):
     """The inputs of a step of some rows, as views of the static memory; see the picture.
 
-    slots: int64 [num_groups, num_rows]. tables: int32 [num_groups, num_rows, num_blocks]. All others: int64 [num_rows].
+    slots: int64 [num_groups, num_rows]. tables: int32 [num_groups, num_rows, num_blocks]. plans: int64 [num_groups, 9,
+    num_rows], or 0 where none is made. All others: int64 [num_rows].
     """
 
     token_ids: torch.Tensor
@@ -40,6 +46,7 @@ class DecodeViews(NamedTuple):
     slots: torch.Tensor
     tables: torch.Tensor
     newest_tokens: torch.Tensor
+    plans: torch.Tensor
 
 
 class StaticInputs:
@@ -47,6 +54,7 @@ class StaticInputs:
 
     num_blocks: 0 where no layer attends; no table is sent then. num_groups: of layers with blocks.
     pad_len: the length of padding; 1 has it attend to a token that does not matter. pad_state: its state slot.
+    block_size: tokens of a block, where plans of shared prefixes are made; None for no plan.
     newest_tokens: int64 [num_rows], the tokens that the last step chose; -1 for logits that are no numbers.
     """
 
@@ -59,9 +67,11 @@ class StaticInputs:
         *,
         num_groups: int = 1,
         pad_state: int = 0,
+        block_size: int | None = None,
     ) -> None:
-        self._device = device
-        self._padding = [0, 0, pad_len, pad_state, *[PAD_SLOT] * num_groups]
+        self._device, self._num_groups = device, num_groups
+        self._plans = [] if block_size is None else [KeptPlan(block_size) for _ in range(num_groups)]
+        self._padding = [0, 0, pad_len, pad_state, *[PAD_SLOT] * num_groups, *PAD_PLAN * len(self._plans)]
         self._columns = torch.zeros(len(self._padding), num_rows, dtype=torch.int64, device=device)
         self._tables = torch.zeros(num_groups, num_rows, num_blocks, dtype=torch.int32, device=device)
         self.newest_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -82,8 +92,11 @@ class StaticInputs:
         """Return the first rows."""
         columns, tables = self._columns[:, :num_rows], self._tables[:, :num_rows]
         token_ids, positions, seq_lens, state_slots = columns[:_NUM_SINGLE]
-        slots, newest_tokens = columns[_NUM_SINGLE:], self.newest_tokens[:num_rows]
-        return DecodeViews(token_ids, positions, seq_lens, state_slots, slots, tables, newest_tokens)
+        first_plan = _NUM_SINGLE + self._num_groups
+        slots, plans = columns[_NUM_SINGLE:first_plan], columns[first_plan:]
+        of_groups = plans.view(self._num_groups, len(plans) // self._num_groups, num_rows)
+        newest_tokens = self.newest_tokens[:num_rows]
+        return DecodeViews(token_ids, positions, seq_lens, state_slots, slots, tables, newest_tokens, of_groups)
 
     def keep_newest(self, tokens: torch.Tensor) -> None:
         """Take tokens on the device as the newest ones, those of the first rows; nothing is copied if they are."""
@@ -112,5 +125,9 @@ class StaticInputs:
         columns[2, :num_seqs] = seq_lens
         if inputs.state_slots is not None:
             columns[3, :num_seqs] = inputs.state_slots
-        columns[_NUM_SINGLE:, :num_seqs] = inputs.slots
+        first_plan = _NUM_SINGLE + self._num_groups
+        columns[_NUM_SINGLE:first_plan, :num_seqs] = inputs.slots
+        plans = columns[first_plan:].reshape(-1, len(PlanRow), num_rows)
+        for kept, plan, group in zip(self._plans, plans, (inputs.full, *inputs.windows), strict=False):
+            kept.write(plan, group, inputs.rows)
         return columns

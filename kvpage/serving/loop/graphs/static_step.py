@@ -61,9 +61,10 @@ class StaticStep:
 
     def _make(self) -> Step:
         views, groups = self._views, (self._caches.full, *self._caches.windows)
+        plans = [plan if len(plan) else None for plan in views.plans]
         step, *windows = [
-            Step.of_static(cache, slots, tables, views.seq_lens, self._max_seq_len)
-            for cache, slots, tables in zip(groups, views.slots, views.tables, strict=True)
+            Step.of_static(cache, slots, tables, views.seq_lens, self._max_seq_len, plan)
+            for cache, slots, tables, plan in zip(groups, views.slots, views.tables, plans, strict=True)
         ]
         for window in windows:
             step.use_window(window)

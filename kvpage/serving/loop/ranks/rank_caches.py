@@ -14,6 +14,7 @@ from kvpage.blocks.moves import BlockMove
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
 from kvpage.ops.args.bound_cache import AttentionOfOthers
+from kvpage.ops.cuda.attention import takes_plans
 from kvpage.serving.loop.ranks.step_plan import StepPlan
 from kvpage.serving.model.states.state_pass import StatePass
 from kvpage.serving.model.step import Step
@@ -49,6 +50,12 @@ class RankCaches:
         """The library that attends over the full layers; None where kvpage's kernels do."""
         layer = next(iter(self.full.bound_layers.values()), None)
         return None if layer is None else layer.library
+
+    @property
+    def take_plans(self) -> bool:
+        """Whether attention over all blocks takes plans of shared prefixes."""
+        layers = [layer for cache in (self.full, *self.windows) for layer in cache.bound_layers.values()]
+        return bool(self.full.layer_ids) and all(map(takes_plans, layers))
 
     @property
     def pad_state(self) -> int:
