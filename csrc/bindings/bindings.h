@@ -30,7 +30,6 @@ void bind_blending(py::module_& m);
 void bind_linear(py::module_& m);
 void bind_block_copies(py::module_& m);
 void bind_chunks(py::module_& m);
-void bind_codec(py::module_& m);
 void bind_pool(py::module_& m);
 void bind_states(py::module_& m);
 void bind_match(py::module_& m);

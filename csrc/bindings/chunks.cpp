@@ -1,4 +1,4 @@
-// Chunks and their hashes.
+// Chunks, their hashes, and the codec of floats with their exponents apart.
 #include "bindings/bindings.h"
 
 #include <cerrno>
@@ -10,6 +10,7 @@
 #include "chunks/stretch_copy.h"
 #include "chunks/stretch_reader.h"
 #include "chunks/stretch_writer.h"
+#include "codec/exponent_codec.h"
 #include "hash/xxh3.h"
 
 namespace kvpage {
@@ -232,9 +233,36 @@ void bind_xxh3(py::module_& m) {
       });
 }
 
+int64_t encode_floats(int kind, int64_t raw, int64_t raw_bytes, const py::buffer& out, const std::string& kernel) {
+  const py::buffer_info room = out.request(true);
+  const int64_t most = most_payload_bytes(static_cast<FloatKind>(kind), raw_bytes);
+  check(room.size * room.itemsize >= most, "out must have ", most, " bytes, got ", room.size * room.itemsize);
+  const py::gil_scoped_release release;
+  return encode_exponents(static_cast<FloatKind>(kind), pointer<const std::byte>(raw), raw_bytes,
+                          static_cast<std::byte*>(room.ptr), kernel);
+}
+
+void decode_floats(int kind, int64_t payload, int64_t num_bytes, const py::buffer& out, const std::string& kernel) {
+  const py::buffer_info room = out.request(true);
+  const py::gil_scoped_release release;
+  decode_exponents(static_cast<FloatKind>(kind), pointer<const std::byte>(payload), num_bytes,
+                   static_cast<std::byte*>(room.ptr), room.size * room.itemsize, kernel);
+}
+
+std::vector<std::string> codec_kernels() { return exponent_kernels().names(); }
+
 }  // namespace
 
 void bind_chunks(py::module_& m) {
+  m.def("exponent_kernels", &codec_kernels);
+  m.def(
+      "most_payload_bytes",
+      [](int kind, int64_t raw_bytes) { return most_payload_bytes(static_cast<FloatKind>(kind), raw_bytes); },
+      py::arg("kind"), py::arg("raw_bytes"));
+  m.def("encode_exponents", &encode_floats, py::arg("kind"), py::arg("raw"), py::arg("raw_bytes"), py::arg("out"),
+        py::arg("kernel") = "");
+  m.def("decode_exponents", &decode_floats, py::arg("kind"), py::arg("payload"), py::arg("num_bytes"), py::arg("out"),
+        py::arg("kernel") = "");
   bind_stretches(m);
   bind_chunk_plan(m);
   bind_xxh3(m);

@@ -65,7 +65,6 @@ PYBIND11_MODULE(_C, m) {
   bind_blending(m);
   bind_linear(m);
   bind_chunks(m);
-  bind_codec(m);
   bind_block_copies(m);
   bind_pool(m);
   bind_states(m);

@@ -26,6 +26,7 @@ ROOMS = {
     "copy/copier": "the choice among the three executors",
     "simd": "vectors, transpositions, and the choice of an instruction set",
     "hash": "XXH3 of bytes on their way",
+    "codec": "floats in fewer bytes, without loss",
     "quantize": "numbers to 8-bit codes and back",
     "tokens": "rows of tokens into blocks and out of them, of any layout",
     "chunks": "the store's unit between blocks and records: tokens and hashes",

@@ -180,15 +180,14 @@ def test_the_merging_kernel(arch):
 
 
 @pytest.mark.parametrize("arch", [80, 90, 120])
-def test_the_kernel_that_merges_shared_keys(arch, tmp_path):
+def test_the_kernel_that_merges_shared_keys(arch):
     of_groups, own = (attention_constants(arch, **CASES[name]) for name in ("shared keys", "own keys"))
     constants = {"MERGED": MERGED, "GROUPS": of_groups, "A": own}
     pointers = {"out_ptr": "*bf16", "seq_len_ptr": "*i64", "plan_ptr": "*i64"}
     pointers |= dict.fromkeys(("partial_ptr", "sum_ptr", "group_partial_ptr", "group_sum_ptr"), "*fp32")
     strides = {"out_token": 4096, "out_head": 128}
     compiled = compile_kernel(merge_shared_kernel, arch, pointers, strides, constants, num_warps=4)
-    usage = tool_output("cuobjdump", compiled, tmp_path, "-res-usage")
-    assert re.search(r"STACK:0\b", usage) and re.search(r"LOCAL:0\b", usage), usage
+    assert stack_of(compiled) == 0
     assert not of_groups.DEPENDENT and (arch >= 90 and HAS_DEPENDENT_LAUNCH) == own.DEPENDENT
     before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
     assert bool(after) == own.DEPENDENT

@@ -33,7 +33,8 @@ ALL_CASES = {  # files, and how many cases they have at least
     ),
     "attention": (
         ("kernels/test_triton_attention.py", "kernels/test_attention_items.py", "kernels/test_attention_numbers.py",
-         "kernels/test_attention_lengths.py", "kernels/test_attention_positions.py", "kernels/test_shared_attention.py"),
+         "kernels/test_attention_lengths.py", "kernels/test_attention_positions.py",
+         "kernels/test_shared_attention.py"),
         200,
     ),
     "blending": (("blend/test_mix_rows.py",), 100),

@@ -21,12 +21,15 @@ class OpsWorld(CacheWorld):
     """kvpage.ops."""
 
     names = "reshape_and_cache gather_cache paged_attention store_chunk load_chunk"
-    names += " swap_blocks swap_blocks_layers copy_blocks"
+    names += " swap_blocks swap_blocks_layers copy_blocks shared_prefixes"
     covers = tuple(f"kvpage.ops.{name}" for name in names.split())
 
     def case(self, rng: random.Random) -> Case:
         make = rng.choice(
-            (self.reshape, self.gather, self.attention, self.store, self.load, self.swap, self.swap_layers, self.copy)
+            (
+                *(self.reshape, self.gather, self.attention, self.shared, self.store, self.load),
+                *(self.swap, self.swap_layers, self.copy),
+            )
         )
         return make()
 
@@ -101,6 +104,17 @@ class OpsWorld(CacheWorld):
             assert torch.allclose(out.float(), expected.float(), atol=3e-2, rtol=3e-2)
 
         return Case("ops.paged_attention", ops.paged_attention, args, judge=judge)
+
+    def shared(self) -> Case:
+        """A plan names sequences of the tables, and fewer keys than each of them has."""
+        lengths = [self.rng.randrange(1, 12) for _ in range(self.rng.randrange(5))]
+        tables = self.tables(lengths)
+        args = {"block_tables": tables, "seq_lens": lengths, "block_size": BLOCK_SIZE, "least_saved": 1}
+
+        def judge(plan: torch.Tensor | None) -> None:
+            assert plan is None or plan.shape == (9, len(lengths))
+
+        return Case("ops.shared_prefixes", ops.shared_prefixes, args, judge=judge)
 
     def _chunk(self, num_tokens: int, in_arena: bool) -> tuple[torch.Tensor, str, torch.Tensor]:
         """A chunk, its format, and it by token."""

@@ -105,7 +105,7 @@ def test_codecs(tier: MemoryTier, codec: str) -> None:
     if codec == "fp8":
         with pytest.raises(ValueError, match="dtype must be bfloat16, float16 or float32 for fp8"):
             make([MemoryTier(1 << 20)], None, codec).store(TOKENS, kv_of(torch.int8))
-    with pytest.raises(ValueError, match="codec must be raw, zstd or fp8"):
+    with pytest.raises(ValueError, match="codec must be raw, zstd, split or fp8"):
         make([tier], None, "lzma")
 
 

@@ -128,6 +128,6 @@ class StaticInputs:
         first_plan = _NUM_SINGLE + self._num_groups
         columns[_NUM_SINGLE:first_plan, :num_seqs] = inputs.slots
         plans = columns[first_plan:].reshape(-1, len(PlanRow), num_rows)
-        for kept, plan, group in zip(self._plans, plans, (inputs.full, *inputs.windows), strict=False):
-            kept.write(plan, group, inputs.rows)
+        for kept_plan, plan, group in zip(self._plans, plans, (inputs.full, *inputs.windows), strict=False):
+            kept_plan.write(plan, group, inputs.rows)
         return columns
