@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvpage import _C
+import kvpage._C as _C
 from kvpage.benchmarks import blend_model, blend_task
 from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns
@@ -114,10 +114,14 @@ class Zstd:
         self.back = np.frombuffer(self._codec.decode(self.payload.data, self._raw.nbytes, self._shape), np.uint8)
 
 
+MAKERS: dict[str, type[Split] | type[Zstd]] = {"split": Split, "zstd": Zstd}
+
+
 def measure(kind: str, dtype: str, options: argparse.Namespace) -> Iterator[Row]:
     raw = raw_of(kind, DTYPES[dtype], options.elements, options)
-    target, codecs = np.zeros_like(raw), {}
-    for name, make in {"split": Split, "zstd": Zstd}.items():
+    target = np.zeros_like(raw)
+    codecs: dict[str, Split | Zstd] = {}
+    for name, make in MAKERS.items():
         if name in options.codecs:
             codecs[name] = make(DTYPES[dtype], raw)
             codecs[name].encode()

@@ -78,7 +78,7 @@ class JoinedProduct:
                 return None
             product = nn.functional.linear(rows, self._weight, self._bias)
             self._input, self._versions = rows, versions
-            self._columns = dict(enumerate(product.split(self._counts, -1)))
+            self._columns = dict(enumerate(torch.split(product, self._counts, -1)))
         columns = self._columns.pop(index)
         if not self._columns:
             self._forget()
@@ -143,11 +143,11 @@ def _are_side_by_side(parameters: Sequence[torch.Tensor]) -> bool:
 def _side_by_side(parameters: Sequence[Any]) -> torch.Tensor:
     """Return one tensor whose memory the parameters share from now on."""
     num_rows = [len(parameter) for parameter in parameters]
-    first = parameters[0].detach()
+    first: torch.Tensor = parameters[0].detach()
     if _are_side_by_side(parameters):
         return first.as_strided((sum(num_rows), *first.shape[1:]), first.stride())
     joined = torch.cat([parameter.detach() for parameter in parameters])
-    for parameter, part in zip(parameters, joined.split(num_rows), strict=True):
+    for parameter, part in zip(parameters, torch.split(joined, num_rows), strict=True):
         parameter.data = part
     return joined
 
