@@ -1315,7 +1315,7 @@ class SequenceRows:
     def ids(self, row: int) -> npt.NDArray[np.int32]:
         """Return the sequence's block ids, int32 [num_blocks], in a new array."""
     def state(self, row: int) -> tuple[int, int, int, int, int, npt.NDArray[np.int32], bytes, bool]:
-        """Return the fields of kvpage.blocks.states.SequenceState."""
+        """Return the fields of kvpage.blocks.sequence_state.SequenceState."""
     def num_blocks_to_append(self, rows: _Integers, num_new_tokens: int | _Integers, /) -> int:
         """Return how many free blocks `append` takes.
 

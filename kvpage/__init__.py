@@ -27,8 +27,8 @@ from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove, BlockMoves
 from kvpage.blocks.rows import StepInputs
+from kvpage.blocks.sequence_state import Allocation
 from kvpage.blocks.space import HostPolicy
-from kvpage.blocks.states import Allocation
 from kvpage.blocks.stats import BlockStats, SlotStats, SpaceStats
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.calibration import Calibration, Throughput, calibrate

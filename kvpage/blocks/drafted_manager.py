@@ -27,7 +27,7 @@ import numpy as np
 
 from kvpage.blocks.explain import Explanation, GroupReach, reach_of_attention
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.states import Allocation, Ids, SeqId
+from kvpage.blocks.sequence_state import Allocation, Ids, SeqId
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens, some_tokens

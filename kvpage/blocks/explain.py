@@ -13,7 +13,7 @@ from enum import Enum
 
 from kvpage._C import PrefixTree
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.states import Ids
+from kvpage.blocks.sequence_state import Ids
 
 MOST_NAMESPACES = 1024  # that are searched for a longer match
 

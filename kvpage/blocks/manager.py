@@ -31,11 +31,11 @@ from kvpage.blocks.groups.states.marks import as_cache_at
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves
 from kvpage.blocks.rows import MANY_TOKENS, SequenceSteps
+from kvpage.blocks.sequence_state import Allocation, Ids, SeqId, SequenceState, Slots
 from kvpage.blocks.sequences import swaps
 from kvpage.blocks.sequences.growth import append, begin, tokens_left_over
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace, HostPolicy
-from kvpage.blocks.states import Allocation, Ids, SeqId, SequenceState, Slots
 from kvpage.blocks.stats import BlockStats
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens, some_tokens
@@ -234,13 +234,12 @@ class BlockManager:
         """Record that K and V of `tokens` have been written. They follow the tokens cached or committed before.
 
         Other sequences find the blocks that are now full. Ids in the table may change: where the tree has the same
-        tokens already, its block takes the place of this sequence's own, which is released.
+        tokens already, its block takes the place of this sequence's own, which is released. Commits by rows are of the
+        layers that attend to all tokens; windows follow later.
 
         Args:
             seq_id: The sequence.
             tokens: Token ids, as many as there is room for at most.
-
-        Commits by rows are of the layers that attend to all tokens. Windows follow later.
 
         Raises:
             ValueError: There is no room for that many tokens, or windows are not opened for them. Or they are fewer

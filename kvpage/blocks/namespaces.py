@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpage.blocks.states import Ids
+from kvpage.blocks.sequence_state import Ids
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_at_least
 

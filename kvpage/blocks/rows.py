@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpage.blocks.sequence_state import Ids, SeqId, Slots
 from kvpage.blocks.sequences.growth import append
 from kvpage.blocks.sequences.sequences import Rows, Sequences
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import Ids, SeqId, Slots
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_counts, as_positions
 

@@ -13,7 +13,7 @@ from kvpage._C import AnchorTable, BlockPool, Match, PrefixTree
 from kvpage.blocks.load_or_compute import MOST_BLOCKS, LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves, Kind
 from kvpage.blocks.pins import UserPins
-from kvpage.blocks.states import Ids
+from kvpage.blocks.sequence_state import Ids
 from kvpage.blocks.stats import PromptCounts, Query, SpaceStats
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.tokens import Tokens, as_tokens

@@ -29,7 +29,6 @@ from kvpage.serving.loop.intake import Prompt, as_prompts
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.serving_loop import ServingLoop
-from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.loop.token_stream import TokenStream
 from kvpage.serving.model.step import BatchItem
 from kvpage.serving.params.beam import BeamSearchParams
@@ -38,6 +37,7 @@ from kvpage.serving.stats import EngineStats
 from kvpage.serving.stats.request_state import RequestState, request_states
 from kvpage.serving.steer.beam_search import BeamSearchOutput, search_beams
 from kvpage.serving.steer.steerable import SteerableEngine
+from kvpage.store.block_store import BlockStore
 
 
 class Engine(SteerableEngine):
@@ -64,6 +64,9 @@ class Engine(SteerableEngine):
         eos_token_ids: The ids that end a sequence.
         defaults: The values of parameters that are None.
         tokenizer: The one that was given; else None.
+        telemetry: Publishes events; see EngineConfig.events.
+        states: The states of a model whose layers keep some; else None.
+        window_caches: The blocks of layers with windows of their own, one cache for each size.
     """
 
     def __init__(self, parts: EngineParts) -> None:

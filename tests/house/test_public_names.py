@@ -69,7 +69,7 @@ PRIVATE = {
     "kvpage.serving.steer.steerable.SteerableEngine": "the side of an Engine that Branches use",
     "kvpage.store.bytes.byte_jobs.ByteJobs": "of a ByteStore, which makes its Later",
     "kvpage.store.stack.call_gate.CallGate": "of a KVStore, which makes a LayerLoad",
-    "kvpage.blocks.states.SequenceState": "a copy of what BlockManager knows, for those who restore it",
+    "kvpage.blocks.sequence_state.SequenceState": "a copy of what BlockManager knows, for those who restore it",
     "kvpage.serving.generate.states.row_states.RowPass": "of a forward, which a KVPageCache begins",
     "kvpage.serving.generate.states.row_states.RowStates": "the part of a KVPageCachePool that its caches use",
     "kvpage.serving.generate.states.pool_states.PoolStates": "made by KVPageCachePool.from_model",

@@ -2,7 +2,7 @@
 
 from kvpage import BlockManager
 from kvpage.blocks.drafted_manager import positions
-from kvpage.blocks.states import Allocation
+from kvpage.blocks.sequence_state import Allocation
 
 POISON = "poison"
 

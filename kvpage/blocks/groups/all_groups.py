@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from kvpage._C import Match
 from kvpage.blocks.explain import Explanation, GroupReach, longest_elsewhere, reach_of_attention
 from kvpage.blocks.groups.group import GroupManager, Groups, PathIds, Prompt, agree
+from kvpage.blocks.sequence_state import Allocation, Ids, SeqId
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.sequences.swaps import resume, swap_out
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.blocks.stats import Query
 from kvpage.checks.interrupts import uninterrupted
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kvpage._C import Match
 from kvpage.blocks.explain import GroupReach
-from kvpage.blocks.states import Ids, SeqId
+from kvpage.blocks.sequence_state import Ids, SeqId
 
 PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: the tree's ids on the device, on the host; -1 for none
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvpage._C import Match, PrefixTree
 from kvpage.blocks.groups.window_group import HeldWindow, WindowGroup
-from kvpage.blocks.states import Ids
+from kvpage.blocks.sequence_state import Ids
 from kvpage.checks.interrupts import uninterrupted
 
 

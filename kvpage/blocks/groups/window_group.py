@@ -18,9 +18,9 @@ from kvpage.blocks.explain import Ending, GroupReach
 from kvpage.blocks.groups.group import Claim, GroupManager, PathIds, Prompt
 from kvpage.blocks.groups.window_blocks import DEVICE, Window, WindowBlocks
 from kvpage.blocks.groups.window_table import SwappedWindow, WindowTable, needs_back
+from kvpage.blocks.sequence_state import Ids, SeqId, Slots
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import Ids, SeqId, Slots
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.values import as_list, as_positions

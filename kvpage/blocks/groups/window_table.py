@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpage.blocks.groups.window_blocks import NO_BLOCK, PathIds, WindowBlocks
-from kvpage.blocks.states import Ids, SeqId, Slots
+from kvpage.blocks.sequence_state import Ids, SeqId, Slots
 
 
 class SwappedWindow(NamedTuple):

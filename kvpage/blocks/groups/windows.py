@@ -12,8 +12,8 @@ from typing import overload
 
 from kvpage.blocks.groups.group import Groups, PathIds
 from kvpage.blocks.groups.window_group import WindowGroup
+from kvpage.blocks.sequence_state import SeqId
 from kvpage.blocks.sequences.sequences import Sequences
-from kvpage.blocks.states import SeqId
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.values import as_list, as_positions
 

@@ -4,9 +4,9 @@ Each is a native call, which evicts cached blocks where too few are free, and ad
 BlockSpace. Where there is no room the oldest pins end, if that helps, and it is called once more.
 """
 
+from kvpage.blocks.sequence_state import Allocation, Ids, SeqId
 from kvpage.blocks.sequences.sequences import Rows, Sequences
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import Allocation, Ids, SeqId
 from kvpage.blocks.stats import Query
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import uninterrupted

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage._C import Match, PrefixTree, SequenceRows
+from kvpage.blocks.sequence_state import Ids, SeqId, SequenceState, Slots, SwappedState
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import Ids, SeqId, SequenceState, Slots, SwappedState
 from kvpage.checks.values import as_list, as_positions
 
 Rows = npt.NDArray[np.int64] | Sequence[int]

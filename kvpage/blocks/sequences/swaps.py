@@ -5,9 +5,9 @@ swap_in    the tree's blocks, as far as it still has them, then the own ones, fr
 """
 
 from kvpage._C import Match
+from kvpage.blocks.sequence_state import Ids, SeqId, SwappedState
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import Ids, SeqId, SwappedState
 from kvpage.checks.interrupts import uninterrupted
 
 

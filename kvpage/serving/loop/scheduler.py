@@ -37,7 +37,7 @@ from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.values import check_at_least
 from kvpage.serving.loop.batch.batch import Batch, Decodes, Portion, add_portion
 from kvpage.serving.loop.batch.prefills import Prefills
-from kvpage.serving.loop.batch.request_states import RequestStates
+from kvpage.serving.loop.batch.request_blocks import RequestBlocks
 from kvpage.serving.loop.batch.window_room import WindowRoom
 from kvpage.serving.loop.moves.loads.turns import Turns
 from kvpage.serving.loop.request import Request
@@ -69,7 +69,7 @@ class Scheduler:
         check_at_least("max_num_seqs", max_num_seqs, 1)
         check_at_least("max_num_batched_tokens", max_num_batched_tokens, 1)
         self.manager, self._num_blocks, self._block_size = manager, manager.num_blocks, manager.block_size
-        self._states, self._windows = RequestStates(manager), WindowRoom(manager, window)
+        self._blocks, self._windows = RequestBlocks(manager), WindowRoom(manager, window)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -138,7 +138,7 @@ class Scheduler:
             if request not in later:
                 budget -= add_portion(portions, request, budget, self._windows)
         batch = Batch(decodes, portions)
-        if admits and self.waiting and (budget or self._states.are_kept) and len(self.running) < self.max_num_seqs:
+        if admits and self.waiting and (budget or self._blocks.have_states) and len(self.running) < self.max_num_seqs:
             self._admit(batch, prefilling, tried)
         for request in later:
             add_portion(portions, request, self.max_num_batched_tokens - batch.num_tokens, self._windows)
@@ -158,7 +158,7 @@ class Scheduler:
             request.set_computed(end)
             has_filled = end // block_size > request.num_committed // block_size
             self._commit(request)
-            self._states.keep_marks(request)
+            self._blocks.keep_marks(request)
             if has_filled:
                 self._windows.leave([request])
 
@@ -195,20 +195,20 @@ class Scheduler:
 
     def keep_state(self, request: Request, goes_on: bool = False) -> None:
         """Leave its state, after all that is committed, to others, or to itself. A second call does nothing."""
-        if self._states.are_kept and request.num_room:
+        if self._blocks.have_states and request.num_room:
             self._settle_state(request, goes_on)
             self._commit(request)
-            self._states.keep_end(request, goes_on)
+            self._blocks.keep_end(request, goes_on)
 
     def spoil(self, request: Request) -> None:
         """Note that a step has failed for a request that runs: its state is to be kept by nobody."""
         if request in self.running:
-            self._states.spoil(request)
+            self._blocks.spoil(request)
 
     @property
     def keeps_states(self) -> bool:
         """Whether requests have states, which a step that is dropped has written all the same."""
-        return self._states.are_kept
+        return self._blocks.have_states
 
     def forget_cached(self, request: Request) -> None:
         """Forget the cached blocks of a request, but for those that others use or share."""
@@ -270,7 +270,7 @@ class Scheduler:
         """
         self._settle_state(request, goes_on=True)
         self._commit(request)
-        is_swapped = not request.scores_prompt and self._states.swapped_out(request)
+        is_swapped = not request.scores_prompt and self._blocks.swapped_out(request)
         if not is_swapped:
             self.keep_state(request, goes_on=True)
             self.manager.release(request.seq_id)
@@ -283,7 +283,7 @@ class Scheduler:
         The step has computed the newest token, so this is committed, too. A request that goes on computes its newest
         token again, and no state can go back by a token. So its state is given up, as one that the step has spoiled.
         """
-        is_computed = self._outcome_ahead(request) if self._states.are_kept else None
+        is_computed = self._outcome_ahead(request) if self._blocks.have_states else None
         if is_computed is None:
             return
         if is_computed and not goes_on and request.num_room == request.num_tokens:  # a failed one has no new token
@@ -292,7 +292,7 @@ class Scheduler:
             self.spoil(request)
 
     def _commit(self, request: Request) -> None:
-        self._states.commit(request)
+        self._blocks.commit(request)
 
     def _make_private(self, request: Request) -> None:
         """Commit only the tokens before the first reused one: they were computed exactly, those after it were not."""
@@ -329,15 +329,15 @@ class Scheduler:
 
     def _admit(self, batch: Batch, prefilling: Sequence[Request], tried: Sequence[Request]) -> None:
         """Let waiting requests run, as far as tokens, sequences and blocks go. prefilling: those that run already."""
-        decoding = [] if self._states.are_kept else batch.decodes.that_filled(self._block_size)
-        prefills = Prefills(self._states, [*prefilling, *decoding])
+        decoding = [] if self._blocks.have_states else batch.decodes.that_filled(self._block_size)
+        prefills = Prefills(self._blocks, [*prefilling, *decoding])
         budget = self.max_num_batched_tokens - batch.num_tokens
         num_seqs = len(self.running) + sum([request.num_forks_due for request in prefilling])
         num_passed_over = 0
         for request in self._first_waiting(tried):
             num_more = 1 + request.num_forks_due
             num_most = max(num_seqs + num_more, num_passed_over)
-            if self._windows.is_short or num_most > self.max_num_seqs or not (budget or self._states.are_kept):
+            if self._windows.is_short or num_most > self.max_num_seqs or not (budget or self._blocks.have_states):
                 break
             if self._is_passed_over(request, prefills):
                 num_passed_over += 1
@@ -402,7 +402,7 @@ class Scheduler:
             if was_swapped:
                 allocation = self.manager.swap_in(request.seq_id, tokens, num_spare=num_spare)
             else:
-                allocation = self._states.allocate(request, tokens, num_spare)
+                allocation = self._blocks.allocate(request, tokens, num_spare)
         except OutOfBlocks:
             return False
         self._turns.hand_over(request)

@@ -78,7 +78,7 @@ SUITES = {
     "kvpage/blocks/explain.py": ["tests/blocks/test_explain.py"],
     "kvpage/cache/state_cache.py": ["tests/cache/test_state_cache.py"],
     "kvpage/layout/groups.py": ["tests/layout/test_groups.py"],
-    "kvpage/serving/loop/batch/request_states.py": ENGINE_STATES,
+    "kvpage/serving/loop/batch/request_blocks.py": ENGINE_STATES,
     "kvpage/serving/loop/batch/step_groups.py": ENGINE_STATES,
     "kvpage/serving/assembly/state_parts.py": ENGINE_STATES,
     "kvpage/serving/model/states/continuation.py": MODEL_STATES,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpage.blocks.states import Ids
+from kvpage.blocks.sequence_state import Ids
 
 
 class MarkKind(IntEnum):

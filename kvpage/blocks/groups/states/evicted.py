@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvpage.blocks.groups.states.checkpoint import Checkpoint
-from kvpage.blocks.states import Ids
+from kvpage.blocks.sequence_state import Ids
 
 MOST_REMEMBERED = 1024
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from kvpage.blocks.groups.states.checkpoint import Checkpoint
 from kvpage.blocks.groups.states.state_space import StateSpace
+from kvpage.blocks.sequence_state import Ids
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import Ids
 
 
 class HeldCheckpoint(NamedTuple):

@@ -7,8 +7,8 @@ from kvpage.blocks.explain import Ending, GroupReach
 from kvpage.blocks.groups.states.checkpoint import TOKEN_BYTES, num_common
 from kvpage.blocks.groups.states.state_space import StateSpace
 from kvpage.blocks.load_or_compute import LoadOrCompute
+from kvpage.blocks.sequence_state import Ids
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import Ids
 
 
 def with_tails(

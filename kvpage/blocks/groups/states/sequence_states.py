@@ -14,8 +14,8 @@ from kvpage.blocks.groups.states.marks import Mark
 from kvpage.blocks.groups.states.slot_tier import SlotTier
 from kvpage.blocks.groups.states.state_space import StateSpace
 from kvpage.blocks.groups.window_blocks import NO_BLOCK
+from kvpage.blocks.sequence_state import Ids, SeqId
 from kvpage.blocks.sequences.sequences import Sequences
-from kvpage.blocks.states import Ids, SeqId
 
 
 @dataclass(eq=False, slots=True)

@@ -28,9 +28,9 @@ from kvpage.blocks.groups.states.sequence_states import SequenceStates
 from kvpage.blocks.groups.states.state_space import States, StateSpace
 from kvpage.blocks.groups.window_group import WindowGroup
 from kvpage.blocks.moves import BlockMove
+from kvpage.blocks.sequence_state import Ids, SeqId
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import Ids, SeqId
 from kvpage.checks.errors import OutOfSlots
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, some_tokens

@@ -20,9 +20,9 @@ from kvpage.blocks.groups.states.checkpoint import PER_USE, Anchor, Checkpoint, 
 from kvpage.blocks.groups.states.evicted import EvictedCheckpoints
 from kvpage.blocks.groups.states.slot_tier import SlotTier, rank_of
 from kvpage.blocks.moves import BlockMoves, Kind
+from kvpage.blocks.sequence_state import Ids, SeqId
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
-from kvpage.blocks.states import Ids, SeqId
 from kvpage.blocks.stats import SlotStats
 from kvpage.checks.errors import OutOfSlots
 from kvpage.checks.values import check_at_least, check_flag

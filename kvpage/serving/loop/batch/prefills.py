@@ -2,7 +2,7 @@
 
 from operator import itemgetter
 
-from kvpage.serving.loop.batch.request_states import RequestStates
+from kvpage.serving.loop.batch.request_blocks import RequestBlocks
 from kvpage.serving.loop.request import Request
 
 
@@ -14,8 +14,8 @@ class Prefills:
     states, the first keeps its own where they part.
     """
 
-    def __init__(self, states: RequestStates, running: list[Request]) -> None:
-        self._states, self._block_size, self._enabled = states, states.block_size, states.can_be_shared
+    def __init__(self, blocks: RequestBlocks, running: list[Request]) -> None:
+        self._blocks, self._block_size, self._enabled = blocks, blocks.block_size, blocks.can_be_shared
         self._by_first_block: dict[tuple[bytes, bytes], list[Request]] = {}
         self._new = running if self._enabled else []  # not in the dictionary: often nobody asks for them
 
@@ -31,14 +31,14 @@ class Prefills:
         if not self._by_first_block or request.num_tokens <= self._block_size:
             return False
         others = self._by_first_block.get(self._key(request), ())
-        if not self._states.are_kept:
+        if not self._blocks.have_states:
             return any(self._is_ahead(other, self._num_shared(request, other)) for other in others)
         shared = [(self._num_shared(request, other), other) for other in others]
         ahead = [entry for entry in shared if self._is_ahead(entry[1], entry[0])]
         if not ahead:
             return False
         num_shared, other = max(ahead, key=itemgetter(0))
-        self._states.mark(other, num_shared)
+        self._blocks.mark(other, num_shared)
         return True
 
     def _note_new(self) -> None:
@@ -56,7 +56,7 @@ class Prefills:
         """Whether a block of num_tokens leading tokens is yet to be computed, or the state after them."""
         if num_tokens < self._block_size:
             return False
-        num_usable = num_tokens if self._states.are_kept else num_tokens // self._block_size * self._block_size
+        num_usable = num_tokens if self._blocks.have_states else num_tokens // self._block_size * self._block_size
         return num_usable > other.num_computed
 
     def _key(self, request: Request) -> tuple[bytes, bytes]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpage.blocks.rows import StepInputs
-from kvpage.blocks.states import Ids, Slots
+from kvpage.blocks.sequence_state import Ids, Slots
 from kvpage.serving.model.states.state_pass import StateRow
 
 

@@ -8,7 +8,7 @@ load ─► verified ─► add(ids, arrival) ─► commit: requests find the b
 
 import numpy as np
 
-from kvpage.blocks.states import Ids
+from kvpage.blocks.sequence_state import Ids
 from kvpage.cache.layered_moves import Arrival
 from kvpage.serving.model.step import StepArrival
 

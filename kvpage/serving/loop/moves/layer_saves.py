@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.states import Ids
+from kvpage.blocks.sequence_state import Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.values import runs_of
 from kvpage.serving.loop.moves.saves import Saves

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.states import Allocation, Ids
+from kvpage.blocks.sequence_state import Allocation, Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.layered_moves import Arrival
 from kvpage.store.block_store import BlockStore, is_count

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvpage.blocks.explain import Explanation
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.states import Allocation
+from kvpage.blocks.sequence_state import Allocation
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.store_load import StoreLoad, num_cached

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpage.blocks.explain import Explanation
-from kvpage.blocks.states import Allocation, Ids
+from kvpage.blocks.sequence_state import Allocation, Ids
 from kvpage.serving.loop.moves.store_load import StoreLoad
 from kvpage.store.block_store import TokenIds
 

@@ -15,7 +15,7 @@ import torch
 from kvpage.blocks.explain import Explanation
 from kvpage.blocks.groups.states.held_checkpoints import HeldCheckpoint
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.states import Allocation, Ids
+from kvpage.blocks.sequence_state import Allocation, Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvpage.blocks.explain import Ending, Explanation, GroupReach
 from kvpage.blocks.groups.held_blocks import HeldBlocks
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.states import Allocation, Ids
+from kvpage.blocks.sequence_state import Allocation, Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.values import runs_of

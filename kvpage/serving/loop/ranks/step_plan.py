@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvpage.blocks.states import Ids, Slots
+from kvpage.blocks.sequence_state import Ids, Slots
 from kvpage.serving.loop.ranks.message import Message, Part
 from kvpage.serving.model.states.state_pass import StateRow
 from kvpage.serving.model.step import PackedTokens

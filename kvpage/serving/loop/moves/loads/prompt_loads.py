@@ -18,7 +18,7 @@ from typing import Any
 from kvpage.blocks.explain import StoreReach, StoreVerdict
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.states import Allocation
+from kvpage.blocks.sequence_state import Allocation
 from kvpage.cache.side_stream import side_stream
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.interrupts import interruptible, uninterrupted

@@ -1,15 +1,15 @@
-"""RequestStates: the states of requests that run. Where a model's layers keep none, nothing happens here."""
+"""RequestBlocks: the blocks of requests, and their states where a model's layers keep some."""
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.states import Allocation
+from kvpage.blocks.sequence_state import Allocation
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.serving.loop.request import Request
 
 
-class RequestStates:
+class RequestBlocks:
     """Blocks for requests, and what becomes of their states after a step."""
 
     def __init__(self, manager: BlockManager) -> None:
@@ -17,7 +17,7 @@ class RequestStates:
         self._states = manager.states
 
     @property
-    def are_kept(self) -> bool:
+    def have_states(self) -> bool:
         """Whether the model's layers keep states."""
         return self._states is not None
 
