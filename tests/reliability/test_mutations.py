@@ -136,7 +136,10 @@ def test_native_mutants_are_noticed_or_not(tmp_path):
 def test_modules_that_a_checkout_has_beside_the_package_are_followed():
     mutants = PythonMutants(["kvpage/layout/config.py", "kvpage/kernels/prepared.py"])
     pytest.importorskip("triton")
-    kinds = importlib.import_module("kvpage.kernels.prepared").PreparedKinds(capacity=1)
+    module = importlib.import_module("kvpage.kernels.prepared")
+    if Path(module.__file__).resolve() != Path(__file__).parents[2] / "kernels" / "prepared.py":
+        pytest.skip("needs the checkout to be what is installed, as the tool does")
+    kinds = module.PreparedKinds(capacity=1)
     mutants.begin()
     kinds.keep(0, "kind")
     assert {mutants.mutants[index].path for index in mutants.reached()} == {"kvpage/kernels/prepared.py"}
