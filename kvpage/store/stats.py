@@ -23,6 +23,21 @@ class TierUse:
     written_bytes: int = 0
     write_seconds: float = 0.0
 
+    def note_hit(self, num_bytes: int, seconds: float) -> None:
+        """Count a record that was read; or one that is there, with no bytes."""
+        self.hits, self.read_bytes = self.hits + 1, self.read_bytes + num_bytes
+        self.read_seconds += seconds
+
+    def note_misses(self, count: int) -> None:
+        """Count records that were not there."""
+        self.misses += count
+
+    def note_write(self, num_bytes: int | None, seconds: float) -> None:
+        """Count a call that wrote a record of these bytes; None where it wrote none."""
+        self.write_seconds += seconds
+        if num_bytes is not None:
+            self.written, self.written_bytes = self.written + 1, self.written_bytes + num_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class KVStoreStats:

@@ -34,6 +34,7 @@ ALLOWED: dict[str, tuple[tuple[str, ...], str]] = {
     "kvpage/store/load/result_pool.py": (("finalizer.atexit",), "weakref.finalize asks for it"),
     "kvpage/server/app.py": (("app.state.",), "starlette's place for the parts of an application"),
     "kvpage/serving/assembly/model_files.py": (("tokenizer.chat_template",), "of a tokenizer made there"),
+    "kvpage/serving/model/native/joined.py": (("parameter.data",), "torch's way to give a parameter other memory"),
     "kvpage/serving/model/view.py": (("config._attn_implementation_internal",), "of a copy of the model's config"),
     "kvpage/tools/cli.py": (("sys.argv",), "a script that runs another"),
     "kvpage/tools/demo.py": (("model.generation_config.",), "of a model of the demo's own"),

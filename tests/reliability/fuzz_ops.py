@@ -177,7 +177,8 @@ class TorchOpsWorld(World):
     That is torch's RuntimeError, so those are allowed where the schema, and not the operation, says no.
     """
 
-    covers = tuple(f"torch.ops.kvpage.{name}" for name in OpsWorld.names.split())
+    names = tuple(name for name in OpsWorld.names.split() if name != "shared_prefixes")  # a plan is no operator
+    covers = tuple(f"torch.ops.kvpage.{name}" for name in names)
 
     def __init__(self, rng: random.Random) -> None:
         self.calls = calls(rng.choice(LAYOUTS))
@@ -187,10 +188,10 @@ class TorchOpsWorld(World):
         return [tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
     def case(self, rng: random.Random) -> Case:
-        name = rng.choice(OpsWorld.names.split())
+        name = rng.choice(self.names)
         operation = getattr(torch.ops.kvpage, name)
-        names = [argument.name for argument in operation.default._schema.arguments]
-        args = dict(zip(names, self.calls[name], strict=False))
+        arguments = [argument.name for argument in operation.default._schema.arguments]
+        args = dict(zip(arguments, self.calls[name], strict=False))
         return Case(f"torch.ops.kvpage.{name}", _with_schema(operation), args)
 
 

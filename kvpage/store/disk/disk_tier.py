@@ -221,7 +221,7 @@ class DiskTier(Tier):
         drive = entry.space.drive
         with self._lock:
             self._check_open()
-            drive.num_users += 1
+            drive.enter()
         try:
             return drive.run(call, *args)
         except DriveError as error:

@@ -202,11 +202,9 @@ class TierStack:
             write.copy,
             write.limit,
         )
-        seconds, use = time.perf_counter() - began, self._uses[at]
+        seconds = time.perf_counter() - began
         with self._lock:
-            use.write_seconds += seconds
-            if is_written:
-                use.written, use.written_bytes = use.written + 1, use.written_bytes + head.num_bytes
+            self._uses[at].note_write(head.num_bytes if is_written else None, seconds)
         return is_written or False
 
     def _fill(
@@ -444,14 +442,12 @@ class TierStack:
         return tuple(self.ask(placed, placed.tier.stats) for placed in self.tiers)
 
     def _count_hit(self, at: int, num_bytes: int = 0, seconds: float = 0.0) -> None:
-        use = self._uses[at]
         with self._lock:
-            use.hits, use.read_bytes = use.hits + 1, use.read_bytes + num_bytes
-            use.read_seconds += seconds
+            self._uses[at].note_hit(num_bytes, seconds)
 
     def _count_misses(self, at: int, count: int) -> None:
         with self._lock:
-            self._uses[at].misses += count
+            self._uses[at].note_misses(count)
 
     # --- calls of one tier ---
 
