@@ -15,21 +15,33 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 def is_plain_call(rows: torch.Tensor) -> bool:
     """Return whether a layer that is called with `rows`, now, has only to compute."""
-    return type(rows) is torch.Tensor and rows.is_cpu and _has_only_to_compute(rows, "cpu")
+    return (  # in one expression: a step asks this some ten times a layer
+        type(rows) is torch.Tensor
+        and rows.is_cpu
+        and rows.dtype in DTYPES
+        and rows.layout is torch.strided
+        and not rows.is_neg()
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
 
 
 def is_plain_on_device(rows: torch.Tensor) -> bool:
     """Return the same of rows in a CUDA device's memory."""
-    return type(rows) is torch.Tensor and rows.is_cuda and _has_only_to_compute(rows, "cuda")
-
-
-def _has_only_to_compute(rows: torch.Tensor, device_type: str) -> bool:
     return (
-        rows.dtype in DTYPES
+        type(rows) is torch.Tensor
+        and rows.is_cuda
+        and rows.dtype in DTYPES
         and rows.layout is torch.strided
         and not rows.is_neg()
         and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(device_type)
+        and not torch.is_autocast_enabled("cuda")
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None
         and torch._C._len_torch_dispatch_stack() == 0

@@ -101,7 +101,7 @@ def _fit(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.T
     for part in (key, cos, sin):
         if type(part) is not torch.Tensor or part.dtype is not query.dtype or part.layout is not torch.strided:
             return False
-        if part.device != query.device or part.is_neg():
+        if part.is_cpu is not query.is_cpu or part.is_neg():
             return False
     return (
         query.dim() == key.dim() == 4
