@@ -178,8 +178,7 @@ int64_t most_payload_bytes(FloatKind kind, int64_t raw_bytes) {
   check_kind(kind);
   check(raw_bytes >= 0 && raw_bytes <= INT64_MAX / 2, "raw_bytes must not be negative, got ", raw_bytes);
   const int64_t num_blocks = (whole_elements(kind, raw_bytes) + kBlockElements - 1) / kBlockElements;
-  // A body is written before it is known to be small enough: its planes may take a group's padding more.
-  return raw_bytes + num_blocks * kHeaderBytes + kGroupElements * 4;
+  return raw_bytes + num_blocks * kHeaderBytes;
 }
 
 int64_t encode_exponents(FloatKind kind, const std::byte* raw, int64_t raw_bytes, std::byte* out,

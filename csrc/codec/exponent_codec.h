@@ -7,7 +7,7 @@
 //              0 bits of a code: the elements as they are                    where that is no larger
 //
 // Each block has bits and base of its own, and is decoded by itself. A payload takes at most 8 bytes a block more than
-// the elements. Normally distributed bf16 takes 0.69 of its bytes, fp16 0.88, e4m3 0.89.
+// the elements. Normally distributed bf16 takes 0.70 of its bytes, fp16 0.89, e4m3 0.90.
 #pragma once
 
 #include <cstddef>

@@ -3,12 +3,7 @@
 #include <type_traits>
 
 #include "codec/exponent_kernel.h"
-
-#if defined(__AVX2__)
-#include <immintrin.h>
-#elif defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "simd/vectors.h"
 
 namespace kvpage {
 namespace {
@@ -21,14 +16,6 @@ constexpr int kFewEscapes = 2;
 typedef uint8_t Bytes __attribute__((vector_size(KVPAGE_REGISTER_BYTES)));
 typedef uint16_t Words __attribute__((vector_size(KVPAGE_REGISTER_BYTES)));
 
-template <typename To, typename From>
-inline To cast(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
 inline Bytes load(const std::byte* from) {
   Bytes to;
   std::memcpy(&to, from, sizeof(to));
@@ -40,16 +27,16 @@ inline void store(std::byte* to, Bytes from) { std::memcpy(to, &from, sizeof(fro
 inline Bytes splat(int value) { return Bytes{} + static_cast<uint8_t>(value); }
 
 // Bits that leave a byte get into its neighbour: the callers mask them.
-inline Bytes right(Bytes x, int bits) { return cast<Bytes>(cast<Words>(x) >> bits); }
-inline Bytes left(Bytes x, int bits) { return cast<Bytes>(cast<Words>(x) << bits); }
+inline Bytes right(Bytes x, int bits) { return bit_cast<Bytes>(bit_cast<Words>(x) >> bits); }
+inline Bytes left(Bytes x, int bits) { return bit_cast<Bytes>(bit_cast<Words>(x) << bits); }
 
 inline Bytes least(Bytes a, Bytes b) {
 #if defined(__AVX512BW__)
-  return cast<Bytes>(_mm512_maskz_min_epu8(~__mmask64{0}, cast<__m512i>(a), cast<__m512i>(b)));
+  return bit_cast<Bytes>(_mm512_maskz_min_epu8(~__mmask64{0}, bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
 #elif defined(__AVX2__)
-  return cast<Bytes>(_mm256_min_epu8(cast<__m256i>(a), cast<__m256i>(b)));
+  return bit_cast<Bytes>(_mm256_min_epu8(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
 #elif defined(__SSE2__)
-  return cast<Bytes>(_mm_min_epu8(cast<__m128i>(a), cast<__m128i>(b)));
+  return bit_cast<Bytes>(_mm_min_epu8(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
 #else
   return a < b ? a : b;
 #endif
@@ -59,11 +46,11 @@ inline Bytes least(Bytes a, Bytes b) {
 inline uint64_t plane_of(Bytes x, int bit) {
   const Bytes top = left(x, 7 - bit);
 #if defined(__AVX512BW__)
-  return _mm512_movepi8_mask(cast<__m512i>(top));
+  return _mm512_movepi8_mask(bit_cast<__m512i>(top));
 #elif defined(__AVX2__)
-  return static_cast<uint32_t>(_mm256_movemask_epi8(cast<__m256i>(top)));
+  return static_cast<uint32_t>(_mm256_movemask_epi8(bit_cast<__m256i>(top)));
 #elif defined(__SSE2__)
-  return static_cast<uint32_t>(_mm_movemask_epi8(cast<__m128i>(top)));
+  return static_cast<uint32_t>(_mm_movemask_epi8(bit_cast<__m128i>(top)));
 #else
   uint64_t plane = 0;
   for (int i = 0; i < kBytes; ++i) plane |= static_cast<uint64_t>(top[i] >> 7) << i;
@@ -74,19 +61,19 @@ inline uint64_t plane_of(Bytes x, int bit) {
 // `value` in each byte whose bit is set.
 inline Bytes spread(uint64_t plane, int value) {
 #if defined(__AVX512BW__)
-  return cast<Bytes>(_mm512_maskz_set1_epi8(plane, static_cast<char>(value)));
+  return bit_cast<Bytes>(_mm512_maskz_set1_epi8(plane, static_cast<char>(value)));
 #elif defined(__AVX2__)
   const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
   const __m256i bits = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
   const __m256i words = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(plane)), places);
   const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(words, bits), bits);
-  return cast<Bytes>(is_set) & splat(value);
+  return bit_cast<Bytes>(is_set) & splat(value);
 #else
   uint64_t words[kBytes / 8], bits[kBytes / 8];
   for (int i = 0; i < kBytes / 8; ++i)
     words[i] = (plane >> 8 * i & 0xff) * 0x0101010101010101u, bits[i] = 0x8040201008040201u;
-  const Bytes wanted = cast<Bytes>(bits);
-  return cast<Bytes>((cast<Bytes>(words) & wanted) == wanted) & splat(value);
+  const Bytes wanted = bit_cast<Bytes>(bits);
+  return bit_cast<Bytes>((bit_cast<Bytes>(words) & wanted) == wanted) & splat(value);
 #endif
 }
 
@@ -94,7 +81,7 @@ inline Bytes spread(uint64_t plane, int value) {
 inline Bytes with_byte(Bytes x, int number, int value) {
   Bytes numbers;
   for (int i = 0; i < kBytes; ++i) numbers[i] = static_cast<uint8_t>(i);
-  const Bytes is_it = cast<Bytes>(numbers == splat(number));
+  const Bytes is_it = bit_cast<Bytes>(numbers == splat(number));
   return (x & ~is_it) | (splat(value) & is_it);
 }
 
@@ -103,19 +90,22 @@ inline int lowest(uint64_t bits) { return bits ? __builtin_ctzll(bits) : 64; }
 
 // The lower and the upper byte of each of kBytes words.
 inline void take_halves(const std::byte* from, Bytes& low, Bytes& high) {
-  const Words a = cast<Words>(load(from)), b = cast<Words>(load(from + kBytes));
+  const Words a = bit_cast<Words>(load(from)), b = bit_cast<Words>(load(from + kBytes));
 #if defined(__AVX512BW__)
   const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
   const auto pack = [&](Words x, Words y) {
-    const __m512i packed = _mm512_maskz_packus_epi16(~__mmask64{0}, cast<__m512i>(x), cast<__m512i>(y));
-    return cast<Bytes>(_mm512_maskz_permutexvar_epi64(0xff, order, packed));
+    const __m512i packed = _mm512_maskz_packus_epi16(~__mmask64{0}, bit_cast<__m512i>(x), bit_cast<__m512i>(y));
+    return bit_cast<Bytes>(_mm512_maskz_permutexvar_epi64(0xff, order, packed));
   };
 #elif defined(__AVX2__)
   const auto pack = [](Words x, Words y) {
-    return cast<Bytes>(_mm256_permute4x64_epi64(_mm256_packus_epi16(cast<__m256i>(x), cast<__m256i>(y)), 0xd8));
+    return bit_cast<Bytes>(
+        _mm256_permute4x64_epi64(_mm256_packus_epi16(bit_cast<__m256i>(x), bit_cast<__m256i>(y)), 0xd8));
   };
 #elif defined(__SSE2__)
-  const auto pack = [](Words x, Words y) { return cast<Bytes>(_mm_packus_epi16(cast<__m128i>(x), cast<__m128i>(y))); };
+  const auto pack = [](Words x, Words y) {
+    return bit_cast<Bytes>(_mm_packus_epi16(bit_cast<__m128i>(x), bit_cast<__m128i>(y)));
+  };
 #else
   const auto pack = [](Words x, Words y) {
     Bytes to;
@@ -130,20 +120,20 @@ inline void take_halves(const std::byte* from, Bytes& low, Bytes& high) {
 inline void put_halves(Bytes low, Bytes high, std::byte* to) {
 #if defined(__AVX512BW__)
   const __mmask64 all = ~__mmask64{0};
-  const __m512i a = _mm512_maskz_unpacklo_epi8(all, cast<__m512i>(low), cast<__m512i>(high));
-  const __m512i b = _mm512_maskz_unpackhi_epi8(all, cast<__m512i>(low), cast<__m512i>(high));
+  const __m512i a = _mm512_maskz_unpacklo_epi8(all, bit_cast<__m512i>(low), bit_cast<__m512i>(high));
+  const __m512i b = _mm512_maskz_unpackhi_epi8(all, bit_cast<__m512i>(low), bit_cast<__m512i>(high));
   const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
                 second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-  store(to, cast<Bytes>(_mm512_permutex2var_epi64(a, first, b)));
-  store(to + kBytes, cast<Bytes>(_mm512_permutex2var_epi64(a, second, b)));
+  store(to, bit_cast<Bytes>(_mm512_permutex2var_epi64(a, first, b)));
+  store(to + kBytes, bit_cast<Bytes>(_mm512_permutex2var_epi64(a, second, b)));
 #elif defined(__AVX2__)
-  const __m256i a = _mm256_unpacklo_epi8(cast<__m256i>(low), cast<__m256i>(high));
-  const __m256i b = _mm256_unpackhi_epi8(cast<__m256i>(low), cast<__m256i>(high));
-  store(to, cast<Bytes>(_mm256_permute2x128_si256(a, b, 0x20)));
-  store(to + kBytes, cast<Bytes>(_mm256_permute2x128_si256(a, b, 0x31)));
+  const __m256i a = _mm256_unpacklo_epi8(bit_cast<__m256i>(low), bit_cast<__m256i>(high));
+  const __m256i b = _mm256_unpackhi_epi8(bit_cast<__m256i>(low), bit_cast<__m256i>(high));
+  store(to, bit_cast<Bytes>(_mm256_permute2x128_si256(a, b, 0x20)));
+  store(to + kBytes, bit_cast<Bytes>(_mm256_permute2x128_si256(a, b, 0x31)));
 #elif defined(__SSE2__)
-  store(to, cast<Bytes>(_mm_unpacklo_epi8(cast<__m128i>(low), cast<__m128i>(high))));
-  store(to + kBytes, cast<Bytes>(_mm_unpackhi_epi8(cast<__m128i>(low), cast<__m128i>(high))));
+  store(to, bit_cast<Bytes>(_mm_unpacklo_epi8(bit_cast<__m128i>(low), bit_cast<__m128i>(high))));
+  store(to + kBytes, bit_cast<Bytes>(_mm_unpackhi_epi8(bit_cast<__m128i>(low), bit_cast<__m128i>(high))));
 #else
   for (int i = 0; i < kBytes; ++i) to[2 * i] = std::byte{low[i]}, to[2 * i + 1] = std::byte{high[i]};
 #endif

@@ -44,9 +44,13 @@ NAMES = ["normal", "heavy tails", "zeros", "zeros among others", "channels", "ti
 
 
 def encoded(dtype, raw, kernel=""):
+    """Encode before bytes that nobody may write."""
     kind = SPLIT_KINDS[dtype]
-    out = np.full(_C.most_payload_bytes(kind, len(raw)), 0xEE, np.uint8)
-    return out[: _C.encode_exponents(kind, raw.data_ptr(), len(raw), out, kernel)]
+    most = _C.most_payload_bytes(kind, len(raw))
+    room = np.full(most + 16, 0xEE, np.uint8)
+    size = _C.encode_exponents(kind, raw.data_ptr(), len(raw), room[:most], kernel)
+    assert (room[most:] == 0xEE).all()
+    return room[:size]
 
 
 def decoded(dtype, payload, raw_bytes, kernel=""):

@@ -22,12 +22,14 @@ from kvpage.serving.model.native.containers import containers_of
 from kvpage.serving.model.native.gated_mlp import activation_of
 from kvpage.serving.model.native.joined import PlainCall, join
 from kvpage.serving.model.native.norm import NormKinds
-from kvpage.serving.model.native.plain import is_plain_on_device, is_unwatched
+from kvpage.serving.model.native.plain import is_plain_call, is_unwatched
 from kvpage.serving.model.native.rotary import RotaryKinds
 from kvpage.serving.model.native.torch_threads import TorchThreads
 
 GROUPS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Names of layers that models call with one input, one after the other."""
+
+is_plain_on_gpu = partial(is_plain_call, device_type="cuda")
 
 
 class DeviceLayers:
@@ -36,7 +38,7 @@ class DeviceLayers:
     is_plain: tells whether a call has only to compute; tests have kernels run elsewhere.
     """
 
-    def __init__(self, is_plain: PlainCall = is_plain_on_device) -> None:
+    def __init__(self, is_plain: PlainCall = is_plain_on_gpu) -> None:
         self.threads = TorchThreads(lambda: None)  # nothing to limit
         self._is_plain = is_plain
         self._layers: dict[nn.Module, nn.Module | None] = {}

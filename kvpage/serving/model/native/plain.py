@@ -1,7 +1,7 @@
 """Whether torch would do nothing with a call but compute it: then an operation of kvpage may stand in for it.
 
 no gradient, no tracing, no mode of torch, no autocast, no transform of torch.func, no forward-mode derivative
-tensors of no subclass, in host memory, of one float dtype
+tensors of no subclass, on the device asked for, of one float dtype
 no hooks, no forward of its own, no compiled call        of modules that a fused operation leaves out
 """
 
@@ -13,35 +13,20 @@ from torch.nn.modules import module as of_all
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
-def is_plain_call(rows: torch.Tensor) -> bool:
-    """Return whether a layer that is called with `rows`, now, has only to compute."""
-    return (  # in one expression: a step asks this some ten times a layer
-        type(rows) is torch.Tensor
-        and rows.is_cpu
-        and rows.dtype in DTYPES
-        and rows.layout is torch.strided
-        and not rows.is_neg()
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-    )
+def is_plain_call(rows: torch.Tensor, device_type: str = "cpu") -> bool:
+    """Return whether a layer that is called with `rows`, now, has only to compute.
 
-
-def is_plain_on_device(rows: torch.Tensor) -> bool:
-    """Return the same of rows in a CUDA device's memory."""
+    device_type: where the rows must be, "cpu" or "cuda". All is one expression, since a step asks this some ten times
+    a layer.
+    """
     return (
         type(rows) is torch.Tensor
-        and rows.is_cuda
+        and (rows.is_cpu if device_type == "cpu" else rows.is_cuda)
         and rows.dtype in DTYPES
         and rows.layout is torch.strided
         and not rows.is_neg()
         and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cuda")
+        and not torch.is_autocast_enabled(device_type)
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None
         and torch._C._len_torch_dispatch_stack() == 0
