@@ -67,7 +67,7 @@ struct AttentionScratch {
   AttentionState part;  // of the part that is attended now
   float* queries;  // [num_rows, key_size padded]
   float* scores;  // [rows of a KV head, kTileKeys]
-  float* factors;  // [rows of a KV head]
+  float *factors, *totals;  // [rows of a KV head]
   TileRange* seen;  // [rows of a KV head]: the keys of a tile that a row sees
   float* turned;  // [key_size, kTileKeys]: a KV head's keys of a tile, key beside key
   float* packed;  // [kTileKeys, value_size padded]: its values, columns of a tile of registers together
@@ -131,5 +131,9 @@ static inline bool share_blocks(const AttentionSpan& a, const AttentionSpan& b, 
 }
 
 KVPAGE_DECLARE_KERNELS(AttentionKernel, attention_kernel);
+#if defined(__x86_64__)
+extern const AttentionKernel attention_kernel_avx512bf16;
+#endif
+extern const AttentionKernel attention_kernel_pairs_model;  // for tests: avx512bf16's loops in plain C++
 
 }  // namespace kvpage

@@ -19,22 +19,28 @@ struct SpanRun {
   int64_t row, num_rows;  // of KV head 0
 };
 
+// Whether queries, keys, weights and values are multiplied in pairs.
+inline bool multiplies_pairs(const AttentionLayer& layer) {
+  return kHasPairs && !layer.expanded_key && layer.query_type == ElementType::kBfloat16 &&
+         layer.cache_type == ElementType::kBfloat16 && layer.key_size % 2 == 0;
+}
+
 template <typename T>
 void load_queries(const AttentionTask& task, Rows queries) {
   const AttentionLayer& layer = *task.layer;
-  const float scale = in_log2(layer.scale);
+  const bool in_pairs = multiplies_pairs(layer);
   int64_t row = 0;
   for (int64_t head = 0; head < task.num_heads; ++head)
     for (int64_t s = 0; s < task.num_spans; ++s)
       for (int64_t token = 0; token < task.spans[s].num_queries; ++token)
         for (int64_t member = 0; member < layer.group_size; ++member, ++row) {
           const int64_t query_head = (task.first_head + head) * layer.group_size + member;
-          const T* from = reinterpret_cast<const T*>(task.spans[s].query + token * layer.query_token_stride +
-                                                     query_head * layer.query_head_stride);
-          for (int64_t d = 0; d < queries.stride; d += kLanes) {
-            const int64_t count = most(0, least(kLanes, layer.key_size - d));
-            store(queries[row] + d, scale * (count ? load_partial(from + d, count) : Vec{}));
-          }
+          const std::byte* from =
+              task.spans[s].query + token * layer.query_token_stride + query_head * layer.query_head_stride;
+          if (in_pairs)
+            std::memcpy(queries[row], from, static_cast<size_t>(layer.key_size) * sizeof(T));
+          else
+            widen(reinterpret_cast<const T*>(from), layer.key_size, queries[row]);
         }
 }
 
@@ -68,43 +74,60 @@ struct Ranges {
   }
 };
 
-void score_rows(Rows queries, int64_t num_rows, const TileRange* seen, int64_t size, const float* turned, Rows scores) {
+// How often Prefetch takes a step while panels that hold `size` columns are multiplied by rows.
+inline int64_t num_steps(int64_t num_rows, int64_t size) {
+  return most((num_rows + kMostRows - 1) / kMostRows * (size / kPanel), 1);
+}
+
+template <typename Word, typename T>
+void score_rows(Rows queries, int64_t num_rows, const TileRange* seen, int64_t size, const TileView<T>& tile,
+                float* turned, Rows scores) {
+  turn_keys<Word, T>(tile.keys, nullptr, tile.first, tile.last, size, turned);
+  Prefetch soon(tile.next_values, size, num_steps(num_rows, kTileKeys));
   for_row_blocks(num_rows, [&](int64_t row, int64_t rows) {
     const TileRange any = Ranges(seen + row, rows).any;
     if (is_empty(any)) return;
     with_rows(rows, [&](auto constant) {
-      score_panels<constant.value>(queries.from(row), turned, size, any.first / kPanel,
-                                   (any.last + kPanel - 1) / kPanel, scores.from(row));
+      score_panels<Word, constant.value>(queries.from(row), turned, size / kNumbers<Word>, any.first / kPanel,
+                                         (any.last + kPanel - 1) / kPanel, scores.from(row), soon);
     });
   });
 }
 
 // Turns only as many keys as the next scores need: they are still in the first cache then, and memory is asked for the
 // values all the while.
-template <typename T>
+template <typename Word, typename T>
 void score_few_rows(Rows queries, int64_t num_rows, const TileRange* seen, int64_t size, const TileView<T>& tile,
                     float* turned, Rows scores) {
   const TileRange any = Ranges(seen, num_rows).any;
-  const int64_t last = (any.last + kPanel - 1) / kPanel;
+  const int64_t last = (any.last + kPanel - 1) / kPanel, num_words = size / kNumbers<Word>;
+  Prefetch nothing;
   with_rows(num_rows, [&](auto constant) {
     constexpr int kRows = constant.value;
     constexpr int64_t kPanels = most(num_columns(kRows) / kPanelVectors, 1);
     for (int64_t panel = any.first / kPanel; panel < last; panel += kPanels) {
       const int64_t next = least(panel + kPanels, last);
-      float* base = turned - panel * kPanel * size;
-      turn_keys(tile.keys, tile.next_values, panel * kPanel, next * kPanel, size, base);
-      score_panels<kRows>(queries, base, size, panel, next, scores);
+      float* base = turned - panel * kPanel * num_words;
+      turn_keys<Word>(tile.keys, tile.next_values, panel * kPanel, next * kPanel, size, base);
+      score_panels<Word, kRows>(queries, base, num_words, panel, next, scores, nothing);
     }
   });
 }
 
+// The keys of a range in words that it has wholly.
+template <typename Word>
+TileRange whole_words(TileRange range) {
+  constexpr int32_t kStep = kNumbers<Word>;
+  return {(range.first + kStep - 1) / kStep * kStep, range.last / kStep * kStep};
+}
+
 // call(row, its number of rows as a constant, first key, last key), for each row over its keys in their order; rows of
-// a block go together where all see the keys.
-template <typename Call>
+// a block go together where all see the keys of whole words, which are summed at once.
+template <typename Word, typename Call>
 void for_seen(const TileRange* seen, int64_t num_rows, const Call& call) {
   for_row_blocks(num_rows, [&](int64_t row, int64_t rows) {
     const std::integral_constant<int, 1> one;
-    TileRange all = Ranges(seen + row, rows).all;
+    TileRange all = whole_words<Word>(Ranges(seen + row, rows).all);
     if (is_empty(all)) all = {kTileKeys, kTileKeys};
     for (int64_t r = row; r < row + rows; ++r)
       if (seen[r].first < all.first) call(r, one, seen[r].first, least(seen[r].last, all.first));
@@ -114,31 +137,33 @@ void for_seen(const TileRange* seen, int64_t num_rows, const Call& call) {
   });
 }
 
-template <typename T>
+template <typename Word, typename T>
 void sum_in_place(Rows weights, int64_t num_rows, const TileRange* seen, const TileView<T>& tile, int64_t size,
                   Rows sums) {
   const T* const* next = tile.next_keys;
-  for_seen(seen, num_rows, [&](int64_t row, auto constant, int64_t begin, int64_t end) {
+  for_seen<Word>(seen, num_rows, [&](int64_t row, auto constant, int64_t begin, int64_t end) {
     constexpr int kRows = constant.value;
-    sum_columns<kRows, num_columns(kRows)>(weights.from(row), tile.values, next, begin, end, 0, size, sums.from(row));
+    sum_columns<Word, kRows, num_columns(kRows)>(weights.from(row), tile.values, next, begin, end, 0, size,
+                                                 sums.from(row));
     next = nullptr;
   });
 }
 
-template <typename T>
+template <typename Word, typename T>
 void sum_by_panels(Rows weights, int64_t num_rows, const TileRange* seen, const TileView<T>& tile, int64_t size,
                    float* packed, Rows sums) {
   const TileRange any = Ranges(seen, num_rows).any;
   if (is_empty(any)) return;
-  pack_values(tile.values, tile.next_keys, any.first, any.last, size, packed);
-  for_seen(seen, num_rows, [&](int64_t row, auto constant, int64_t begin, int64_t end) {
-    sum_packed<constant.value>(weights.from(row), packed, begin, end, size, sums.from(row));
+  pack_values<Word>(tile.values, any.first, any.last, size, packed);
+  Prefetch soon(tile.next_keys, size, num_steps(num_rows, size));
+  for_seen<Word>(seen, num_rows, [&](int64_t row, auto constant, int64_t begin, int64_t end) {
+    sum_packed<Word, constant.value>(weights.from(row), packed, begin, end, size, sums.from(row), soon);
   });
 }
 
 // Attends the rows of a run and of one KV head to the keys and values of a tile. Nothing but what a row sees enters its
 // sums, so anything may be elsewhere.
-template <typename T>
+template <typename Word, typename T>
 void attend_head(const AttentionTask& task, const AttentionScratch& scratch, const SpanRun& run, int64_t head,
                  const TileView<T>& tile) {
   const AttentionLayer& layer = *task.layer;
@@ -147,19 +172,19 @@ void attend_head(const AttentionTask& task, const AttentionScratch& scratch, con
   const Rows queries{scratch.queries + row * padded(layer.key_size), padded(layer.key_size)};
   const Rows scores{scratch.scores, kTileKeys}, sums{scratch.part.sums + row * stride, stride};
   if (run.num_rows <= kMostRows) {
-    score_few_rows(queries, run.num_rows, seen, layer.key_size, tile, scratch.turned, scores);
+    score_few_rows<Word>(queries, run.num_rows, seen, layer.key_size, tile, scratch.turned, scores);
   } else {
-    turn_keys(tile.keys, tile.next_values, tile.first, tile.last, layer.key_size, scratch.turned);
-    score_rows(queries, run.num_rows, seen, layer.key_size, scratch.turned, scores);
+    score_rows<Word>(queries, run.num_rows, seen, layer.key_size, tile, scratch.turned, scores);
   }
-  soften_rows(scores, run.num_rows, seen, in_log2(layer.softcap), scratch.part, row, stride, scratch.factors);
+  const ScoreRule rule{in_log2(layer.scale), in_log2(layer.softcap)};
+  soften_rows<Word>(scores, run.num_rows, seen, rule, scratch.part, row, stride, scratch.factors, scratch.totals);
   if (run.num_rows < kPackedRows)
-    sum_in_place(scores, run.num_rows, seen, tile, layer.value_size, sums);
+    sum_in_place<Word>(scores, run.num_rows, seen, tile, layer.value_size, sums);
   else
-    sum_by_panels(scores, run.num_rows, seen, tile, layer.value_size, scratch.packed, sums);
+    sum_by_panels<Word>(scores, run.num_rows, seen, tile, layer.value_size, scratch.packed, sums);
 }
 
-template <typename T>
+template <typename Word, typename T>
 void attend_in_place(const AttentionTask& task, const AttentionScratch& scratch, const SpanRun& run,
                      const TileRows& rows, const TileRows& next_rows) {
   const AttentionLayer& layer = *task.layer;
@@ -173,7 +198,7 @@ void attend_in_place(const AttentionTask& task, const AttentionScratch& scratch,
     tile.next_values = tile.values, tile.next_keys = next.is_empty() ? nullptr : tile.next;
     if (tile.next_keys)
       find_head(next.key, (task.first_head + (is_last ? 0 : head + 1)) * layer.key_head_stride, tile.next);
-    attend_head(task, scratch, run, head, tile);
+    attend_head<Word>(task, scratch, run, head, tile);
   }
 }
 
@@ -195,7 +220,7 @@ void attend_expanded(const AttentionTask& task, const AttentionScratch& scratch,
     if (!is_latent)
       expand_tile(layer, table, *layer.expanded_value, task.first_head + head, begin, rows, layer.value_size,
                   own_values, scratch.codes);
-    attend_head(task, scratch, run, head, tile);
+    attend_head<float>(task, scratch, run, head, tile);
   }
 }
 
@@ -214,10 +239,12 @@ void attend_tile(const AttentionTask& task, const AttentionScratch& scratch, con
   find_ranges(task, run, begin, rows.last, scratch.seen);
   if (layer.expanded_key) return attend_expanded(task, scratch, run, leader->table, rows, begin);
   next.find(layer, leader->table, begin + kTileKeys, begin + kTileKeys, least(end, leader->key_end));
+  if constexpr (kHasPairs)
+    if (multiplies_pairs(layer)) return attend_in_place<Pair, Bf16>(task, scratch, run, rows, next);
   switch (layer.cache_type) {
-    case ElementType::kFloat32: return attend_in_place<float>(task, scratch, run, rows, next);
-    case ElementType::kBfloat16: return attend_in_place<Bf16>(task, scratch, run, rows, next);
-    case ElementType::kFloat16: return attend_in_place<Fp16>(task, scratch, run, rows, next);
+    case ElementType::kFloat32: return attend_in_place<float, float>(task, scratch, run, rows, next);
+    case ElementType::kBfloat16: return attend_in_place<float, Bf16>(task, scratch, run, rows, next);
+    case ElementType::kFloat16: return attend_in_place<float, Fp16>(task, scratch, run, rows, next);
   }
 }
 

@@ -20,26 +20,49 @@ inline float in_log2(float x) {
   return scaled > kLargest ? kLargest : scaled < -kLargest ? -kLargest : scaled;
 }
 
-// The largest lane, and the sum of all, as a tree.
-inline float largest_lane(Vec a) {
+// Lanes from `distance` on take the place of the first ones.
+template <int kDistance>
+inline Vec upper_lanes(Vec a) {
 #if KVPAGE_LANES == 16
-  a = max(a, KVPAGE_SHUFFLE(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  a = max(a, KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7));
+  if constexpr (kDistance == 8) return KVPAGE_SHUFFLE(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  return KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7);
 #elif KVPAGE_LANES == 8
-  a = max(a, KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 4, 5, 6, 7));
+  return KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 4, 5, 6, 7);
+#else
+  return a;
 #endif
-  const float low = a[0] > a[1] ? a[0] : a[1], high = a[2] > a[3] ? a[2] : a[3];
-  return low > high ? low : high;
 }
 
-inline float total_of_lanes(Vec a) {
-#if KVPAGE_LANES == 16
-  a += KVPAGE_SHUFFLE(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  a += KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7);
-#elif KVPAGE_LANES == 8
-  a += KVPAGE_SHUFFLE(a, a, 4, 5, 6, 7, 4, 5, 6, 7);
-#endif
-  return (a[0] + a[1]) + (a[2] + a[3]);
+struct Sum {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+struct Largest {
+  Vec operator()(Vec a, Vec b) const { return max(a, b); }
+  float operator()(float a, float b) const { return a > b ? a : b; }
+};
+
+// All lanes of a vector together, as a tree.
+template <typename Combine>
+inline float combine_lanes(Vec a, const Combine& combine) {
+  if constexpr (kLanes == 16) a = combine(a, upper_lanes<8>(a));
+  if constexpr (kLanes >= 8) a = combine(a, upper_lanes<4>(a));
+  return combine(combine(a[0], a[1]), combine(a[2], a[3]));
+}
+
+// The same of kLanes rows at once, by the same tree: lane r is of row r.
+template <typename Combine>
+inline Vec combine_rows(const float (&rows)[kLanes][kLanes], const Combine& combine) {
+  const std::byte* pointers[kLanes];
+  for (int r = 0; r < kLanes; ++r) pointers[r] = reinterpret_cast<const std::byte*>(rows[r]);
+  Vec columns[kLanes];
+  load_turned(pointers, 0, columns);
+  for (int half = kLanes / 2; half >= 4; half /= 2)
+    for (int c = 0; c < half; ++c) columns[c] = combine(columns[c], columns[c + half]);
+  return combine(combine(columns[0], columns[1]), combine(columns[2], columns[3]));
 }
 
 inline bool is_empty(const TileRange& range) { return range.first >= range.last; }
@@ -58,47 +81,86 @@ inline TileRange mask_scores(float* scores, TileRange seen) {
   return vectors;
 }
 
-// Caps and masks the scores of a row. Returns the largest of them and of `maximum`.
-inline float largest_score(float* scores, TileRange seen, float softcap, float maximum) {
-  if (softcap > 0)
-    for (int32_t j = seen.first / kLanes * kLanes; j < seen.last; j += kLanes)
-      store(scores + j, softcap * tanh(load(scores + j) / softcap));
+// A score is a product of a query and a key, scaled and capped.
+struct ScoreRule {
+  float scale, softcap;  // softcap 0: none
+
+  Vec operator()(Vec product) const {
+    const Vec score = product * scale;
+    return softcap > 0 ? softcap * tanh(score / softcap) : score;
+  }
+};
+
+// Turns the products of a row into scores. Returns the largest of each lane.
+inline Vec largest_scores(float* scores, TileRange seen, const ScoreRule& rule) {
+  if (is_empty(seen)) return splat(kLowest);
+  for (int32_t j = seen.first / kLanes * kLanes; j < seen.last; j += kLanes) store(scores + j, rule(load(scores + j)));
   const TileRange vectors = mask_scores(scores, seen);
-  Vec top = splat(maximum);
+  Vec top = splat(kLowest);
   for (int32_t j = vectors.first; j < vectors.last; j += kLanes) top = max(top, load(scores + j));
-  return largest_lane(top);
+  return top;
 }
 
-// Turns a row's scores into weights relative to `maximum`. Returns their total.
-inline float weigh_scores(float* scores, TileRange seen, float maximum) {
+// Writes weight j of a row, whose words are over its scores. Returns what it is worth there: bf16 rounds it.
+inline Vec store_weights(float* row, int64_t j, Vec weights, float) {
+  store(row + j, weights);
+  return weights;
+}
+
+inline Vec store_weights(float* row, int64_t j, Vec weights, Pair) {
+  Bf16* const to = reinterpret_cast<Bf16*>(row) + j;
+  const HalfVec rounded = round_to_bf16(weights);  // exp2_negative gives no subnormal number
+  std::memcpy(to, &rounded, sizeof(rounded));
+  return load(reinterpret_cast<const Bf16*>(&rounded));
+}
+
+// Turns a row's scores into weights relative to `maximum`. Returns their total in each lane.
+template <typename Word>
+inline Vec weigh_scores(float* scores, TileRange seen, float maximum) {
+  if (is_empty(seen)) return Vec{};
   const float base = maximum == kLowest ? 0.0f : maximum;
   Vec total = {};
-  for (int32_t j = seen.first / kLanes * kLanes; j < seen.last; j += kLanes) {
-    const Vec weights = exp2_negative(load(scores + j) - base);
-    store(scores + j, weights);
-    total += weights;
-  }
-  return total_of_lanes(total);
+  for (int32_t j = seen.first / kLanes * kLanes; j < seen.last; j += kLanes)
+    total += store_weights(scores, j, exp2_negative(load(scores + j) - base), Word{});
+  return total;
 }
 
-// Scores of a tile to weights. Sums, weights and maxima of the rows are of the new maxima afterwards; `factors` has
-// room for num_rows, padded.
-inline void soften_rows(Rows scores, int64_t num_rows, const TileRange* seen, float softcap,
-                        const AttentionState& state, int64_t row, int64_t stride, float* factors) {
+// combined[r]: combine_lanes of lanes_of(r), for rows that are each row of its own, or kLanes of them at once: the
+// result is the same.
+template <typename Combine, typename LanesOf>
+inline void combine_each(int64_t num_rows, const Combine& combine, const LanesOf& lanes_of, float* combined) {
+  int64_t r = 0;
+  for (; r + kLanes <= num_rows; r += kLanes) {
+    float rows[kLanes][kLanes];
+    for (int i = 0; i < kLanes; ++i) store(rows[i], lanes_of(r + i));
+    store(combined + r, combine_rows(rows, combine));
+  }
+  for (; r < num_rows; ++r) combined[r] = combine_lanes(lanes_of(r), combine);
+}
+
+// Raises the maxima to the largest scores of a tile, which are in `factors`. Leaves there what the sums so far are to
+// be multiplied by.
+inline void raise_maxima(int64_t num_rows, float* maxima, float* factors) {
   for (int64_t r = 0; r < num_rows; ++r) {
-    factors[r] = 0;
-    if (is_empty(seen[r])) continue;
-    float& maximum = state.maxima[row + r];
-    const float top = largest_score(scores[r], seen[r], softcap, maximum);
-    if (top != maximum) factors[r] = maximum - top;
-    maximum = top;
+    const float before = maxima[r], top = factors[r] > before ? factors[r] : before;
+    factors[r] = top != before ? before - top : 0.0f;  // equal ones may be -inf, whose difference is no number
+    maxima[r] = top;
   }
   for (int64_t r = num_rows; r % kLanes != 0; ++r) factors[r] = 0;
   for (int64_t r = 0; r < num_rows; r += kLanes) store(factors + r, exp2_negative(load(factors + r)));
+}
+
+// Products of a tile to weights, in words. Sums, weights and maxima of the rows are of the new maxima afterwards;
+// `factors` and `totals` have room for num_rows, padded.
+template <typename Word>
+inline void soften_rows(Rows scores, int64_t num_rows, const TileRange* seen, const ScoreRule& rule,
+                        const AttentionState& state, int64_t row, int64_t stride, float* factors, float* totals) {
+  float *maxima = state.maxima + row, *weights = state.weights + row;
+  combine_each(num_rows, Largest{}, [&](int64_t r) { return largest_scores(scores[r], seen[r], rule); }, factors);
+  raise_maxima(num_rows, maxima, factors);
+  combine_each(num_rows, Sum{}, [&](int64_t r) { return weigh_scores<Word>(scores[r], seen[r], maxima[r]); }, totals);
   for (int64_t r = 0; r < num_rows; ++r) {
-    if (is_empty(seen[r])) continue;
-    const float total = weigh_scores(scores[r], seen[r], state.maxima[row + r]);
-    state.weights[row + r] = state.weights[row + r] * factors[r] + total;
+    weights[r] = weights[r] * factors[r] + totals[r];
     float* sums = state.sums + (row + r) * stride;
     if (factors[r] != 1.0f)
       for (int64_t d = 0; d < stride; d += kLanes) store(sums + d, load(sums + d) * factors[r]);

@@ -145,7 +145,7 @@ struct Sizes {
   int64_t state(int64_t num_rows) const { return num_rows * value_row + 2 * Arena::round_up(num_rows); }
   int64_t scratch() const {
     const int64_t expanded = expands ? kTileKeys * (key_row + value_row + std::max(key_row, value_row)) : 0;
-    return state(rows) + rows * key_row + head_rows * kTileKeys + Arena::round_up(head_rows) +
+    return state(rows) + rows * key_row + head_rows * kTileKeys + 2 * Arena::round_up(head_rows) +
            Arena::round_up(2 * head_rows) + kTileKeys * (key_row + value_row + kRowPadding) + expanded;
   }
   AttentionState take_state(Arena& arena, int64_t num_rows) const {
@@ -156,7 +156,7 @@ struct Sizes {
     scratch.part = take_state(arena, rows);
     scratch.queries = arena.take(rows * key_row);
     scratch.scores = arena.take(head_rows * kTileKeys);
-    scratch.factors = arena.take(head_rows);
+    scratch.factors = arena.take(head_rows), scratch.totals = arena.take(head_rows);
     scratch.seen = reinterpret_cast<TileRange*>(arena.take(2 * head_rows));
     scratch.turned = arena.take(kTileKeys * key_row);
     scratch.packed = arena.take(kTileKeys * (value_row + kRowPadding));

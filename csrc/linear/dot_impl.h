@@ -8,6 +8,7 @@
 #pragma once
 
 #include "quantize/rows_impl.h"
+#include "simd/pairs.h"
 
 namespace kvpage {
 namespace {
@@ -24,28 +25,6 @@ struct WidenedDot {
   static Vec multiply_add(Vec total, Factor x, Factor w) { return total + x * w; }
 };
 
-// --- pairs of bf16 -------------------------------------------------------------------------------------------------
-
-// Numbers below the smallest normal one become zeros with their sign.
-inline Vec flushed(Vec x) {
-  const WordVec bits = bit_cast<WordVec>(x);
-  const WordVec is_normal = reinterpret_cast<WordVec>((bits & 0x7f800000u) != 0);
-  return bit_cast<Vec>(bits & (is_normal | 0x80000000u));
-}
-
-// Adds a.high * b.high to each sum, then a.low * b.low. Each word holds two numbers of bf16. Subnormal numbers count as
-// zeros, given or computed. The model is the loop in Intel's manual; a product of two such numbers is exact in fp32.
-inline Vec dot_pairs(Vec sum, WordVec a, WordVec b) {
-#if KVPAGE_LANES == 16 && defined(__AVX512BF16__)
-  return bit_cast<Vec>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
-#else
-  const auto high = [](WordVec pairs) { return flushed(bit_cast<Vec>(pairs & 0xffff0000u)); };
-  const auto low = [](WordVec pairs) { return flushed(bit_cast<Vec>(pairs << 16)); };
-  const Vec once = flushed(flushed(sum) + high(a) * high(b));
-  return flushed(once + low(a) * low(b));
-#endif
-}
-
 struct PairDot {
   using Staged = Bf16;
   using Weight = Bf16;
@@ -61,11 +40,7 @@ struct PairDot {
   static Vec multiply_add(Vec total, Factor x, Factor w) { return dot_pairs(total, x, w); }
 };
 
-#if defined(__AVX512BF16__) || defined(KVPAGE_MODELS_PAIRS)
-using Bf16Dot = PairDot;
-#else
-using Bf16Dot = WidenedDot<Bf16>;
-#endif
+using Bf16Dot = std::conditional_t<kHasPairs, PairDot, WidenedDot<Bf16>>;
 
 }  // namespace
 }  // namespace kvpage

@@ -6,7 +6,7 @@ import torch
 from kvpage import _C, CacheLayout, ops
 from kvpage.ops import reference
 
-KERNELS = pytest.mark.parametrize("name", _C.attention_kernels())  # the transpositions have the same names
+KERNELS = pytest.mark.parametrize("name", _C.norm_kernels())  # the transpositions have the same names
 SIZES = (0, 1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 80)
 
 
@@ -62,7 +62,7 @@ def test_what_is_no_whole_lines_does_not_go_past_the_cache(element_bytes, num_ro
     source = torch.ones(num_rows, num_columns, element_bytes, dtype=torch.uint8)
     place = memory.data_ptr() + -memory.data_ptr() % 64
     sizes = (place, num_rows * element_bytes, source.data_ptr(), source.stride(0), num_rows, num_columns)
-    assert not any(_C._transpose_past_cache(name, element_bytes, *sizes) for name in _C.attention_kernels())
+    assert not any(_C._transpose_past_cache(name, element_bytes, *sizes) for name in _C.norm_kernels())
     assert not memory.any()
 
 

@@ -13,6 +13,8 @@ namespace kvpage {
 
 #if defined(__x86_64__)
 const AttentionKernel attention_kernel_avx2 = {.name = "absent"}, attention_kernel_avx512 = {.name = "absent"};
+const AttentionKernel attention_kernel_avx512bf16 = {.name = "absent"},
+                      attention_kernel_pairs_model = {.name = "absent"};
 const ExponentKernel exponent_kernel_avx2 = {.name = "absent"}, exponent_kernel_avx512 = {.name = "absent"};
 const LinearKernel linear_kernel_avx2 = {.name = "absent"}, linear_kernel_avx512 = {.name = "absent"};
 const LinearKernel linear_kernel_avx512bf16 = {.name = "absent"}, linear_kernel_pairs_model = {.name = "absent"};
