@@ -12,7 +12,14 @@ from .plan import SMOKE, pytest, python
 SECONDS = 600.0
 """Of each part: the machine may be busy."""
 FAKE = ("-m", "kvpage.benchmarks.fake_cuda")
-FAKED = ("bench_paged_attention", "bench_swap", "bench_reshape_gather", "bench_blend_ops", "flashinfer")
+FAKED = (
+    "bench_paged_attention",
+    "bench_swap",
+    "bench_reshape_gather",
+    "bench_blend_ops",
+    "bench_shared_prefix",
+    "flashinfer",
+)
 TINY = ("--sizes", "tiny", "--rounds", "1", "--seconds", "1")
 SMALL: dict[str, tuple[str, ...]] = {
     "versions": ("--without-device",),
@@ -26,6 +33,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "bench_swap": TINY,
     "bench_reshape_gather": ("--tokens", "16", "--chunk-tokens", "16", "--rounds", "1", "--seconds", "0"),
     "bench_blend_ops": ("--layers", "3", "--tokens", "64", "--rounds", "1", "--seconds", "0"),
+    "bench_shared_prefix": ("--seqs", "2", "--shared", "33", "--own", "5", "--rounds", "1"),
     "demo": ("--device", "cpu", "--requests", "4", "--turns", "1", "--max-tokens", "4", "--sample", "1"),
     "flashinfer": TINY,
 }

@@ -54,8 +54,8 @@ def _preparation(folders: Folders) -> list[Part]:
         Part("smoke", 60, pytest("-m", "gpu", SMOKE), must_pass=True),
         Part("peers", 15, _wheels(folders, folders.peers, "--without", *FLASHINFER)),
         Part("info", 10, python("-c", INFO)),
-        Part("calibrate", 15, python("-m", "kvpage", "info", "--calibrate")),
-        Part("compile", 50, fill),
+        Part("calibrate", 10, python("-m", "kvpage", "info", "--calibrate")),
+        Part("compile", 45, fill),
     ]
 
 
@@ -71,11 +71,12 @@ def _benchmarks(folders: Folders) -> list[Part]:
         return Part(name, seconds, python(f"benchmarks/{name}.py", *arguments, "--plot", plot, "--seconds", own))
 
     return [
-        bench("bench_paged_attention", 75, "--without", "flashinfer"),
-        bench("bench_serving_gpu", 65, "--attention", "kvpage"),
-        bench("bench_swap", 45),
-        bench("bench_reshape_gather", 40, "--device", "cuda", "--tokens", "64", "4096", "65536"),
+        bench("bench_paged_attention", 65, "--without", "flashinfer"),
+        bench("bench_serving_gpu", 60, "--attention", "kvpage"),
+        bench("bench_swap", 40),
+        bench("bench_reshape_gather", 35, "--device", "cuda", "--tokens", "64", "4096", "65536"),
         bench("bench_blend_ops", 30, "--device", "cuda"),
+        bench("bench_shared_prefix", 35, "--device", "cuda", "--dtypes", "bf16"),
     ]
 
 

@@ -47,6 +47,7 @@ class Target:
 
 
 PAGED, ROWS, SWAP, SERVING = "bench_paged_attention", "bench_reshape_gather", "bench_swap", "bench_serving_gpu"
+SHARED = "bench_shared_prefix"
 LLAMA = "results[*;model=llama 3 8B;"
 DECODE, PREFILL = f"{LLAMA}kind=decode;queries=1;", f"{LLAMA}kind=prefill;dtype=bfloat16;seqs=1;keys=8192;"
 MLA = "results[*;dtype=bfloat16;kind=decode;queries=1;seqs=64;keys=8192;model=deepseek mla"
@@ -65,6 +66,7 @@ TARGETS = (
     Target("decode MLA, 128 heads", "0.27 to 0.35", PAGED, f"{MLA}].of bound"),
     Target("prefill bf16, 8192", "300 to 380 TFLOP/s", PAGED, f"{PREFILL}queries=8192].TFLOP/s"),
     Target("prefill bf16, 256 after 8k", "180 to 260 TFLOP/s", PAGED, f"{PREFILL}queries=256].TFLOP/s"),
+    Target("decode, 32 share 4096 of 4224", "3 to 5 times apart", SHARED, "results[*;seqs=32;shared=4096].times"),
     Target("reshape_and_cache, 64 tokens", "3 us", ROWS, f"{WRITE}tokens=64].us"),
     Target("reshape_and_cache, 4096", "0.85 to 0.95", ROWS, f"{WRITE}tokens=4096].of copy"),
     Target("gather bf16, 65536", "0.85 to 0.95", ROWS, f"{GATHER}bfloat16].of copy"),

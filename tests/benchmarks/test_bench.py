@@ -75,7 +75,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
                 {"VOCAB": 256, "MODELS": {"small": Shape(2, 32, 64, 2, 1)}}),
     "serving_gpu": (["--device", "cpu", "--shape", "tiny", "--batches", "1", "2", "--context", "17", "--requests", "2",
                      "--prompt-tokens", "20", "--tokens", "3", *ONCE], {"STEPS": 4}),
-    "shared_prefix": (["--seqs", "2", "--shared", "33", "--own", "5", "--threads", "1", *ONCE], {}),
+    "shared_prefix": (["--seqs", "2", "--shared", "33", "--own", "5", "--threads", "1", "--loop", *ONCE], {}),
     "slots": ([], {"NUM_PROMPTS": 10, "NUM_TOKENS": 512, "NUM_SHARED": 384}),
     "state_checkpoints": (["--families", "lfm2", "--hidden", "32", "--layers", "4", "--prompt-tokens", "20",
                            "--tokens", "3", "--threads", "1", *ONCE], {"GATE_TOKENS": 2}),

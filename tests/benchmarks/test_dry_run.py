@@ -26,6 +26,7 @@ ROWS = {
     "bench_swap": "rows",
     "bench_reshape_gather": "results",
     "bench_blend_ops": "results",
+    "bench_shared_prefix": "results",
     "flashinfer": "results",
 }
 

@@ -65,7 +65,7 @@ def test_benchmarks_have_their_whole_limits_in_ten_minutes(folders):
 
 def test_each_benchmark_stops_itself_before_its_limit(folders):
     measured = [part for part in plan(folders) if "--seconds" in part.command]
-    assert len(measured) == 6
+    assert len(measured) == 7
     for part in measured:
         own = float(part.command[part.command.index("--seconds") + 1])
         assert own <= part.seconds - 15, "for what begins before, and the plot"
@@ -310,6 +310,7 @@ def test_targets_name_cases_that_are_measured():
     ]
     made = {"bench_paged_attention": {"results": attention}, "bench_reshape_gather": {"results": rows}}
     made |= {"bench_swap": {"rows": swaps}, "bench_serving_gpu": REACHED["bench_serving_gpu"]}
+    made["bench_shared_prefix"] = {"results": [{"seqs": 32, "shared": 4096, "times": 1}]}
     assert [target.name for target in TARGETS if target.find(made[target.part]) is None] == []
     assert bench_swap.TARGETS[("in", 32 << 10)] == 0.9 and torch.bfloat16 == bench_paged_attention.BF16
 
