@@ -35,6 +35,7 @@ WHOLE: dict[str, str] = {
     "tests/kernels/test_interpreted.py::test_all_cases": "slow",
     "tests/kernels/test_sampling_compile.py": "slow",
     "tests/kernels/test_triton_compile.py": "slow",
+    "tests/kernels/test_interpreted.py::test_families": "nightly",
     "tests/kernels/test_machine_code.py::test_a_tile_takes_what_the_table_says": "nightly",
     "tests/serving/loop/test_warmup.py::test_triton_compiles_nothing_after_warmup": "slow",
     # Other processes, each with a torch and a model of its own, and compilers of models: the dear part is no call.

@@ -66,3 +66,7 @@ def test_each_kernel_is_the_reference(tmp_path):
 def test_all_cases(tmp_path, kind):
     files, least = ALL_CASES[kind]
     assert num_passed(tmp_path, "-k", "interpreter", *(TESTS / file for file in files)) >= least
+
+
+def test_families(tmp_path):
+    assert num_passed(tmp_path, TESTS / "kernels/test_layers_of_families.py") >= 190
