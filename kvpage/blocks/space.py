@@ -192,9 +192,9 @@ class BlockSpace:
         self.tree.trim(match)
         return match, num_host
 
-    def should_load(self, num_host: int) -> bool:
-        """Return whether `num_host` host blocks are worth their way back."""
-        return self.rule is None or self.rule.should_load(num_host)
+    def should_load(self, num_host: int, num_tokens: int | None = None) -> bool:
+        """Return whether `num_host` host blocks are worth their way back, which saves `num_tokens` tokens, or theirs."""
+        return self.rule is None or self.rule.should_load(num_host, num_tokens)
 
     @property
     def writes_at_once(self) -> bool:

@@ -205,15 +205,29 @@ class GroupManager(ABC, Generic[C]):
 Groups = Sequence[GroupManager[Any]]
 
 
-def agree(groups: Groups, ids: PathIds, prompt: Prompt, most: int) -> list[Any]:
-    """Return a claim of each group, all at the largest position that every group serves.
+class Agreement(NamedTuple):
+    """A position that all groups serve.
+
+    Attributes:
+        num_tokens: The position.
+        claims: A claim of each group, all there.
+    """
+
+    num_tokens: int
+    claims: list[Any]
+
+
+def agree(groups: Groups, ids: PathIds, prompt: Prompt, most: int) -> Agreement:
+    """Return the largest position, `most` at most, that every group serves.
 
     Each round asks the groups that have claimed more than the least. Positions only fall, so it ends, at 0 at last.
     """
     claims = [group.claim(ids, prompt, most) for group in groups]
-    while (least := min(claim.num_tokens for claim in claims)) < max(claim.num_tokens for claim in claims):
+    least = min([most, *(claim.num_tokens for claim in claims)])
+    while any(claim.num_tokens > least for claim in claims):
         claims = [
             claim if claim.num_tokens == least else group.claim(ids, prompt, least)
             for group, claim in zip(groups, claims, strict=True)
         ]
-    return claims
+        least = min(claim.num_tokens for claim in claims)
+    return Agreement(least, claims)

@@ -58,7 +58,6 @@ SUITES = {
     "kvpage/blocks/manager.py": MANAGER,
     "kvpage/blocks/space.py": MANAGER,
     "kvpage/blocks/sequences/growth.py": MANAGER,
-    "kvpage/blocks/sequences/swaps.py": MANAGER,
     "kvpage/blocks/sequences/sequences.py": MANAGER,
     "kvpage/blocks/groups/all_groups.py": GROUPS,
     "kvpage/blocks/groups/group.py": GROUPS,

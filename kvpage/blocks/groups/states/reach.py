@@ -60,6 +60,7 @@ def _begins_at(positions: list[int], num_on_device: int, block_size: int, rule: 
     """Return the position at which a request would begin; 0 without one. It loads host blocks if that is worth it."""
     longest = max(positions, default=0)
     num_host = longest // block_size - num_on_device
-    if num_host <= 0 or rule is None or rule.should_load(num_host):
+    near = max((position for position in positions if position // block_size <= num_on_device), default=0)
+    if num_host <= 0 or rule is None or rule.should_load(num_host, longest - near):
         return longest
-    return max((position for position in positions if position // block_size <= num_on_device), default=0)
+    return near
