@@ -21,7 +21,7 @@ Layers that keep less than all tokens are groups, which hold what they need besi
 from collections.abc import Callable, Iterator, Sequence
 
 from kvpage.blocks.config import BlockConfig
-from kvpage.blocks.explain import Explanation, explain_attention
+from kvpage.blocks.explain import Ending, Explanation, GroupReach, explain_attention
 from kvpage.blocks.groups.all_groups import AllGroups
 from kvpage.blocks.groups.group import Prompt
 from kvpage.blocks.groups.held_blocks import HeldBlocks, hold
@@ -508,9 +508,10 @@ class BlockManager:
         """
         check_namespace(namespace)
         tokens = some_tokens(tokens)
-        tree = self.tree if self.enable_prefix_caching else None
-        if tree is None or not self._groups:
-            return explain_attention(tree, tokens, namespace, self.share_parts, self.space.rule)
+        if not self.enable_prefix_caching:
+            return Explanation(len(tokens), 0, (GroupReach("attention", 0, Ending.OFF),))
+        if not self._groups:
+            return explain_attention(self.space, tokens, namespace, self.share_parts)
         return self._all_groups.explain(tokens, namespace)
 
     def state(self, seq_id: SeqId) -> SequenceState:

@@ -187,14 +187,14 @@ class BlockSpace:
         """
         match = self.tree.match(tokens, namespace, priority, num_left_over, is_hit=False)
         num_host = match.num_blocks - match.num_device_blocks if self._has_host_tier else 0
-        if not num_host or self.should_load(num_host):
+        if self.should_load(num_host):
             return match, 0
         self.tree.trim(match)
         return match, num_host
 
     def should_load(self, num_host: int, num_tokens: int | None = None) -> bool:
-        """Return whether `num_host` host blocks are worth their way back, which saves `num_tokens` tokens, or theirs."""
-        return self.rule is None or self.rule.should_load(num_host, num_tokens)
+        """Return whether host blocks are worth their way back. num_tokens: that this saves; None for theirs."""
+        return num_host <= 0 or self.rule is None or self.rule.should_load(num_host, num_tokens)
 
     @property
     def writes_at_once(self) -> bool:

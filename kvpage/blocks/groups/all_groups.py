@@ -57,7 +57,7 @@ class AllGroups:
         """Return how far each group reaches into a prompt. Beside states, which stand amid blocks, a part counts."""
         tree, prompt = self._space.tree, Prompt(tokens, namespace, 0, 1)
         ids = tree.look(tokens, namespace)[0]
-        attention = reach_of_attention(tree, tokens, namespace, self._takes_tails, self._space.rule)
+        attention = reach_of_attention(self._space, tokens, namespace, self._takes_tails)
         position, reaches = self.position(ids, prompt), list[GroupReach]()
         for group in reversed(self._groups):  # states first: windows reach into their tails, too
             reaches.insert(0, group.explain(ids, prompt, attention))
@@ -183,10 +183,14 @@ class AllGroups:
     def _agreed(self, ids: PathIds, prompt: Prompt) -> tuple[Agreement, int]:
         """Return where a prompt begins, and how many host blocks were left out since they are not worth loading."""
         longest = self._agreed_within(ids, prompt, ids.shape[1])
-        num_host = longest.num_tokens // self._space.block_size - _num_on_device(ids)
-        if self._should_load(ids, prompt, num_host, longest.num_tokens):
+        if self._space.rule is None:
             return longest, 0
-        return self._agreed_within(ids, prompt, _num_on_device(ids)), num_host
+        num_on_device = _num_on_device(ids)
+        num_host = longest.num_tokens // self._space.block_size - num_on_device
+        nearest = self._agreed_within(ids, prompt, num_on_device) if num_host > 0 else longest
+        if self._space.should_load(num_host, longest.num_tokens - nearest.num_tokens):
+            return longest, 0
+        return nearest, num_host
 
     def _agreed_within(self, ids: PathIds, prompt: Prompt, num_blocks: int) -> Agreement:
         """Return where a prompt can begin with the first `num_blocks` cached blocks."""
@@ -195,22 +199,16 @@ class AllGroups:
             return agree(self._groups, ids, prompt, min(prompt.most, num_blocks * size + size - 1))
         return agree(self._groups, ids, prompt, min(prompt.most // size, num_blocks) * size)
 
-    def _should_load(self, ids: PathIds, prompt: Prompt, num_host: int, num_tokens: int) -> bool:
-        """Return whether host blocks are worth their way back, with which a sequence goes on after `num_tokens` tokens.
-
-        Without them, the blocks on the device decide where it goes on.
-        """
-        if num_host <= 0 or self._space.rule is None:
-            return True
-        return self._space.should_load(num_host, num_tokens - self._agreed_within(ids, prompt, _num_on_device(ids))[0])
-
     def _should_return(self, seq_id: SeqId, prompt: Prompt, ids: PathIds) -> bool:
         """Return whether all that a sequence had is there, and worth its way back."""
         own_ids = self._sequences.own_host_ids(seq_id, ids.shape[1])
         if own_ids is None or not all(group.can_return(seq_id, ids) for group in self._groups):
             return False
-        num_host, num_written = ids.shape[1] - _num_on_device(ids), self._sequences.swapped[seq_id].num_written
-        return self._should_load(ids, prompt, num_host + len(own_ids), num_written)
+        if self._space.rule is None:
+            return True
+        num_on_device, num_written = _num_on_device(ids), self._sequences.swapped[seq_id].num_written
+        num_saved = num_written - self._agreed_within(ids, prompt, num_on_device).num_tokens
+        return self._space.should_load(ids.shape[1] - num_on_device + len(own_ids), num_saved)
 
     def _begin(self, seq_id: SeqId, prompt: Prompt, hit: PrefixHit) -> Allocation:
         size, num_blocks, num_matched = self._space.block_size, hit.match.num_blocks, hit.match.num_tokens
