@@ -45,7 +45,7 @@ class RequestBlocks:
             request.seq_id,
             tokens,
             request.namespace,
-            request.params.priority,
+            request.params.retain_priority,
             max_cached,
             cache_at=request.cache_at,
             num_spare=num_spare,
