@@ -19,6 +19,8 @@ Layers that keep less than all tokens are groups, which hold what they need besi
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
 
 from kvpage.blocks.config import BlockConfig
 from kvpage.blocks.explain import Ending, Explanation, GroupReach, explain_attention
@@ -33,7 +35,7 @@ from kvpage.blocks.rows import MANY_TOKENS, SequenceSteps
 from kvpage.blocks.sequence_state import Allocation, Ids, SeqId, SequenceState, Slots
 from kvpage.blocks.sequences.growth import append, begin, tokens_left_over
 from kvpage.blocks.sequences.sequences import Sequences
-from kvpage.blocks.space import BlockSpace, HostPolicy
+from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.stats import BlockStats
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens, some_tokens
@@ -48,17 +50,11 @@ class BlockManager:
     one manager belongs to one loop.
 
     Args:
-        num_blocks: Blocks of the device tier.
-        block_size: Tokens of a block.
-        enable_prefix_caching: Whether sequences share blocks. Without it every sequence has blocks of its own.
-        num_host_blocks: Blocks of the host tier.
-        share_parts: Whether a new sequence also gets a copy of the longest part of the next block that a cached block
-            shares.
-        host_policy: When cached blocks are copied to the host.
-        rule: Whether cached blocks on the host are worth their way back; None loads all of them.
-        pin_quota: How many blocks `space.pin` may keep.
+        num_blocks: As of BlockConfig. So are block_size and enable_prefix_caching.
+        rule: Whether blocks on the host are worth their way back; None loads all of them.
         groups: The layers that keep less: a Window for each size of window, and States for those with states. With
             groups no parts of blocks are shared.
+        options: The other options of BlockConfig, by name.
 
     Attributes:
         windows: The groups of windows, in the order of `groups`. It makes room in them for each step.
@@ -75,25 +71,20 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         *,
-        num_host_blocks: int = 0,
-        share_parts: bool = True,
-        host_policy: HostPolicy | None = None,
         rule: LoadOrCompute | None = None,
-        pin_quota: int = 0,
         groups: Sequence[GroupOptions] = (),
+        **options: Any,
     ) -> None:
-        options = checked_options(groups)
-        config = BlockConfig(
-            num_blocks, block_size, enable_prefix_caching, num_host_blocks, share_parts, host_policy, pin_quota
-        )
+        kinds = checked_options(groups)
+        config = BlockConfig(num_blocks, block_size, enable_prefix_caching, **options)
         self.block_size = block_size
         self.enable_prefix_caching = is_caching = enable_prefix_caching
-        self.share_parts = config.share_parts and is_caching and not options
-        self.space = space = BlockSpace(num_blocks, block_size, num_host_blocks, host_policy, rule, pin_quota)
+        self.share_parts = config.share_parts and is_caching and not kinds
+        self.space = space = BlockSpace(config, rule)
         self.pool, self.tree = space.pool, space.tree
         self._sequences = sequences = Sequences(space, is_caching)
         self.rows = SequenceSteps(sequences)
-        self.windows, self.states, self._groups = make_groups(options, space, sequences, is_caching)
+        self.windows, self.states, self._groups = make_groups(kinds, space, sequences, is_caching)
         self._all_groups = AllGroups(sequences, self._groups, self.states is not None)
         # Who commits, forks, shortens and ends a sequence. Without groups its blocks are all that it has.
         self._holder: Sequences | AllGroups = self._all_groups if self._groups else sequences
@@ -109,17 +100,8 @@ class BlockManager:
             rule: As for the class.
             groups: As for the class.
         """
-        return cls(
-            config.num_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            num_host_blocks=config.num_host_blocks,
-            share_parts=config.share_parts,
-            host_policy=config.host_policy,
-            rule=rule,
-            pin_quota=config.pin_quota,
-            groups=groups,
-        )
+        options = {field.name: getattr(config, field.name) for field in fields(config)}
+        return cls(**options, rule=rule, groups=groups)
 
     def take_moves(self) -> BlockMoves:
         """Return the moves to make before the next step, in order. Each is handed over once, and taken as made."""

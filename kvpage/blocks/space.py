@@ -6,10 +6,11 @@ Sequences get their blocks by native calls, which add their moves to the same li
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from kvpage._C import AnchorTable, BlockPool, Match, PrefixTree
+from kvpage.blocks.config import BlockConfig, HostPolicy
 from kvpage.blocks.load_or_compute import MOST_BLOCKS, LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves, Kind
 from kvpage.blocks.pins import UserPins
@@ -18,26 +19,6 @@ from kvpage.blocks.stats import PromptCounts, Query, SpaceStats
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_at_least
-
-
-@dataclass(frozen=True, slots=True)
-class HostPolicy:
-    """The time at which a cached block gets its copy on the host.
-
-    Attributes:
-        after_hits: None: when it is evicted from the device. 0: as soon as it is cached. n: when n requests have found
-            it. An early copy costs a transfer that may never be needed, and makes a later eviction free.
-
-    Raises:
-        ValueError: after_hits is neither None nor an integer of at least 0.
-    """
-
-    after_hits: int | None = None
-
-    def __post_init__(self) -> None:
-        hits = self.after_hits
-        if hits is not None and (isinstance(hits, bool) or not isinstance(hits, int) or hits < 0):
-            raise ValueError(f"after_hits must be None or an integer of at least 0, got {hits!r}")
 
 
 class SpaceWatcher(Protocol):
@@ -53,26 +34,16 @@ class SpaceWatcher(Protocol):
 class BlockSpace:
     """The pools and the prefix tree of both tiers. Each method gives all or nothing. Not thread-safe."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_host_blocks: int = 0,
-        host_policy: HostPolicy | None = None,
-        rule: LoadOrCompute | None = None,
-        pin_quota: int = 0,
-    ) -> None:
-        if host_policy is not None and not isinstance(host_policy, HostPolicy):
-            raise TypeError(f"host_policy must be a HostPolicy, got {type(host_policy).__name__}")
-        self.pool = BlockPool(num_blocks)
-        self.host_pool = BlockPool(num_host_blocks)
-        self.tree = PrefixTree(self.pool, block_size, self.host_pool if num_host_blocks else None)
-        self.block_size = block_size
-        self.host_policy = host_policy or HostPolicy()
+    def __init__(self, config: BlockConfig, rule: LoadOrCompute | None = None) -> None:
+        self.pool = BlockPool(config.num_blocks)
+        self.host_pool = BlockPool(config.num_host_blocks)
+        self._has_host_tier = config.num_host_blocks > 0
+        self.tree = PrefixTree(self.pool, config.block_size, self.host_pool if self._has_host_tier else None)
+        self.block_size = config.block_size
+        self.host_policy = config.host_policy or HostPolicy()
         self.rule = rule
-        self.pins = UserPins(self.tree, pin_quota)
+        self.pins = UserPins(self.tree, config.pin_quota)
         self._moves = BlockMoves()
-        self._has_host_tier = num_host_blocks > 0
         self._watchers: Sequence[SpaceWatcher] = ()
         self._counts = PromptCounts()
 
