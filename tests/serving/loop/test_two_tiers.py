@@ -5,8 +5,8 @@ import torch
 from support.engines import B, make_engine
 from support.models import generate_each, make_model, make_prompts
 
+from kvpage.blocks.config import HostPolicy
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.space import HostPolicy
 from kvpage.serving import Engine, SamplingParams
 
 MAX_TOKENS = 10

@@ -63,7 +63,7 @@ class RequestBlocks:
         self._manager.commit(request.seq_id, request.tokens[begin : request.num_computed])
         request.set_committed()
 
-    def swapped_out(self, request: Request) -> bool:
+    def swap_out(self, request: Request) -> bool:
         """Move its computed K and V, and its state, to the host.
 
         Return False, and change nothing, without room there, or with a spoiled state.

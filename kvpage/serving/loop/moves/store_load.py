@@ -113,7 +113,7 @@ class StoreLoad(Generic[RequestT]):
         """Return the call that loads into the blocks: where it runs beside the computation, the one by layers."""
         to_blocks = self.tokens, cache, block_ids
         if is_beside:
-            return partial(store.load_by_layer, *to_blocks, self._teller())
+            return partial(store.load_early, *to_blocks, self._teller())
         return partial(store.load_blocks, *to_blocks)
 
     @property
