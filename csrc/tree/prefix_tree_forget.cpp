@@ -61,6 +61,7 @@ void PrefixTree::forget_end(TreeNode* node, int64_t num_blocks) noexcept {
     num_evictable_ -= static_cast<int64_t>(dropped.size());
   }
   drop_host(node, num_blocks);
+  if (num_companions_ > 0) drop_companions(node, num_blocks);
   if (num_blocks == 0) return remove_leaf(node);
   if (num_blocks < node->host_ids.size()) node->shorten_host_ids(num_blocks);
   if (num_blocks < node->num_device_blocks()) node->device_ids.truncate(num_blocks);

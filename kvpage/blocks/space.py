@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from kvpage._C import AnchorTable, BlockPool, Match, PrefixTree
+from kvpage._C import BlockPool, Match, PrefixTree
 from kvpage.blocks.config import BlockConfig, HostPolicy
 from kvpage.blocks.load_or_compute import MOST_BLOCKS, LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves, Kind
@@ -22,10 +22,13 @@ from kvpage.checks.values import check_at_least
 
 
 class SpaceWatcher(Protocol):
-    """What is told of cached blocks that a user drops."""
+    """What is told of cached blocks that are gone."""
+
+    def blocks_gone(self, companions: Sequence[int]) -> None:
+        """The blocks with these companions are forgotten, in both tiers. It may be told twice."""
 
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
-        """The blocks of tokens have just been dropped, where nothing else shares them."""
+        """A user has just dropped the blocks of tokens, where nothing else shares them."""
 
     def blocks_cleared(self) -> None:
         """All cached blocks are dropped next."""
@@ -47,15 +50,30 @@ class BlockSpace:
         self._watchers: Sequence[SpaceWatcher] = ()
         self._counts = PromptCounts()
 
-    def new_anchors(self, most: int) -> AnchorTable:
-        """Return a table of `most` anchors, which follow their blocks from one tier to the other."""
-        anchors = AnchorTable(self.pool, self.host_pool, most)
-        self.tree.watch(anchors)
-        return anchors
-
     def watch(self, watchers: Sequence[SpaceWatcher]) -> None:
-        """Tell watchers what a user drops from now on."""
+        """Tell watchers of cached blocks that are gone."""
         self._watchers = watchers
+
+    # --- companions ---
+
+    @property
+    def most_companions(self) -> int:
+        """Companions are less than this number."""
+        return self.pool.num_blocks + self.host_pool.num_blocks
+
+    def give_companions(self, match: Match, start: int, end: int) -> None:
+        """Give companions to the path's blocks in [start, end); see PrefixTree."""
+        self.bury_companions()
+        self.tree.give_companions(match, start, end)
+
+    def bury_companions(self) -> None:
+        """Tell the watchers whose blocks are gone. Only then others can have their companions."""
+        dead = self.tree.dead_companions()
+        if not dead:
+            return
+        for watcher in self._watchers:
+            watcher.blocks_gone(dead)
+        self.tree.free_companions(len(dead))
 
     # --- moves ---
 

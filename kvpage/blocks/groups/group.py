@@ -13,6 +13,9 @@ A sequence begins at the largest position that every group serves: `agree` asks 
 A call whose name has `check` raises where the group lacks room or refuses the call, and changes nothing. BlockManager
 makes all checks of all groups first. The calls after them do not fail, so a call is done in all groups or in none.
 
+What a group caches beside a block of the tree, it keeps by the block's companion, a number that the tree gives. It is
+found with the block, in either tier, and `blocks_gone` says when it is not any more.
+
 A new kind of group is a subclass in one file, with its options beside it: see docs/architecture.md.
 """
 
@@ -28,7 +31,7 @@ from kvpage._C import Match
 from kvpage.blocks.explain import GroupReach
 from kvpage.blocks.sequence_state import Ids, SeqId
 
-PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: the tree's ids on the device, on the host; -1 for none
+PathIds = npt.NDArray[np.int32]  # [3, num_blocks]: the tree's ids on the device, on the host, companions; -1: none
 
 
 class Prompt(NamedTuple):
@@ -181,8 +184,12 @@ class GroupManager(ABC, Generic[C]):
 
     # --- the tree's blocks ---
 
+    @abstractmethod
+    def blocks_gone(self, companions: Sequence[int]) -> None:
+        """Forget what is kept under the companions of blocks that are forgotten. It may be told twice."""
+
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
-        """Learn that the blocks of tokens have just been dropped, where nothing else shares them."""
+        """Learn that a user has just dropped the blocks of tokens, where nothing else shares them."""
 
     def blocks_cleared(self) -> None:
         """Forget all that is cached: the tree's blocks are dropped next."""

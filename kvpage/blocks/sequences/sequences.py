@@ -201,11 +201,25 @@ class Sequences:
         """Return a copy of all block ids of the sequence."""
         return self.rows.ids(self.on_device[seq_id])
 
-    def path(self, seq_id: SeqId) -> Ids:
-        """Return the tree's ids of the sequence's cached blocks, int32 [2, num_blocks], as Match.tier_block_ids."""
+    def path(self, seq_id: SeqId, with_companions_from: int | None = None) -> Ids:
+        """Return the tree's rows of the sequence's cached blocks, int32 [3, num_blocks], as Match.tier_block_ids.
+
+        with_companions_from: From this block on, those without companions are given some; None for no block.
+        """
         match = self.rows.pin(self.on_device[seq_id])
         try:
+            if with_companions_from is not None:
+                self.space.give_companions(match, with_companions_from, match.num_blocks)
             return match.tier_block_ids()
+        finally:
+            self.space.tree.release(match)
+
+    def companion(self, seq_id: SeqId, block: int) -> int:
+        """Return the companion of one of the sequence's cached blocks, which is given one if it has none."""
+        match = self.rows.pin(self.on_device[seq_id])
+        try:
+            self.space.give_companions(match, block, block + 1)
+            return int(match.tier_block_ids(block)[2, 0])
         finally:
             self.space.tree.release(match)
 

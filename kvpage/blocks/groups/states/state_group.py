@@ -271,6 +271,10 @@ class StateGroup(GroupManager[StateClaim]):
 
     # --- the tree's blocks ---
 
+    def blocks_gone(self, companions: Sequence[int]) -> None:
+        """Forget the checkpoints on them."""
+        self.space.blocks_gone(companions)
+
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
         """Forget the checkpoints of tokens that no other prompt shares."""
         self.space.blocks_dropped(tokens, namespace)
