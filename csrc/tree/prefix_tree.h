@@ -24,9 +24,9 @@
 //
 // Blocks. The tree holds the only reference on each cached block (BlockPool::adopt).
 //
-// Companions. What others keep beside a cached block, such as a window's block or a state, they keep under a number that
-// the tree gives to the block. It stays the block's in whichever tier, and is found with it. With the block it dies: it is
-// given to no other block before its owners have learnt that.
+// Companions. What others keep beside a cached block, such as a window's block or a state, they keep under a number
+// that the tree gives to the block. It stays the block's in whichever tier, and is found with it. With the block it
+// dies: it is given to no other block before its owners have learnt that.
 //
 // Every call holds the tree's mutex. One that throws has changed nothing that can be seen.
 #pragma once
@@ -201,7 +201,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void copy_block_ids(const Match& match, int64_t start, std::span<int32_t> ids) const;
 
   // The path's blocks from the one at `start` on, in three rows: their ids in each tier, and their companions, with
-  // kNoBlock where there is none. `rows` has room for 3 * (num_blocks() - start). InvalidArgument if `match` is released.
+  // kNoBlock where there is none. `rows` has room for 3 * (num_blocks() - start). InvalidArgument if `match` is
+  // released.
   void copy_path(const Match& match, int64_t start, std::span<int32_t> rows) const;
 
   // Gives a companion to each of the path's blocks in [start, end) that has none. InvalidArgument if `match` is

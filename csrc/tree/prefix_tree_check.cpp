@@ -99,8 +99,8 @@ void PrefixTree::check_companions() {
       if (companion != kNoBlock) companions.push_back(companion);
   });
   std::sort(companions.begin(), companions.end());
-  require(static_cast<int32_t>(companions.size()) == num_companions_, "there are ", companions.size(), " companions of ",
-          num_companions_);
+  require(static_cast<int32_t>(companions.size()) == num_companions_, "there are ", companions.size(),
+          " companions of ", num_companions_);
   for (int32_t i = 0; i < num_companions_; ++i)
     require(companions[static_cast<size_t>(i)] == i, "companion ", i, " is given twice, or lost");
 }

@@ -43,6 +43,7 @@ CORE = [
     "states/slot_pool",
     "tree/child_table",
     "tree/prefix_tree",
+    "tree/prefix_tree_companions",
     "tree/prefix_tree_check",
     "tree/prefix_tree_entries",
     "tree/prefix_tree_forget",

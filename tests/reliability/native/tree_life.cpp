@@ -228,7 +228,8 @@ void TreeLife::trim() {
 void TreeLife::companions() {
   if (rng.chance(30)) {
     const auto num_dead = static_cast<int64_t>(tree_->dead_companions().size());
-    expect(outcome_of([&] { tree_->free_companions(num_dead + 1); }) == Outcome::kRefused, "more than the dead are free");
+    expect(outcome_of([&] { tree_->free_companions(num_dead + 1); }) == Outcome::kRefused,
+           "more than the dead are free");
     tree_->free_companions(rng.below(num_dead + 1));
   }
   Held* held = some_match();
