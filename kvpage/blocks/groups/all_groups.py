@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from kvpage._C import Match
 from kvpage.blocks.explain import Explanation, GroupReach, longest_elsewhere, reach_of_attention
-from kvpage.blocks.groups.group import Agreement, GroupManager, Groups, PathIds, Prompt, agree
-from kvpage.blocks.sequence_state import Allocation, Ids, SeqId
+from kvpage.blocks.groups.group import Agreement, GroupManager, Groups, Prompt, agree
+from kvpage.blocks.sequence_state import Allocation, Ids, PathIds, SeqId
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.stats import Query
 from kvpage.checks.interrupts import HeldInterrupts, uninterrupted

@@ -24,14 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpage._C import Match
 from kvpage.blocks.explain import GroupReach
-from kvpage.blocks.sequence_state import Ids, SeqId
-
-PathIds = npt.NDArray[np.int32]  # [3, num_blocks]: the tree's ids on the device, on the host, companions; -1: none
+from kvpage.blocks.sequence_state import Ids, PathIds, SeqId
 
 
 class Prompt(NamedTuple):

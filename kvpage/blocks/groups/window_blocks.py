@@ -22,12 +22,9 @@ import numpy.typing as npt
 
 from kvpage._C import BlockPool
 from kvpage.blocks.moves import BlockMove, BlockMoves, Kind
+from kvpage.blocks.sequence_state import COMPANION, DEVICE, HOST, NO_BLOCK, PathIds
 from kvpage.blocks.space import BlockSpace
 from kvpage.checks.values import check_at_least
-
-NO_BLOCK = -1
-DEVICE, HOST, COMPANION = 0, 1, 2
-PathIds = npt.NDArray[np.int32]  # [3, num_blocks]: the tree's ids on the device, on the host, companions; -1: none
 
 
 @dataclass(frozen=True, slots=True)

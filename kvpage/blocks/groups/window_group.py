@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blocks.explain import Ending, GroupReach
-from kvpage.blocks.groups.group import Claim, GroupManager, PathIds, Prompt
-from kvpage.blocks.groups.window_blocks import DEVICE, Window, WindowBlocks
+from kvpage.blocks.groups.group import Claim, GroupManager, Prompt
+from kvpage.blocks.groups.window_blocks import Window, WindowBlocks
 from kvpage.blocks.groups.window_table import SwappedWindow, WindowTable, needs_back
-from kvpage.blocks.sequence_state import Ids, SeqId, Slots
+from kvpage.blocks.sequence_state import DEVICE, Ids, PathIds, SeqId, Slots
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.checks.errors import OutOfBlocks

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage._C import Match, PrefixTree, SequenceRows
-from kvpage.blocks.sequence_state import Allocation, Ids, SeqId, SequenceState, Slots, SwappedState
+from kvpage.blocks.sequence_state import COMPANION, Allocation, Ids, SeqId, SequenceState, Slots, SwappedState
 from kvpage.blocks.space import BlockSpace
 from kvpage.checks.values import as_list, as_positions
 
@@ -219,7 +219,7 @@ class Sequences:
         match = self.rows.pin(self.on_device[seq_id])
         try:
             self.space.give_companions(match, block, block + 1)
-            return int(match.tier_block_ids(block)[2, 0])
+            return int(match.tier_block_ids(block)[COMPANION, 0])
         finally:
             self.space.tree.release(match)
 

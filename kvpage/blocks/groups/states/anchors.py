@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvpage.blocks.groups.group import PathIds
 from kvpage.blocks.groups.states.checkpoint import Anchor
-from kvpage.blocks.groups.window_blocks import COMPANION
+from kvpage.blocks.sequence_state import COMPANION, PathIds
 
 
 class Anchors:

@@ -5,8 +5,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from kvpage.blocks.groups.states.checkpoint import Checkpoint
-from kvpage.blocks.groups.window_blocks import COMPANION
-from kvpage.blocks.sequence_state import Ids
+from kvpage.blocks.sequence_state import COMPANION, Ids
 
 MOST_REMEMBERED = 1024
 

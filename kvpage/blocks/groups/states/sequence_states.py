@@ -13,8 +13,7 @@ from kvpage.blocks.groups.states.checkpoint import Checkpoint, MarkKind, Prefix
 from kvpage.blocks.groups.states.marks import Mark
 from kvpage.blocks.groups.states.slot_tier import SlotTier
 from kvpage.blocks.groups.states.state_space import StateSpace
-from kvpage.blocks.groups.window_blocks import NO_BLOCK
-from kvpage.blocks.sequence_state import Ids, SeqId
+from kvpage.blocks.sequence_state import NO_BLOCK, Ids, SeqId
 from kvpage.blocks.sequences.sequences import Sequences
 
 

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvpage._C import BlockPool
-from kvpage.blocks.groups.group import PathIds
 from kvpage.blocks.groups.states.anchors import Anchors
 from kvpage.blocks.groups.states.checkpoint import PER_USE, Anchor, Checkpoint, MarkKind, Prefix, UseRate
 from kvpage.blocks.groups.states.evicted import EvictedCheckpoints
 from kvpage.blocks.groups.states.slot_tier import SlotTier, rank_of
 from kvpage.blocks.moves import BlockMoves, Kind
-from kvpage.blocks.sequence_state import Ids
+from kvpage.blocks.sequence_state import Ids, PathIds
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.stats import SlotStats
 from kvpage.checks.errors import OutOfSlots
