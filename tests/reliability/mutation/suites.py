@@ -5,6 +5,8 @@ MANAGER = [
     "tests/blocks/test_block_manager_edges.py",
     "tests/blocks/test_block_manager_refusals.py",
     "tests/blocks/test_block_manager_swaps.py",
+    "tests/blocks/test_companions.py",
+    "tests/blocks/test_load_or_compute.py",
     "tests/blocks/test_block_space.py",
     "tests/native/test_left_over.py",
 ]
