@@ -43,7 +43,6 @@ CORE = [
     "states/slot_pool",
     "tree/child_table",
     "tree/prefix_tree",
-    "tree/prefix_tree_companions",
     "tree/prefix_tree_check",
     "tree/prefix_tree_entries",
     "tree/prefix_tree_forget",

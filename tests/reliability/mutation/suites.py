@@ -102,7 +102,6 @@ SUITES = {
     "kvpage/store/states/state_records.py": STATES,
     "csrc/slots/slot_allocator.cpp": SLOTS,
     "csrc/slots/slot_tree.cpp": SLOTS,
-    "csrc/states/anchor_table.cpp": ["tests/blocks/hybrid/test_anchor_table.py"],
     "csrc/states/slot_pool.cpp": ["tests/blocks/hybrid/test_slot_pool.py"],
     "csrc/tree/prefix_tree.cpp": TREE,
     "csrc/tree/prefix_tree_insert.cpp": TREE,
