@@ -680,13 +680,14 @@ class Match:
             ValueError: `start_block` is out of range, or the match is released or not wholly on the device.
         """
     def tier_block_ids(self, start_block: int = 0) -> npt.NDArray[np.int32]:
-        """Return the ids of the path's blocks in both tiers, from one block on.
+        """Return the ids of the path's blocks in both tiers, and their companions, from one block on.
 
         Args:
             start_block: Index of the first block in the path, 0 to num_blocks.
 
         Returns:
-            int32 [2, num_blocks - start_block]: device ids, then host ids. -1 stands where a tier lacks the block.
+            int32 [3, num_blocks - start_block]: device ids, host ids, companions. -1 stands where a tier lacks the
+            block, or it was given no companion.
 
         Raises:
             ValueError: `start_block` is out of range, or the match is released.
@@ -855,12 +856,6 @@ class PrefixTree:
     def counts(self) -> tuple[int, int, int, int, int]:
         """Blocks since the tree was made: evicted from the device; demoted, which are evicted ones that were copied to
         the host for it; written to the host before their eviction; promoted from the host; evicted from the host.
-        """
-    def watch(self, anchors: AnchorTable) -> None:
-        """Let anchors learn the ids of all blocks that get a copy in the other tier from now on.
-
-        Args:
-            anchors: Of the same pools.
         """
     def match(
         self,
@@ -1103,7 +1098,7 @@ class PrefixTree:
             namespace: Where to look.
 
         Returns:
-            The ids of the cached whole blocks, int32 [2, num_blocks], as Match.tier_block_ids. How many tokens a cached
+            The ids of the cached whole blocks, int32 [3, num_blocks], as Match.tier_block_ids. How many tokens a cached
             path shares. The path's next token, where it goes on after them; otherwise None. Whether the prompt's next
             whole block is known to have been evicted: of the last 4,096 runs of blocks, those before which nothing was
             evicted since, nor added in another way.
@@ -1148,6 +1143,31 @@ class PrefixTree:
         """
 
     # The log of changes, which TreeWatch reads.
+    def give_companions(self, match: Match, start: int, end: int) -> None:
+        """Give a number to each of the path's blocks in [start, end) that has none: what others keep beside it has it.
+
+        A block keeps its number, in whichever tier it is, until it is forgotten. Numbers begin at 0. There are never
+        more than blocks that have one, and dead ones.
+
+        Args:
+            match: The path.
+            start: Index of the first block in the path.
+            end: Index after the last.
+
+        Raises:
+            ValueError: The blocks are not in order within the match, or it is released or belongs to another tree.
+        """
+    def dead_companions(self) -> list[int]:
+        """Return the companions of blocks that were forgotten, in the order in which they were."""
+    def free_companions(self, num_dead: int) -> None:
+        """Let other blocks have the first of the dead companions.
+
+        Args:
+            num_dead: How many. What was kept under them is gone.
+
+        Raises:
+            ValueError: They are fewer.
+        """
     def log_changes(self, max_bytes: int) -> None:
         """Keep a log of changes from now on.
 
@@ -1515,116 +1535,6 @@ class SlotPool:
         """
 
 @final
-class AnchorTable:
-    """The cached blocks that checkpoints or windows' blocks stand on, by their ids in both tiers: anchors, numbers.
-
-    An anchor is valid as long as one of its ids has the generation in which it was learnt. The start of a namespace is
-    an anchor of no block, which is always valid. Every method raises ValueError for an anchor that is not in use, and
-    for an id that is out of range. Safe to use from several threads.
-    """
-
-    def __init__(self, pool: BlockPool, host_pool: BlockPool, most: int) -> None:
-        """Make a table without anchors.
-
-        Args:
-            pool: The blocks of the device tier.
-            host_pool: The blocks of the host tier.
-            most: How many anchors there are at most.
-
-        Raises:
-            ValueError: Unless 0 <= most < 2**31.
-        """
-    def add(self, has_block: bool) -> int:
-        """Make an anchor without ids.
-
-        Args:
-            has_block: Whether it is a block, and not the start of a namespace.
-
-        Returns:
-            The anchor: a number less than `most`.
-
-        Raises:
-            ValueError: All anchors are in use.
-        """
-    def remove(self, anchor: int) -> None:
-        """Forget an anchor. Its number is given to others."""
-    def find(self, device_id: int, host_id: int) -> int:
-        """Return the valid anchor of a block. Nothing is changed.
-
-        Args:
-            device_id: The block's id on the device; -1 where it is not there.
-            host_id: The same of the host.
-
-        Returns:
-            The anchor; -1 without one.
-        """
-    def find_last(self, ids: npt.NDArray[np.int32], end: int) -> tuple[int, int]:
-        """Find the last block of a path that has a valid anchor.
-
-        Args:
-            ids: int32 [2, num_blocks]: the ids of the path's blocks on the device, and on the host; -1 for none.
-            end: How many blocks of the path to look at.
-
-        Returns:
-            The block's place in the path, and the anchor; (-1, -1) without one.
-        """
-    def find_each(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Find the valid anchors of all blocks of a path.
-
-        Args:
-            ids: int32 [2, num_blocks]: the ids of the path's blocks on the device, and on the host; -1 for none.
-
-        Returns:
-            int32 [num_blocks]; -1 for a block without one.
-        """
-    def learn(self, anchor: int, device_id: int, host_id: int) -> None:
-        """Learn the ids that an anchor's block has now. The id of a block that is free is left out.
-
-        Args:
-            anchor: The anchor of a block.
-            device_id: The block's id on the device; -1 where it is not there.
-            host_id: The same of the host.
-        """
-    def move(self, pairs: Sequence[tuple[int, int]] | npt.NDArray[np.int64], to_host: bool) -> None:
-        """Learn the ids of blocks that have just got a copy in the other tier, of another's than PrefixTree.watch.
-
-        Args:
-            pairs: (from, to) each. The last one counts of those that go to one block.
-            to_host: Whether they went to the host.
-        """
-    def is_valid(self, anchor: int) -> bool:
-        """Return whether the anchor's block is in a tier."""
-    def are_valid(self, anchors: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Return whether the blocks of anchors are in a tier.
-
-        Args:
-            anchors: int32 [num_anchors].
-
-        Returns:
-            bool [num_anchors].
-        """
-    def stale(self) -> list[int]:
-        """Return the anchors whose block is in no tier any more, in order."""
-    def uses_of(self, anchor: int) -> list[tuple[int, int, int]]:
-        """Return (tier, id, generation) of the anchor's block. Tier 0 is the device."""
-    def is_current(self, tier: int, block_id: int, generation: int) -> bool:
-        """Return whether an id still names the block that had it in that generation.
-
-        Args:
-            tier: 0: the device, 1: the host.
-            block_id: The id.
-            generation: The generation.
-
-        Raises:
-            ValueError: The tier is another number.
-        """
-    def check(self) -> None:
-        """Check the table's invariants, for tests. It takes time in proportion to the blocks.
-
-        Raises:
-            RuntimeError: An invariant is broken; the message names it.
-        """
-
 # Whole-sequence slots.
 
 @final

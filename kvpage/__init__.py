@@ -17,7 +17,7 @@ __path__ = usable_path(__path__, sys.path)
 from kvpage.checks.errors import OutOfBlocks  # isort: skip  (the extension looks it up)
 import kvpage._C as _C
 from kvpage._C import BlockPool, HotPrefix, Match, PartMatch, PrefixTree, TreeEntry
-from kvpage.blocks.config import BlockConfig
+from kvpage.blocks.config import BlockConfig, HostPolicy
 from kvpage.blocks.explain import Ending, Explanation, GroupReach, StoreReach, StoreVerdict
 from kvpage.blocks.groups.held_blocks import HeldBlocks
 from kvpage.blocks.groups.states.state_space import States
@@ -28,7 +28,6 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove, BlockMoves
 from kvpage.blocks.rows import StepInputs
 from kvpage.blocks.sequence_state import Allocation
-from kvpage.blocks.space import HostPolicy
 from kvpage.blocks.stats import BlockStats, SlotStats, SpaceStats
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.calibration import Calibration, Throughput, calibrate

@@ -1,4 +1,4 @@
-// Blocks and state slots allocated and released; the anchors of states.
+// Blocks and state slots allocated and released.
 #include "bindings/bindings.h"
 
 #include "bindings/integers.h"
@@ -6,7 +6,6 @@
 #include "bindings/new_arrays.h"
 #include "docs.h"
 #include "pool/block_pool.h"
-#include "states/anchor_table.h"
 #include "states/slot_pool.h"
 
 namespace kvpage {
@@ -96,26 +95,6 @@ void add_fast_pool_methods(py::handle type) {
   for (PyMethodDef& method : methods) add_method(type, method);
 }
 
-// int32 [2, num_blocks], each tier's ids in a row.
-using PathIds = py::array_t<int32_t>;
-
-std::span<const int32_t> row_of(const PathIds& ids, py::ssize_t tier, int64_t end) {
-  check(ids.ndim() == 2 && ids.shape(0) == 2, "ids must be [2, num_blocks], got ", ids.ndim(), " dimensions");
-  check(end >= 0 && end <= ids.shape(1), "end must be between 0 and num_blocks = ", ids.shape(1), ", got ", end);
-  check(ids.shape(1) < 2 || ids.strides(1) == sizeof(int32_t), "ids of a tier must be contiguous");
-  return {static_cast<const int32_t*>(ids.data()) + tier * ids.strides(0) / static_cast<py::ssize_t>(sizeof(int32_t)),
-          static_cast<size_t>(end)};
-}
-
-void move(AnchorTable& table, const std::vector<TierPair>& pairs, bool to_host) { table.move(pairs, to_host); }
-
-py::list uses_of(const AnchorTable& table, int64_t anchor) {
-  py::list uses;
-  for (const AnchorTable::Use& use : table.uses_of(anchor))
-    uses.append(py::make_tuple(use.tier, use.block_id, use.generation));
-  return uses;
-}
-
 void check_slots(const SlotPool& pool, const py::object& owned) {
   if (owned.is_none()) return pool.check_invariants(std::nullopt);
   Integers integers(owned, "owned");
@@ -139,7 +118,7 @@ void bind_pool(py::module_& m) {
       .def("check", &BlockPool::check_invariants, py::call_guard<py::gil_scoped_release>(), doc("BlockPool.check"));
 }
 
-static void bind_slot_pool(py::module_& m) {
+void bind_states(py::module_& m) {
   py::class_<SlotPool>(m, "SlotPool", doc("SlotPool"))
       .def(py::init<int64_t>(), py::arg("num_slots"), doc("SlotPool.__init__"))
       .def("allocate", &SlotPool::allocate, doc("SlotPool.allocate"))
@@ -156,44 +135,6 @@ static void bind_slot_pool(py::module_& m) {
       .def_property_readonly("num_ranked", &SlotPool::num_ranked, doc("SlotPool.num_ranked"))
       .def_property_readonly("free_slots", &SlotPool::free_slots, doc("SlotPool.free_slots"))
       .def("check", &check_slots, py::arg("owned") = py::none(), doc("SlotPool.check"));
-}
-
-void bind_states(py::module_& m) {
-  bind_slot_pool(m);
-  const auto find_last = [](const AnchorTable& table, const PathIds& ids, int64_t end) {
-    return table.find_last(row_of(ids, 0, end), row_of(ids, 1, end));
-  };
-  const auto find_each = [](const AnchorTable& table, const PathIds& ids) {
-    const int64_t num_blocks = ids.ndim() == 2 ? ids.shape(1) : 0;
-    const auto device_ids = row_of(ids, 0, num_blocks), host_ids = row_of(ids, 1, num_blocks);
-    py::array_t<int32_t> anchors(num_blocks);
-    table.find_each(device_ids, host_ids, {anchors.mutable_data(), static_cast<size_t>(num_blocks)});
-    return anchors;
-  };
-  const auto are_valid = [](const AnchorTable& table, const py::array_t<int32_t, py::array::c_style>& anchors) {
-    py::array_t<bool> valid(anchors.size());
-    table.are_valid({anchors.data(), static_cast<size_t>(anchors.size())},
-                    {valid.mutable_data(), static_cast<size_t>(valid.size())});
-    return valid;
-  };
-  py::class_<AnchorTable, std::shared_ptr<AnchorTable>>(m, "AnchorTable", doc("AnchorTable"))
-      .def(py::init<std::shared_ptr<BlockPool>, std::shared_ptr<BlockPool>, int64_t>(), py::arg("pool").none(false),
-           py::arg("host_pool").none(false), py::arg("most"), doc("AnchorTable.__init__"))
-      .def("add", &AnchorTable::add, py::arg("has_block"), doc("AnchorTable.add"))
-      .def("remove", &AnchorTable::remove, py::arg("anchor"), doc("AnchorTable.remove"))
-      .def("find", &AnchorTable::find, py::arg("device_id"), py::arg("host_id"), doc("AnchorTable.find"))
-      .def("find_last", find_last, py::arg("ids"), py::arg("end"), doc("AnchorTable.find_last"))
-      .def("find_each", find_each, py::arg("ids"), doc("AnchorTable.find_each"))
-      .def("learn", &AnchorTable::learn, py::arg("anchor"), py::arg("device_id"), py::arg("host_id"),
-           doc("AnchorTable.learn"))
-      .def("move", &move, py::arg("pairs"), py::arg("to_host"), doc("AnchorTable.move"))
-      .def("is_valid", &AnchorTable::is_valid, py::arg("anchor"), doc("AnchorTable.is_valid"))
-      .def("are_valid", are_valid, py::arg("anchors"), doc("AnchorTable.are_valid"))
-      .def("stale", &AnchorTable::stale, doc("AnchorTable.stale"))
-      .def("uses_of", &uses_of, py::arg("anchor"), doc("AnchorTable.uses_of"))
-      .def("is_current", py::overload_cast<int64_t, int64_t, uint32_t>(&AnchorTable::is_current, py::const_),
-           py::arg("tier"), py::arg("block_id"), py::arg("generation"), doc("AnchorTable.is_current"))
-      .def("check", &AnchorTable::check_invariants, doc("AnchorTable.check"));
 }
 
 }  // namespace kvpage

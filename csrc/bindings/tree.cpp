@@ -9,7 +9,6 @@
 #include "bindings/new_arrays.h"
 #include "bindings/shared_tree.h"
 #include "docs.h"
-#include "states/anchor_table.h"
 #include "tree/prefix_tree.h"
 
 namespace kvpage {
@@ -39,11 +38,10 @@ py::array_t<int32_t> tier_block_ids(const Match& match, int64_t start_block) {
   check(start_block >= 0 && start_block <= match.num_blocks(),
         "start_block must be between 0 and num_blocks = ", match.num_blocks(), ", got ", start_block);
   const int64_t num_ids = match.num_blocks() - start_block;
-  py::array_t<int32_t> ids({py::ssize_t{2}, py::ssize_t{num_ids}});
-  const std::span<int32_t> out(ids.mutable_data(), static_cast<size_t>(2 * num_ids));
+  py::array_t<int32_t> ids({py::ssize_t{3}, py::ssize_t{num_ids}});
+  const std::span<int32_t> out(ids.mutable_data(), static_cast<size_t>(3 * num_ids));
   SharedTree& tree = tree_of(match);
-  const auto half = static_cast<size_t>(num_ids);
-  tree.run(kQuick, [&] { tree.copy_tier_ids(match, start_block, out.first(half), out.last(half)); });
+  tree.run(kQuick, [&] { tree.copy_path(match, start_block, out); });
   return ids;
 }
 
@@ -157,10 +155,8 @@ py::tuple look(SharedTree& tree, const py::object& tokens, const py::bytes& name
   const TokenView view = integers.tokens();
   const std::string_view space(name);
   const PathLook look = tree.walk(view.size(), [&] { return tree.look(view, space); });
-  const auto num_blocks = static_cast<py::ssize_t>(look.device_ids.size());
-  py::array_t<int32_t> ids({py::ssize_t{2}, num_blocks});
-  std::copy(look.host_ids.begin(), look.host_ids.end(),
-            std::copy(look.device_ids.begin(), look.device_ids.end(), ids.mutable_data()));
+  py::array_t<int32_t> ids({py::ssize_t{3}, static_cast<py::ssize_t>(look.ids.size() / 3)});
+  std::copy(look.ids.begin(), look.ids.end(), ids.mutable_data());
   return py::make_tuple(ids, look.num_common, look.cached_token, look.was_evicted);
 }
 
@@ -304,8 +300,14 @@ static void bind_tiers(const Methods& def) {
 
 static void bind_watching(const Methods& def) {
   const auto log_changes = [](SharedTree& t, int64_t most) { t.run(kQuick, [&] { t.log_changes(most); }); };
-  const auto watch = [](SharedTree& t, std::shared_ptr<AnchorTable> anchors) { t.watch(std::move(anchors)); };
-  def("watch", watch, doc("PrefixTree.watch"), py::arg("anchors").none(false));
+  const auto give_companions = [](SharedTree& t, const Match& match, int64_t start, int64_t end) {
+    t.run(kQuick, [&] { t.give_companions(match, start, end); });
+  };
+  def("give_companions", give_companions, doc("PrefixTree.give_companions"), py::arg("match"), py::arg("start"),
+      py::arg("end"));
+  def("dead_companions", quick(&PrefixTree::dead_companions), doc("PrefixTree.dead_companions"));
+  const auto free_companions = [](SharedTree& t, int64_t num) { t.run(kQuick, [&] { t.free_companions(num); }); };
+  def("free_companions", free_companions, doc("PrefixTree.free_companions"), py::arg("num_dead"));
   def("log_changes", log_changes, doc("PrefixTree.log_changes"), py::arg("max_bytes"));
   def("take_changes", &take_changes, doc("PrefixTree.take_changes"));
   const auto lose_changes = [](SharedTree& t) { t.run(kQuick, [&] { t.lose_changes(); }); };

@@ -181,17 +181,16 @@ void PrefixTree::copy_block_ids(const Match& match, int64_t start, std::span<int
   }
 }
 
-void PrefixTree::copy_tier_ids(const Match& match, int64_t start, std::span<int32_t> device_ids,
-                               std::span<int32_t> host_ids) const {
+void PrefixTree::copy_path(const Match& match, int64_t start, std::span<int32_t> rows) const {
   std::lock_guard lock(mutex_);
   check_live(match, "match");
-  copy_path_ids(match.end_, match.num_blocks_, start, device_ids, host_ids);
+  copy_rows(match.end_, match.num_blocks_, start, rows);
 }
 
 // `num_blocks` counts up to the end of the node.
-void PrefixTree::copy_path_ids(const TreeNode* end, int64_t num_blocks, int64_t start, std::span<int32_t> device_ids,
-                               std::span<int32_t> host_ids) {
-  const auto num_wanted = static_cast<int64_t>(device_ids.size());
+void PrefixTree::copy_rows(const TreeNode* end, int64_t num_blocks, int64_t start, std::span<int32_t> rows) {
+  const auto num_wanted = static_cast<int64_t>(rows.size() / 3);
+  int32_t *device_ids = rows.data(), *host_ids = device_ids + num_wanted, *companions = host_ids + num_wanted;
   for (const TreeNode* node = end; num_blocks > start; node = node->parent) {
     const int64_t first = num_blocks - node->num_blocks;
     for (int64_t block = std::max<int64_t>(start - first, 0); block < node->num_blocks; ++block) {
@@ -199,6 +198,7 @@ void PrefixTree::copy_path_ids(const TreeNode* end, int64_t num_blocks, int64_t 
       if (place >= num_wanted) break;
       device_ids[place] = block < node->num_device_blocks() ? node->device_ids.data()[block] : kNoBlock;
       host_ids[place] = node->has_host_block(block) ? node->host_ids.data()[block] : kNoBlock;
+      companions[place] = block < node->companions.size() ? node->companions.data()[block] : kNoBlock;
     }
     num_blocks = first;
   }
@@ -301,11 +301,13 @@ TreeNode* PrefixTree::split(TreeNode* node, int64_t num_upper_blocks) {
   const int64_t num_upper_tokens = num_upper_blocks * block_size_;
   const int64_t num_upper_device = std::min(num_upper_blocks, node->num_device_blocks());
   const int64_t num_upper_host = std::min(num_upper_blocks, node->host_ids.size());
+  const int64_t num_upper_companions = std::min(num_upper_blocks, node->companions.size());
   auto made = arena_.make();
   children_.reserve_one();
   Int32Run tokens = node->tokens.copy_smaller_half(num_upper_tokens);
   Int32Run device_ids = node->device_ids.copy_smaller_half(num_upper_device);
   Int32Run host_ids = node->host_ids.copy_smaller_half(num_upper_host);
+  Int32Run companions = node->companions.copy_smaller_half(num_upper_companions);
   // From here on nothing throws.
   TreeNode* upper = made.release();
   TreeNode* parent = node->parent;
@@ -326,6 +328,8 @@ TreeNode* PrefixTree::split(TreeNode* node, int64_t num_upper_blocks) {
     upper->num_host_blocks = count_blocks(upper->host_ids.span());
     node->num_host_blocks -= upper->num_host_blocks;
   }
+  if (num_upper_companions > 0)
+    upper->companions = node->companions.cut_front(num_upper_companions, std::move(companions));
   upper->num_blocks = static_cast<int32_t>(num_upper_blocks);
   node->num_blocks -= static_cast<int32_t>(num_upper_blocks);
   children_.insert(upper);

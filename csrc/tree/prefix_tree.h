@@ -24,6 +24,10 @@
 //
 // Blocks. The tree holds the only reference on each cached block (BlockPool::adopt).
 //
+// Companions. What others keep beside a cached block, such as a window's block or a state, they keep under a number
+// that the tree gives to the block. It stays the block's in whichever tier, and is found with it. With the block it
+// dies: it is given to no other block before its owners have learnt that.
+//
 // Every call holds the tree's mutex. One that throws has changed nothing that can be seen.
 #pragma once
 
@@ -41,7 +45,6 @@
 
 #include "base/token_view.h"
 #include "pool/block_pool.h"
-#include "pool/block_watcher.h"
 #include "tree/child_table.h"
 #include "tree/evicted_blocks.h"
 #include "tree/eviction_order.h"
@@ -53,6 +56,9 @@
 namespace kvpage {
 
 class PrefixTree;
+
+// From one tier's block to the other's.
+using TierPair = std::pair<int32_t, int32_t>;
 
 // A pinned path of a tree: from a namespace's root to the end of a node. Keeps the tree alive. It has to be given to
 // PrefixTree::release, or to insert as `after`; one that is merely forgotten stays pinned as long as the tree lives.
@@ -113,9 +119,6 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   int64_t num_nodes() const;           // edges
   int64_t num_matches() const;         // live ones
   TreeCounts counts() const;
-
-  // Tells a watcher of all blocks that get a copy in the other tier from now on.
-  void watch(std::shared_ptr<BlockWatcher> watcher);
 
   // Pins the longest cached run of whole blocks, in whichever tier, that leaves at least `num_left_over` tokens over.
   // The path's priority becomes at least `priority`. InvalidArgument if that is not in [0, kNumPriorities), if
@@ -197,10 +200,20 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // if `match` is released or not wholly on the device.
   void copy_block_ids(const Match& match, int64_t start, std::span<int32_t> ids) const;
 
-  // The ids of the path's blocks in each tier, from the block at `start` on, with kNoBlock where a tier lacks one; both
-  // have room for num_blocks() - start. InvalidArgument if `match` is released.
-  void copy_tier_ids(const Match& match, int64_t start, std::span<int32_t> device_ids,
-                     std::span<int32_t> host_ids) const;
+  // The path's blocks from the one at `start` on, in three rows: their ids in each tier, and their companions, with
+  // kNoBlock where there is none. `rows` has room for 3 * (num_blocks() - start). InvalidArgument if `match` is
+  // released.
+  void copy_path(const Match& match, int64_t start, std::span<int32_t> rows) const;
+
+  // Gives a companion to each of the path's blocks in [start, end) that has none. InvalidArgument if `match` is
+  // released, or they are not in order within it.
+  void give_companions(const Match& match, int64_t start, int64_t end);
+
+  // Returns the companions of blocks that were forgotten, in the order in which they were.
+  std::vector<int32_t> dead_companions() const;
+
+  // From now on the first `num_dead` of these may be given to other blocks. InvalidArgument if they are not as many.
+  void free_companions(int64_t num_dead);
 
   // The edges, `limit` at most, of all namespaces or of one: in the order of their names and tokens, each after the
   // edge that it goes on from. InvalidArgument if the limit is negative.
@@ -248,8 +261,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   class Demotions;
 
   void check_live(const Match& match, const char* name) const;
-  static void copy_path_ids(const TreeNode* end, int64_t num_blocks, int64_t start, std::span<int32_t> device_ids,
-                            std::span<int32_t> host_ids);
+  static void copy_rows(const TreeNode* end, int64_t num_blocks, int64_t start, std::span<int32_t> rows);
+  void drop_companions(TreeNode* node, int64_t begin) noexcept;
   void shorten_locked(Match& match, int64_t num_blocks);
   static void check_priority(int priority);
   static void check_left_over(int64_t num_left_over);
@@ -279,7 +292,6 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void fill_device(std::span<TreeNode* const> path, std::span<const int32_t> block_ids,
                    std::vector<TierPair>* pairs) noexcept;
 
-  void tell(std::span<const TierPair> pairs, bool to_host) noexcept;
   int64_t evict_locked(int64_t num_blocks, Demotions* demotions) noexcept;
   void leave_device(TreeNode* node, int64_t num_blocks) noexcept;
   int64_t move_to_host(TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
@@ -308,6 +320,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
 
   void check_nodes();
   void check_tiers();
+  void check_companions();
   void check_siblings();
   void check_roots();
   void check_order();
@@ -332,7 +345,9 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   int64_t num_host_evictable_ = 0;
   int64_t num_matches_ = 0;  // live ones
   TreeCounts counts_;        // but for num_host_evicted
-  std::vector<std::shared_ptr<BlockWatcher>> watchers_;
+  int32_t num_companions_ = 0;            // that there are, 0 and up; the free and the dead lists have room for all
+  std::vector<int32_t> free_companions_;  // the next one to give stands last
+  std::vector<int32_t> dead_companions_;
   std::vector<int32_t> pair_of_host_block_;  // [host blocks]: of Demotions; kNoBlock between calls
   std::unique_ptr<TreeLog> log_;  // null unless changes are logged
   uint64_t log_begin_ = 0;  // on the steady clock

@@ -28,6 +28,7 @@ void PrefixTree::check_invariants(std::optional<std::span<const int32_t>> owned_
   std::lock_guard lock(mutex_);
   check_nodes();
   check_tiers();
+  check_companions();
   check_siblings();
   check_roots();
   check_order();
@@ -53,7 +54,8 @@ void PrefixTree::check_nodes() {
             "a node's priority is above its parent's");
     require(node.tokens.size() == node.num_blocks * block_size_, "an edge has ", node.tokens.size(), " tokens and ",
             node.num_blocks, " blocks");
-    require(!is_wasteful(node.tokens) && !is_wasteful(node.device_ids) && !is_wasteful(node.host_ids),
+    require(!is_wasteful(node.tokens) && !is_wasteful(node.device_ids) && !is_wasteful(node.host_ids) &&
+                !is_wasteful(node.companions),
             "an edge keeps memory it has no use for");
     const TokenView tokens(node.tokens.data(), node.tokens.size());
     require(node.hash == children_.hash(node.parent->point, tokens, 0), "a node's hash is not that of its first block");
@@ -86,6 +88,21 @@ void PrefixTree::check_tiers() {
     require(num_host_blocks == node.num_host_blocks, "a node counts ", node.num_host_blocks, " host blocks of ",
             num_host_blocks);
   });
+}
+
+void PrefixTree::check_companions() {
+  std::vector<int32_t> companions = free_companions_;
+  companions.insert(companions.end(), dead_companions_.begin(), dead_companions_.end());
+  arena_.for_each([&](const TreeNode& node) {
+    require(node.companions.size() <= node.num_blocks, "an edge has more companions than blocks");
+    for (const int32_t companion : node.companions.span())
+      if (companion != kNoBlock) companions.push_back(companion);
+  });
+  std::sort(companions.begin(), companions.end());
+  require(static_cast<int32_t>(companions.size()) == num_companions_, "there are ", companions.size(),
+          " companions of ", num_companions_);
+  for (int32_t i = 0; i < num_companions_; ++i)
+    require(companions[static_cast<size_t>(i)] == i, "companion ", i, " is given twice, or lost");
 }
 
 // Every treap holds its parent's children, in order.

@@ -71,10 +71,8 @@ PathLook PrefixTree::look(const TokenView& tokens, std::string_view name) const 
     return look;
   }
   const Place place = walk(const_cast<TreeNode*>(root), tokens, tokens.size() / block_size_);
-  look.device_ids.resize(static_cast<size_t>(place.num_blocks));
-  look.host_ids.resize(look.device_ids.size());
-  copy_path_ids(place.node, place.num_blocks - place.in_edge + place.node->num_blocks, 0, look.device_ids,
-                look.host_ids);
+  look.ids.resize(3 * static_cast<size_t>(place.num_blocks));
+  copy_rows(place.node, place.num_blocks - place.in_edge + place.node->num_blocks, 0, look.ids);
   look.num_common = place.num_blocks * block_size_;
   look_on(place, tokens, &look);
   return look;

@@ -1,6 +1,7 @@
-// PrefixTree: blocks that are forgotten, in both tiers.
+// PrefixTree: blocks that are forgotten, in both tiers, and the companions that die with them.
 #include <algorithm>
 
+#include "base/check.h"
 #include "tree/prefix_tree.h"
 
 namespace kvpage {
@@ -61,6 +62,7 @@ void PrefixTree::forget_end(TreeNode* node, int64_t num_blocks) noexcept {
     num_evictable_ -= static_cast<int64_t>(dropped.size());
   }
   drop_host(node, num_blocks);
+  if (num_companions_ > 0) drop_companions(node, num_blocks);
   if (num_blocks == 0) return remove_leaf(node);
   if (num_blocks < node->host_ids.size()) node->shorten_host_ids(num_blocks);
   if (num_blocks < node->num_device_blocks()) node->device_ids.truncate(num_blocks);
@@ -77,6 +79,77 @@ void PrefixTree::remove_leaf(TreeNode* node) noexcept {
   arena_.give_back(node);
   --parent->num_children;
   if (parent->is_root()) drop_unused_root(parent);
+}
+
+// --- companions ---
+
+void PrefixTree::give_companions(const Match& match, int64_t start, int64_t end) {
+  std::lock_guard lock(mutex_);
+  check_live(match, "match");
+  check(start >= 0 && start <= end && end <= match.num_blocks_, "start and end must be in order and at most ",
+        match.num_blocks_, ", got ", start, " and ", end);
+  // Calls visit(node, first block in it, last) for each edge of the path that has blocks in [start, end).
+  const auto for_each_edge = [&](auto visit) {
+    int64_t first = match.num_blocks_;
+    for (TreeNode* node = match.end_; first > start; node = node->parent) {
+      first -= node->num_blocks;
+      const int64_t last = std::min<int64_t>(node->num_blocks, end - first);
+      if (last > 0) visit(node, std::max<int64_t>(start - first, 0), last);
+    }
+  };
+  const auto has = [](const TreeNode* node, int64_t block) {
+    return block < node->companions.size() && node->companions.data()[block] != kNoBlock;
+  };
+  size_t num_lacking = 0;
+  for_each_edge([&](TreeNode* node, int64_t block, int64_t last) {
+    for (; block < last; ++block) num_lacking += !has(node, block);
+  });
+  const size_t num_free = free_companions_.size();
+  const size_t num_new = num_lacking > num_free ? num_lacking - num_free : 0;
+  const size_t num_all = static_cast<size_t>(num_companions_) + num_new;
+  free_companions_.reserve(num_all);
+  dead_companions_.reserve(num_all);
+  try {
+    for_each_edge([&](TreeNode* node, int64_t, int64_t last) {
+      node->companions.reserve(std::max<int64_t>(last - node->companions.size(), 0));
+    });
+  } catch (...) {  // gives the room back
+    for_each_edge([](TreeNode* node, int64_t, int64_t) { node->companions.truncate(node->companions.size()); });
+    throw;
+  }
+  // From here on nothing throws.
+  for (size_t i = 0; i < num_new; ++i) free_companions_.push_back(num_companions_++);
+  for_each_edge([&](TreeNode* node, int64_t block, int64_t last) {
+    const int64_t num_more = std::max<int64_t>(last - node->companions.size(), 0);
+    std::fill_n(node->companions.extend(num_more), num_more, kNoBlock);
+    for (; block < last; ++block) {
+      if (has(node, block)) continue;
+      node->companions.set(block, free_companions_.back());
+      free_companions_.pop_back();
+    }
+  });
+}
+
+// Of the node's blocks from the one at `begin` on, which are forgotten.
+void PrefixTree::drop_companions(TreeNode* node, int64_t begin) noexcept {
+  if (begin >= node->companions.size()) return;
+  for (const int32_t companion : node->companions.span().subspan(static_cast<size_t>(begin)))
+    if (companion != kNoBlock) dead_companions_.push_back(companion);
+  node->companions.truncate(begin);
+}
+
+std::vector<int32_t> PrefixTree::dead_companions() const {
+  std::lock_guard lock(mutex_);
+  return dead_companions_;
+}
+
+void PrefixTree::free_companions(int64_t num_dead) {
+  std::lock_guard lock(mutex_);
+  const auto most = static_cast<int64_t>(dead_companions_.size());
+  check(num_dead >= 0 && num_dead <= most, "num_dead must be between 0 and ", most, ", got ", num_dead);
+  const auto end = dead_companions_.begin() + num_dead;
+  free_companions_.insert(free_companions_.end(), dead_companions_.begin(), end);  // there is room
+  dead_companions_.erase(dead_companions_.begin(), end);
 }
 
 }  // namespace kvpage

@@ -60,7 +60,6 @@ Match PrefixTree::insert_below(Match& base, const TokenView& tokens, std::span<c
   // From here on nothing throws.
   pin_path(end, base.end_, base.priority_);
   fill_device(filled, taken.first(num_filled), &pairs);
-  tell(pairs, false);
   log_inserted(end, tokens, fresh);
   append_edge(target, tokens, fresh);
   if (child) {

@@ -47,15 +47,6 @@ class PrefixTree::Demotions {
   std::vector<TierPair> pairs_;
 };
 
-void PrefixTree::watch(std::shared_ptr<BlockWatcher> watcher) {
-  std::lock_guard lock(mutex_);
-  watchers_.push_back(std::move(watcher));
-}
-
-void PrefixTree::tell(std::span<const TierPair> pairs, bool to_host) noexcept {
-  for (const auto& watcher : watchers_) watcher->moved(pairs, to_host);
-}
-
 // --- promotion ---
 
 int64_t PrefixTree::num_device_blocks(const Match& match) const {
@@ -86,7 +77,6 @@ std::vector<TierPair> PrefixTree::promote(const Match& match, std::span<const in
   }
   fill_device(path, block_ids, &pairs);
   counts_.num_promoted += static_cast<int64_t>(pairs.size());
-  tell(pairs, false);
   return pairs;
 }
 
@@ -132,7 +122,6 @@ std::vector<TierPair> PrefixTree::write_out(const Match& match, int64_t min_hits
   }
   std::vector<TierPair> pairs = written.take();
   counts_.num_written += static_cast<int64_t>(pairs.size());
-  tell(pairs, true);
   return pairs;
 }
 
@@ -154,7 +143,6 @@ std::pair<int64_t, std::vector<TierPair>> PrefixTree::demote(int64_t num_blocks)
   std::vector<TierPair> pairs = demotions.take();
   counts_.num_evicted += num_freed;
   counts_.num_demoted += static_cast<int64_t>(pairs.size());
-  tell(pairs, true);
   return {num_freed, std::move(pairs)};
 }
 

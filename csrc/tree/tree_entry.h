@@ -23,8 +23,7 @@ struct TreeEntry {
 };
 
 struct PathLook {
-  std::vector<int32_t> device_ids;  // of the cached blocks of a prompt; kNoBlock where a tier lacks one
-  std::vector<int32_t> host_ids;
+  std::vector<int32_t> ids;             // of the cached blocks of a prompt, as of PrefixTree::copy_path
   int64_t num_common = 0;               // tokens of the prompt that a cached path begins with
   std::optional<int32_t> cached_token;  // the path's token after them, where it has one
   bool was_evicted = false;             // whether the prompt's next whole block is one of EvictedBlocks

@@ -5,6 +5,7 @@
 //        |  tokens     [.. .. .. .. ..]       [num_blocks * block_size]
 //        |  device_ids [ 7  2  9      ]       of the first blocks: blocks leave the device from the end
 //        |  host_ids   [ 4  -  1  8  3]       of any block, of each that is not on the device; -: kNoBlock, never last
+//        |  companions [ -  0  5      ]       of any block: the number of what others keep beside it
 //      node
 //      /  \                        children: a treap by their first block's tokens, and ChildTable
 //
@@ -56,6 +57,7 @@ struct alignas(64) TreeNode {
   TreeNode* right = nullptr;
   TreeNode* above = nullptr;
   const std::string* namespace_ = nullptr;  // of a root: the key that the tree knows it by
+  Int32Run companions;
 
   bool is_root() const { return parent == nullptr; }
   int64_t num_device_blocks() const { return device_ids.size(); }

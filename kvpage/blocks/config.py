@@ -1,10 +1,30 @@
 """BlockConfig: the options of a BlockManager, as the parts of an engine or of a pool hand them on."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from kvpage.blocks.space import HostPolicy
 from kvpage.checks.values import as_integer, check_at_least, check_flag
 from kvpage.layout.config import CacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class HostPolicy:
+    """The time at which a cached block gets its copy on the host.
+
+    Attributes:
+        after_hits: None: when it is evicted from the device. 0: as soon as it is cached. n: when n requests have found
+            it. An early copy costs a transfer that may never be needed, and makes a later eviction free.
+
+    Raises:
+        ValueError: after_hits is neither None nor an integer of at least 0.
+    """
+
+    after_hits: int | None = None
+
+    def __post_init__(self) -> None:
+        hits = self.after_hits
+        if hits is not None and (isinstance(hits, bool) or not isinstance(hits, int) or hits < 0):
+            raise ValueError(f"after_hits must be None or an integer of at least 0, got {hits!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +55,20 @@ class BlockConfig:
     pin_quota: int = 0
 
     @classmethod
-    def of_cache(
-        cls,
-        cache: CacheConfig,
-        enable_prefix_caching: bool = True,
-        share_parts: bool = True,
-        host_policy: HostPolicy | None = None,
-        pin_quota: int = 0,
-    ) -> "BlockConfig":
+    def of_cache(cls, cache: CacheConfig, **options: Any) -> "BlockConfig":
         """Return the options of a manager that gives out the blocks of a cache.
 
         Args:
-            cache: The cache's config, with the numbers of blocks.
-            enable_prefix_caching: As for the class.
-            share_parts: As for the class.
-            host_policy: As for the class.
-            pin_quota: As for the class.
+            cache: The cache's config, with the block size and the numbers of blocks.
+            options: The other options, by name.
 
         Raises:
-            TypeError: `cache` is no CacheConfig.
+            ValueError: As for the class.
+            TypeError: `cache` is no CacheConfig, or as for the class.
         """
         if not isinstance(cache, CacheConfig):
             raise TypeError(f"cache must be a CacheConfig, got {type(cache).__name__}")
-        num_blocks, num_host_blocks = cache.num_gpu_blocks, cache.num_cpu_blocks
-        options = enable_prefix_caching, num_host_blocks, share_parts, host_policy, pin_quota
-        return cls(num_blocks, cache.block_size, *options)
+        return cls(cache.num_gpu_blocks, cache.block_size, num_host_blocks=cache.num_cpu_blocks, **options)
 
     def __post_init__(self) -> None:
         for name, least in (("num_blocks", 0), ("block_size", 1), ("num_host_blocks", 0)):

@@ -233,7 +233,7 @@ class DraftedManager:
         drafts, (places, name) = self.drafts, positions(tokens, namespace)
         if not drafts.enable_prefix_caching:
             return replace(drafts.explain(places, name).groups[0], group="successor")
-        reach = reach_of_attention(drafts.tree, places[:-1], name, drafts.share_parts, drafts.space.rule)
+        reach = reach_of_attention(drafts.space, places[:-1], name, drafts.share_parts)
         differs_at = None if reach.differs_at is None else reach.differs_at + 1
         return replace(reach, group="successor", differs_at=differs_at)
 

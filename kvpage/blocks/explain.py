@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvpage._C import PrefixTree
-from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.sequence_state import Ids
+from kvpage.blocks.space import BlockSpace
 
 MOST_NAMESPACES = 1024  # that are searched for a longer match
 
@@ -136,15 +136,11 @@ class Explanation:
         return "\n  ".join(lines)
 
 
-def explain_attention(
-    tree: PrefixTree | None, tokens: Ids, namespace: bytes, shares_parts: bool, rule: LoadOrCompute | None
-) -> Explanation:
+def explain_attention(space: BlockSpace, tokens: Ids, namespace: bytes, shares_parts: bool) -> Explanation:
     """Return how much of a prompt is cached where attention is the only group."""
-    if tree is None:
-        return Explanation(len(tokens), 0, (GroupReach("attention", 0, Ending.OFF),))
-    reach = reach_of_attention(tree, tokens, namespace, shares_parts, rule)
-    most = most_found(len(tokens), tree.block_size, shares_parts)
-    elsewhere = longest_elsewhere(tree, tokens, namespace, reach.num_tokens)
+    reach = reach_of_attention(space, tokens, namespace, shares_parts)
+    most = most_found(len(tokens), space.block_size, shares_parts)
+    elsewhere = longest_elsewhere(space.tree, tokens, namespace, reach.num_tokens)
     return Explanation(len(tokens), min(reach.num_tokens, most), (reach,), elsewhere)
 
 
@@ -154,21 +150,19 @@ def most_found(num_tokens: int, block_size: int, shares_parts: bool) -> int:
     return most if shares_parts else most // block_size * block_size
 
 
-def reach_of_attention(
-    tree: PrefixTree, tokens: Ids, namespace: bytes, shares_parts: bool, rule: LoadOrCompute | None
-) -> GroupReach:
+def reach_of_attention(space: BlockSpace, tokens: Ids, namespace: bytes, shares_parts: bool) -> GroupReach:
     """Return how far K and V are cached."""
-    ids, num_common, cached, was_evicted = tree.look(tokens, namespace)
-    device_ids = ids[0, : max(len(tokens) - 1, 0) // tree.block_size]  # one token is left over
+    size = space.block_size
+    ids, num_common, cached, was_evicted = space.tree.look(tokens, namespace)
+    device_ids = ids[0, : max(len(tokens) - 1, 0) // size]  # one token is left over
     num_host = int((device_ids < 0).sum())
-    if num_host and rule is not None and not rule.should_load(num_host):
-        num_tokens = (len(device_ids) - num_host) * tree.block_size
-        return GroupReach("attention", num_tokens, Ending.NOT_WORTH_LOADING)
-    reach = num_common if shares_parts else ids.shape[1] * tree.block_size
+    if not space.should_load(num_host):
+        return GroupReach("attention", (len(device_ids) - num_host) * size, Ending.NOT_WORTH_LOADING)
+    reach = num_common if shares_parts else ids.shape[1] * size
     ending = Ending.NOT_CACHED if cached is None else Ending.DIFFERENT
     if was_evicted:
         ending = Ending.KV_EVICTED
-    if reach >= most_found(len(tokens), tree.block_size, shares_parts):
+    if reach >= most_found(len(tokens), size, shares_parts):
         ending = Ending.PROMPT
     if cached is None or num_common == len(tokens):
         return GroupReach("attention", reach, ending)

@@ -1,8 +1,9 @@
 """LoadOrCompute: decides whether a cached block is worth its way back from the host.
 
     loading   latency + num_blocks * block_bytes / bandwidth
-    computing           num_blocks * block_size  / prefill speed
+    computing           num_tokens               / prefill speed      those that loading saves
 
+One rule decides wherever blocks come from the host: for a new sequence, and for one that comes back from a swap.
 Both speeds are measured while serving, as moving averages. Until both are known, everything is loaded.
 """
 
@@ -50,14 +51,21 @@ class LoadOrCompute:
         if not self.latency >= 0:
             raise ValueError(f"latency must not be negative, got {self.latency!r}")
 
-    def should_load(self, num_blocks: int) -> bool:
-        """Return whether loading `num_blocks` blocks is expected to be faster than computing their tokens.
+    def should_load(self, num_blocks: int, num_tokens: int | None = None) -> bool:
+        """Return whether loading `num_blocks` blocks is expected to be faster than computing what they save.
 
         Args:
             num_blocks: Blocks to load, in one transfer.
+            num_tokens: Tokens that need not be computed then; None for those of the blocks. A checkpoint after few
+                blocks saves more, a last block that is not whole saves less.
         """
-        fewest = self.fewest_to_load
-        return fewest is not None and num_blocks >= fewest
+        if num_tokens is None or num_tokens == num_blocks * self.block_size:
+            fewest = self.fewest_to_load
+            return fewest is not None and num_blocks >= fewest
+        if self.bytes_per_second is None or self.tokens_per_second is None:
+            return True
+        seconds = self.latency + num_blocks * self.block_bytes / self.bytes_per_second
+        return seconds < num_tokens / self.tokens_per_second
 
     @property
     def fewest_to_load(self) -> int | None:

@@ -19,12 +19,13 @@ Layers that keep less than all tokens are groups, which hold what they need besi
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from kvpage.blocks.config import BlockConfig
-from kvpage.blocks.explain import Explanation, explain_attention
+from kvpage.blocks.explain import Ending, Explanation, GroupReach, explain_attention
 from kvpage.blocks.groups.all_groups import AllGroups
-from kvpage.blocks.groups.group import GroupManager, Prompt
+from kvpage.blocks.groups.group import Prompt
 from kvpage.blocks.groups.held_blocks import HeldBlocks, hold
 from kvpage.blocks.groups.kinds import GroupOptions, checked_options, make_groups
 from kvpage.blocks.groups.states.marks import as_cache_at
@@ -32,10 +33,9 @@ from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves
 from kvpage.blocks.rows import MANY_TOKENS, SequenceSteps
 from kvpage.blocks.sequence_state import Allocation, Ids, SeqId, SequenceState, Slots
-from kvpage.blocks.sequences import swaps
 from kvpage.blocks.sequences.growth import append, begin, tokens_left_over
 from kvpage.blocks.sequences.sequences import Sequences
-from kvpage.blocks.space import BlockSpace, HostPolicy
+from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.stats import BlockStats
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens, some_tokens
@@ -50,17 +50,11 @@ class BlockManager:
     one manager belongs to one loop.
 
     Args:
-        num_blocks: Blocks of the device tier.
-        block_size: Tokens of a block.
-        enable_prefix_caching: Whether sequences share blocks. Without it every sequence has blocks of its own.
-        num_host_blocks: Blocks of the host tier.
-        share_parts: Whether a new sequence also gets a copy of the longest part of the next block that a cached block
-            shares.
-        host_policy: When cached blocks are copied to the host.
-        rule: Whether cached blocks on the host are worth their way back; None loads all of them.
-        pin_quota: How many blocks `space.pin` may keep.
+        num_blocks: As of BlockConfig. So are block_size and enable_prefix_caching.
+        rule: Whether blocks on the host are worth their way back; None loads all of them.
         groups: The layers that keep less: a Window for each size of window, and States for those with states. With
             groups no parts of blocks are shared.
+        options: The other options of BlockConfig, by name.
 
     Attributes:
         windows: The groups of windows, in the order of `groups`. It makes room in them for each step.
@@ -77,28 +71,23 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         *,
-        num_host_blocks: int = 0,
-        share_parts: bool = True,
-        host_policy: HostPolicy | None = None,
         rule: LoadOrCompute | None = None,
-        pin_quota: int = 0,
         groups: Sequence[GroupOptions] = (),
+        **options: Any,
     ) -> None:
-        options = checked_options(groups)
-        config = BlockConfig(
-            num_blocks, block_size, enable_prefix_caching, num_host_blocks, share_parts, host_policy, pin_quota
-        )
+        kinds = checked_options(groups)
+        config = BlockConfig(num_blocks, block_size, enable_prefix_caching, **options)
         self.block_size = block_size
         self.enable_prefix_caching = is_caching = enable_prefix_caching
-        self.share_parts = config.share_parts and is_caching and not options
-        self.space = space = BlockSpace(num_blocks, block_size, num_host_blocks, host_policy, rule, pin_quota)
+        self.share_parts = config.share_parts and is_caching and not kinds
+        self.space = space = BlockSpace(config, rule)
         self.pool, self.tree = space.pool, space.tree
-        self._sequences = sequences = Sequences(self.tree, is_caching)
-        self.rows = SequenceSteps(space, sequences)
-        self.windows, self.states, self._groups = make_groups(options, space, sequences, is_caching)
-        self._in_groups: AllGroups | None = None
-        if self._groups:
-            self._in_groups = AllGroups(space, sequences, self._groups, self.states is not None, is_caching)
+        self._sequences = sequences = Sequences(space, is_caching)
+        self.rows = SequenceSteps(sequences)
+        self.windows, self.states, self._groups = make_groups(kinds, space, sequences, is_caching)
+        self._all_groups = AllGroups(sequences, self._groups, self.states is not None)
+        # Who commits, forks, shortens and ends a sequence. Without groups its blocks are all that it has.
+        self._holder: Sequences | AllGroups = self._all_groups if self._groups else sequences
 
     @classmethod
     def of(
@@ -111,17 +100,8 @@ class BlockManager:
             rule: As for the class.
             groups: As for the class.
         """
-        return cls(
-            config.num_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            num_host_blocks=config.num_host_blocks,
-            share_parts=config.share_parts,
-            host_policy=config.host_policy,
-            rule=rule,
-            pin_quota=config.pin_quota,
-            groups=groups,
-        )
+        options = {field.name: getattr(config, field.name) for field in fields(config)}
+        return cls(**options, rule=rule, groups=groups)
 
     def take_moves(self) -> BlockMoves:
         """Return the moves to make before the next step, in order. Each is handed over once, and taken as made."""
@@ -185,9 +165,8 @@ class BlockManager:
         is_caching, num_to_compute = self.enable_prefix_caching, num_left_over
         if type(num_left_over) is not int or num_left_over != 1 or max_cached_tokens is not None or not is_caching:
             num_left_over = tokens_left_over(len(tokens), max_cached_tokens, num_left_over, is_caching)
-        if self._in_groups is None:
+        if not self._groups:
             return begin(
-                self.space,
                 self._sequences,
                 seq_id,
                 tokens,
@@ -200,7 +179,7 @@ class BlockManager:
             )
         marks, num_last = as_cache_at(cache_at, len(tokens)), int(num_to_compute > 0)
         prompt = Prompt(tokens, namespace, priority, num_left_over, False, num_spare, is_counted, num_last, marks)
-        return self._in_groups.begin(seq_id, prompt)
+        return self._all_groups.begin(seq_id, prompt)
 
     def append(self, seq_ids: Sequence[SeqId], num_new_tokens: Sequence[int] | int = 1) -> None:
         """Make room for more tokens in each sequence.
@@ -220,7 +199,7 @@ class BlockManager:
         if len(set(seq_ids)) != len(seq_ids):
             raise ValueError(f"seq_ids must be distinct, got {seq_ids}")
         if type(num_new_tokens) is int and num_new_tokens == 1:
-            append(self.space, self._sequences, rows, 1)
+            append(self._sequences, rows, 1)
             return
         counts = as_counts("num_new_tokens", num_new_tokens, len(seq_ids))
         if len(counts) != len(seq_ids):
@@ -228,7 +207,7 @@ class BlockManager:
         for seq_id, count in zip(seq_ids, counts, strict=True):
             if count < 0:
                 raise ValueError(f"num_new_tokens must not be negative, got {count} for {seq_id!r}")
-        append(self.space, self._sequences, rows, [min(count, MANY_TOKENS) for count in counts])
+        append(self._sequences, rows, [min(count, MANY_TOKENS) for count in counts])
 
     def commit(self, seq_id: SeqId, tokens: Tokens) -> None:
         """Record that K and V of `tokens` have been written. They follow the tokens cached or committed before.
@@ -245,10 +224,7 @@ class BlockManager:
             ValueError: There is no room for that many tokens, or windows are not opened for them. Or they are fewer
                 than `windows.skip_to` has made room for.
         """
-        if self._in_groups is None:
-            self._sequences.commit(self.space, self._sequences.on_device[seq_id], as_tokens(tokens))
-        else:
-            self._in_groups.commit(seq_id, as_tokens(tokens))
+        self._holder.commit(seq_id, as_tokens(tokens))
 
     def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int | None = None) -> None:
         """Make a second sequence with the same first tokens, in the same blocks.
@@ -273,14 +249,7 @@ class BlockManager:
         fewest = self.first_forkable(seq_id)
         if not fewest <= num_tokens <= seq.num_tokens:
             raise ValueError(f"num_tokens must be in [{fewest}, {seq.num_tokens}], got {num_tokens}")
-        if self._in_groups is not None:
-            self._in_groups.fork(seq_id, new_seq_id, num_tokens)
-            return
-        try:
-            self._sequences.fork(seq_id, new_seq_id, num_tokens)
-        except BaseException:  # Ctrl-C, after the sequence was made
-            self._sequences.discard(new_seq_id)
-            raise
+        self._holder.fork(seq_id, new_seq_id, num_tokens)
 
     def make_private(self, seq_id: SeqId) -> None:
         """Hide all further tokens of the sequence from others: its tokens alone do not determine their K and V."""
@@ -298,20 +267,14 @@ class BlockManager:
         Raises:
             ValueError: `windows.skip_to` has made room, and what comes there is not committed.
         """
-        if self._in_groups is None:
-            self._sequences.rows.give_back_room(self._sequences.on_device[seq_id])
-        else:
-            self._in_groups.give_back_room(seq_id)
+        self._holder.give_back_room(seq_id)
 
     def release(self, seq_id: SeqId) -> None:
         """End a sequence, also one that is swapped out.
 
         Its cached blocks and checkpoints can be found until they are evicted. All else that it has is free.
         """
-        if self._in_groups is None:
-            self._sequences.end(self.space, seq_id)
-        else:
-            self._in_groups.release(seq_id)
+        self._holder.release(seq_id)
 
     def release_before(self, seq_id: SeqId, num_tokens: int) -> int:
         """Give back the sequence's own blocks that hold only tokens before the `num_tokens`th. Cached blocks stay.
@@ -356,7 +319,7 @@ class BlockManager:
         most, num_tokens = self.state(seq_id).num_tokens, as_integer("num_tokens", num_tokens)
         if not 1 <= num_tokens <= most:
             raise ValueError(f"num_tokens must be in [1, {most}], got {num_tokens}")
-        self._each(seq_id, lambda group: group.mark(seq_id, num_tokens))
+        self._all_groups.each(seq_id, lambda group: group.mark(seq_id, num_tokens))
 
     def keep(self, seq_id: SeqId) -> None:
         """Let others find the states that a step has left at marks, once its tokens are committed.
@@ -364,7 +327,7 @@ class BlockManager:
         Args:
             seq_id: A sequence on the device.
         """
-        self._each(seq_id, lambda group: group.keep(seq_id))
+        self._all_groups.each(seq_id, lambda group: group.keep(seq_id))
 
     def keep_end(self, seq_id: SeqId, goes_on: bool = False) -> bool:
         """Make the sequence's state a checkpoint at the committed tokens. The sequence is to be released next.
@@ -378,7 +341,7 @@ class BlockManager:
         Returns:
             Whether it was kept. A private sequence's state is not, nor one that a failed step may have spoiled.
         """
-        return self._each(seq_id, lambda group: group.keep_end(seq_id, goes_on))
+        return self._all_groups.each(seq_id, lambda group: group.keep_end(seq_id, goes_on))
 
     def give_up_marks(self, seq_id: SeqId) -> None:
         """Forget the states of a failed step, which may have spoiled them.
@@ -389,7 +352,7 @@ class BlockManager:
         Raises:
             KeyError: There is no such sequence.
         """
-        self._each(seq_id, lambda group: group.give_up_marks(seq_id))
+        self._all_groups.each(seq_id, lambda group: group.give_up_marks(seq_id))
 
     # --- off the device and back -------------------------------------------------------------------------------------
 
@@ -403,10 +366,7 @@ class BlockManager:
             OutOfBlocks: The host lacks room in a group.
             ValueError: The state is gone, or `windows.skip_to` has made room, and what comes there is not committed.
         """
-        if self._in_groups is None:
-            swaps.swap_out(self.space, self._sequences, seq_id)
-        else:
-            self._in_groups.swap_out(seq_id)
+        self._all_groups.swap_out(seq_id)
 
     def swap_in(self, seq_id: SeqId, tokens: Tokens, *, num_spare: int = 0) -> Allocation:
         """Give device blocks to a sequence that is swapped out, with their contents in all groups.
@@ -418,8 +378,8 @@ class BlockManager:
 
         Returns:
             The blocks. num_cached_tokens is the number of tokens committed before. Where cached blocks were evicted
-            meanwhile, it is less: the longest position that all groups serve. The rest has to be computed again. It
-            does not count as found in the statistics.
+            meanwhile, or `rule` expects that computing is faster than loading, it is less: the longest position that
+            all groups serve. The rest has to be computed again. It does not count as found in the statistics.
 
         Raises:
             OutOfBlocks: The device lacks room in a group.
@@ -429,25 +389,7 @@ class BlockManager:
         tokens = some_tokens(tokens)
         if len(tokens) < swapped.num_written:
             raise ValueError(f"tokens must be at least the {swapped.num_written} committed ones, got {len(tokens)}")
-        most_found = swapped.first_block * self.block_size if swapped.is_private else None
-        if self._in_groups is not None:
-            num_shared = swapped.num_written if most_found is None else most_found
-            num_left_over = len(tokens) - (num_shared if self.enable_prefix_caching else 0)
-            prompt = Prompt(
-                tokens,
-                swapped.namespace,
-                swapped.priority,
-                num_left_over,
-                is_private=swapped.is_private,
-                num_spare=num_spare,
-            )
-            return self._in_groups.swap_in(seq_id, prompt)
-        # A prefix of whole blocks may have been committed to its last token: none is left over then.
-        fewest_left = int(len(tokens) > swapped.num_written)
-        is_caching = self.enable_prefix_caching
-        num_left_over = tokens_left_over(len(tokens), most_found, fewest_left, is_caching)
-        num_written = swaps.swap_in(self.space, self._sequences, seq_id, tokens, num_left_over, is_caching, num_spare)
-        return Allocation(num_written, self.block_ids(seq_id))
+        return self._all_groups.swap_in(seq_id, tokens, num_spare)
 
     # --- beside a store ----------------------------------------------------------------------------------------------
 
@@ -459,16 +401,14 @@ class BlockManager:
             namespace: Where to look.
 
         Returns:
-            Tokens that all groups have. Parts of blocks are not counted.
+            Tokens that all groups have, and that are worth their way back from the host. Parts of blocks are not
+            counted.
         """
         check_namespace(namespace)
         tokens = some_tokens(tokens)
         if not self.enable_prefix_caching:
             return 0
-        ids = self.tree.look(tokens[:-1], namespace)[0]
-        if self._in_groups is None:
-            return int(ids.shape[1]) * self.block_size
-        return self._in_groups.position(ids, Prompt(tokens, namespace, 0, 1))
+        return self._all_groups.position(self.tree.look(tokens[:-1], namespace)[0], Prompt(tokens, namespace, 0, 1))
 
     @uninterrupted
     def hold_cached(self, tokens: Tokens, namespace: bytes = b"") -> HeldBlocks:
@@ -550,10 +490,11 @@ class BlockManager:
         """
         check_namespace(namespace)
         tokens = some_tokens(tokens)
-        tree = self.tree if self.enable_prefix_caching else None
-        if tree is None or self._in_groups is None:
-            return explain_attention(tree, tokens, namespace, self.share_parts, self.space.rule)
-        return self._in_groups.explain(tokens, namespace)
+        if not self.enable_prefix_caching:
+            return Explanation(len(tokens), 0, (GroupReach("attention", 0, Ending.OFF),))
+        if not self._groups:
+            return explain_attention(self.space, tokens, namespace, self.share_parts)
+        return self._all_groups.explain(tokens, namespace)
 
     def state(self, seq_id: SeqId) -> SequenceState:
         """Return a copy of the state of a sequence on the device."""
@@ -578,16 +519,11 @@ class BlockManager:
 
     def check(self) -> None:
         """Raise RuntimeError if an invariant is broken: of the pool, the tree, owners of blocks, groups. For tests."""
-        self._sequences.check(self.space)
+        self._sequences.check()
         for group in self._groups:
             group.check([*self._sequences.on_device], [*self._sequences.swapped])
 
     # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _each(self, seq_id: SeqId, call: Callable[[GroupManager[Any]], bool | None]) -> bool:
-        """Make a call of each group; return whether one has returned True."""
-        self._sequences.on_device[seq_id]  # KeyError
-        return self._in_groups is not None and self._in_groups.each(seq_id, call)
 
     def _check_moved(self) -> None:
         if self.space.has_moves:

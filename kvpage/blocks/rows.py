@@ -20,7 +20,6 @@ import numpy.typing as npt
 from kvpage.blocks.sequence_state import Ids, SeqId, Slots
 from kvpage.blocks.sequences.growth import append
 from kvpage.blocks.sequences.sequences import Rows, Sequences
-from kvpage.blocks.space import BlockSpace
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_counts, as_positions
 
@@ -48,8 +47,8 @@ class SequenceSteps:
     the device.
     """
 
-    def __init__(self, space: BlockSpace, sequences: Sequences) -> None:
-        self._space = space
+    def __init__(self, sequences: Sequences) -> None:
+        self._space = sequences.space
         self._sequences = sequences
 
     def of(self, seq_ids: Sequence[SeqId]) -> npt.NDArray[np.int64]:
@@ -72,7 +71,7 @@ class SequenceSteps:
             ValueError: Rows repeat, a number is negative, or there is another number of numbers.
         """
         is_one = type(num_new_tokens) is int and num_new_tokens == 1
-        append(self._space, self._sequences, rows, 1 if is_one else _counts(num_new_tokens, len(rows)))
+        append(self._sequences, rows, 1 if is_one else _counts(num_new_tokens, len(rows)))
 
     def num_blocks_to_append(self, rows: Rows, num_new_tokens: Sequence[int] | int = 1) -> int:
         """Return how many blocks `append` takes. Raise ValueError as it does."""
@@ -134,7 +133,7 @@ class SequenceSteps:
         num_cached = self._sequences.rows.commit_each(rows, as_tokens(tokens))
         if num_cached and self._space.writes_at_once:
             for row in np.asarray(rows).tolist():
-                self._sequences.write_out(self._space, row)
+                self._sequences.write_out(row)
 
     def _check_moved(self) -> None:
         if self._space.has_moves:

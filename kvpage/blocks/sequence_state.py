@@ -16,6 +16,10 @@ import numpy.typing as npt
 SeqId = Hashable
 Ids = npt.NDArray[np.int32]
 Slots = npt.NDArray[np.int64]
+PathIds = npt.NDArray[np.int32]
+"""[3, num_blocks]: of cached blocks the ids on the device and on the host, and companions; NO_BLOCK for none."""
+DEVICE, HOST, COMPANION = 0, 1, 2
+NO_BLOCK = -1
 
 
 class Allocation(NamedTuple):

@@ -6,10 +6,11 @@ Sequences get their blocks by native calls, which add their moves to the same li
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
-from kvpage._C import AnchorTable, BlockPool, Match, PrefixTree
+from kvpage._C import BlockPool, Match, PrefixTree
+from kvpage.blocks.config import BlockConfig, HostPolicy
 from kvpage.blocks.load_or_compute import MOST_BLOCKS, LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves, Kind
 from kvpage.blocks.pins import UserPins
@@ -20,31 +21,14 @@ from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_at_least
 
 
-@dataclass(frozen=True, slots=True)
-class HostPolicy:
-    """The time at which a cached block gets its copy on the host.
-
-    Attributes:
-        after_hits: None: when it is evicted from the device. 0: as soon as it is cached. n: when n requests have found
-            it. An early copy costs a transfer that may never be needed, and makes a later eviction free.
-
-    Raises:
-        ValueError: after_hits is neither None nor an integer of at least 0.
-    """
-
-    after_hits: int | None = None
-
-    def __post_init__(self) -> None:
-        hits = self.after_hits
-        if hits is not None and (isinstance(hits, bool) or not isinstance(hits, int) or hits < 0):
-            raise ValueError(f"after_hits must be None or an integer of at least 0, got {hits!r}")
-
-
 class SpaceWatcher(Protocol):
-    """What is told of cached blocks that a user drops."""
+    """What is told of cached blocks that are gone."""
+
+    def blocks_gone(self, companions: Sequence[int]) -> None:
+        """The blocks with these companions are forgotten, in both tiers. It may be told twice."""
 
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
-        """The blocks of tokens have just been dropped, where nothing else shares them."""
+        """A user has just dropped the blocks of tokens, where nothing else shares them."""
 
     def blocks_cleared(self) -> None:
         """All cached blocks are dropped next."""
@@ -53,38 +37,43 @@ class SpaceWatcher(Protocol):
 class BlockSpace:
     """The pools and the prefix tree of both tiers. Each method gives all or nothing. Not thread-safe."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_host_blocks: int = 0,
-        host_policy: HostPolicy | None = None,
-        rule: LoadOrCompute | None = None,
-        pin_quota: int = 0,
-    ) -> None:
-        if host_policy is not None and not isinstance(host_policy, HostPolicy):
-            raise TypeError(f"host_policy must be a HostPolicy, got {type(host_policy).__name__}")
-        self.pool = BlockPool(num_blocks)
-        self.host_pool = BlockPool(num_host_blocks)
-        self.tree = PrefixTree(self.pool, block_size, self.host_pool if num_host_blocks else None)
-        self.block_size = block_size
-        self.host_policy = host_policy or HostPolicy()
+    def __init__(self, config: BlockConfig, rule: LoadOrCompute | None = None) -> None:
+        self.pool = BlockPool(config.num_blocks)
+        self.host_pool = BlockPool(config.num_host_blocks)
+        self._has_host_tier = config.num_host_blocks > 0
+        self.tree = PrefixTree(self.pool, config.block_size, self.host_pool if self._has_host_tier else None)
+        self.block_size = config.block_size
+        self.host_policy = config.host_policy or HostPolicy()
         self.rule = rule
-        self.pins = UserPins(self.tree, pin_quota)
+        self.pins = UserPins(self.tree, config.pin_quota)
         self._moves = BlockMoves()
-        self._has_host_tier = num_host_blocks > 0
         self._watchers: Sequence[SpaceWatcher] = ()
         self._counts = PromptCounts()
 
-    def new_anchors(self, most: int) -> AnchorTable:
-        """Return a table of `most` anchors, which follow their blocks from one tier to the other."""
-        anchors = AnchorTable(self.pool, self.host_pool, most)
-        self.tree.watch(anchors)
-        return anchors
-
     def watch(self, watchers: Sequence[SpaceWatcher]) -> None:
-        """Tell watchers what a user drops from now on."""
+        """Tell watchers of cached blocks that are gone."""
         self._watchers = watchers
+
+    # --- companions ---
+
+    @property
+    def most_companions(self) -> int:
+        """Companions are less than this number."""
+        return self.pool.num_blocks + self.host_pool.num_blocks
+
+    def give_companions(self, match: Match, start: int, end: int) -> None:
+        """Give companions to the path's blocks in [start, end); see PrefixTree."""
+        self.bury_companions()
+        self.tree.give_companions(match, start, end)
+
+    def bury_companions(self) -> None:
+        """Tell the watchers whose blocks are gone. Only then others can have their companions."""
+        dead = self.tree.dead_companions()
+        if not dead:
+            return
+        for watcher in self._watchers:
+            watcher.blocks_gone(dead)
+        self.tree.free_companions(len(dead))
 
     # --- moves ---
 
@@ -187,14 +176,14 @@ class BlockSpace:
         """
         match = self.tree.match(tokens, namespace, priority, num_left_over, is_hit=False)
         num_host = match.num_blocks - match.num_device_blocks if self._has_host_tier else 0
-        if not num_host or self.should_load(num_host):
+        if self.should_load(num_host):
             return match, 0
         self.tree.trim(match)
         return match, num_host
 
-    def should_load(self, num_host: int) -> bool:
-        """Return whether `num_host` host blocks are worth their way back."""
-        return self.rule is None or self.rule.should_load(num_host)
+    def should_load(self, num_host: int, num_tokens: int | None = None) -> bool:
+        """Return whether host blocks are worth their way back. num_tokens: that this saves; None for theirs."""
+        return num_host <= 0 or self.rule is None or self.rule.should_load(num_host, num_tokens)
 
     @property
     def writes_at_once(self) -> bool:

@@ -13,7 +13,7 @@ LIMITS = {
 }  # fmt: skip
 FLAGS = ("return_tokens_as_ids", "strict_fields", "open_metrics", "access_log")
 MAX_LOGPROBS = 20  # of an engine
-MAX_PRIORITY = 100  # of a hint to retain a prompt
+MAX_HINTED_PRIORITY = 100  # of a hint to retain a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class ServerConfig:
     max_cut_characters: int = 2**20
     max_pin_seconds: float = 3600.0
     tenant_pin_quota: int | None = None
-    max_retain_priority: int = MAX_PRIORITY
+    max_retain_priority: int = MAX_HINTED_PRIORITY
     min_priority: int | None = None
     send_timeout: float | None = 60.0
     max_n: int = 128
@@ -147,8 +147,10 @@ class ServerConfig:
             if self.min_priority > 0:
                 raise ValueError(f"min_priority must be at most 0, got {self.min_priority}")
         check_at_least("max_retain_priority", self.max_retain_priority, 0)
-        if self.max_retain_priority > MAX_PRIORITY:
-            raise ValueError(f"max_retain_priority must be at most {MAX_PRIORITY}, got {self.max_retain_priority}")
+        if self.max_retain_priority > MAX_HINTED_PRIORITY:
+            raise ValueError(
+                f"max_retain_priority must be at most {MAX_HINTED_PRIORITY}, got {self.max_retain_priority}"
+            )
 
     def _check_names(self, field_name: str) -> None:
         values = getattr(self, field_name)

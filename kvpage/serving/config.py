@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from kvpage.blend.config import BlendConfig
-from kvpage.blocks.config import BlockConfig
-from kvpage.blocks.space import HostPolicy
+from kvpage.blocks.config import BlockConfig, HostPolicy
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_list, check_at_least, check_flag
 from kvpage.layout.config import CacheConfig
@@ -43,10 +42,8 @@ class EngineConfig:
         max_num_batched_tokens: Tokens that one step computes at most. Longer prompts are computed in portions.
         max_model_len: Tokens of a request at most, generated ones included. None means all that the model allows.
         enable_prefix_caching: Requests find the blocks of others. See BlockManager.
-        share_parts: Requests also find parts of blocks. See BlockManager.
-        host_policy: When cached blocks are copied to the host. See BlockManager.
+        share_parts: As of BlockConfig. So are host_policy and pin_quota.
         load_or_compute: Leave blocks on the host that are faster to compute than to load, by the measured speeds.
-        pin_quota: Blocks that may be pinned. See BlockManager.
         kv_scales: For a cache of 8-bit floats: one of each layer, or "calibrate" to compute them from the model's K
             and V of `calibration_tokens`. None means 1. They are fixed before the first request.
         calibration_tokens: Token ids of one sequence, for "calibrate". None means a few of the model's vocabulary.
@@ -150,8 +147,8 @@ class EngineConfig:
 
     def block_config(self) -> BlockConfig:
         """Return the options of the block manager."""
-        options = self.enable_prefix_caching, self.share_parts, self.host_policy, self.pin_quota
-        return BlockConfig.of_cache(self.cache_config, *options)
+        names = "enable_prefix_caching", "share_parts", "host_policy", "pin_quota"
+        return BlockConfig.of_cache(self.cache_config, **{name: getattr(self, name) for name in names})
 
     def _check_flags(self) -> None:
         for name in FLAGS:

@@ -576,7 +576,7 @@ class Engine(SteerableEngine):
         return self._loop.compute(items)
 
     @uninterrupted
-    def make_room(self) -> bool:
+    def preempt_or_reclaim(self) -> bool:
         if not self.scheduler.running:
             return self._connectors.reclaim()
         self.scheduler.preempt_last()

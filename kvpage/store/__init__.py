@@ -8,7 +8,7 @@ from kvpage.store.bytes.page_view import PageView
 from kvpage.store.bytes.pieces import Pieces
 from kvpage.store.config import ByteStoreConfig, KVStoreConfig
 from kvpage.store.inspection import RecordSummary
-from kvpage.store.kv_store import KVStore, KVStoreBuilder
+from kvpage.store.kv_store import KVStore
 from kvpage.store.layerwise_store import LayerwiseStore
 from kvpage.store.load.block_chunks import metadata_of
 from kvpage.store.load.layer_chunks import LayerChunks, Pin
@@ -31,7 +31,6 @@ __all__ = [
     "Expectation",
     "Follow",
     "KVStore",
-    "KVStoreBuilder",
     "KVStoreConfig",
     "KVStoreMetadata",
     "KVStoreStats",

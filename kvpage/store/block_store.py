@@ -1,7 +1,7 @@
 """BlockStore: a store of K and V as an engine asks it. Three methods make a store, others tell what else it can do.
 
 lookup ─► load_blocks                      every store
-load_by_layer, prefetch, explain           better answers; by default the methods above answer
+load_early, prefetch, explain           better answers; by default the methods above answer
 layers, states                             for models with windows of their own, and with states; by default refused
 """
 
@@ -115,7 +115,7 @@ class BlockStore(ABC):
         """
         return self.store_blocks(tokens, engine, block_table, namespace=namespace)
 
-    def load_by_layer(
+    def load_early(
         self,
         tokens: TokenIds,
         engine: "CacheEngine",

@@ -202,7 +202,7 @@ class KVStore(TieredStore, BlockStore):
         return self._chunks.load_blocks(checked_tokens(tokens, namespace), engine, block_table, start, namespace)
 
     @gated
-    def load_by_layer(
+    def load_early(
         self,
         tokens: Tokens,
         engine: "CacheEngine",
@@ -350,39 +350,3 @@ class KVStore(TieredStore, BlockStore):
     def _begin_layers(self, tokens: Tokens, engine: "CacheEngine", table: Any, start: int, name: bytes) -> LayerLoad:
         load = self._chunks.begin_load(checked_tokens(tokens, name), engine, table, start, name)
         return LayerLoad(load, self.gate)
-
-
-class KVStoreBuilder:
-    """The stores of this process by instance id, so that separate parts can share one. Thread-safe."""
-
-    _stores: dict[str, KVStore] = {}
-    _lock = threading.Lock()
-
-    @classmethod
-    def get_or_create(cls, instance_id: str, config: KVStoreConfig, metadata: KVStoreMetadata) -> KVStore:
-        """Return the store of `instance_id`, any text; if there is none, it is made of `config` and `metadata`.
-
-        Raises:
-            ValueError: there is one of another configuration or metadata.
-        """
-        with cls._lock:
-            store = cls._stores.get(instance_id)
-            if store is None:
-                store = cls._stores[instance_id] = KVStore(config, metadata)
-            elif (store.config, store.given_metadata) != (config, metadata):
-                raise ValueError(f"instance {instance_id!r} must keep its configuration and metadata, got others")
-            return store
-
-    @classmethod
-    def get(cls, instance_id: str) -> KVStore | None:
-        """Return the store of `instance_id`; None if there is none."""
-        with cls._lock:
-            return cls._stores.get(instance_id)
-
-    @classmethod
-    def destroy(cls, instance_id: str) -> None:
-        """Close the store of `instance_id` and forget it. Without one, nothing happens."""
-        with cls._lock:
-            store = cls._stores.pop(instance_id, None)
-        if store is not None:
-            store.close()

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage._C import BlockPool, PrefixTree
+from kvpage.blocks.config import HostPolicy
 from kvpage.blocks.groups.states.state_group import StateGroup
 from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.moves import BlockMove
-from kvpage.blocks.space import HostPolicy
 from kvpage.tools.replay import Replay, ReplayConfig, ReplayReport, Served
 
 

@@ -6,10 +6,11 @@ import torch
 from support.block_requests import B, computed, num_found
 
 from kvpage import BlockManager, CacheConfig, CacheEngine, ModelConfig, OutOfBlocks
+from kvpage.blocks.config import BlockConfig, HostPolicy
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMoves
 from kvpage.blocks.pins import UserPins
-from kvpage.blocks.space import BlockSpace, HostPolicy
+from kvpage.blocks.space import BlockSpace
 
 
 def listed(moves):
@@ -183,7 +184,7 @@ def test_no_pin_ends_for_a_request_that_does_not_fit():
 
 def test_pins_have_a_quota_and_an_end():
     now = [0.0]
-    space = BlockSpace(8, B, pin_quota=3)
+    space = BlockSpace(BlockConfig(8, B, pin_quota=3))
     space.pins = UserPins(space.tree, 3, clock=lambda: now[0])
     match = space.tree.insert(list(range(2 * B)), space.take(2))
     space.tree.release(match)

@@ -7,7 +7,7 @@ from support.block_requests import B, computed
 from support.insides import sequences_of
 
 from kvpage import BlockManager, OutOfBlocks
-from kvpage.blocks.space import HostPolicy
+from kvpage.blocks.config import HostPolicy
 
 
 def seen(manager: BlockManager) -> object:

@@ -36,7 +36,8 @@ def test_ids_in_both_tiers():
     _, tree, tokens = filled(num_host_blocks=2)
     pairs = dict(tree.demote(2)[1].tolist())
     match = tree.match(tokens, num_left_over=0)
-    expected = [[0, -1, -1], [-1, pairs[1], pairs[2]]]
+    tree.give_companions(match, 1, 2)
+    expected = [[0, -1, -1], [-1, pairs[1], pairs[2]], [-1, 0, -1]]
     for start in range(4):
         found = match.tier_block_ids(start)
         assert found.tolist() == [row[start:] for row in expected] and found.dtype == np.int32

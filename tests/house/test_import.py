@@ -115,7 +115,6 @@ NATIVE = pytest.mark.parametrize(
         _C.SequenceRows,
         _C.SlotAllocator,
         _C.SlotPool,
-        _C.AnchorTable,
         _C.SlotTree,
         _C.TokenRules,
         _C.TreeEntry,

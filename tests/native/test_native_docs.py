@@ -11,7 +11,6 @@ import kvpage._C as _C
 
 STUB = ast.parse(Path(kvpage.__file__).with_name("_C.pyi").read_text(encoding="utf-8"))
 CLASSES = [
-    "AnchorTable",
     "BlockPool",
     "HotPrefix",
     "KVPart",

@@ -13,7 +13,8 @@ import pytest
 
 from kvpage import BlockPool, PrefixTree
 from kvpage._C import SequenceRows, SlotTree
-from kvpage.blocks.space import BlockSpace, HostPolicy
+from kvpage.blocks.config import BlockConfig, HostPolicy
+from kvpage.blocks.space import BlockSpace
 from kvpage.extras.slots import SlotAllocator
 
 _testcapi = pytest.importorskip("_testcapi")
@@ -123,7 +124,7 @@ def test_slots_lose_neither_slot_nor_pin():
 
 
 def filled_space(policy: HostPolicy | None = None) -> BlockSpace:
-    space = BlockSpace(NUM_BLOCKS, B, NUM_BLOCKS, policy)
+    space = BlockSpace(BlockConfig(NUM_BLOCKS, B, num_host_blocks=NUM_BLOCKS, host_policy=policy))
     space.tree.release(space.tree.insert(TOKENS[:-1], space.take(NUM_BLOCKS)))
     return space
 
@@ -138,7 +139,7 @@ def test_what_a_sequence_has_moved_is_copied() -> None:
     """Its prefix comes back from the host, and others go there for it."""
 
     def make() -> tuple[BlockSpace, SequenceRows, tuple[Any, Any]]:
-        space = BlockSpace(NUM_BLOCKS, B, 2 * NUM_BLOCKS)
+        space = BlockSpace(BlockConfig(NUM_BLOCKS, B, num_host_blocks=2 * NUM_BLOCKS))
         space.tree.release(space.tree.insert(TOKENS[:-1], space.take(NUM_BLOCKS)))
         space.pool.release(space.take(NUM_BLOCKS))
         space.tree.release(space.tree.insert(-1 - TOKENS[:-1], space.take(NUM_BLOCKS)))

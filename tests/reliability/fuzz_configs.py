@@ -89,7 +89,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "LoadOrCompute": (LoadOrCompute, {"block_bytes": 1 << 16, "block_size": 4, "bytes_per_second": 1e9}
                       | {"tokens_per_second": 1e3, "latency": 1e-5}),
     "SamplingParams": (SamplingParams, {"max_tokens": 3, "temperature": 0.5, "top_k": 2, "top_p": 0.5, "seed": 1}
-                       | {"stop_token_ids": (1, 2), "ignore_eos": False, "priority": 1, "n": 2}),
+                       | {"stop_token_ids": (1, 2), "ignore_eos": False, "retain_priority": 1, "n": 2}),
     "BeamSearchParams": (BeamSearchParams, {"num_beams": 2, "max_tokens": 3}),
     "Attention": (Attention, {"scale": 0.5, "sliding_window": 3, "softcap": 5.0, "sinks": torch.zeros(2)}
                   | {"value_size": 8, "query_positions": torch.arange(3)}),

@@ -116,7 +116,6 @@ EXCEPTIONS = {
     "kvpage.serving.TokenStream": RESULTS,
     "kvpage.integrations.vllm_ops.register_caches": "a registry of the whole process; what it names is fuzzed",
     "kvpage.integrations.vllm_ops.unregister_caches": "a registry of the whole process; what it names is fuzzed",
-    "kvpage.store.KVStoreBuilder": "a registry of stores; KVStore is fuzzed",
     "kvpage.store.Placed": "what a tier's factory gives",
     "kvpage.store.RecordSummary": RESULTS,
     "kvpage.store.Tier": "an abstract class",

@@ -8,7 +8,7 @@ from support.models import make_model
 
 from kvpage import CacheConfig, KVScales
 from kvpage.blend import BlendConfig
-from kvpage.blocks.space import HostPolicy
+from kvpage.blocks.config import HostPolicy
 from kvpage.observe.events import EventConfig
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 

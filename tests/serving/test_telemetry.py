@@ -18,8 +18,8 @@ from support.state_models import make_state_model
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig
+from kvpage.blocks.config import HostPolicy
 from kvpage.blocks.pins import UserPins
-from kvpage.blocks.space import HostPolicy
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.integrations.prometheus import EngineCollector
 from kvpage.layout.config import ModelConfig

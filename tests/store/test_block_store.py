@@ -22,7 +22,7 @@ def test_three_methods_make_a_store(num_tokens: int) -> None:
     assert (explanation.num_tokens, explanation.num_cached_tokens, explanation.groups) == (num_tokens, whole, ())
     expected = make_engine(seed=2)
     store.load_blocks(tokens, expected, BLOCKS, start=0, namespace=b"")
-    end = store.load_by_layer(tokens, target, BLOCKS, lambda *verified: told.append(verified), start=0, namespace=b"")
+    end = store.load_early(tokens, target, BLOCKS, lambda *verified: told.append(verified), start=0, namespace=b"")
     assert end == whole and not told
     assert all((a == b).all() for a, b in zip(all_bytes(target), all_bytes(expected), strict=True))
     store.check_engine(source)

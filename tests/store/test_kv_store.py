@@ -20,7 +20,7 @@ from support.store_kv import (
     same,
 )
 
-from kvpage.store import KVStore, KVStoreBuilder, KVStoreConfig, KVStoreMetadata
+from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 from kvpage.store.disk import segment as disk_segment
 from kvpage.store.tiers.memory_tier import MemoryTier
 
@@ -161,25 +161,6 @@ def test_pinned_chunks_stay() -> None:
     store.store(other, kv_of(other))
     assert store.lookup(TOKENS) == 0
     assert store.pin([1, 2]).num_tokens == 0
-
-
-def test_builder_keeps_one_store_an_instance() -> None:
-    config, metadata = KVStoreConfig(tiers=("memory://?size=1MiB",)), KVStoreMetadata("m")
-    assert KVStoreBuilder.get("x") is None
-    store = KVStoreBuilder.get_or_create("x", config, metadata)
-    assert KVStoreBuilder.get_or_create("x", config, metadata) is store is KVStoreBuilder.get("x")
-    for other in ((KVStoreConfig(128, ("memory://?size=1MiB",)), metadata), (config, KVStoreMetadata("n"))):
-        with pytest.raises(ValueError, match="instance 'x' must keep its configuration and metadata"):
-            KVStoreBuilder.get_or_create("x", *other)
-    KVStoreBuilder.destroy("x")
-    assert KVStoreBuilder.get("x") is None
-    KVStoreBuilder.destroy("x")
-    KVStoreBuilder.destroy("never made")
-    with pytest.raises(ValueError, match="closed"):
-        store.lookup([1])
-
-
-# --- miss or exact ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])

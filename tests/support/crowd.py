@@ -69,7 +69,7 @@ class Crowd:
         prompt = self.prompts[at]
         options = self.options(prompt)
         stops = rng.sample(range(VOCAB), rng.choice((0, 0, VOCAB // 8)))
-        fields = {"n": rng.choice((1, 1, 1, 2)), "priority": rng.randrange(3), "stop_token_ids": stops}
+        fields = {"n": rng.choice((1, 1, 1, 2)), "retain_priority": rng.randrange(3), "stop_token_ids": stops}
         params = greedy(rng.randint(1, MOST_TOKENS), **fields)
         name = self.engine.add_request(
             prompt, params, namespace=rng.choice((b"", b"", b"a")), priority=rng.choice((0, 0, 1)), **options

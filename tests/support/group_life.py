@@ -114,15 +114,27 @@ class GroupLife(ScarceLife):
         return num_cached
 
     def ideal(self, tokens: list[int], namespace: bytes, most: int) -> int | None:
-        """The largest position that all groups serve; None where something is on its way, or a rule decides."""
-        manager = self.manager
+        """The largest position that all groups serve and that is worth loading; None where something is on its way."""
+        manager, rule = self.manager, self.manager.space.rule
         if not manager.enable_prefix_caching:
             return 0
-        if manager.space.rule is not None or (manager.states and self.memory.has_moves):
+        if isinstance(rule, Whim) or (manager.states and self.memory.has_moves):
             return None
         if manager.states:
             manager.states.space.drop_stale()  # those whose blocks were evicted, and are cached again since
         ids = manager.tree.look(np.array(tokens, np.int32), namespace)[0]
+        num_on_device = int((ids[0] >= 0).sum())
+        longest = self.ideal_within(tokens, namespace, most, ids)
+        nearest = self.ideal_within(tokens, namespace, most, ids[:, :num_on_device])
+        num_loaded = longest // self.size - num_on_device
+        if num_loaded <= 0 or rule is None or rule.should_load(num_loaded, longest - nearest):
+            return longest
+        self.figures["not worth loading"] += 1
+        return nearest
+
+    def ideal_within(self, tokens: list[int], namespace: bytes, most: int, ids: np.ndarray) -> int:
+        """The largest position that all groups serve with the blocks of a path."""
+        manager = self.manager
         path, numbers = self.prefixes.path(namespace, tokens), self.memory.checkpoint_numbers()
         for position in range(most, 0, -1):
             num_blocks = position // self.size

@@ -7,8 +7,8 @@ from support.group_life import GroupLife
 from support.whim import Whim
 
 from kvpage import BlockManager, States, Window
+from kvpage.blocks.config import HostPolicy
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.space import HostPolicy
 
 
 def from_two_blocks(seed: int, block_size: int) -> LoadOrCompute:

@@ -36,6 +36,7 @@ class NaiveBlock:
     pins: int = 0
     priority: int = 0
     num_hits: int = 0
+    companion: int = -1
 
 
 @dataclass
@@ -58,6 +59,7 @@ class NaiveTree:
     blocks: dict[Key, NaiveBlock] = field(default_factory=dict)
     used: list[Key] = field(default_factory=list)  # unpinned ones, least recently used first
     num_free_host: int = 0
+    dead: set[int] = field(default_factory=set)  # companions of blocks that are gone
 
     def __post_init__(self) -> None:
         self.num_free_host = self.num_host_blocks
@@ -225,7 +227,7 @@ class NaiveTree:
                 self.free_device(other)
             self.num_free_host += self.blocks[other].host is not None
             self.used.remove(other)
-            del self.blocks[other]
+            self.dead |= {self.blocks.pop(other).companion} - {-1}
 
     def newest_copy(self) -> Key | None:
         """The block of the lowest priority whose host block was used last, if that is a copy of one on the device."""

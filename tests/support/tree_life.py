@@ -72,13 +72,14 @@ class TreeLife(Life):
         self.host_memory: dict[int, object] = {}
         self.host_ids: dict[int, int] = {}  # by Host.number
         self.evicted: set[Key] = set()
+        self.most_companions = 0  # that there have been at once, dead ones included
 
     def operations(self) -> dict[Operation, float]:
         return {
             self.allocate: 4, self.share: 1, self.release_ids: 3, self.match: 5, self.match_part: 2, self.pin: 1,
             self.release: 4, self.trim: 1, self.shorten: 1, self.promote: 3, self.write_out: 1, self.insert: 9,
             self.evict: 1, self.demote: 5, self.evict_host: 1, self.drop: 1, self.clear: 0.2, self.look: 2,
-            self.entries: 1, self.hottest: 1, self.pinned_alone: 1,
+            self.entries: 1, self.hottest: 1, self.pinned_alone: 1, self.give_companions: 2, self.free_companions: 1,
         }  # fmt: skip
 
     # --- what operations are made of ---
@@ -268,6 +269,41 @@ class TreeLife(Life):
                 if results is not None:
                     self.to_host(*results)
 
+    # --- companions ---
+
+    def give_companions(self) -> None:
+        """Blocks that have none get such as no other block has, nor had before its owners know of its end."""
+        if (pair := self.some_match()) is None:
+            return
+        match, naive = pair
+        start, end = sorted(self.rng.randrange(len(naive.keys) + 1) for _ in range(2))
+        if not naive.live or self.rng.random() < 0.05:
+            with pytest.raises(ValueError, match="must be pinned|must be in order"):
+                self.tree.give_companions(match, end + 1, start)
+            return
+        self.tree.give_companions(match, start, end)
+        taken = {block.companion for block in self.naive.blocks.values()} | self.naive.dead
+        for key, companion in zip(naive.keys[start:end], match.tier_block_ids(start)[2].tolist(), strict=False):
+            block = self.naive.blocks[key]
+            if block.companion < 0:
+                assert companion >= 0 and companion not in taken
+                block.companion = companion
+                taken.add(companion)
+        num_given = sum(block.companion >= 0 for block in self.naive.blocks.values()) + len(self.naive.dead)
+        self.most_companions = max(self.most_companions, num_given)
+        assert max(taken - {-1}, default=-1) < self.most_companions, "no more of them than there have to be"
+        self.figures["companions"] += end - start
+
+    def free_companions(self) -> None:
+        dead = self.tree.dead_companions()
+        assert sorted(dead) == sorted(self.naive.dead)
+        with pytest.raises(ValueError, match="num_dead must be between 0 and"):
+            self.tree.free_companions(self.rng.choice([-1, len(dead) + 1]))
+        count = self.rng.randrange(len(dead) + 1)
+        self.tree.free_companions(count)
+        self.naive.dead -= set(dead[:count])
+        self.figures["dead companions"] += count
+
     # --- insertion ---
 
     def insert(self) -> None:
@@ -357,10 +393,10 @@ class TreeLife(Life):
         self.figures["told"] += was_evicted
 
     def ids_of(self, key: Key) -> list[int]:
-        """The block's ids on the device and on the host; -1 where it is not."""
+        """The block's ids on the device and on the host, and its companion; -1 where there is none."""
         block = self.naive.blocks[key]
         device = -1 if block.device is None else block.device
-        return [device, -1 if block.host is None else self.host_ids[block.host.number]]
+        return [device, -1 if block.host is None else self.host_ids[block.host.number], block.companion]
 
     def entries(self) -> None:
         entries = self.tree.entries(ALL)
@@ -370,7 +406,7 @@ class TreeLife(Life):
             assert (entry.last_used is None) == (entry.num_pins > 0) and not found.keys() & set(keys)
             found |= {key: (*ids, entry.num_pins) for key, ids in zip(keys, tier_ids(entry, len(keys)), strict=True)}
             order += [] if entry.num_pins else reversed(keys)
-        assert found == {key: (*self.ids_of(key), block.pins) for key, block in self.naive.blocks.items()}
+        assert found == {key: (*self.ids_of(key)[:2], block.pins) for key, block in self.naive.blocks.items()}
         assert order == self.naive.eviction_order()
         assert len(entries) == self.tree.num_nodes
         self.figures["nodes"] = max(self.figures["nodes"], len(entries))
@@ -431,6 +467,7 @@ class TreeLife(Life):
             assert block.host is None or self.host_memory[self.host_ids[block.host.number]] == key
         for pair in self.matches:
             self.compare_path(*pair)
+        assert sorted(tree.dead_companions()) == sorted(naive.dead)
 
     def end(self) -> None:
         while self.matches:

@@ -14,5 +14,8 @@ class Whim(LoadOrCompute):
     def fewest_to_load(self) -> int | None:
         return 0 if self.rng.random() < 0.7 else None
 
+    def should_load(self, num_blocks: int, num_tokens: int | None = None) -> bool:
+        return self.rng.random() < 0.7
+
     def should_store(self) -> bool:
         return self.rng.random() < 0.9

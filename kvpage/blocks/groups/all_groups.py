@@ -1,4 +1,6 @@
-"""AllGroups: the calls of a manager with groups: each is done in its blocks and in all groups, or in none.
+"""AllGroups: the calls for the blocks of a manager and all of its groups: each is done in all of them, or in none.
+
+Without groups, `Sequences` does the most frequent of them itself.
 
 prompt ─► match of the tree ─► agree: the position that all groups serve ─► checks ─► blocks ─► begin in each group
                                                                               └─ nothing is changed if one raises
@@ -9,13 +11,11 @@ from typing import Any, NamedTuple
 
 from kvpage._C import Match
 from kvpage.blocks.explain import Explanation, GroupReach, longest_elsewhere, reach_of_attention
-from kvpage.blocks.groups.group import GroupManager, Groups, PathIds, Prompt, agree
-from kvpage.blocks.sequence_state import Allocation, Ids, SeqId
+from kvpage.blocks.groups.group import Agreement, GroupManager, Groups, Prompt, agree
+from kvpage.blocks.sequence_state import Allocation, Ids, PathIds, SeqId
 from kvpage.blocks.sequences.sequences import Sequences
-from kvpage.blocks.sequences.swaps import resume, swap_out
-from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.stats import Query
-from kvpage.checks.interrupts import uninterrupted
+from kvpage.checks.interrupts import HeldInterrupts, uninterrupted
 
 
 class PrefixHit(NamedTuple):
@@ -23,44 +23,41 @@ class PrefixHit(NamedTuple):
 
     Attributes:
         match: Its blocks, pinned until the match is released.
-        claims: A claim of each group, all at `num_tokens`.
         num_tokens: Tokens that need not be computed again.
+        claims: A claim of each group, all at `num_tokens`.
         num_refused: Host blocks that are likely computed faster than loaded.
     """
 
     match: Match
-    claims: Sequence[Any]
     num_tokens: int
+    claims: Sequence[Any]
     num_refused: int
 
 
 class AllGroups:
-    """Sequences in the blocks of `space` and in all `groups`. Each method gives all or nothing, see BlockManager.
+    """Sequences in their blocks and in all `groups`, of which there may be none. Each method gives all or nothing.
 
     Ctrl-C is raised after a call, which is done then.
     """
 
-    def __init__(
-        self, space: BlockSpace, sequences: Sequences, groups: Groups, takes_tails: bool, is_caching: bool
-    ) -> None:
-        self._space = space
+    def __init__(self, sequences: Sequences, groups: Groups, takes_tails: bool) -> None:
+        self._space = sequences.space
         self._sequences = sequences
         self._groups = groups
         self._takes_tails = takes_tails
-        self._is_caching = is_caching
 
     def position(self, ids: PathIds, prompt: Prompt) -> int:
         """Return the position at which a sequence would begin. Nothing is changed.
 
         ids: The tree's ids of the prompt's cached blocks.
         """
-        return int(self._agreed(ids, prompt)[0][0].num_tokens)
+        return self._agreed(ids, prompt)[0].num_tokens
 
     def explain(self, tokens: Ids, namespace: bytes) -> Explanation:
         """Return how far each group reaches into a prompt. Beside states, which stand amid blocks, a part counts."""
         tree, prompt = self._space.tree, Prompt(tokens, namespace, 0, 1)
         ids = tree.look(tokens, namespace)[0]
-        attention = reach_of_attention(tree, tokens, namespace, self._takes_tails, self._space.rule)
+        attention = reach_of_attention(self._space, tokens, namespace, self._takes_tails)
         position, reaches = self.position(ids, prompt), list[GroupReach]()
         for group in reversed(self._groups):  # states first: windows reach into their tails, too
             reaches.insert(0, group.explain(ids, prompt, attention))
@@ -70,7 +67,7 @@ class AllGroups:
 
     @uninterrupted
     def begin(self, seq_id: SeqId, prompt: Prompt) -> Allocation:
-        """Give blocks, and room in all groups, to a sequence: a new one, or one that is swapped out.
+        """Give blocks, and room in all groups, to a new sequence.
 
         Raises:
             OutOfBlocks: The prompt does not fit into a group. Nothing is changed.
@@ -78,16 +75,24 @@ class AllGroups:
         return self._begin(seq_id, prompt, self._hit(prompt, self._match(prompt)))
 
     @uninterrupted
-    def swap_in(self, seq_id: SeqId, prompt: Prompt) -> Allocation:
-        """Bring a sequence back with all that was committed, or begin it again where something of that is gone.
+    def swap_in(self, seq_id: SeqId, tokens: Ids, num_spare: int) -> Allocation:
+        """Bring a sequence back with all that was committed.
+
+        It is begun again where something of that is gone, or is expected to be computed faster than loaded.
 
         Raises:
             OutOfBlocks: A group lacks room on the device. Nothing is changed.
         """
-        swapped, match = self._sequences.swapped[seq_id], self._match(prompt)
+        swapped = self._sequences.swapped[seq_id]
+        # What a group moves stands for the committed tokens: none that others have cached after them is looked for.
+        most = self._sequences.most_found(seq_id, swapped.num_written if self._groups else len(tokens))
+        num_left_over = len(tokens) - most
+        prompt = Prompt(
+            tokens, swapped.namespace, swapped.priority, num_left_over, swapped.is_private, num_spare=num_spare
+        )
+        match = self._match(prompt)
         try:
-            ids = match.tier_block_ids()[:, : swapped.first_block]
-            if ids.shape[1] == swapped.first_block and all(group.can_return(seq_id, ids) for group in self._groups):
+            if self._should_return(seq_id, prompt, match.tier_block_ids()):
                 return self._return(seq_id, prompt, match)
             hit = self._hit(prompt, match)
         except BaseException:
@@ -103,18 +108,18 @@ class AllGroups:
         for group in self._groups:
             group.check_settled(seq_id)
             group.check_swap_out(seq_id)
-        swap_out(self._space, self._sequences, seq_id)
+        self._sequences.swap_out(seq_id)
         for group in self._groups:
             group.swap_out(seq_id)
 
     @uninterrupted
     def commit(self, seq_id: SeqId, tokens: Ids) -> None:
         """Commit tokens, and have the groups follow."""
-        row = self._sequences.on_device[seq_id]
+        self._sequences.on_device[seq_id]  # KeyError
         for group in self._groups:
             group.check_commit(seq_id, len(tokens))
         notes = [group.committing(seq_id, tokens) for group in self._groups]
-        self._sequences.commit(self._space, row, tokens)
+        self._sequences.commit(seq_id, tokens)
         # States come first: a checkpoint takes its tail out of blocks that windows give back next.
         for group, note in zip(reversed(self._groups), reversed(notes), strict=True):
             group.committed(seq_id, note)
@@ -131,10 +136,10 @@ class AllGroups:
     @uninterrupted
     def give_back_room(self, seq_id: SeqId) -> None:
         """Free room beyond the committed tokens."""
-        row = self._sequences.on_device[seq_id]
+        self._sequences.on_device[seq_id]  # KeyError
         for group in self._groups:
             group.check_settled(seq_id)
-        self._sequences.rows.give_back_room(row)
+        self._sequences.give_back_room(seq_id)
         for group in self._groups:
             group.shorten(seq_id)
 
@@ -145,13 +150,15 @@ class AllGroups:
             self._sequences.on_device[seq_id]  # KeyError
         for group in self._groups:
             group.release(seq_id)
-        self._sequences.end(self._space, seq_id)
+        self._sequences.release(seq_id)
 
-    @uninterrupted
     def each(self, seq_id: SeqId, call: Callable[[GroupManager[Any]], bool | None]) -> bool:
         """Make a call of each group, for a sequence on the device; return whether one has returned True."""
         self._sequences.on_device[seq_id]  # KeyError
-        return any([call(group) for group in self._groups])
+        if not self._groups:
+            return False
+        with HeldInterrupts():
+            return any([call(group) for group in self._groups])
 
     # --- inside ---
 
@@ -163,27 +170,45 @@ class AllGroups:
     def _hit(self, prompt: Prompt, match: Match) -> PrefixHit:
         """Return the hit of a match, which is shortened to it, or released if this raises."""
         try:
-            claims, num_refused = self._agreed(match.tier_block_ids(), prompt)
+            (num_tokens, claims), num_refused = self._agreed(match.tier_block_ids(), prompt)
             claims = [
                 group.look_beyond(match, prompt, claim) for group, claim in zip(self._groups, claims, strict=True)
             ]
-            num_tokens = claims[0].num_tokens
             self._space.tree.shorten(match, num_tokens // self._space.block_size)
         except BaseException:
             self._space.tree.release(match)
             raise
-        return PrefixHit(match, claims, num_tokens, num_refused)
+        return PrefixHit(match, num_tokens, claims, num_refused)
 
-    def _agreed(self, ids: PathIds, prompt: Prompt) -> tuple[list[Any], int]:
-        """Return the groups' claims, and how many host blocks were left out since they are not worth their way back."""
-        size, num_on_device = self._space.block_size, int((ids[0] >= 0).sum())
-        most = prompt.most if self._takes_tails else min(ids.shape[1], prompt.most // size) * size
-        claims = agree(self._groups, ids, prompt, most)
-        num_host = claims[0].num_tokens // size - num_on_device
-        if num_host <= 0 or self._space.should_load(num_host):
-            return claims, 0
-        last = size - 1 if self._takes_tails else 0
-        return agree(self._groups, ids, prompt, min(most, num_on_device * size + last)), num_host
+    def _agreed(self, ids: PathIds, prompt: Prompt) -> tuple[Agreement, int]:
+        """Return where a prompt begins, and how many host blocks were left out since they are not worth loading."""
+        longest = self._agreed_within(ids, prompt, ids.shape[1])
+        if self._space.rule is None:
+            return longest, 0
+        num_on_device = _num_on_device(ids)
+        num_host = longest.num_tokens // self._space.block_size - num_on_device
+        nearest = self._agreed_within(ids, prompt, num_on_device) if num_host > 0 else longest
+        if self._space.should_load(num_host, longest.num_tokens - nearest.num_tokens):
+            return longest, 0
+        return nearest, num_host
+
+    def _agreed_within(self, ids: PathIds, prompt: Prompt, num_blocks: int) -> Agreement:
+        """Return where a prompt can begin with the first `num_blocks` cached blocks."""
+        size = self._space.block_size
+        if self._takes_tails:
+            return agree(self._groups, ids, prompt, min(prompt.most, num_blocks * size + size - 1))
+        return agree(self._groups, ids, prompt, min(prompt.most // size, num_blocks) * size)
+
+    def _should_return(self, seq_id: SeqId, prompt: Prompt, ids: PathIds) -> bool:
+        """Return whether all that a sequence had is there, and worth its way back."""
+        own_ids = self._sequences.own_host_ids(seq_id, ids.shape[1])
+        if own_ids is None or not all(group.can_return(seq_id, ids) for group in self._groups):
+            return False
+        if self._space.rule is None:
+            return True
+        num_on_device, num_written = _num_on_device(ids), self._sequences.swapped[seq_id].num_written
+        num_saved = num_written - self._agreed_within(ids, prompt, num_on_device).num_tokens
+        return self._space.should_load(ids.shape[1] - num_on_device + len(own_ids), num_saved)
 
     def _begin(self, seq_id: SeqId, prompt: Prompt, hit: PrefixHit) -> Allocation:
         size, num_blocks, num_matched = self._space.block_size, hit.match.num_blocks, hit.match.num_tokens
@@ -192,7 +217,6 @@ class AllGroups:
             for group, claim in zip(self._groups, hit.claims, strict=True):
                 group.check_begin(hit.match.tier_block_ids(), claim)
             block_ids = self._sequences.resume(
-                self._space,
                 seq_id,
                 hit.match,
                 num_tokens=len(prompt.tokens),
@@ -211,7 +235,7 @@ class AllGroups:
         for group, claim in zip(self._groups, hit.claims, strict=True):
             group.begin(seq_id, prompt, ids, claim, block_ids[num_blocks:])
         if seq_id in self._sequences.swapped:
-            self._sequences.forget_swapped(self._space, seq_id)
+            self._sequences.forget_swapped(seq_id)
         if prompt.is_counted:
             query = Query(len(prompt.tokens), num_tail, hit.num_refused)
             self._space.count(query, num_matched - num_host * size, num_host * size)
@@ -219,13 +243,15 @@ class AllGroups:
 
     def _return(self, seq_id: SeqId, prompt: Prompt, match: Match) -> Allocation:
         """Bring back all that was committed."""
-        self._space.tree.shorten(match, self._sequences.swapped[seq_id].first_block)
         for group in self._groups:
             group.check_return(seq_id, match.tier_block_ids())
-        num_written = resume(
-            self._space, self._sequences, seq_id, prompt.tokens, match, self._is_caching, prompt.num_spare
-        )
+        allocation = self._sequences.swap_in(seq_id, prompt.tokens, match, prompt.num_spare)
         for group in self._groups:
             group.return_to_device(seq_id, self._sequences.path(seq_id))
-        self._sequences.forget_swapped(self._space, seq_id)
-        return Allocation(num_written, self._sequences.ids(seq_id))
+        self._sequences.forget_swapped(seq_id)
+        return allocation
+
+
+def _num_on_device(ids: PathIds) -> int:
+    """Return how many blocks of a path are on the device: the first ones."""
+    return int((ids[0] >= 0).sum())

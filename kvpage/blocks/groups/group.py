@@ -13,6 +13,9 @@ A sequence begins at the largest position that every group serves: `agree` asks 
 A call whose name has `check` raises where the group lacks room or refuses the call, and changes nothing. BlockManager
 makes all checks of all groups first. The calls after them do not fail, so a call is done in all groups or in none.
 
+What a group caches beside a block of the tree, it keeps by the block's companion, a number that the tree gives. It is
+found with the block, in either tier, and `blocks_gone` says when it is not any more.
+
 A new kind of group is a subclass in one file, with its options beside it: see docs/architecture.md.
 """
 
@@ -21,14 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpage._C import Match
 from kvpage.blocks.explain import GroupReach
-from kvpage.blocks.sequence_state import Ids, SeqId
-
-PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: the tree's ids on the device, on the host; -1 for none
+from kvpage.blocks.sequence_state import Ids, PathIds, SeqId
 
 
 class Prompt(NamedTuple):
@@ -181,8 +179,12 @@ class GroupManager(ABC, Generic[C]):
 
     # --- the tree's blocks ---
 
+    @abstractmethod
+    def blocks_gone(self, companions: Sequence[int]) -> None:
+        """Forget what is kept under the companions of blocks that are forgotten. It may be told twice."""
+
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
-        """Learn that the blocks of tokens have just been dropped, where nothing else shares them."""
+        """Learn that a user has just dropped the blocks of tokens, where nothing else shares them."""
 
     def blocks_cleared(self) -> None:
         """Forget all that is cached: the tree's blocks are dropped next."""
@@ -205,15 +207,29 @@ class GroupManager(ABC, Generic[C]):
 Groups = Sequence[GroupManager[Any]]
 
 
-def agree(groups: Groups, ids: PathIds, prompt: Prompt, most: int) -> list[Any]:
-    """Return a claim of each group, all at the largest position that every group serves.
+class Agreement(NamedTuple):
+    """A position that all groups serve.
+
+    Attributes:
+        num_tokens: The position.
+        claims: A claim of each group, all there.
+    """
+
+    num_tokens: int
+    claims: list[Any]
+
+
+def agree(groups: Groups, ids: PathIds, prompt: Prompt, most: int) -> Agreement:
+    """Return the largest position, `most` at most, that every group serves.
 
     Each round asks the groups that have claimed more than the least. Positions only fall, so it ends, at 0 at last.
     """
     claims = [group.claim(ids, prompt, most) for group in groups]
-    while (least := min(claim.num_tokens for claim in claims)) < max(claim.num_tokens for claim in claims):
+    least = min([most, *(claim.num_tokens for claim in claims)])
+    while any(claim.num_tokens > least for claim in claims):
         claims = [
             claim if claim.num_tokens == least else group.claim(ids, prompt, least)
             for group, claim in zip(groups, claims, strict=True)
         ]
-    return claims
+        least = min(claim.num_tokens for claim in claims)
+    return Agreement(least, claims)

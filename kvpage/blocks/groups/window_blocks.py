@@ -1,19 +1,20 @@
 """WindowBlocks: the blocks of the layers that attend over one window: free, running sequences', or cached.
 
 K and V of such a layer stand for their whole prefix, as in all layers. The prefix tree has an exact prefix for
-each block that it caches. So a window's block is cached beside the tree's block of the same tokens, its anchor:
+each block that it caches. So a window's block is cached beside the tree's block of the same tokens:
 
     the tree's block       17    4    9   30   12          full layers: all of them, on the device or on the host
+    its companion           3    8    0    1    2          the number under which this window's blocks are kept
     beside it, device       .    .    2    5    0          this window's: those that are still there
                host         .    7    .    .    .          evicted from the device
                                       |<-window->|         a prompt can go on here: its last window is cached
 
-An anchor is found by its block's ids in both tiers as long as one of them has the generation in which it was learnt. A
-block beside one that is gone is never found. Where there is a host tier, a block that is evicted goes there.
+A block beside one that is gone is never found, and is free again once the tree has told of that. Where there is a host
+tier, a block that is evicted goes there.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +22,9 @@ import numpy.typing as npt
 
 from kvpage._C import BlockPool
 from kvpage.blocks.moves import BlockMove, BlockMoves, Kind
+from kvpage.blocks.sequence_state import COMPANION, DEVICE, HOST, NO_BLOCK, PathIds
 from kvpage.blocks.space import BlockSpace
 from kvpage.checks.values import check_at_least
-
-NO_BLOCK = -1
-DEVICE, HOST = 0, 1
-PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: the tree's ids on the device, on the host; -1 for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +96,12 @@ class WindowBlocks:
         self.pool, self.host_pool = BlockPool(window.num_blocks), BlockPool(window.num_host_blocks)
         self.moves = BlockMoves()
         self._space = space
-        most = space.pool.num_blocks + space.host_pool.num_blocks
-        self._anchors, self._num_anchors = space.new_anchors(most), 0
-        self._beside = np.full((2, most), NO_BLOCK, np.int32)  # by anchor, on the device and on the host
-        self._anchor_of: dict[int, int] = {}  # of each cached block on the device
+        # By companion, on the device and on the host; the last entry is that of blocks without a companion.
+        self._beside = np.full((2, space.most_companions + 1), NO_BLOCK, np.int32)
+        self._was_beside = np.zeros(space.most_companions + 1, bool)
+        self._companion_of: dict[int, int] = {}  # of each cached block on the device
         self._unused: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
-        self._on_host: OrderedDict[int, int] = OrderedDict()  # cached blocks there and their anchors, in the same order
+        self._on_host: OrderedDict[int, int] = OrderedDict()  # cached blocks there and companions, in the same order
         self._num_evicted = self._num_lost = self._num_demoted = self._num_promoted = 0
 
     @property
@@ -143,7 +141,7 @@ class WindowBlocks:
 
     def num_left_by(self, path: PathIds) -> int:
         """Return how many blocks can be handed out once a sequence uses those beside these."""
-        ids = self._beside[DEVICE, self._anchors.find_each(path)]
+        ids = self._beside[DEVICE, path[COMPANION]]
         num_taken: int = sum(block_id == NO_BLOCK or block_id in self._unused for block_id in ids.tolist())
         return self.num_free - num_taken
 
@@ -151,18 +149,17 @@ class WindowBlocks:
 
     def has(self, path: PathIds) -> npt.NDArray[np.bool_]:
         """Return whether a block is cached beside each of the tree's blocks, in either tier."""
-        anchors = self._anchors.find_each(path)
-        return np.asarray((anchors != NO_BLOCK) & (self._beside[:, anchors] != NO_BLOCK).any(0))
+        return np.asarray((self._beside[:, path[COMPANION]] != NO_BLOCK).any(0))
 
     def had(self, path: PathIds) -> npt.NDArray[np.bool_]:
         """Return whether a block is cached beside each of the tree's blocks, or was."""
-        return np.asarray(self._anchors.find_each(path) != NO_BLOCK)
+        return np.asarray(self._was_beside[path[COMPANION]])
 
     def usable_at(self, path: PathIds, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return for each position whether all whole blocks that its token attends to are cached, bool [num_positions].
 
         Args:
-            path: The tree's ids of a prefix, int32 [2, num_blocks].
+            path: The tree's ids of a prefix.
             positions: Tokens before each, at most the tokens of the prefix and of a part of a block after it.
         """
         num_lacking = np.concatenate([[0], np.cumsum(~self.has(path))])
@@ -176,8 +173,7 @@ class WindowBlocks:
         Those of the last window are, and those that sequences use anyway. Of the others the last ones are, as far as a
         quarter of the group stays free.
         """
-        anchors = self._anchors.find_each(path)
-        ids = np.where(anchors == NO_BLOCK, np.int32(NO_BLOCK), self._beside[DEVICE, anchors])
+        ids = self._beside[DEVICE, path[COMPANION]]
         unused = np.fromiter(self._unused, np.int32, len(self._unused))
         has = ids != NO_BLOCK
         is_spare = has & np.isin(ids, unused)
@@ -191,38 +187,35 @@ class WindowBlocks:
         """Return the blocks beside these, each with a reference of the caller's. Those of the host come back first.
 
         Args:
-            path: The tree's ids, each of which has one, int32 [2, num_blocks]. For those on the host there is room:
-                `num_left_by` is not negative.
+            path: The tree's ids, each of which has one. For those on the host there is room: `num_left_by` is not
+                negative.
         """
-        anchors = self._anchors.find_each(path)
-        ids = self._beside[DEVICE, anchors]
+        companions = path[COMPANION]
+        ids = self._beside[DEVICE, companions]
         is_here = ids != NO_BLOCK
         self.pool.share(ids[is_here].tolist())
         for block_id in ids[is_here].tolist():
             self._unused.pop(block_id, None)
         if not is_here.all():
-            ids[~is_here] = self._promote(anchors[~is_here].tolist())
+            ids[~is_here] = self._promote(companions[~is_here].tolist())
         used: list[int] = ids.tolist()
         return used
 
     def cache(self, path: PathIds, block_id: int) -> int:
-        """Cache a block beside the tree's block of the same tokens, whose ids are the path.
+        """Cache a block beside the tree's block of the same tokens, which is the path, and has a companion.
 
         Returns:
             The caller's block from now on: another one, if one was cached already.
         """
-        device_id, host_id = path[:, 0].tolist()
-        anchor = self._anchors.find(device_id, host_id)
-        if anchor == NO_BLOCK:
-            anchor = self._new_anchor(device_id, host_id)
-        before = int(self._beside[DEVICE, anchor])
+        companion = int(path[COMPANION, 0])
+        before = int(self._beside[DEVICE, companion])
         if before == block_id:
             return block_id
         if before != NO_BLOCK:
             self.use(path)
             self.pool.release_one(block_id)
             return before
-        self._put(anchor, block_id)
+        self._put(companion, block_id)
         return block_id
 
     # --- blocks that come and go ---
@@ -230,7 +223,7 @@ class WindowBlocks:
     def take(self, num_blocks: int) -> list[int]:
         """Return free blocks, `num_free` at most, with the caller's reference. Cached blocks are evicted for them."""
         if num_blocks > self.pool.num_free:
-            self._drop_lost(DEVICE, self._unused)
+            self._space.bury_companions()
         if num_blocks > self.pool.num_free:
             self._evict(num_blocks - self.pool.num_free)
         ids: list[int] = self.pool.allocate(num_blocks).tolist()
@@ -239,7 +232,7 @@ class WindowBlocks:
     def take_host(self, num_blocks: int) -> list[int]:
         """Return free blocks of the host, `num_free_host` at most. Cached blocks are evicted there for them."""
         if num_blocks > self.host_pool.num_free:
-            self._drop_lost(HOST, self._on_host)
+            self._space.bury_companions()
         while num_blocks > self.host_pool.num_free:
             self._forget_host(next(iter(self._on_host)))
         ids: list[int] = self.host_pool.allocate(num_blocks).tolist()
@@ -249,21 +242,23 @@ class WindowBlocks:
         """Give the caller's references back. Cached blocks stay until they are evicted, the first of them first."""
         for block_id in block_ids:
             self.pool.release_one(block_id)
-            if block_id in self._anchor_of and self.pool.ref_count(block_id) == 1:
+            if block_id in self._companion_of and self.pool.ref_count(block_id) == 1:
                 self._unused[block_id] = None
 
-    def drop_stale(self) -> None:
-        """Free the cached blocks beside blocks that are gone, and forget their anchors."""
-        self._drop_lost(DEVICE, self._unused)
-        self._drop_lost(HOST, self._on_host)
-        for anchor in self._anchors.stale():
-            if (self._beside[:, anchor] == NO_BLOCK).all():  # else a sequence goes on from it
-                self._anchors.remove(anchor)
-                self._num_anchors -= 1
+    def blocks_gone(self, companions: Sequence[int]) -> None:
+        """Forget the cached blocks beside blocks that are gone."""
+        beside = self._beside[:, companions]
+        device_ids, host_ids = (ids[ids != NO_BLOCK].tolist() for ids in beside)
+        for block_id in device_ids:
+            self._forget(block_id)
+        for host_id in host_ids:
+            self._forget_host(host_id)
+        self._was_beside[companions] = False
+        self._num_lost += len(device_ids) + len(host_ids)
 
     def clear(self) -> None:
         """Forget all cached blocks, in both tiers."""
-        for block_id in list(self._anchor_of):
+        for block_id in list(self._companion_of):
             self._forget(block_id)
         for host_id in list(self._on_host):
             self._forget_host(host_id)
@@ -286,7 +281,7 @@ class WindowBlocks:
     def check(self, held_ids: Sequence[int], held_host_ids: Sequence[int] = ()) -> None:
         """Raise RuntimeError if an invariant is broken. Both: blocks of sequences, each as often as they hold it."""
         for pool, holders in (
-            (self.pool, Counter(held_ids) + Counter(list(self._anchor_of))),
+            (self.pool, Counter(held_ids) + Counter(list(self._companion_of))),
             (self.host_pool, Counter(held_host_ids) + Counter(list(self._on_host))),
         ):
             pool.check()
@@ -294,52 +289,33 @@ class WindowBlocks:
             if {block_id: count for block_id, count in counts.items() if count} != dict(holders):
                 raise RuntimeError(f"blocks of the window have references {counts} and holders {dict(holders)}")
         used_ids = set(held_ids)
-        unused = {block_id for block_id in self._anchor_of if block_id not in used_ids}
+        unused = {block_id for block_id in self._companion_of if block_id not in used_ids}
         if unused != set(self._unused):
             raise RuntimeError(f"cached blocks {sorted(unused)} are not used, in the list are {sorted(self._unused)}")
-        for tier, anchor_of in ((DEVICE, self._anchor_of), (HOST, self._on_host)):
-            if any(self._beside[tier, anchor] != block_id for block_id, anchor in anchor_of.items()):
+        for tier, companion_of in ((DEVICE, self._companion_of), (HOST, self._on_host)):
+            if any(self._beside[tier, companion] != block_id for block_id, companion in companion_of.items()):
                 raise RuntimeError("cached blocks and the tree's blocks do not name each other")
-            if int((self._beside[tier] != NO_BLOCK).sum()) != len(anchor_of):
-                raise RuntimeError(f"{len(anchor_of)} blocks are cached, and others stand beside the tree's")
-        self._anchors.check()
+            if int((self._beside[tier] != NO_BLOCK).sum()) != len(companion_of):
+                raise RuntimeError(f"{len(companion_of)} blocks are cached, and others stand beside the tree's")
 
     # --- inside ---
 
-    def _drop_lost(self, tier: int, block_ids: Iterable[int]) -> None:
-        """Free the cached blocks of a tier that stand beside blocks that are gone."""
-        ids = np.fromiter(block_ids, np.int32)
-        of_tier: Mapping[int, int] = self._on_host if tier == HOST else self._anchor_of
-        anchors = np.fromiter((of_tier[block_id] for block_id in ids.tolist()), np.int32, len(ids))
-        lost = ids[~self._anchors.are_valid(anchors)].tolist()
-        for block_id in lost:
-            self._forget_host(block_id) if tier == HOST else self._forget(block_id)
-        self._num_lost += len(lost)
-
-    def _new_anchor(self, device_id: int, host_id: int) -> int:
-        """Return a new anchor for one of the tree's blocks. There are as many places as blocks in both tiers."""
-        if self._num_anchors == self._beside.shape[1]:
-            self.drop_stale()
-        anchor = self._anchors.add(True)
-        self._num_anchors += 1
-        self._anchors.learn(anchor, device_id, host_id)
-        return anchor
-
-    def _put(self, anchor: int, block_id: int) -> None:
-        """Cache a block beside an anchor, with a reference of the group's."""
+    def _put(self, companion: int, block_id: int) -> None:
+        """Cache a block under a companion, with a reference of the group's."""
         self.pool.share([block_id])
-        self._beside[DEVICE, anchor], self._anchor_of[block_id] = block_id, anchor
+        self._beside[DEVICE, companion], self._companion_of[block_id] = block_id, companion
+        self._was_beside[companion] = True
 
-    def _promote(self, anchors: list[int]) -> list[int]:
+    def _promote(self, companions: list[int]) -> list[int]:
         """Bring blocks back from the host, each with a reference of the caller's. Their copies there stay."""
-        host_ids = self._beside[HOST, anchors].tolist()
+        host_ids = self._beside[HOST, companions].tolist()
         for host_id in host_ids:
             del self._on_host[host_id]  # blocks that are evicted for them do not take their places
-        ids = self.take(len(anchors))
+        ids = self.take(len(companions))
         self.moves.add("swap_in", zip(host_ids, ids, strict=True))
-        for anchor, host_id, block_id in zip(anchors, host_ids, ids, strict=True):
-            self._on_host[host_id] = anchor
-            self._put(anchor, block_id)
+        for companion, host_id, block_id in zip(companions, host_ids, ids, strict=True):
+            self._on_host[host_id] = companion
+            self._put(companion, block_id)
         self._num_promoted += len(ids)
         return ids
 
@@ -354,11 +330,11 @@ class WindowBlocks:
 
     def _demote(self, block_id: int) -> None:
         """Copy a cached block to the host, if it is not there yet and there is room."""
-        anchor = self._anchor_of[block_id]
-        if self._beside[HOST, anchor] == NO_BLOCK and self.num_free_host and self._anchors.is_valid(anchor):
+        companion = self._companion_of[block_id]
+        if self._beside[HOST, companion] == NO_BLOCK and self.num_free_host:
             (host_id,) = self.take_host(1)
             self.moves.add("swap_out", [(block_id, host_id)])
-            self._beside[HOST, anchor], self._on_host[host_id] = host_id, anchor
+            self._beside[HOST, companion], self._on_host[host_id] = host_id, companion
             self._num_demoted += 1
 
     def _pinned(self) -> set[int]:
@@ -366,13 +342,12 @@ class WindowBlocks:
         pinned: set[int] = set()
         for match in self._space.pins.matches:
             first = min(self.first_block(match.num_tokens), match.num_blocks)
-            anchors = self._anchors.find_each(match.tier_block_ids(first))
-            pinned.update(self._beside[DEVICE, anchors[anchors != NO_BLOCK]].tolist())
+            pinned.update(self._beside[DEVICE, match.tier_block_ids(first)[COMPANION]].tolist())
         return pinned
 
     def _forget(self, block_id: int) -> None:
         self._unused.pop(block_id, None)
-        self._beside[DEVICE, self._anchor_of.pop(block_id)] = NO_BLOCK
+        self._beside[DEVICE, self._companion_of.pop(block_id)] = NO_BLOCK
         self.pool.release_one(block_id)
 
     def _forget_host(self, host_id: int) -> None:

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blocks.explain import Ending, GroupReach
-from kvpage.blocks.groups.group import Claim, GroupManager, PathIds, Prompt
-from kvpage.blocks.groups.window_blocks import DEVICE, Window, WindowBlocks
+from kvpage.blocks.groups.group import Claim, GroupManager, Prompt
+from kvpage.blocks.groups.window_blocks import Window, WindowBlocks
 from kvpage.blocks.groups.window_table import SwappedWindow, WindowTable, needs_back
-from kvpage.blocks.sequence_state import Ids, SeqId, Slots
+from kvpage.blocks.sequence_state import DEVICE, Ids, PathIds, SeqId, Slots
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.checks.errors import OutOfBlocks
@@ -119,7 +119,7 @@ class WindowGroup(GroupManager[Claim]):
         """Follow the committed tokens: cache the blocks that the tree has, give back those before the window."""
         state, table = self._sequences.state(seq_id), self._tables[seq_id]
         if table.num_cached < state.num_cached_blocks:
-            table.cache(self._sequences.path(seq_id))
+            table.cache(self._sequences.path(seq_id, table.num_cached))
         table.leave(state.num_written)
 
     # --- while it runs ---
@@ -197,6 +197,10 @@ class WindowGroup(GroupManager[Claim]):
         self._tables[seq_id] = WindowTable.back(self.blocks, ids, num_written, self._swapped.pop(seq_id))
 
     # --- the tree's blocks ---
+
+    def blocks_gone(self, companions: Sequence[int]) -> None:
+        """Forget the cached blocks beside them."""
+        self.blocks.blocks_gone(companions)
 
     def blocks_cleared(self) -> None:
         """Forget all cached blocks."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpage.blocks.groups.window_blocks import NO_BLOCK, PathIds, WindowBlocks
-from kvpage.blocks.sequence_state import Ids, SeqId, Slots
+from kvpage.blocks.groups.window_blocks import WindowBlocks
+from kvpage.blocks.sequence_state import NO_BLOCK, Ids, PathIds, SeqId, Slots
 
 
 class SwappedWindow(NamedTuple):

@@ -10,9 +10,9 @@ Without windows each of these does nothing.
 from collections.abc import Sequence
 from typing import overload
 
-from kvpage.blocks.groups.group import Groups, PathIds
+from kvpage.blocks.groups.group import Groups
 from kvpage.blocks.groups.window_group import WindowGroup
-from kvpage.blocks.sequence_state import SeqId
+from kvpage.blocks.sequence_state import PathIds, SeqId
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.values import as_list, as_positions

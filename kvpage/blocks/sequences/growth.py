@@ -14,7 +14,6 @@ from kvpage.checks.values import as_integer
 
 
 def begin(
-    space: BlockSpace,
     sequences: Sequences,
     seq_id: SeqId,
     tokens: Ids,
@@ -33,6 +32,7 @@ def begin(
     Raises:
         OutOfBlocks: The tokens do not fit. Nothing is changed.
     """
+    space = sequences.space
     prompt = seq_id, tokens, namespace, priority, num_left_over, share_parts, num_spare, is_counted
     try:
         try:
@@ -92,10 +92,11 @@ def tokens_left_over(num_tokens: int, max_cached_tokens: int | None, num_left_ov
     return num_left_over if is_caching else num_tokens
 
 
-def append(space: BlockSpace, sequences: Sequences, rows: Rows, counts: int | list[int] | Rows) -> None:
+def append(sequences: Sequences, rows: Rows, counts: int | list[int] | Rows) -> None:
     """Make room for more tokens in each row. Raise OutOfBlocks, and change nothing, without blocks."""
     if sequences.rows.append_if_free(rows, counts):  # most steps
         return
+    space = sequences.space
     try:
         sequences.rows.append(rows, counts, *space.native)
     except OutOfBlocks as shortage:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage._C import Match, PrefixTree, SequenceRows
-from kvpage.blocks.sequence_state import Ids, SeqId, SequenceState, Slots, SwappedState
+from kvpage.blocks.sequence_state import COMPANION, Allocation, Ids, SeqId, SequenceState, Slots, SwappedState
 from kvpage.blocks.space import BlockSpace
 from kvpage.checks.values import as_list, as_positions
 
@@ -19,12 +19,19 @@ Rows = npt.NDArray[np.int64] | Sequence[int]
 
 
 class Sequences:
-    """Sequences by id. A sequence is either on the device, in a row of `rows`, or swapped out."""
+    """Sequences by id. A sequence is either on the device, in a row of `rows`, or swapped out.
 
-    def __init__(self, tree: PrefixTree, is_caching: bool) -> None:
-        self.rows = SequenceRows(tree, is_caching)
-        self.block_size = tree.block_size
-        self._tree = tree
+    Attributes:
+        space: Where their blocks are.
+        rows: Those on the device.
+        is_caching: Whether they share blocks.
+    """
+
+    def __init__(self, space: BlockSpace, is_caching: bool) -> None:
+        self.space = space
+        self.rows = SequenceRows(space.tree, is_caching)
+        self.is_caching = is_caching
+        self.block_size = space.block_size
         self.on_device: dict[SeqId, int] = {}  # rows
         self.swapped: dict[SeqId, SwappedState] = {}
 
@@ -50,7 +57,6 @@ class Sequences:
 
     def resume(
         self,
-        space: BlockSpace,
         seq_id: SeqId,
         match: Match,
         *,
@@ -69,8 +75,8 @@ class Sequences:
         See SequenceRows.resume. Raise OutOfBlocks without room, beside `num_spare` blocks. Pins end if that helps.
         """
         num_blocks = max(self.blocks_for(num_tokens) - num_left, match.num_blocks)
-        space.check_room(num_blocks - match.num_device_blocks, num_spare)
-        moves, host = space.native
+        self.space.check_room(num_blocks - match.num_device_blocks, num_spare)
+        moves, host = self.space.native
         row = self.rows.resume(
             self.on_device,
             seq_id,
@@ -88,55 +94,134 @@ class Sequences:
         )
         return self.rows.ids(row)
 
-    def forget_swapped(self, space: BlockSpace, seq_id: SeqId) -> None:
-        """Free the host blocks of a sequence that is swapped out, which is on the device again, or ends."""
-        space.release_host(self.swapped.pop(seq_id).host_ids)
-
     def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int) -> None:
         """Begin a sequence with the first tokens of another, in the same blocks; see SequenceRows.fork."""
-        self.rows.fork(self.on_device, new_seq_id, self.on_device[seq_id], num_tokens)
+        try:
+            self.rows.fork(self.on_device, new_seq_id, self.on_device[seq_id], num_tokens)
+        except BaseException:  # Ctrl-C, after the sequence was made
+            self.discard(new_seq_id)
+            raise
 
-    def remove(self, seq_id: SeqId) -> None:
-        """End a sequence on the device: release its own blocks and its match, and free its row."""
-        self.rows.remove(self.on_device, seq_id)
-
-    def commit(self, space: BlockSpace, row: int, tokens: Ids) -> None:
+    def commit(self, seq_id: SeqId, tokens: Ids) -> None:
         """Note that tokens are written. Blocks that are full now are copied to the host, where that is done at once."""
+        row = self.on_device[seq_id]
         num_cached = self.rows.commit(row, tokens)
-        if num_cached and space.writes_at_once:
-            self.write_out(space, row)
+        if num_cached and self.space.writes_at_once:
+            self.write_out(row)
 
-    def end(self, space: BlockSpace, seq_id: SeqId) -> None:
-        """End a sequence in either tier."""
+    def give_back_room(self, seq_id: SeqId) -> None:
+        """Free the blocks after the committed tokens."""
+        self.rows.give_back_room(self.on_device[seq_id])
+
+    def release(self, seq_id: SeqId) -> None:
+        """End a sequence in either tier. On the device, its match and its own blocks are released."""
         if seq_id in self.swapped:
-            self.forget_swapped(space, seq_id)
+            self.forget_swapped(seq_id)
         else:
-            self.remove(seq_id)
+            self.rows.remove(self.on_device, seq_id)
 
     def discard(self, seq_id: SeqId) -> None:
         """End a sequence on the device if there is one of that id."""
         if seq_id in self.on_device:
-            self.remove(seq_id)
+            self.rows.remove(self.on_device, seq_id)
 
-    def write_out(self, space: BlockSpace, row: int) -> None:
+    def write_out(self, row: int) -> None:
         """Have the cached blocks of a row copied to the host."""
         match = self.rows.pin(row)
         try:
-            space.write_out(match)
+            self.space.write_out(match)
         finally:
-            space.tree.release(match)
+            self.space.tree.release(match)
+
+    # --- off the device and back ---
+
+    def swap_out(self, seq_id: SeqId) -> None:
+        """Move own blocks with committed tokens to host blocks of the sequence's own. The tree keeps the cached ones.
+
+        Raise OutOfBlocks, and change nothing, if the host lacks room.
+        """
+        seq = self.state(seq_id)
+        written = self.ids(seq_id)[seq.first_own : self.blocks_for(seq.num_written)]
+        host_ids = self.space.take_host(len(written))
+        self.space.add_move("swap_out", zip(written.tolist(), host_ids.tolist(), strict=True))
+        self.swapped[seq_id] = SwappedState(
+            seq.num_cached_blocks,
+            host_ids,
+            seq.num_written,
+            seq.namespace,
+            seq.priority,
+            seq.num_left,
+            seq.is_private,
+        )
+        self.rows.remove(self.on_device, seq_id)
+
+    def most_found(self, seq_id: SeqId, num_tokens: int) -> int:
+        """Return how many of its first `num_tokens` tokens a sequence that is swapped out may find cached.
+
+        Others may have cached more than it had committed. One that was not is left to compute.
+        """
+        swapped = self.swapped[seq_id]
+        if not self.is_caching:
+            return 0
+        return swapped.first_block * self.block_size if swapped.is_private else max(swapped.num_written, num_tokens - 1)
+
+    def own_host_ids(self, seq_id: SeqId, num_found: int) -> Ids | None:
+        """Return the host blocks with which a sequence has all that was committed; None where something is gone.
+
+        num_found: How many blocks are still cached.
+        """
+        swapped = self.swapped[seq_id]
+        return None if num_found < swapped.first_block else swapped.host_ids[num_found - swapped.first_block :]
+
+    def swap_in(self, seq_id: SeqId, tokens: Ids, match: Match, num_spare: int) -> Allocation:
+        """Bring back all that was committed, after the blocks of a match, which passes to the sequence."""
+        swapped, num_cached = self.swapped[seq_id], match.num_tokens
+        num_written, is_shared = max(num_cached, swapped.num_written), self.is_caching and not swapped.is_private
+        block_ids = self.resume(
+            seq_id,
+            match,
+            num_tokens=len(tokens),
+            num_written=num_written,
+            pending=tokens[num_cached : num_written if is_shared else num_cached],
+            namespace=swapped.namespace,
+            host_ids=swapped.host_ids[match.num_blocks - swapped.first_block :],
+            num_left=swapped.num_left,
+            num_spare=num_spare,
+            is_private=swapped.is_private,
+        )
+        return Allocation(num_written, block_ids)
+
+    def forget_swapped(self, seq_id: SeqId) -> None:
+        """Free the host blocks of a sequence that is swapped out, which is on the device again, or ends."""
+        self.space.release_host(self.swapped.pop(seq_id).host_ids)
+
+    # --- questions ---
 
     def ids(self, seq_id: SeqId) -> Ids:
         """Return a copy of all block ids of the sequence."""
         return self.rows.ids(self.on_device[seq_id])
 
-    def path(self, seq_id: SeqId) -> Ids:
-        """Return the tree's ids of the sequence's cached blocks, int32 [2, num_blocks], as Match.tier_block_ids."""
+    def path(self, seq_id: SeqId, with_companions_from: int | None = None) -> Ids:
+        """Return the tree's rows of the sequence's cached blocks, int32 [3, num_blocks], as Match.tier_block_ids.
+
+        with_companions_from: From this block on, those without companions are given some; None for no block.
+        """
         match = self.rows.pin(self.on_device[seq_id])
         try:
+            if with_companions_from is not None:
+                self.space.give_companions(match, with_companions_from, match.num_blocks)
             return match.tier_block_ids()
         finally:
-            self._tree.release(match)
+            self.space.tree.release(match)
+
+    def companion(self, seq_id: SeqId, block: int) -> int:
+        """Return the companion of one of the sequence's cached blocks, which is given one if it has none."""
+        match = self.rows.pin(self.on_device[seq_id])
+        try:
+            self.space.give_companions(match, block, block + 1)
+            return int(match.tier_block_ids(block)[COMPANION, 0])
+        finally:
+            self.space.tree.release(match)
 
     def own_ids(self, seq_id: SeqId) -> Ids:
         """Return a copy of the ids to which the sequence itself holds a reference."""
@@ -160,8 +245,9 @@ class Sequences:
                 raise ValueError(f"positions of {seq_id!r} must be in [0, {most}], got [{start}, {end}]") from error
         raise error
 
-    def check(self, space: BlockSpace) -> None:
+    def check(self) -> None:
         """Raise RuntimeError, with the numbers, if an invariant of pools, tree or ownership is broken."""
+        space = self.space
         space.pool.check()
         space.tree.check()
         if self.rows.num_rows != len(self.on_device):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpage.serving import Engine
-from kvpage.serving.params.sampling import MAX_PRIORITY
+from kvpage.serving.params.sampling import MAX_RETAIN_PRIORITY
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +21,11 @@ class CacheHints:
     """How long the blocks of a prompt are to be kept.
 
     Attributes:
-        priority: Of its blocks: blocks with a higher one are evicted later. As SamplingParams.priority.
+        retain_priority: As SamplingParams.retain_priority: blocks with a higher one are evicted later.
         pin_ttl: Seconds for which it stays pinned after the answer; None for not at all.
     """
 
-    priority: int = 0
+    retain_priority: int = 0
     pin_ttl: float | None = None
 
 
@@ -44,14 +44,14 @@ def read_hints(envelope: Any) -> CacheHints:
     """
     if not isinstance(envelope, Mapping) or not envelope:
         return NO_HINTS
-    from kvpage.server.config import MAX_PRIORITY as MAX_HINTED
+    from kvpage.server.config import MAX_HINTED_PRIORITY
     from kvpage.server.protocol.errors import ApiError
     from kvpage.server.protocol.kv_hints import KvHints
     from kvpage.server.protocol.request_model import read_model
 
     try:
         hints = read_model(KvHints, dict(envelope), "kv_hint")
-        return CacheHints(-(-hints.priority() * MAX_PRIORITY // MAX_HINTED), hints.pin_ttl())
+        return CacheHints(-(-hints.retain_priority() * MAX_RETAIN_PRIORITY // MAX_HINTED_PRIORITY), hints.pin_ttl())
     except ApiError as error:
         logger.info("hints were not followed: %s", error)
         return NO_HINTS

@@ -102,7 +102,7 @@ def read_request(request: Mapping[str, Any], defaults: RequestDefaults) -> Gener
         **_stop_fields(stops, request.get("eos_token_ids") or ()),
         max_tokens=room if stops.get("max_tokens") is None else stops["max_tokens"],
         **_logprob_fields(output),
-        priority=hints.priority,
+        retain_priority=hints.retain_priority,
     )
     salt = routing.get("cache_salt")
     priority = int(routing.get("priority") or 0)

@@ -6,7 +6,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvpage.layout.config import CacheConfig
-from kvpage.server.config import MAX_PRIORITY
+from kvpage.server.config import MAX_HINTED_PRIORITY
 from kvpage.serving.config import EngineConfig
 from kvpage.store import KVStoreConfig
 
@@ -92,7 +92,7 @@ class AppSettings(BaseModel):
     max_tries: int = Field(4, ge=1)
     drain_timeout: float = Field(60.0, gt=0)
     min_priority: int | None = None
-    max_retain_priority: int = Field(MAX_PRIORITY, ge=0, le=MAX_PRIORITY)
+    max_retain_priority: int = Field(MAX_HINTED_PRIORITY, ge=0, le=MAX_HINTED_PRIORITY)
     api_key: str | None = Field(None, repr=False)
 
     @field_validator("store", mode="before")

@@ -9,7 +9,7 @@ from typing import Literal
 
 from kvpage.checks.values import check_at_least
 from kvpage.layout.model_folder import check_model_folder
-from kvpage.server.config import MAX_PRIORITY, ApiKey
+from kvpage.server.config import MAX_HINTED_PRIORITY, ApiKey
 from kvpage.store.config import TierURL, parse_size
 from kvpage.store.placement import FACTORIES
 
@@ -53,7 +53,7 @@ class ServeOptions:
     max_num_waiting: int = 1024
     pin_quota: int = 0
     tenant_pin_quota: int | None = None
-    max_retain_priority: int = MAX_PRIORITY
+    max_retain_priority: int = MAX_HINTED_PRIORITY
     min_priority: int | None = None
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"

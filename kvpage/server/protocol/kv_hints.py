@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from kvpage.server.config import MAX_PRIORITY
+from kvpage.server.config import MAX_HINTED_PRIORITY
 from kvpage.server.protocol.request_model import RequestModel, read_model
 
 MAX_ACTIONS, MAX_DIRECTIVES = 16, 128
@@ -31,7 +31,7 @@ class Pin(RequestModel, extra="ignore"):
 class Directive(RequestModel, extra="ignore"):
     """A part of the payload of kv.retain. Its range of tokens is not looked at: a prompt is kept as a whole."""
 
-    priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)]
+    priority: Annotated[int, Field(ge=0, le=MAX_HINTED_PRIORITY)]
 
 
 class Retain(RequestModel, extra="ignore"):
@@ -67,7 +67,7 @@ class KvHints(RequestModel):
         pins = [read_model(Pin, action.payload, "kv_hints") for action in self.actions if action.is_a("kv.pin")]
         return max((pin.ttl_seconds for pin in pins), default=None)
 
-    def priority(self) -> int:
+    def retain_priority(self) -> int:
         """Return the priority of the prompt's blocks, 0 to 100."""
         retained = [
             read_model(Retain, action.payload, "kv_hints") for action in self.actions if action.is_a("kv.retain")

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpage.server.config import MAX_PRIORITY, ServerConfig
+from kvpage.server.config import MAX_HINTED_PRIORITY, ServerConfig
 from kvpage.server.protocol.errors import bad_request, checked
 from kvpage.server.protocol.sampling_fields import SamplingFields
 from kvpage.serving import Guide, SamplingParams
-from kvpage.serving.params.sampling import MAX_PRIORITY as MAX_CACHE_PRIORITY
+from kvpage.serving.params.sampling import MAX_RETAIN_PRIORITY
 
 SAME_NAMES = (
     "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos", "n",
@@ -60,8 +60,8 @@ def _sampling_params(
     fields["logprobs"], fields["prompt_logprobs"] = request.num_logprobs, request.num_prompt_logprobs
     fields["guide"] = guide
     if request.kv_hints is not None:
-        retained = min(request.kv_hints.priority(), model.max_retain_priority)
-        fields["priority"] = -(-retained * MAX_CACHE_PRIORITY // MAX_PRIORITY)
+        retained = min(request.kv_hints.retain_priority(), model.max_retain_priority)
+        fields["retain_priority"] = -(-retained * MAX_RETAIN_PRIORITY // MAX_HINTED_PRIORITY)
     named_fields = {name: value for name, value in fields.items() if value is not None}
     return checked(lambda: SamplingParams(**named_fields))
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from kvpage.blocks.config import BlockConfig
-from kvpage.blocks.space import HostPolicy
+from kvpage.blocks.config import BlockConfig, HostPolicy
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.values import as_integer
 from kvpage.layout.config import CacheConfig, ParallelConfig
@@ -54,9 +53,7 @@ class KVPageCachePool(ModelBlocks):
         Args:
             model: a decoder of transformers in eval mode. A few tokens are computed with it.
             cache_config: the layout, and the number of blocks on the device (at least 1) and on the host.
-            share_parts: see BlockManager.
-            host_policy: see BlockManager.
-            pin_quota: see BlockManager.
+            share_parts: as of BlockConfig. So are host_policy and pin_quota.
             kv_scales: one KVScales a layer, for caches of 8-bit floats: see CacheEngine.
             max_working_bytes: the most bytes on the device, beside the blocks, for K and V in one piece. Caches in use
                 take as much as their rows' blocks, and a quarter of that or 64 tokens a row. Without room, each forward
@@ -88,7 +85,9 @@ class KVPageCachePool(ModelBlocks):
         _check_backend(model, shape, cache_config)
         check_windows(model)
         _verify(model, shape, cache_config, kv_scales, pool_states)
-        blocks = BlockConfig.of_cache(cache_config, True, share_parts, host_policy, pin_quota)
+        blocks = BlockConfig.of_cache(
+            cache_config, share_parts=share_parts, host_policy=host_policy, pin_quota=pin_quota
+        )
         pool = cls.make(model, shape, cache_config, kv_scales, blocks, max_working_bytes, pool_states)
         assert isinstance(pool, cls)
         return pool

@@ -2,7 +2,7 @@
 
     add ─► waiting ──admit──► running: prefill, in portions ─► decode, a token a step ─► finish
               ▲                  │
-              └────preempt───────┘   blocks are short: the last in order gives its own back (to the host, or for good)
+              └────preempt───────┘   blocks are short: the last in order loses its own (to the host, or for good)
 
 Requests with a lower `priority` come first; those with the same one are served first come, first served. `waiting` is
 kept in this order, also for requests that come back. A waiting request preempts running requests of higher numbers.
@@ -114,12 +114,12 @@ class Scheduler:
         if others hold so much that not a single request fits.
         """
         if not tried:
-            self._make_way()
+            self._preempt_for_urgent()
         batch = self._planned(tried)
         while not len(batch) and self._windows.is_short:
-            if not self._take_from_last():
+            if not self._preempt_or_reclaim():
                 raise OutOfBlocks(1, 0)
-            batch = self._planned(tried, admits=False)  # who has made way would take the same blocks again
+            batch = self._planned(tried, admits=False)  # a preempted one would take the same blocks again
         return batch
 
     def _planned(self, tried: Sequence[Request], admits: bool = True) -> Batch:
@@ -133,7 +133,7 @@ class Scheduler:
             decodes.begin()
         portions: list[Portion] = []
         budget = self.max_num_batched_tokens - len(decodes.requests)
-        later = [request for request in prefilling if self._yields(request)]
+        later = [request for request in prefilling if self._is_less_urgent(request)]
         for request in prefilling:
             if request not in later:
                 budget -= add_portion(portions, request, budget, self._windows)
@@ -225,23 +225,23 @@ class Scheduler:
     def preempt_last(self) -> None:
         """Take the blocks of the running request that is last in order; it waits again. If that fails, it runs on."""
         last = max(self.running, key=attrgetter("order"))
-        self.preemptions = self.preemptions.plus(is_swap=self._give_back(last))
+        self.preemptions = self.preemptions.plus(is_swap=self._take_blocks(last))
         self.running.remove(last)
         self.num_left += 1
         self.add(last)
 
     # --- priorities --------------------------------------------------------------------------------------------------
 
-    def _yields(self, request: Request) -> bool:
+    def _is_less_urgent(self, request: Request) -> bool:
         """Whether a running request comes after the first waiting one by its priority."""
         return bool(self.waiting) and self.waiting[0].group.priority < request.group.priority
 
     @property
     def has_urgent(self) -> bool:
         """Whether the first waiting request comes before a running one by its priority."""
-        return self._has_priorities and any(self._yields(request) for request in self.running)
+        return self._has_priorities and any(self._is_less_urgent(request) for request in self.running)
 
-    def _make_way(self) -> None:
+    def _preempt_for_urgent(self) -> None:
         """Preempt running requests for the first waiting one, if they come after it by their priorities.
 
         Only as many as it needs are preempted. Its cached blocks are not counted, so that may be one too many.
@@ -263,14 +263,11 @@ class Scheduler:
         self.manager.release(request.seq_id)
         request.leave_blocks()
 
-    def _give_back(self, request: Request) -> bool:
-        """Free its device blocks: computed K and V go to the host if there is room, else they are computed again.
-
-        Return whether they go to the host.
-        """
+    def _take_blocks(self, request: Request) -> bool:
+        """Free a request's device blocks. Return whether its K and V go to the host; else they are computed again."""
         self._settle_state(request, goes_on=True)
         self._commit(request)
-        is_swapped = not request.scores_prompt and self._blocks.swapped_out(request)
+        is_swapped = not request.scores_prompt and self._blocks.swap_out(request)
         if not is_swapped:
             self.keep_state(request, goes_on=True)
             self.manager.release(request.seq_id)
@@ -314,7 +311,7 @@ class Scheduler:
                 self._windows.open(decodes.requests)
                 return decodes
             except OutOfBlocks:
-                if not self._take_from_last():
+                if not self._preempt_or_reclaim():
                     raise
 
     def _decoding(self) -> Decodes:
@@ -350,7 +347,7 @@ class Scheduler:
             while not waits and not self._allocate(request, num_spare):
                 if num_seqs:
                     return
-                self._reclaim_for(request)  # none runs, and nothing comes for a request before it
+                self._reclaim(request)  # none runs, and nothing comes for a request before it
                 waits = self._turns.begin(request, num_spare)  # what came too early for it may have room now
             num_seqs += num_more
             if waits:
@@ -373,13 +370,13 @@ class Scheduler:
             return [request for request in self.waiting if request in tried]
         return self.waiting[: 2 * self.max_num_seqs + 1]  # as many may be admitted, and as many and one passed over
 
-    def _reclaim_for(self, request: Request) -> None:
+    def _reclaim(self, request: Request) -> None:
         """Take blocks of those that hold some for no running request; OutOfBlocks if nobody does."""
         if not any(reclaim() for reclaim in self.reclaimers):
             raise OutOfBlocks(self._blocks_for(request.num_tokens), self.manager.num_free_blocks)
 
-    def _take_from_last(self) -> bool:
-        """Take the blocks of the running request that is last in order, or those of others where it is alone."""
+    def _preempt_or_reclaim(self) -> bool:
+        """Preempt the running request that is last in order; where it is alone, reclaim blocks of others."""
         if len(self.running) > 1:
             self.preempt_last()
             return True

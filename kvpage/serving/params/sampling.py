@@ -11,7 +11,7 @@ from kvpage.serving.params.guide import Guide
 from kvpage.serving.params.logits import LogitsParams
 
 MAX_SEED = 2**63 - 1
-MAX_PRIORITY = 7
+MAX_RETAIN_PRIORITY = 7
 DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 20
 CHECKS: dict[str, checks.Check] = {
@@ -52,7 +52,8 @@ class SamplingParams(LogitsParams):
             layers keep states. None: a new seed for each request.
         stop_token_ids: a request ends at the first of these, which is the last token of its output.
         ignore_eos: do not end at the end-of-sequence tokens of the model's generation config.
-        priority: 0 to 7. Cached blocks of requests with a higher one are evicted later.
+        retain_priority: 0 to 7. Cached blocks of requests with a higher one are evicted later. It says nothing of the
+            order in which requests run: that is `priority` of `Engine.add_request`.
         n: the number of samples of one prompt, which is computed once. Sample i draws as a request with the seed
             `seed + i`. With a temperature of 0 all are equal.
         min_p: only tokens of at least `min_p` times the likeliest one's probability can be drawn.
@@ -80,7 +81,7 @@ class SamplingParams(LogitsParams):
     seed: int | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    priority: int = 0
+    retain_priority: int = 0
     n: int = 1
     min_p: float | None = None
     top_h: float | None = None
@@ -99,8 +100,9 @@ class SamplingParams(LogitsParams):
         checks.check_fields(self, CHECKS)
         if self.seed is not None and not (is_int(self.seed) and 0 <= self.seed <= MAX_SEED):
             raise ValueError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
-        if not is_int(self.priority) or not 0 <= self.priority <= MAX_PRIORITY:
-            raise ValueError(f"priority must be an integer in [0, {MAX_PRIORITY}], got {self.priority!r}")
+        if not is_int(self.retain_priority) or not 0 <= self.retain_priority <= MAX_RETAIN_PRIORITY:
+            limits = f"[0, {MAX_RETAIN_PRIORITY}]"
+            raise ValueError(f"retain_priority must be an integer in {limits}, got {self.retain_priority!r}")
         if self.guide is not None and not isinstance(self.guide, Guide):
             raise ValueError(f"guide must be a Guide, such as Guide.regex(...), got {type(self.guide).__name__}")
 

@@ -281,7 +281,7 @@ class Branches:
             try:
                 return call()
             except OutOfBlocks:
-                if not (self._reclaim() or self.engine.make_room()):
+                if not (self._reclaim() or self.engine.preempt_or_reclaim()):
                     raise
 
     @uninterrupted

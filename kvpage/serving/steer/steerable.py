@@ -63,7 +63,7 @@ class SteerableEngine(Protocol):
             ValueError: The model is in training mode.
         """
 
-    def make_room(self) -> bool:
+    def preempt_or_reclaim(self) -> bool:
         """Preempt the request that runs and is last in order. Where none runs, wait for blocks that a store is given.
 
         Returns:

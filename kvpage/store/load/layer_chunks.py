@@ -300,7 +300,7 @@ class LayerChunks:
 
         Args:
             tokens: as of `begin_load`. So are engine, table, start and namespace.
-            verified: as of `BlockStore.load_by_layer`; None for a load that tells nothing early.
+            verified: as of `BlockStore.load_early`; None for a load that tells nothing early.
         """
         load = self.begin_load(tokens, engine, table, start, namespace)
         end = load.end_of(load.run(verified))

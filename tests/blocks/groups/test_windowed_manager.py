@@ -7,11 +7,11 @@ import pytest
 from support.group_life import GroupLife
 
 from kvpage import OutOfBlocks
+from kvpage.blocks.config import HostPolicy
 from kvpage.blocks.explain import Ending
 from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.groups.window_blocks import Window
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.space import HostPolicy
 
 B = 4
 WINDOWS = [1, 2, B - 1, B, B + 1, B + 2, 2 * B, 2 * B + 1]

@@ -96,8 +96,10 @@ def test_no_count_of_lost_checkpoints_goes_down() -> None:
 def test_numbers_that_are_read_while_slots_change_are_in_their_ranges() -> None:
     tier = SimpleNamespace(num_slots=2, num_free=2, num_checkpoints=0)
     tails = {tail: SimpleNamespace(is_on_host=tail == b"") for tail in (b"", b"abcd")}  # dropped since they were listed
-    anchors = SimpleNamespace(stale=lambda: [SimpleNamespace(tails=tails)])
+    anchors = SimpleNamespace(of=lambda companions: [SimpleNamespace(tails=tails)])
+    space = SimpleNamespace(tree=SimpleNamespace(dead_companions=lambda: [0]))
     counts = dict.fromkeys(("restored", "kept", "evicted", "demoted", "lost"), 0)
-    slots = StateSpace.stats(SimpleNamespace(device=tier, host=tier, anchors=anchors, counts=counts))
+    states = SimpleNamespace(device=tier, host=tier, anchors=anchors, counts=counts, _space=space)
+    slots = StateSpace.stats(states)
     assert (slots.num_free_slots, slots.num_checkpoints) == (2, 0)
     assert (slots.num_free_host_slots, slots.num_host_checkpoints) == (2, 0)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
 
+from kvpage.blocks.config import HostPolicy
 from kvpage.blocks.groups.states.state_space import States
-from kvpage.blocks.space import HostPolicy
 
 
 def prompt(num_tokens, start=1):

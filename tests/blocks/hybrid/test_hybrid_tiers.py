@@ -3,8 +3,8 @@
 import pytest
 from support.hybrid_requests import B, begin, make_moves, manager_of, prefill, serve
 
+from kvpage.blocks.config import HostPolicy
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.space import HostPolicy
 from kvpage.checks.errors import OutOfSlots
 
 TOKENS = list(range(1, 2 * B + 3))

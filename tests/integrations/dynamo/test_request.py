@@ -7,7 +7,7 @@ import pytest
 from kvpage.integrations.dynamo.hints import CacheHints
 from kvpage.integrations.dynamo.request import RequestDefaults, read_request, read_tokens
 from kvpage.serving import Guide
-from kvpage.serving.params.sampling import MAX_PRIORITY
+from kvpage.serving.params.sampling import MAX_RETAIN_PRIORITY
 
 DEFAULTS = RequestDefaults(max_model_len=64)
 RECORDED = {
@@ -152,7 +152,7 @@ FETCH = ("kv.fetch", {"source": {"endpoint": "tcp://10.0.0.1:5"}})
         (envelope(FETCH, ("kv.pin", {"ttl_seconds": 60.0})), CacheHints(0, 60.0)),
         (envelope(("kv.pin", {"ttl_seconds": 5.0}), ("kv.pin", {"ttl_seconds": 9.0})), CacheHints(0, 9.0)),
         (envelope(("kv.retain", {"directives": [{"priority": 0}]})), CacheHints(0)),
-        (envelope(("kv.retain", {"directives": [{"priority": 100}]})), CacheHints(MAX_PRIORITY)),
+        (envelope(("kv.retain", {"directives": [{"priority": 100}]})), CacheHints(MAX_RETAIN_PRIORITY)),
         (envelope(("kv.pin", {"ttl_seconds": -1.0})), CacheHints()),
         ({**envelope(("kv.pin", {"ttl_seconds": 5.0})), "protocol_version": "9"}, CacheHints()),
         ("pin it", CacheHints()),
@@ -161,4 +161,4 @@ FETCH = ("kv.fetch", {"source": {"endpoint": "tcp://10.0.0.1:5"}})
 )
 def test_hints(hint, expected):
     request = read_request(asked(kv_hint=hint), DEFAULTS)
-    assert request.hints == expected and request.params.priority == expected.priority
+    assert request.hints == expected and request.params.retain_priority == expected.retain_priority

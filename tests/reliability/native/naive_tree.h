@@ -25,6 +25,7 @@ struct NaiveBlock {
   int64_t pins = 0;
   int64_t used = 0;
   int priority = 0;
+  int32_t companion = kNone;
 };
 
 struct NaiveMatch {

@@ -55,7 +55,7 @@ void TreeLife::step() {
     int64_t weight;
     Operation operation;
   };
-  static constexpr std::array<Choice, 16> kChoices = {{{4, &TreeLife::allocate},
+  static constexpr std::array<Choice, 17> kChoices = {{{4, &TreeLife::allocate},
                                                        {1, &TreeLife::share},
                                                        {3, &TreeLife::release_ids},
                                                        {5, &TreeLife::match},
@@ -70,8 +70,9 @@ void TreeLife::step() {
                                                        {5, &TreeLife::demote},
                                                        {1, &TreeLife::evict_host},
                                                        {1, &TreeLife::drop},
-                                                       {1, &TreeLife::clear}}};
-  int64_t at = rng.below(43);
+                                                       {1, &TreeLife::clear},
+                                                       {2, &TreeLife::companions}}};
+  int64_t at = rng.below(45);
   for (const Choice& choice : kChoices)
     if ((at -= choice.weight) < 0) return (this->*choice.operation)();
 }
@@ -223,6 +224,33 @@ void TreeLife::trim() {
   compare_path(*held);
 }
 
+// Blocks that have none get companions that no other block has. Those of blocks that are gone are free again.
+void TreeLife::companions() {
+  if (rng.chance(30)) {
+    const auto num_dead = static_cast<int64_t>(tree_->dead_companions().size());
+    expect(outcome_of([&] { tree_->free_companions(num_dead + 1); }) == Outcome::kRefused,
+           "more than the dead are free");
+    tree_->free_companions(rng.below(num_dead + 1));
+  }
+  Held* held = some_match();
+  if (!held) return;
+  const std::vector<int>& path = held->naive.path;
+  const auto size = static_cast<int64_t>(path.size());
+  const int64_t end = rng.below(size + 1), start = rng.below(end + 1);
+  call([&] { tree_->give_companions(held->real, start, end); });
+  Ids rows(static_cast<size_t>(3 * size));
+  tree_->copy_path(held->real, 0, rows);
+  for (int64_t i = start; i < end; ++i) {
+    NaiveBlock& block = naive_.blocks[path[i]];
+    const int32_t companion = rows[2 * size + i];
+    const bool is_new = block.companion == kNone;
+    for (const NaiveBlock& other : naive_.blocks)
+      expect(!is_new || !other.is_live || other.companion != companion, "two blocks have one companion");
+    if (is_new) block.companion = companion;
+    expect(companion != kNone, "a block was given no companion");
+  }
+}
+
 // --- copies ---
 
 void TreeLife::to_host(const std::vector<TierPair>& real, const std::vector<NaivePair>& naive) {
@@ -344,6 +372,10 @@ void TreeLife::compare_path(const Held& held) {
   Ids ids(static_cast<size_t>(size));
   const Outcome found = outcome_of([&] { tree_->copy_block_ids(held.real, 0, ids); });
   expect((found == Outcome::kDone) == (num_on_device == size), "copy_block_ids came to another end");
+  Ids rows(3 * ids.size());
+  tree_->copy_path(held.real, 0, rows);
+  for (size_t i = 0; i < ids.size(); ++i)
+    expect(rows[2 * ids.size() + i] == naive_.blocks[held.naive.path[i]].companion, "a block has another companion");
   for (size_t i = 0; i < ids.size() && found == Outcome::kDone; ++i) {
     const NaiveBlock& block = naive_.blocks[held.naive.path[i]];
     expect(ids[i] == block.device, "a match names another block");

@@ -50,6 +50,7 @@ class TreeLife : public Life {
   void release();
   void release_at(size_t at);
   void trim();
+  void companions();
   void promote();
   void write_out();
   void insert();

@@ -19,7 +19,7 @@ from support.models import make_model
 from support.scheduler_steps import B
 
 from kvpage import BlockManager, CacheConfig, Window
-from kvpage.blocks.space import HostPolicy
+from kvpage.blocks.config import HostPolicy
 from kvpage.checks.errors import OutOfBlocks
 from kvpage.integrations.prometheus import EngineCollector
 from kvpage.serving import Engine, EngineConfig, SamplingParams

@@ -15,7 +15,7 @@ from support.late_lanes import LateLanes
 from support.models import generate_each, make_model, make_prompts
 
 from kvpage import CacheConfig
-from kvpage.blocks.space import HostPolicy
+from kvpage.blocks.config import HostPolicy
 from kvpage.cache import layered_moves
 from kvpage.cache.layered_moves import Arrival
 from kvpage.serving import Engine, EngineConfig, SamplingParams
@@ -87,7 +87,7 @@ class LateStore(BlockStore):
     def load_blocks(self, tokens, engine, block_table, *, start: int, namespace: bytes) -> int:
         return self.of(engine).load_blocks(tokens, engine, block_table, start=start, namespace=namespace)
 
-    def load_by_layer(self, tokens, engine, block_table, verified, *, start: int, namespace: bytes) -> int:
+    def load_early(self, tokens, engine, block_table, verified, *, start: int, namespace: bytes) -> int:
         def tell(end: int, arrival: Arrival) -> None:
             self.arrivals.append(arrival)
             verified(end, arrival)
@@ -95,7 +95,7 @@ class LateStore(BlockStore):
             self.in_load()
 
         there = self._there.setdefault(id(engine), OnDevice(engine))
-        return self.of(engine).load_by_layer(tokens, there, block_table, tell, start=start, namespace=namespace)
+        return self.of(engine).load_early(tokens, there, block_table, tell, start=start, namespace=namespace)
 
 
 @pytest.fixture(scope="module")
@@ -328,14 +328,14 @@ def test_a_load_that_is_late_is_committed_at_its_end(expected, store: LateStore)
 def test_a_store_that_tells_another_count(expected, store: LateStore, told: object) -> None:
     """More than was asked for is all of it; what is no count is nothing."""
     engine = make_engine(store)
-    load_by_layer = store.load_by_layer
+    load_early = store.load_early
 
     def lie(tokens, engine, block_table, verified, *, start: int, namespace: bytes) -> int:
-        return load_by_layer(
+        return load_early(
             tokens, engine, block_table, lambda end, one: verified(told, one), start=start, namespace=namespace
         )
 
-    store.load_by_layer = lie
+    store.load_early = lie
     engine.add_request(PROMPTS[1], PARAMS)
     assert finish(engine, store) == {"request-0": expected[1]}
     assert (engine.stats().num_cached_tokens > 0) == (told == 10**6)

@@ -89,7 +89,7 @@ def test_a_preemption(kind: GroupKind, num_host_blocks: int) -> None:
     for index, prompt in enumerate(prompts):
         engine.add_request(prompt, greedy(NUM_TOKENS), str(index))
     run(engine, told, 5)
-    assert engine.debug.decoder.is_ahead and engine.make_room()
+    assert engine.debug.decoder.is_ahead and engine.preempt_or_reclaim()
     kind.engines.poison(engine)
     run(engine, told)
     assert [*told.values()] == [kind.answer(prompt, NUM_TOKENS) for prompt in prompts]
@@ -282,7 +282,7 @@ def test_a_trace(kind: GroupKind, seed: int, options: dict[str, object]) -> None
             if chance < 0.05:
                 ended[name] = engine.abort(name := rng.choice([*engine.loop.requests]))
             elif chance < 0.08 and engine.scheduler.running:
-                engine.make_room()
+                engine.preempt_or_reclaim()
             kind.engines.poison(engine)
             ended |= {one.request_id: one.output for one in engine.step() if one.output is not None}
             engine.manager.check()

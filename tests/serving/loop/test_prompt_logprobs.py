@@ -74,7 +74,7 @@ def test_a_cached_prompt_is_computed_again_and_still_shared() -> None:
 def test_preempted_requests_have_all(num_cpu_blocks: int) -> None:
     engine = make_engine(num_blocks=14, num_host_blocks=num_cpu_blocks, max_num_batched_tokens=12)
     prompts = [*make_prompts([17, 23, 29], seed=5), PROMPTS[4]]
-    params = [SamplingParams(max_tokens=16, prompt_logprobs=0, logprobs=1, priority=index) for index in range(4)]
+    params = [SamplingParams(max_tokens=16, prompt_logprobs=0, logprobs=1, retain_priority=index) for index in range(4)]
     outputs = engine.generate(prompts, params)
     for output in outputs:
         check(output, 0)

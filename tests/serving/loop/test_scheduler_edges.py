@@ -352,7 +352,7 @@ def test_no_more_decodes_than_the_budget():
 @pytest.mark.parametrize("priority", [0, 5])
 def test_what_a_request_of_a_higher_priority_caches_stays_longer(priority):
     scheduler = scheduler_of(4)
-    scheduler.add(request_of(0, B, max_tokens=1, first=1, priority=priority))
+    scheduler.add(request_of(0, B, max_tokens=1, first=1, retain_priority=priority))
     step(scheduler)
     scheduler.add(request_of(1, B, max_tokens=1, first=50))
     step(scheduler)

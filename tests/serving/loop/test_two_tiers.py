@@ -5,8 +5,8 @@ import torch
 from support.engines import B, make_engine
 from support.models import generate_each, make_model, make_prompts
 
+from kvpage.blocks.config import HostPolicy
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.blocks.space import HostPolicy
 from kvpage.serving import Engine, SamplingParams
 
 MAX_TOKENS = 10
@@ -145,7 +145,7 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(expected) -> None:
 def test_priority_keeps_a_prefix(expected) -> None:
     for priority, kept in ((0, False), (5, True)):
         engine = make_engine(16, 0)
-        engine.generate(PROMPTS[6:7], SamplingParams(max_tokens=1, priority=priority))
+        engine.generate(PROMPTS[6:7], SamplingParams(max_tokens=1, retain_priority=priority))
         for prompt in PROMPTS[:3]:
             engine.generate([prompt], PARAMS)
         output = engine.generate(PROMPTS[6:7], SamplingParams(max_tokens=1))[0]

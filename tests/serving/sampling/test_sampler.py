@@ -85,7 +85,7 @@ NO_NUMBERS = {
     "n": [None, True, 0],
     "seed": [True, 1.5, -1, 2**63],
     "stop_token_ids": [5, "12", b"12", [True], [1.5], ["a"], None],
-    "priority": [True, 8],
+    "retain_priority": [True, 8],
 }
 
 

@@ -53,7 +53,7 @@ class Load:
             if verified is not None:
                 verified(arrival)
 
-        return self.store.load_by_layer(TOKENS, self.target, OTHER, told, start)
+        return self.store.load_early(TOKENS, self.target, OTHER, told, start)
 
     def damage(self, chunk: int, byte: int = 500) -> None:
         corrupt(self.tiers[0], self.store.keys_of(TOKENS)[chunk], byte)

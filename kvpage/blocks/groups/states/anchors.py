@@ -1,36 +1,35 @@
-"""Anchors: the cached blocks that checkpoints stand on, known by their ids in both tiers.
+"""Anchors: the cached blocks that checkpoints stand on, by the companions that the tree has given to the blocks.
 
-A cached block stands for an exact prefix, since the tree compares tokens. Its id does so as long as its generation is
-the same. So a checkpoint is found by the block's id, and no token of the prefix is read again:
+A cached block stands for an exact prefix, since the tree compares tokens. So a checkpoint is found by the companion of
+its last whole block, and no token of the prefix is read again:
 
-    match's ids    device [ 17   4   9   -  ]     the table has an anchor for some ids
+    match's ids    device [ 17   4   9   -  ]
                    host   [  -   -   2   5  ]
-    anchor         device 9 @ 7 | host 2 @ 3      valid while one of the two has this generation
+        companions        [  -   3   0   -  ]     an anchor has the companion 3, or 0, or none has
 
-The anchor of a prefix shorter than a block is the start of its namespace. It is always valid.
+The anchor of a prefix shorter than a block is the start of its namespace.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpage.blocks.groups.states.checkpoint import Anchor
-from kvpage.blocks.space import BlockSpace
-
-PathIds = npt.NDArray[np.int32]  # [2, num_blocks]: on the device, on the host; -1 for none
+from kvpage.blocks.sequence_state import COMPANION, PathIds
 
 
 class Anchors:
-    """The anchors of both tiers. Not thread-safe."""
+    """The anchors of all namespaces. Not thread-safe."""
 
-    def __init__(self, space: BlockSpace, most: int) -> None:
-        self.table = space.new_anchors(most)
+    def __init__(self, most: int) -> None:
+        """Begin with none. most: All companions are less."""
         self._roots: dict[bytes, Anchor] = {}
-        self._at: list[Anchor | None] = [None] * most
+        self._at: dict[int, Anchor] = {}
+        # Whether a block is an anchor, by its companion; the last entry is that of blocks without a companion.
+        self._is_anchor = np.zeros(most + 1, bool)
 
     def __iter__(self) -> Iterator[Anchor]:
-        return (anchor for anchor in self._at if anchor is not None)
+        return iter([*self._roots.values(), *self._at.values()])
 
     # --- looking up ---
 
@@ -39,71 +38,35 @@ class Anchors:
         return self._roots.get(namespace)
 
     def on_path(self, ids: PathIds) -> Iterator[Anchor]:
-        """Yield the valid anchors of a match's blocks, the last first."""
-        block_index, index = self.table.find_last(ids, ids.shape[1])
-        while block_index >= 0:
-            if (anchor := self._at[index]) is not None:
-                yield anchor
-            block_index, index = self.table.find_last(ids, block_index)
-
-    def seek(self, device_id: int, host_id: int) -> Anchor | None:
-        """Return the valid anchor of a cached block. Nothing is changed."""
-        index = self.table.find(device_id, host_id)
-        return self._at[index] if index >= 0 else None
+        """Return the anchors of a match's blocks, the last first."""
+        companions = ids[COMPANION]
+        return (self._at[companion] for companion in companions[self._is_anchor[companions]][::-1].tolist())
 
     def last(self, ids: PathIds, namespace: bytes) -> Anchor | None:
-        """Return the valid anchor of a match's last block, or of the start of a namespace for a match without blocks.
+        """Return the anchor of a match's last block, or of the start of a namespace for a match without blocks."""
+        return self._at.get(int(ids[COMPANION, -1])) if ids.shape[1] else self.root(namespace)
 
-        Nothing is changed. ids: int32 [2, num_blocks].
-        """
-        if not ids.shape[1]:
-            return self.root(namespace)
-        device_id, host_id = ids[:, -1].tolist()
-        return self.seek(device_id, host_id)
+    def of(self, companions: Sequence[int]) -> list[Anchor]:
+        """Return the anchors of blocks. Any thread may ask."""
+        return [anchor for companion in companions if (anchor := self._at.get(companion)) is not None]
 
-    def at_block(self, namespace: bytes, num_blocks: int, device_id: int, host_id: int) -> Anchor:
-        """Return the anchor of a cached block; a new one where there is none."""
-        anchor = self.seek(device_id, host_id)
+    # --- anchors that come and go ---
+
+    def at(self, namespace: bytes, num_blocks: int, companion: int) -> Anchor:
+        """Return the anchor of a cached block, or of the start of a namespace; a new one where there is none."""
+        anchor = self._at.get(companion) if num_blocks else self.root(namespace)
         if anchor is None:
-            anchor = self._new(namespace, num_blocks)
-            self.table.learn(anchor.index, device_id, host_id)
+            anchor = Anchor(companion, namespace, num_blocks)
+            if num_blocks:
+                self._at[companion], self._is_anchor[companion] = anchor, True
+            else:
+                self._roots[namespace] = anchor
         return anchor
-
-    def at_root(self, namespace: bytes) -> Anchor:
-        """Return the anchor of the start of a namespace; a new one where there is none."""
-        anchor = self._roots.get(namespace)
-        if anchor is None:
-            anchor = self._roots[namespace] = self._new(namespace, 0)
-        return anchor
-
-    def uses_of(self, anchor: Anchor) -> list[tuple[int, int, int]]:
-        """Return (tier, id, generation) of the anchor's block."""
-        return self.table.uses_of(anchor.index)
-
-    def is_current(self, tier: int, block_id: int, generation: int) -> bool:
-        """Return whether the id still names the block that had it in that generation."""
-        return self.table.is_current(tier, block_id, generation)
-
-    # --- blocks that come and go ---
-
-    def stale(self) -> list[Anchor]:
-        """Return the anchors whose block is in no tier any more. Any thread may ask."""
-        return [anchor for index in self.table.stale() if (anchor := self._at[index]) is not None]
 
     def remove(self, anchor: Anchor) -> None:
         """Forget an anchor without checkpoints."""
-        if anchor.num_blocks == 0:
+        if anchor.num_blocks:
+            del self._at[anchor.companion]
+            self._is_anchor[anchor.companion] = False
+        else:
             del self._roots[anchor.namespace]
-        self.table.remove(anchor.index)
-        self._at[anchor.index] = None
-
-    def is_valid(self, anchor: Anchor) -> bool:
-        """Return whether the anchor's block is in a tier."""
-        return self.table.is_valid(anchor.index)
-
-    # --- inside ---
-
-    def _new(self, namespace: bytes, num_blocks: int) -> Anchor:
-        anchor = Anchor(self.table.add(num_blocks > 0), namespace, num_blocks)
-        self._at[anchor.index] = anchor
-        return anchor

@@ -51,13 +51,13 @@ class Anchor:
     """A cached block, or the start of a namespace, with the checkpoints on it by their tails.
 
     Attributes:
-        index: Its place in the table of ids.
+        companion: The block's number in the tree; -1 for the start of a namespace.
         namespace: Whose prefix it is.
         num_blocks: The block's place in the prefix, counted from 1; 0 for the start of the namespace.
         tails: The checkpoints.
     """
 
-    index: int
+    companion: int
     namespace: bytes
     num_blocks: int
     tails: dict[bytes, "Checkpoint"] = field(default_factory=dict)
@@ -166,8 +166,7 @@ class Prefix(NamedTuple):
         num_blocks: How many whole blocks that is. They are in the tree.
         tail: The tokens after them, int32 as bytes.
         tail_blocks: The device blocks with the tail's K and V, of each group with blocks; none without a tail.
-        device_id: The last whole block's id; -1 without one.
-        host_id: Its id on the host; -1 where it is not there.
+        companion: That of the last whole block; -1 without one.
         kind: Why the state is kept.
         priority: 0 to 7.
     """
@@ -177,7 +176,6 @@ class Prefix(NamedTuple):
     num_blocks: int
     tail: bytes
     tail_blocks: Sequence[int]
-    device_id: int
-    host_id: int
+    companion: int
     kind: MarkKind
     priority: int

@@ -1,37 +1,41 @@
 """EvictedCheckpoints: the last checkpoints that were evicted, so that `explain` can tell of them."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import NamedTuple
 
 from kvpage.blocks.groups.states.checkpoint import Checkpoint
-from kvpage.blocks.sequence_state import Ids
+from kvpage.blocks.sequence_state import COMPANION, Ids
 
 MOST_REMEMBERED = 1024
 
 
 class Evicted(NamedTuple):
-    """What a checkpoint stood for, and (tier, id, generation) of its last whole block."""
+    """What a checkpoint stood for, and the companion of its last whole block."""
 
     namespace: bytes
     num_blocks: int
     tail: bytes
     num_tokens: int
-    uses: list[tuple[int, int, int]]
+    companion: int
 
 
 class EvictedCheckpoints:
     """A bounded record. A checkpoint is recognised as long as its last whole block stays cached."""
 
-    def __init__(self, is_current: Callable[[int, int, int], bool]) -> None:
-        """Begin with none. is_current: see Anchors."""
-        self._is_current = is_current
+    def __init__(self) -> None:
         self._last: deque[Evicted] = deque(maxlen=MOST_REMEMBERED)
 
-    def add(self, checkpoint: Checkpoint, uses: list[tuple[int, int, int]]) -> None:
-        """Remember a checkpoint that is about to be dropped for room. uses: of its anchor, see Anchors."""
-        anchor = checkpoint.anchor
-        self._last.append(Evicted(anchor.namespace, anchor.num_blocks, checkpoint.tail, checkpoint.num_tokens, uses))
+    def add(self, checkpoint: Checkpoint) -> None:
+        """Remember a checkpoint that is about to be dropped for room."""
+        anchor, tail = checkpoint.anchor, checkpoint.tail
+        self._last.append(Evicted(anchor.namespace, anchor.num_blocks, tail, checkpoint.num_tokens, anchor.companion))
+
+    def blocks_gone(self, companions: Collection[int]) -> None:
+        """Forget those on blocks that are gone."""
+        if self._last:
+            last = [evicted for evicted in self._last if not evicted.num_blocks or evicted.companion not in companions]
+            self._last = deque(last, MOST_REMEMBERED)
 
     def clear(self) -> None:
         """Forget all."""
@@ -51,7 +55,4 @@ class EvictedCheckpoints:
         block_index = evicted.num_blocks - 1
         if block_index < 0 or block_index >= ids.shape[1]:
             return block_index < 0
-        return any(
-            ids[tier, block_index] == block_id and self._is_current(tier, block_id, generation)
-            for tier, block_id, generation in evicted.uses
-        )
+        return bool(ids[COMPANION, block_index] == evicted.companion)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from kvpage.blocks.explain import Ending, GroupReach
 from kvpage.blocks.groups.states.checkpoint import TOKEN_BYTES, num_common
 from kvpage.blocks.groups.states.state_space import StateSpace
-from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.sequence_state import Ids
 from kvpage.blocks.space import BlockSpace
 
@@ -38,7 +37,7 @@ def reach_of_state(space: BlockSpace, states: StateSpace, tokens: Ids, namespace
     most, size = max(len(tokens) - 1, 0), space.block_size
     ids = space.tree.look(tokens, namespace)[0]
     positions = [checkpoint.num_tokens for checkpoint in states.each_of(ids, tokens, namespace)]
-    below = _begins_at([position for position in positions if position <= most], _num_on_device(ids), size, space.rule)
+    below = _begins_at([position for position in positions if position <= most], _num_on_device(ids), space)
     above = min((position for position in positions if position > below), default=None)
     reach = GroupReach("state", below, Ending.NO_CHECKPOINT, below=below or None, above=above)
     if below >= most:
@@ -56,10 +55,9 @@ def _num_on_device(ids: Ids) -> int:
     return int((ids[0] >= 0).sum())
 
 
-def _begins_at(positions: list[int], num_on_device: int, block_size: int, rule: LoadOrCompute | None) -> int:
+def _begins_at(positions: list[int], num_on_device: int, space: BlockSpace) -> int:
     """Return the position at which a request would begin; 0 without one. It loads host blocks if that is worth it."""
     longest = max(positions, default=0)
-    num_host = longest // block_size - num_on_device
-    if num_host <= 0 or rule is None or rule.should_load(num_host):
-        return longest
-    return max((position for position in positions if position // block_size <= num_on_device), default=0)
+    num_host = longest // space.block_size - num_on_device
+    nearest = max((position for position in positions if position // space.block_size <= num_on_device), default=0)
+    return longest if space.should_load(num_host, longest - nearest) else nearest

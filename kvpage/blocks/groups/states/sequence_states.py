@@ -13,8 +13,7 @@ from kvpage.blocks.groups.states.checkpoint import Checkpoint, MarkKind, Prefix
 from kvpage.blocks.groups.states.marks import Mark
 from kvpage.blocks.groups.states.slot_tier import SlotTier
 from kvpage.blocks.groups.states.state_space import StateSpace
-from kvpage.blocks.groups.window_blocks import NO_BLOCK
-from kvpage.blocks.sequence_state import Ids, SeqId
+from kvpage.blocks.sequence_state import NO_BLOCK, Ids, SeqId
 from kvpage.blocks.sequences.sequences import Sequences
 
 
@@ -242,15 +241,14 @@ class SequenceStates:
 
     def _prefix(self, seq_id: SeqId, mark: Mark) -> Prefix:
         assert mark.tail is not None, "its tokens are committed"
-        ids, num_blocks = self._sequences.ids(seq_id), mark.num_tokens // self._sequences.block_size
+        num_blocks = mark.num_tokens // self._sequences.block_size
         return Prefix(
             namespace=self._sequences.state(seq_id).namespace,
             num_tokens=mark.num_tokens,
             num_blocks=num_blocks,
             tail=mark.tail,
             tail_blocks=self._blocks_at(seq_id, num_blocks) if mark.tail else (),
-            device_id=int(ids[num_blocks - 1]) if num_blocks else -1,
-            host_id=self._states.host_id(self._sequences, seq_id, num_blocks - 1) if num_blocks else -1,
+            companion=self._sequences.companion(seq_id, num_blocks - 1) if num_blocks else NO_BLOCK,
             kind=mark.kind,
             priority=self.running[seq_id].priority,
         )
@@ -267,7 +265,6 @@ def _check_tier(name: str, tier: SlotTier, held_slots: list[int]) -> None:
 
 
 def _check_checkpoints(states: StateSpace) -> None:
-    states.anchors.table.check()
     by_anchor = {id(checkpoint) for anchor in states.anchors for checkpoint in anchor.tails.values()}
     for tier in (states.device, states.host):
         for slot, checkpoint in enumerate(tier.checkpoints):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from kvpage._C import Match
 from kvpage.blocks.explain import Ending, GroupReach
-from kvpage.blocks.groups.group import Claim, GroupManager, PathIds, Prompt
+from kvpage.blocks.groups.group import Claim, GroupManager, Prompt
 from kvpage.blocks.groups.states.checkpoint import Checkpoint, MarkKind, num_common
 from kvpage.blocks.groups.states.held_checkpoints import HeldCheckpoints
 from kvpage.blocks.groups.states.marks import MIN_SAVED, Mark, marks_of_prompt
@@ -28,7 +28,7 @@ from kvpage.blocks.groups.states.sequence_states import SequenceStates
 from kvpage.blocks.groups.states.state_space import States, StateSpace
 from kvpage.blocks.groups.window_group import WindowGroup
 from kvpage.blocks.moves import BlockMove
-from kvpage.blocks.sequence_state import Ids, SeqId
+from kvpage.blocks.sequence_state import Ids, PathIds, SeqId
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.blocks.space import BlockSpace
 from kvpage.checks.errors import OutOfSlots
@@ -270,6 +270,10 @@ class StateGroup(GroupManager[StateClaim]):
         self._states.move(seq_id, self.space.take(), on_host=False)
 
     # --- the tree's blocks ---
+
+    def blocks_gone(self, companions: Sequence[int]) -> None:
+        """Forget the checkpoints on them."""
+        self.space.blocks_gone(companions)
 
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
         """Forget the checkpoints of tokens that no other prompt shares."""

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvpage._C import BlockPool
-from kvpage.blocks.groups.group import PathIds
 from kvpage.blocks.groups.states.anchors import Anchors
 from kvpage.blocks.groups.states.checkpoint import PER_USE, Anchor, Checkpoint, MarkKind, Prefix, UseRate
 from kvpage.blocks.groups.states.evicted import EvictedCheckpoints
 from kvpage.blocks.groups.states.slot_tier import SlotTier, rank_of
 from kvpage.blocks.moves import BlockMoves, Kind
-from kvpage.blocks.sequence_state import Ids, SeqId
-from kvpage.blocks.sequences.sequences import Sequences
+from kvpage.blocks.sequence_state import Ids, PathIds
 from kvpage.blocks.space import BlockSpace
 from kvpage.blocks.stats import SlotStats
 from kvpage.checks.errors import OutOfSlots
@@ -93,9 +91,9 @@ class StateSpace:
         self.moves = BlockMoves()
         self.counts = dict.fromkeys(("restored", "kept", "evicted", "demoted", "lost"), 0)
         self._space = space
-        self.anchors = Anchors(space, num_slots + num_host_slots)
+        self.anchors = Anchors(space.most_companions)
         self._use_rates = {(kind, is_passed): UseRate() for kind in MarkKind for is_passed in (False, True)}
-        self.evicted = EvictedCheckpoints(self.anchors.is_current)
+        self.evicted = EvictedCheckpoints()
         self._held: list[Checkpoint] = []  # by readers, once for each
         self._floor = 0  # what the last evicted checkpoint was worth
         self.most_kept = options.most_kept
@@ -194,7 +192,7 @@ class StateSpace:
             goes_on: Whether a sequence is about to go on from it: the others are evicted before it.
         """
         self.num_kept -= is_mark
-        anchor = self._anchor_of(prefix)
+        anchor = self.anchors.at(prefix.namespace, prefix.num_blocks, prefix.companion)
         checkpoint = anchor.tails.get(prefix.tail)
         if checkpoint is not None and not checkpoint.is_on_host:
             self.device.release(slot)
@@ -285,12 +283,17 @@ class StateSpace:
 
     def drop_stale(self) -> None:
         """Forget the checkpoints whose K and V are gone."""
-        for anchor in self.anchors.stale():
+        self._space.bury_companions()
+
+    # --- the tree's blocks ---
+
+    def blocks_gone(self, companions: Sequence[int]) -> None:
+        """Forget the checkpoints on blocks that are gone, also those that were evicted."""
+        for anchor in self.anchors.of(companions):
             for checkpoint in list(anchor.tails.values()):
                 self.counts["lost"] += 1
                 self.drop(checkpoint)
-
-    # --- the tree's blocks ---
+        self.evicted.blocks_gone(frozenset(companions))
 
     def blocks_dropped(self, tokens: Ids, namespace: bytes) -> None:
         """Forget the checkpoints of tokens whose blocks were dropped, where no other prompt shares them."""
@@ -314,23 +317,14 @@ class StateSpace:
                 if checkpoint is not None:
                     self.drop(checkpoint)
 
-    def host_id(self, sequences: Sequences, seq_id: SeqId, block: int) -> int:
-        """Return the host id of a cached block of a sequence; -1 where the host has none."""
-        if not self._space.tree.has_host_tier:
-            return -1
-        match = sequences.rows.pin(sequences.on_device[seq_id])
-        try:
-            return int(match.tier_block_ids(block)[1, 0])
-        finally:
-            self._space.tree.release(match)
-
     def stats(self) -> SlotStats:
         """Return the counters, and the slots of both tiers now. Nothing is changed: any thread may ask.
 
         Numbers are read one after another. Each is within its range, also where slots change meanwhile.
         """
         device, host = self.device, self.host
-        stale = [checkpoint for anchor in self.anchors.stale() for checkpoint in list(anchor.tails.values())]
+        anchors = self.anchors.of(self._space.tree.dead_companions())
+        stale = [checkpoint for anchor in anchors for checkpoint in list(anchor.tails.values())]
         num_host = sum(checkpoint.is_on_host for checkpoint in stale)
         num_device = len(stale) - num_host
         return SlotStats(
@@ -347,11 +341,6 @@ class StateSpace:
 
     def _tier(self, checkpoint: Checkpoint) -> SlotTier:
         return self.host if checkpoint.is_on_host else self.device
-
-    def _anchor_of(self, prefix: Prefix) -> Anchor:
-        if prefix.num_blocks == 0:
-            return self.anchors.at_root(prefix.namespace)
-        return self.anchors.at_block(prefix.namespace, prefix.num_blocks, prefix.device_id, prefix.host_id)
 
     def _keep_new(self, slot: int, anchor: Anchor, prefix: Prefix, parent: Checkpoint | None) -> Checkpoint:
         made = Checkpoint(anchor, prefix.tail, prefix.num_tokens, slot, prefix.kind, prefix.priority)
@@ -435,13 +424,11 @@ class StateSpace:
         self.counts["demoted"] += 1
 
     def _drop_for_room(self, checkpoint: Checkpoint) -> None:
-        self.evicted.add(checkpoint, self.anchors.uses_of(checkpoint.anchor))
+        self.evicted.add(checkpoint)
         self.drop(checkpoint)
 
     def _may_demote(self, checkpoint: Checkpoint, besides: Checkpoint | None) -> bool:
         """Return whether the host has a slot for a checkpoint: a free one, or one that is worth less."""
-        if not self.anchors.is_valid(checkpoint.anchor):
-            return False
         if self.host.num_free:
             return True
         victim = self._victim(self.host, besides)

@@ -45,7 +45,7 @@ class RequestBlocks:
             request.seq_id,
             tokens,
             request.namespace,
-            request.params.priority,
+            request.params.retain_priority,
             max_cached,
             cache_at=request.cache_at,
             num_spare=num_spare,
@@ -63,7 +63,7 @@ class RequestBlocks:
         self._manager.commit(request.seq_id, request.tokens[begin : request.num_computed])
         request.set_committed()
 
-    def swapped_out(self, request: Request) -> bool:
+    def swap_out(self, request: Request) -> bool:
         """Move its computed K and V, and its state, to the host.
 
         Return False, and change nothing, without room there, or with a spoiled state.

@@ -8,13 +8,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.sequence_state import Allocation, Ids
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.layered_moves import Arrival
 from kvpage.store.block_store import BlockStore, is_count
 
-__all__ = ["StoreLoad", "count_of", "num_cached", "num_shared"]
+__all__ = ["StoreLoad", "count_of", "num_shared"]
 
 
 class Prompted(Protocol):
@@ -114,7 +113,7 @@ class StoreLoad(Generic[RequestT]):
         """Return the call that loads into the blocks: where it runs beside the computation, the one by layers."""
         to_blocks = self.tokens, cache, block_ids
         if is_beside:
-            return partial(store.load_by_layer, *to_blocks, self._teller())
+            return partial(store.load_early, *to_blocks, self._teller())
         return partial(store.load_blocks, *to_blocks)
 
     @property
@@ -143,13 +142,6 @@ class StoreLoad(Generic[RequestT]):
             verified.set_result((int(num_tokens), arrival))
 
         return tell
-
-
-def num_cached(manager: BlockManager, tokens: Ids, namespace: bytes, num_left_over: int = 1) -> int:
-    """Return how many leading tokens can be found. num_left_over: the least number of tokens to leave out."""
-    match = manager.tree.match(tokens, namespace, num_left_over=num_left_over, is_hit=False)
-    manager.tree.release(match)
-    return match.num_tokens
 
 
 def num_shared(load: StoreLoad[Any], other: StoreLoad[Any], block_size: int) -> int:

@@ -8,7 +8,7 @@ from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.sequence_state import Allocation
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
-from kvpage.serving.loop.moves.store_load import StoreLoad, num_cached
+from kvpage.serving.loop.moves.store_load import StoreLoad
 from kvpage.serving.loop.moves.stored_group import Hold, Loading, StoredGroup
 from kvpage.store.block_store import BlockStore, TokenIds
 
@@ -34,7 +34,7 @@ class StoredBlocks(StoredGroup):
         return self._store.prefetch(tokens, namespace=namespace)
 
     def num_cached(self, tokens: TokenIds, namespace: bytes) -> int:
-        return num_cached(self._manager, tokens, namespace)
+        return self._manager.num_cached(tokens, namespace)
 
     def num_seen(self, tokens: TokenIds, namespace: bytes) -> int:
         num_blocks: int = self._manager.tree.look(tokens[:-1], namespace)[0].shape[1]

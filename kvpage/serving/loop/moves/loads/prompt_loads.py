@@ -27,7 +27,7 @@ from kvpage.checks.wait_limit import WaitLimit, wait_for_one
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.loads.prefetches import Prefetches
 from kvpage.serving.loop.moves.loads.store_stats import StoreConnectorStats
-from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_cached, num_shared
+from kvpage.serving.loop.moves.store_load import StoreLoad, count_of, num_shared
 from kvpage.serving.loop.moves.stored_group import StoredGroup
 from kvpage.serving.loop.request import Request
 from kvpage.store.block_store import TokenIds, is_count
@@ -378,7 +378,7 @@ class PromptLoads:
         end = min(num_verified, load.num_wanted) // size * size
         if end <= load.num_cached:
             return
-        known = num_cached(self._manager, load.tokens[:end], load.namespace, num_left_over=0)
+        known = self._manager.tree.look(load.tokens[:end], load.namespace)[0].shape[1] * size
         if known <= load.num_cached:
             self._transfers.expected.add(load.block_ids[load.num_cached // size : end // size], arrival)
             load.note_early(end, arrival)
