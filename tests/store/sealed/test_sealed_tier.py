@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 from support.seeds import seed_of
+from support.store_engines import TOKENS as ENGINE_TOKENS
+from support.store_engines import C as ENGINE_CHUNK
+from support.store_engines import make_engine, tokens_of
 from support.store_kv import KV, TOKENS, C, kv_of, make, same
 from support.store_records import get, key, put, record, trailer
+from support.store_states import found, state_of, store_and_states
 from support.tier_life import TierLife
 
-from kvpage.store import ByteStore, ByteStoreConfig, SealKeys
+from kvpage.store import ByteStore, ByteStoreConfig, KVStore, KVStoreConfig, Placed, SealKeys, metadata_of
 from kvpage.store.disk.disk_tier import DiskTier
 from kvpage.store.disk.shared_disk import SharedDisk
 from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord, is_sealed
@@ -346,3 +350,59 @@ def test_a_writer_is_whole_and_its_tiers_own(tmp_path):
     with pytest.raises(ValueError, match="num_bytes"):
         tier.create(key(0), 0)
     assert tier.create(key(0), 1 << 40) is None
+
+
+@pytest.mark.parametrize("is_missing", [False, True], ids=["with the key", "with a lost key"])
+@pytest.mark.parametrize("codec", ["raw", "split"])
+def test_blocks_are_loaded_at_once_and_by_layer(tmp_path, codec, is_missing):
+    """A lost key is a miss for every way to load, never an error."""
+    source, num_tokens = make_engine(seed=1, cache_dtype="bf16"), len(ENGINE_TOKENS)
+    table = list(range(8))
+    config = KVStoreConfig(ENGINE_CHUNK, codec=codec, num_threads=2)
+    with KVStore(config, metadata_of(source, "m"), [tier_of("disk", tmp_path)]) as store:
+        assert store.store_blocks(ENGINE_TOKENS, source, table) == num_tokens
+    keys, expected = SealKeys((B,)) if is_missing else KEYS, 0 if is_missing else num_tokens
+    tier = SealedTier(DiskTier([tmp_path], 64 << 20, segment_bytes=16 << 20), keys)
+    with KVStore(config, metadata_of(source, "m"), [tier]) as store:
+        for way in ("at once", "by layer", "pinned"):
+            target = make_engine(seed=2, cache_dtype="bf16")
+            if way == "at once":
+                assert store.load_blocks(ENGINE_TOKENS, target, table) == expected
+            elif way == "by layer":
+                with store.load_layers(ENGINE_TOKENS, target, table) as load:
+                    assert load.result(60) == expected
+            else:
+                with store.pin(ENGINE_TOKENS):
+                    assert store.load_blocks(ENGINE_TOKENS, target, table) == expected
+            if expected:
+                same_rows = tokens_of(target, table, 0, num_tokens).view(torch.uint8)
+                assert torch.equal(same_rows, tokens_of(source, table, 0, num_tokens).view(torch.uint8))
+        assert (store.stats().refused.get("key", 0) > 0) == is_missing and store.stats().corrupt_records == 0
+
+
+def test_states_and_their_index_are_sealed_too():
+    values = Values()
+    store, states = store_and_states(tiers=[remote(values)])
+    with store:
+        assert states.put(TOKENS, state_of(TOKENS))
+        assert found(states, TOKENS) and states.positions(TOKENS) == [len(TOKENS)]
+    assert all(map(is_sealed, values.values.values())) and len(values.values) > 1
+    store, states = store_and_states(tiers=[remote(values, SealKeys((B,)))])
+    with store:
+        assert not found(states, TOKENS) and states.positions(TOKENS) == []
+        assert states.put(TOKENS, state_of(TOKENS)) and found(states, TOKENS)
+
+
+def test_promotion_and_writing_back_pass_by_memory(tmp_path):
+    """Memory has the plain record, the disk the sealed one."""
+    memory, disk = MemoryTier(4 << 20, pin_memory=False), tier_of("disk", tmp_path)
+    with make(tiers=[Placed(memory), Placed(disk, is_written_back=True)]) as store:
+        store.store(TOKENS, KV)
+        store.flush()
+        memory.clear()
+        assert same(store.retrieve(TOKENS)[0], KV) and store.stats().promoted_chunks == 3
+        memory.clear()
+        assert store.prefetch(TOKENS) == len(TOKENS) and memory.stats().num_records == 3
+        disk._keys = SealKeys((B,))
+        memory.clear()
+        assert store.prefetch(TOKENS) == 0 and store.retrieve(TOKENS)[0] == ()
