@@ -81,18 +81,18 @@ def measure(kib: int, options: argparse.Namespace) -> Iterator[Row]:
         ways = {"digests": "", "sealed": f"&seal_key_file={folder / 'keys'}"}
         stores = {name: store_of(folder, name, way, data.nbytes) for name, way in ways.items()}
         calls = calls_of(stores, [b"%d" % number for number in range(options.records)], data, back)
-        for call in calls.values():
+        for name, call in calls.items():
             back[:] = 0
             call()
-            assert call.func.__name__ == "put" or np.array_equal(back, data), "other bytes came back"
+            assert name.endswith("put") or np.array_equal(back, data), "other bytes came back"
         calls |= {"copy": lambda: np.copyto(back, data), "aes": sealed_alone(flat)}
         taken = in_turns(calls, options.rounds, measure=cpu_seconds)
         for store in stores.values():
             store.close()
     rates = {name: Figure.rate(data.nbytes / 1e9, times) for name, times in taken.items()}
-    for way, call in (("in", "put"), ("out", "get")):
-        ratio = Figure.ratio(taken[f"sealed {call}"], taken[f"digests {call}"])
-        speeds = {f"{name} GB/s": rates[f"{name} {call}"] for name in ways}
+    for way, verb in (("in", "put"), ("out", "get")):
+        ratio = Figure.ratio(taken[f"sealed {verb}"], taken[f"digests {verb}"])
+        speeds = {f"{name} GB/s": rates[f"{name} {verb}"] for name in ways}
         yield {"KiB": kib, "way": way, **speeds, "ratio": ratio, "aes GB/s": rates["aes"], "bound GB/s": rates["copy"]}
 
 
