@@ -48,12 +48,16 @@ struct Escapes {
 
 // Two a byte, the first one in the lower half.
 void pack_nibbles(const std::byte* escapes, int64_t count, std::byte* out) {
-  for (int64_t i = 0; i + 1 < count; i += 2) out[i / 2] = escapes[i] | escapes[i + 1] << 4;
+  for (int64_t i = 0; i < count / 2; ++i) out[i] = escapes[2 * i] | escapes[2 * i + 1] << 4;
   if (count % 2) out[count / 2] = escapes[count - 1];
 }
 
 void unpack_nibbles(const std::byte* packed, int64_t count, std::byte* escapes) {
-  for (int64_t i = 0; i < count; ++i) escapes[i] = packed[i / 2] >> (i % 2 * 4) & std::byte{0xf};
+  for (int64_t i = 0; i < count / 2; ++i) {
+    escapes[2 * i] = packed[i] & std::byte{0xf};
+    escapes[2 * i + 1] = packed[i] >> 4;
+  }
+  if (count % 2) escapes[count - 1] = packed[count / 2] & std::byte{0xf};
 }
 
 template <FloatKind kKind>
@@ -100,7 +104,8 @@ struct Choice {
   int base = 0, code_bits = 0;
 };
 
-// The window of neighbouring exponents, and the bits of its codes, that take least by a sample of a block.
+// The window of neighbouring exponents, and the bits of its codes, that take least by a sample of a block; 0 bits if it
+// would be no smaller than the elements.
 Choice choose(FloatKind kind, const std::byte* raw, int64_t num_elements) {
   Counts counts{};
   const int64_t num_samples = count_exponents(kind, raw, num_elements, counts);
@@ -108,7 +113,7 @@ Choice choose(FloatKind kind, const std::byte* raw, int64_t num_elements) {
   while (first < last && counts[first] == 0) ++first;
   while (last > first && counts[last] == 0) --last;
   Choice best;
-  int64_t least = INT64_MAX;
+  int64_t least = INT64_MAX, outside = 0;
   for (int bits = 1; bits <= kMostCodeBits; ++bits) {
     const int size = (1 << bits) - 1;
     int64_t inside = 0;
@@ -120,9 +125,12 @@ Choice choose(FloatKind kind, const std::byte* raw, int64_t num_elements) {
       if (inside > most) most = inside, base = begin;
     }
     const int64_t cost = bits * num_samples + kEscapeCost * (num_samples - most);
-    if (cost < least) least = cost, best = {base, bits};
+    if (cost < least) least = cost, best = {base, bits}, outside = num_samples - most;
   }
-  return best;
+  const FloatParts parts = parts_of(kind);
+  const int exponent_bits = 8 * (parts.width - parts.low_bytes) - parts.rest_planes;
+  const int64_t coded_bits = best.code_bits * num_samples + (has_nibbles(kind) ? 4 : 8) * outside;
+  return coded_bits < exponent_bits * num_samples ? best : Choice{};
 }
 
 // Elements of the block that begins with element `begin`.
@@ -157,7 +165,7 @@ int64_t encode_groups(const ExponentKernel& kernel, FloatKind kind, const Choice
 int64_t encode_body(const ExponentKernel& kernel, FloatKind kind, const Choice& choice, const std::byte* raw,
                     int64_t num_elements, std::byte* body, const BlockSizes& sizes) {
   const int64_t left = sizes.raw - sizes.low - sizes.planes - 1;
-  if (left < 0) return -1;
+  if (left < 0 || choice.code_bits == 0) return -1;
   std::byte* escapes = body + sizes.low + sizes.planes;
   if (!has_nibbles(kind)) {
     const int64_t count = encode_groups(kernel, kind, choice, raw, num_elements, body, sizes, escapes, left);
