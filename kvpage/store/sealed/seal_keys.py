@@ -24,16 +24,21 @@ class SealKeys:
 
     Raises:
         ValueError: a field breaks a rule. No message holds a secret.
+        TypeError: keys are no pairs.
     """
 
     keys: tuple[tuple[str, bytes], ...] = field(repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.keys, tuple) or not all(
+            isinstance(pair, tuple) and len(pair) == 2 for pair in self.keys
+        ):
+            raise TypeError("keys must be a tuple of pairs of id and secret")
         if not self.keys:
             raise ValueError("keys must be at least one, got none")
         for name, secret in self.keys:
             if not isinstance(name, str) or not ID.fullmatch(name):
-                raise ValueError(f"the id of a key must be 1 to 64 printable ASCII characters, got {len(name)}")
+                raise ValueError("the id of a key must be 1 to 64 printable ASCII characters, got another one")
             if not isinstance(secret, bytes) or len(secret) != KEY_BYTES:
                 raise ValueError(f"key {name} must be {KEY_BYTES} bytes")
         if len(dict(self.keys)) < len(self.keys):

@@ -57,3 +57,9 @@ def test_no_secret_is_shown(tmp_path):
     assert SECRET.hex() not in shown and repr(SECRET)[2:-1] not in shown
     with pytest.raises(OSError):
         KVStore(KVStoreConfig(4, (f"disk:{tmp_path}/kv?seal_key_file={tmp_path}/none",)), KVStoreMetadata("m"))
+
+
+@pytest.mark.parametrize("keys", [None, 3, [("a", SECRET)], {"a": SECRET}, (("a", SECRET, 1),), ("ab",)])
+def test_keys_are_pairs(keys):
+    with pytest.raises(TypeError, match="pairs"):
+        SealKeys(keys)
