@@ -9,9 +9,9 @@ Numbers of several kinds, in one thread, back and forth:
 - split: kvpage's own (csrc/codec/exponent_codec.h): exponents apart, in a few bits
 - zstd: the bytes of equal places together, by zstandard
 
-`in` and `out` are GB of K and V a second, into memory that is there; the digests of the coded bytes are made, and
-checked, on the way. The bound is one copy of K and V, memory to memory. First each payload must give the numbers back,
-bit by bit.
+`in` and `out` are GB of K and V a second of the thread's own time, into memory that is there. The digests of the coded
+bytes are made, and checked, on the way. The bound is one copy of K and V, memory to memory. First each payload must
+give the numbers back, bit by bit.
 
 Targets: split makes bf16 of `normal`, `heavy` and `trained` at least 1.30 times smaller, at 5 GB/s in and 8 GB/s out,
 fp8 1.1 times, and nothing more than 0.5 % larger.
@@ -29,7 +29,7 @@ import torch
 import kvpage._C as _C
 from kvpage.benchmarks import blend_model, blend_task
 from kvpage.benchmarks.cells import Row, shown
-from kvpage.benchmarks.figure import Figure, in_turns
+from kvpage.benchmarks.figure import Figure, in_turns, thread_seconds
 from kvpage.benchmarks.pictures import grouped
 from kvpage.benchmarks.script import finish, option, parse
 from kvpage.store.records.codec import SPLIT_KINDS, get_codec
@@ -130,7 +130,7 @@ def measure(kind: str, dtype: str, options: argparse.Namespace) -> Iterator[Row]
     calls: dict[str, Callable[[], object]] = {"copy": lambda: np.copyto(target, raw)}
     for name, codec in codecs.items():
         calls |= {f"{name} in": codec.encode, f"{name} out": codec.decode}
-    taken = in_turns(calls, options.rounds)
+    taken = in_turns(calls, options.rounds, measure=thread_seconds)
     speeds = {name: Figure.rate(raw.nbytes / 1e9, times) for name, times in taken.items()}
     for name, codec in codecs.items():
         ratio = raw.nbytes / codec.payload.nbytes

@@ -11,7 +11,7 @@ namespace {
 constexpr int kBytes = KVPAGE_REGISTER_BYTES;
 constexpr int kRegisters = kGroupElements / kBytes;  // of a group, a byte for each element
 
-constexpr int kFewEscapes = 2;
+constexpr int kFewEscapes = 4;  // of a group, written and read without a branch
 
 typedef uint8_t Bytes __attribute__((vector_size(KVPAGE_REGISTER_BYTES)));
 typedef uint16_t Words __attribute__((vector_size(KVPAGE_REGISTER_BYTES)));
@@ -41,6 +41,8 @@ inline Bytes least(Bytes a, Bytes b) {
   return a < b ? a : b;
 #endif
 }
+
+constexpr uint64_t kLastBit = uint64_t{1} << 63;  // so that there is a lowest bit, whatever the others are
 
 // One bit of each byte, that of the first byte lowest.
 inline uint64_t plane_of(Bytes x, int bit) {
@@ -86,7 +88,7 @@ inline Bytes with_byte(Bytes x, int number, int value) {
 }
 
 // The number of the lowest bit; 64 of none.
-inline int lowest(uint64_t bits) { return bits ? __builtin_ctzll(bits) : 64; }
+inline int lowest(uint64_t bits) { return __builtin_ctzll(bits | kLastBit) + (bits == 0); }
 
 // The lower and the upper byte of each of kBytes words.
 inline void take_halves(const std::byte* from, Bytes& low, Bytes& high) {
@@ -201,13 +203,13 @@ int64_t encode_groups(const ExponentGroups& groups, const std::byte* raw, std::b
       for (int p = 0; p < kCodeBits; ++p) words[kParts.rest_planes + p] |= plane_of(codes, p) << (r * kBytes % 64);
     }
     for (int p = 0; p < kCodeBits; ++p) escaped &= words[kParts.rest_planes + p];
-    std::memcpy(planes, words, sizeof(words));
-    // Most groups have two escapes at most: these are written without a branch, which nothing could foresee.
+    // Word by word: a longer load would wait for the stores of its parts.
+    for (int p = 0; p < kPlanes; ++p) std::memcpy(planes + p * sizeof(words[p]), &words[p], sizeof(words[p]));
+    // Most groups have a few escapes at most: these are written without a branch, which nothing could foresee.
     if (num_escapes + kFewEscapes <= room) {
-      const uint64_t others = escaped & (escaped - 1);
-      escapes[num_escapes] = exponents[lowest(escaped) % 64], escapes[num_escapes + 1] = exponents[lowest(others) % 64];
       const int count = __builtin_popcountll(escaped);
-      escaped = others & (others - 1);
+      for (int e = 0; e < kFewEscapes; ++e, escaped &= escaped - 1)
+        escapes[num_escapes + e] = exponents[__builtin_ctzll(escaped | kLastBit)];
       num_escapes += count < kFewEscapes ? count : kFewEscapes;
     }
     for (; escaped; escaped &= escaped - 1, ++num_escapes)
@@ -235,14 +237,11 @@ int64_t decode_groups(const ExponentGroups& groups, const std::byte* low, const 
         exponents[r] += spread(words[kParts.rest_planes + p] >> (r * kBytes % 64), 1 << p);
     }
     if (next + kFewEscapes <= num_escapes) {
-      const uint64_t others = escaped & (escaped - 1);
-      const int first = lowest(escaped), second = lowest(others);
-      for (int r = 0; r < kRegisters; ++r) {
-        exponents[r] = with_byte(exponents[r], first - r * kBytes, std::to_integer<int>(escapes[next]));
-        exponents[r] = with_byte(exponents[r], second - r * kBytes, std::to_integer<int>(escapes[next + 1]));
-      }
       const int count = __builtin_popcountll(escaped);
-      escaped = others & (others - 1);
+      for (int e = 0; e < kFewEscapes; ++e, escaped &= escaped - 1) {
+        const int number = lowest(escaped), value = std::to_integer<int>(escapes[next + e]);
+        for (int r = 0; r < kRegisters; ++r) exponents[r] = with_byte(exponents[r], number - r * kBytes, value);
+      }
       next += count < kFewEscapes ? count : kFewEscapes;
     }
     if (escaped) {

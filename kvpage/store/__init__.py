@@ -15,6 +15,8 @@ from kvpage.store.load.layer_chunks import LayerChunks, Pin
 from kvpage.store.load.layer_load import LayerLoad
 from kvpage.store.placement import register_tier
 from kvpage.store.records.keys import KVStoreMetadata
+from kvpage.store.sealed.seal_keys import SealKeys
+from kvpage.store.sealed.sealed_tier import SealedTier
 from kvpage.store.stack.placed import Placed
 from kvpage.store.states.state_records import StateRecords
 from kvpage.store.stats import ByteStoreStats, ByteTierStats, KVStoreStats
@@ -43,6 +45,8 @@ __all__ = [
     "Pin",
     "Placed",
     "RecordSummary",
+    "SealKeys",
+    "SealedTier",
     "StateRecords",
     "Tier",
     "TierError",

@@ -71,9 +71,9 @@ class TierURL:
 class KVStoreConfig:
     """The configuration of a store.
 
-    Every tier's URL takes three options. `write=through`, the default: `store` returns when the record is there;
+    Every tier's URL takes four options. `write=through`, the default: `store` returns when the record is there;
     `write=back`: it is written in the background. `promote=yes` or `no`: whether records that slower tiers have are
-    copied here. `deadline=0.5`: seconds of one call.
+    copied here. `deadline=0.5`: seconds of one call. `seal_key_file=PATH`: records are encrypted there, see `SealKeys`.
 
     Attributes:
         chunk_size: tokens of a chunk.

@@ -9,9 +9,16 @@ from dataclasses import dataclass
 from kvpage.store.config import KVStoreConfig, TierURL
 from kvpage.store.disk.disk_tier import DiskTier
 from kvpage.store.disk.disk_view import DiskView
-from kvpage.store.placement import paths_of, place_tiers
+from kvpage.store.placement import paths_of, place_tiers, sealed
 from kvpage.store.records.keys import decode_meta
-from kvpage.store.records.record import BYTES_CODEC, INDEX_CODEC, STATE_CODEC, CorruptRecord
+from kvpage.store.records.record import (
+    BYTES_CODEC,
+    INDEX_CODEC,
+    SEALED_CODEC,
+    STATE_CODEC,
+    CorruptRecord,
+    UnreadableRecord,
+)
 from kvpage.store.records.record_io import read_head, verify_record
 from kvpage.store.tiers.tier import Reader, RecordGone, RecordInfo, Tier, TierError
 
@@ -23,7 +30,8 @@ class RecordSummary:
     Attributes:
         key: hexadecimal.
         num_bytes: bytes of the record.
-        model: the model's name, "(bytes)" for a record of a ByteStore; None if the head cannot be read.
+        model: the model's name, "(bytes)" for a record of a ByteStore, "(sealed)" for one whose keys the URL does not
+            name; None if the head cannot be read.
         namespace: of its tokens; None if the head cannot be read.
         num_tokens: tokens of the chunk, or before a state; None for a record of bytes.
         codec: the payload's dtype and codec; "state" and "state-index" for states and the index of their positions.
@@ -62,12 +70,14 @@ def _summary(info: RecordInfo, reader: Reader, now: float, tier: str) -> RecordS
     age = None if info.last_used is None else now - info.last_used
     try:
         head, _ = read_head(reader)
-        if head.codec == BYTES_CODEC:
-            return RecordSummary(info.key.hex(), info.num_bytes, "(bytes)", b"", None, head.codec, "", age, tier)
+        if head.codec in (BYTES_CODEC, SEALED_CODEC):
+            return RecordSummary(
+                info.key.hex(), info.num_bytes, f"({head.codec})", b"", None, head.codec, "", age, tier
+            )
         fields = decode_meta(head.meta)
         is_chunk = head.codec not in (STATE_CODEC, INDEX_CODEC)
         num_tokens = head.shape[3 if is_chunk and fields["fmt"] != "vllm" else 2]
-    except (CorruptRecord, ValueError, KeyError):
+    except (CorruptRecord, UnreadableRecord, ValueError, KeyError):
         return RecordSummary(info.key.hex(), info.num_bytes, age=age, tier=tier)
     model, namespace, fmt = fields["model_name"], fields["namespace"], fields["fmt"]
     return RecordSummary(info.key.hex(), info.num_bytes, model, namespace, num_tokens, head.codec, fmt, age, tier)
@@ -79,7 +89,7 @@ def view_tier(url: str) -> Tier:
     Raises ValueError or OSError, with the reason, if it cannot be opened.
     """
     parsed = TierURL.parse(url)
-    return DiskView(paths_of(parsed)) if parsed.scheme == "disk" else open_tier(url)
+    return sealed(parsed, lambda: DiskView(paths_of(parsed))) if parsed.scheme == "disk" else open_tier(url)
 
 
 def open_tier(url: str) -> Tier:
@@ -90,7 +100,7 @@ def open_tier(url: str) -> Tier:
     """
     parsed = TierURL.parse(url)
     if parsed.scheme == "disk":
-        return DiskTier(paths_of(parsed), None)
+        return sealed(parsed, lambda: DiskTier(paths_of(parsed), None))
     return place_tiers(KVStoreConfig(tiers=(url,)))[0].tier
 
 
@@ -118,7 +128,7 @@ def is_whole(reader: Reader, key: bytes) -> bool:
         verify_record(reader, key)
     except RecordGone:
         raise
-    except (CorruptRecord, TierError):
+    except (CorruptRecord, UnreadableRecord, TierError):
         return False
     return True
 

@@ -337,7 +337,7 @@ class KVStore(TieredStore, BlockStore):
         """Return counters and the state of each tier, also of a closed store."""
         self.gate.check()
         read_chunks = tuple(use.hits for use in self._tiers.uses())
-        return KVStoreStats.of(self._tiers.counts, self._tiers.stats(), read_chunks)
+        return KVStoreStats.of(self._tiers.counts, self._tiers.stats(), read_chunks, self._tiers.refused)
 
     def _close_parts(self) -> None:
         self._tensors.close()

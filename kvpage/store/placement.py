@@ -9,7 +9,7 @@ from kvpage.store.tiers.tier import Tier
 
 Factory = Callable[[TierURL], Tier]
 FOREIGN_PATH = re.compile(r"/?[A-Za-z]:|/?~|.*\\")
-COMMON_OPTIONS = ("write", "promote", "deadline")
+COMMON_OPTIONS = ("write", "promote", "deadline", "seal_key_file")
 
 
 def _memory(url: TierURL) -> Tier:
@@ -156,7 +156,31 @@ def _place(url: TierURL, config: TierChoice) -> Placed:
     promotes = _choice(url, "promote", {"yes": True, "no": False}, "yes")
     deadline = url.option("deadline")
     seconds = config.deadline if deadline is None else _seconds(deadline)
-    return Placed(FACTORIES.make(url), write, promotes, seconds)
+    return Placed(make_tier(url), write, promotes, seconds)
+
+
+def make_tier(url: TierURL) -> Tier:
+    """Return the URL's tier, sealed if it names a file of keys.
+
+    Raises ValueError, OSError or ImportError if it cannot be made.
+    """
+    return sealed(url, lambda: FACTORIES.make(url))
+
+
+def sealed(url: TierURL, make: Callable[[], Tier]) -> Tier:
+    """Return the tier that `make` returns, sealed if the URL names a file of keys. The file is read first."""
+    path = url.option("seal_key_file")
+    if path is None:
+        return make()
+    from kvpage.store.sealed.seal_keys import SealKeys
+    from kvpage.store.sealed.sealed_tier import SealedTier
+
+    keys, tier = SealKeys.from_file(path), make()
+    try:
+        return SealedTier(tier, keys)
+    except BaseException:
+        tier.close()
+        raise
 
 
 def _choice(url: TierURL, name: str, choices: dict[str, bool], default: str) -> bool:

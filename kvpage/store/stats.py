@@ -1,7 +1,7 @@
 """Counters of stores, and the state of their tiers: KVStoreStats, ByteStoreStats, and TierUse of each tier."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from kvpage.store.tiers.tier import TierStats
 
@@ -52,6 +52,9 @@ class KVStoreStats:
         promoted_chunks: records that were copied into a faster tier after a hit.
         tiers: the statistics of each tier; None for one in trouble.
         read_chunks: chunks that each tier has given, in the same order.
+        refused: records that were there and counted as misses, by reason: "damaged"; "foreign", of another prompt or
+            model; "codec", which is unknown here; "key", which is not here; "seal", which is broken; "plain", not
+            sealed.
     """
 
     query_tokens: int
@@ -62,13 +65,21 @@ class KVStoreStats:
     promoted_chunks: int
     tiers: tuple[TierStats | None, ...]
     read_chunks: tuple[int, ...] = ()
+    refused: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, counts: Mapping[str, int], tiers: tuple[TierStats | None, ...], read_chunks: tuple[int, ...] = ()
+        cls,
+        counts: Mapping[str, int],
+        tiers: tuple[TierStats | None, ...],
+        read_chunks: tuple[int, ...] = (),
+        refused: Mapping[str, int] | None = None,
     ) -> "KVStoreStats":
-        """Return statistics of `counts`, where absent names count 0, and of the attributes `tiers`, `read_chunks`."""
-        return cls(**{name: counts[name] for name in COUNTERS}, tiers=tiers, read_chunks=read_chunks)
+        """Return statistics of `counts`, where absent names count 0, and of the attributes `tiers`, `read_chunks` and
+        `refused`.
+        """
+        numbers = {name: counts[name] for name in COUNTERS}
+        return cls(**numbers, tiers=tiers, read_chunks=read_chunks, refused=dict(refused or {}))
 
     @property
     def hit_rate(self) -> float:
@@ -119,6 +130,7 @@ class ByteStoreStats:
         tier_errors: calls of a tier that failed or ran out of time.
         promoted_records: records that were copied into a faster tier after a hit.
         lost_events: events that no listener was told, since too many waited.
+        refused: records that were there and counted as misses, by reason, as of KVStoreStats.
     """
 
     tiers: tuple[ByteTierStats, ...]
@@ -126,6 +138,7 @@ class ByteStoreStats:
     tier_errors: int
     promoted_records: int
     lost_events: int
+    refused: Mapping[str, int] = field(default_factory=dict)
 
 
 def byte_stats(
@@ -134,11 +147,14 @@ def byte_stats(
     uses: Sequence[TierUse],
     counts: Mapping[str, int],
     lost_events: int,
+    refused: Mapping[str, int],
 ) -> ByteStoreStats:
-    """Return statistics of each tier's name, state (None in trouble) and use, of counters by name, and of events."""
+    """Return statistics of each tier's name, state (None in trouble) and use, of counters by name, of events, and of
+    refused records by reason.
+    """
     tiers = []
     for name, state, use in zip(names, states, uses, strict=True):
         now = state or TierStats(name, None, None, None)
         tiers.append(ByteTierStats(name, now.num_records, now.num_bytes, now.capacity, now.evicted, **asdict(use)))
     numbers = counts["corrupt_records"], counts["tier_errors"], counts["promoted_chunks"]
-    return ByteStoreStats(tuple(tiers), *numbers, lost_events)
+    return ByteStoreStats(tuple(tiers), *numbers, lost_events, dict(refused))

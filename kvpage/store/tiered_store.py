@@ -52,6 +52,10 @@ class TieredStore:
         self._tiers.flush(sync)
         self._flush_parts()
 
+    def refused(self) -> dict[str, int]:
+        """Return the records that were there and were misses, by reason, as `stats` has them. No tier is asked."""
+        return dict(self._tiers.refused)
+
     @uninterrupted
     def close(self) -> None:
         """Wait for calls and loads that are under way, flush, and close the tiers.

@@ -1,4 +1,4 @@
-"""The command line: `kvpage info`, `demo`, `serve`, `replay`, `store`, `bench`. It needs the extra `engine`."""
+"""The command line: `kvpage info`, `demo`, `serve`, `replay`, `store`, `explain`, `bench`. Extra: engine."""
 
 import sys
 from pathlib import Path
@@ -12,12 +12,14 @@ except ModuleNotFoundError as error:
     extra = "serve" if sys.argv[1:2] == ["serve"] else "engine"
     raise SystemExit(f"the command line needs the extra '{extra}': pip install 'kvpage[{extra}]' ({error})") from error
 
+from kvpage.tools.explain_cli import explain
 from kvpage.tools.serve_cli import serve
 from kvpage.tools.store_cli import store_app
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(store_app, name="store")
 app.command()(serve)
+app.command()(explain)
 
 
 def _print_version(is_asked: bool) -> None:

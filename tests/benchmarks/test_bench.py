@@ -68,6 +68,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "rollouts": (["--prompts", "2", "--group", "2", "--prompt-tokens", "17", "--tokens", "2", "--threads", "1", *ONCE],
                  {"VOCAB": 256, "MODELS": {"small": Shape(2, 32, 64, 2, 1)}}),
     "sampling": (["--rows", "2", "--vocabs", "64", "--threads", "1", *ONCE], {}),
+    "sealed": (["--sizes", "300", "--records", "2", *ONCE], {}),
     "serve": (["--serve", "tiny", "--compare", "--num-requests", "3", "--input-len", "4", "--output-len", "3",
                "--threads", "1", *ONCE], {}),
     "serving": (["--workload", "separate", "shared", "multi-turn", "--requests", "2", "--prefix", "32", "--tokens", "2",

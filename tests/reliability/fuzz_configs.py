@@ -35,7 +35,7 @@ from kvpage.extras.token_trie import DynamicTokenTrie, OutputCache, TokenTrie
 from kvpage.observe.events import EventConfig
 from kvpage.ops import Attention, Rotation
 from kvpage.serving import BeamSearchParams, EngineConfig, SamplingParams, StateConfig
-from kvpage.store import KVStoreConfig, KVStoreMetadata
+from kvpage.store import KVStoreConfig, KVStoreMetadata, SealKeys
 from kvpage.store.config import TierURL, parse_size
 from kvpage.store.records.keys import ChunkKeys
 
@@ -113,6 +113,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "KVStoreConfig.from_env": (KVStoreConfig.from_env, {"environ": {"KVPAGE_CHUNK_SIZE": "4", "KVPAGE_TIERS": "memory://"}}),
     "TierURL.parse": (TierURL.parse, {"url": "disk://user:pass@host/a,/b?size=1GiB&policy=lru"}),
     "parse_size": (parse_size, {"text": "1.5 GiB"}),
+    "SealKeys": (SealKeys, {"keys": (("a", b"A" * 32), ("b", b"B" * 32))}),
     "KVStoreMetadata": (KVStoreMetadata, {"model_name": "m", "world_size": 2, "worker_id": 1, "fmt": "vllm"}
                         | {"kv_dtype": torch.float16, "row_layout": "", "scales_digest": b"", "extra": (("a", "b"),)}),
     "ChunkKeys.of": (lambda tokens, namespace: ChunkKeys(KVStoreMetadata("m"), 4).of(tokens, namespace),
@@ -158,7 +159,7 @@ class ConfigWorld(World):
     covers += ("kvpage.serving.SamplingParams", "kvpage.serving.BeamSearchParams", "kvpage.observe.events.EventConfig")
     covers += ("kvpage.ops.Attention", "kvpage.ops.Rotation", "kvpage.serving.EngineConfig")
     covers += ("kvpage.serving.StateConfig",)
-    covers += ("kvpage.store.KVStoreConfig", "kvpage.store.KVStoreMetadata")
+    covers += ("kvpage.store.KVStoreConfig", "kvpage.store.KVStoreMetadata", "kvpage.store.SealKeys")
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng

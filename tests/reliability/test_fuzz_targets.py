@@ -118,6 +118,7 @@ EXCEPTIONS = {
     "kvpage.integrations.vllm_ops.unregister_caches": "a registry of the whole process; what it names is fuzzed",
     "kvpage.store.Placed": "what a tier's factory gives",
     "kvpage.store.RecordSummary": RESULTS,
+    "kvpage.store.SealedTier": "a tier and keys; see tests/store/sealed/test_sealed_tier.py",
     "kvpage.store.Tier": "an abstract class",
     "kvpage.store.TierError": "an exception",
     "kvpage.store.TierRests": "an exception",

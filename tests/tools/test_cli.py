@@ -10,10 +10,12 @@ import pytest
 pytest.importorskip("typer")
 transformers = pytest.importorskip("transformers")
 
+import torch  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import kvpage  # noqa: E402
 from kvpage.cache.calibration import Throughput  # noqa: E402
+from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata  # noqa: E402
 from kvpage.tools import demo  # noqa: E402
 from kvpage.tools.cli import app  # noqa: E402
 
@@ -191,3 +193,22 @@ def test_bench_hands_options_on(tmp_path):
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["blocks"] == 8 and set(said["results"]) == {"separate", "packed"}
+
+
+def test_explain_tells_what_a_tier_has_of_a_prompt(tmp_path):
+    url, tokens = f"disk:{tmp_path}/kv", list(range(9))
+    with KVStore(KVStoreConfig(4, (f"{url}?size=1MiB",)), KVStoreMetadata("m", kv_dtype=torch.float32)) as store:
+        store.store(tokens[:8], torch.ones(1, 2, 8, 1, 2))
+        (tmp_path / "prompt").write_text(json.dumps(tokens))
+        result = run("explain", "--store", url, "--tokens", str(tmp_path / "prompt"))
+    assert result.exit_code == 0 and "8 of 9 tokens" in result.output and "nothing more is cached" in result.output
+    (tmp_path / "prompt").write_text("0 1, 2 3\n")
+    arguments = ["--store", url, "--tokens", str(tmp_path / "prompt"), "--json", "--namespace", ""]
+    (reach,) = json.loads(run("explain", *arguments).stdout.splitlines()[-1])["reaches"]
+    assert (reach["num_tokens"], reach["ending"]) == (4, "the prompt ends")
+    arguments[-1] = "other"
+    assert json.loads(run("explain", *arguments).stdout)["reaches"] == []
+    (tmp_path / "prompt").write_text("one two")
+    for wrong in (["--store", url, "--tokens", str(tmp_path / "prompt")], ["--store", "none://", "--tokens", "-"]):
+        result = CliRunner().invoke(app, ["explain", *wrong], input="1 2")
+        assert result.exit_code == 1 and "kvpage" in str(result.exception)

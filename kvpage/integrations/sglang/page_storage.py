@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvpage.integrations.sglang.hits import leading
 from kvpage.integrations.sglang.host_pages import HostPages
 from kvpage.integrations.sglang.settings import HiCacheSettings
 from kvpage.integrations.sglang.shard import Shard
@@ -105,7 +106,9 @@ class PageStorage:
             ValueError: No such pool was registered.
         """
         names = self.pages(name).keys(keys)
-        return _attempt(len(keys), lambda: self._store.contains(names, deadline=self.settings.deadline))
+        flags = _attempt(len(keys), lambda: self._store.contains(names, deadline=self.settings.deadline))
+        self._tell("look-up", name, flags)
+        return flags
 
     def load(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
         """Read pages into host memory.
@@ -126,7 +129,9 @@ class PageStorage:
         if pages.is_logical:
             return [True] * len(keys)
         load = self._load_pieces if pages.by_address else self._load_flat
-        return _attempt(len(keys), lambda: load(pages, keys, indices))
+        flags = _attempt(len(keys), lambda: load(pages, keys, indices))
+        self._tell("load", name, flags)
+        return flags
 
     def keep(self, name: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
         """Store pages of host memory.
@@ -163,7 +168,9 @@ class PageStorage:
             ValueError: A tensor is not contiguous, or there are more or fewer than pages.
         """
         names = self.pages(KV).keys(keys)
-        return _attempt(len(keys), lambda: self._read(names, copies))
+        flags = _attempt(len(keys), lambda: self._read(names, copies))
+        self._tell("load", KV, flags)
+        return flags
 
     def keep_copies(self, keys: Sequence[str], copies: Sequence[torch.Tensor]) -> list[bool]:
         """Store pages of K and V from tensors of their own.
@@ -198,6 +205,16 @@ class PageStorage:
     def close(self) -> None:
         """Write the waiting pages, and close the tiers. Calling it again has no effect."""
         self._store.close()
+
+    def _tell(self, call: str, pool: str, flags: Sequence[bool]) -> None:
+        """Write a line of the log, if the settings ask for it."""
+        if self.settings.log_requests:
+            refused = self._store.refused() or "none"
+            num_first = leading(flags)
+            logger.info(
+                "%s in pool %s: the store had %d of %d pages, %d from the first one on; refused until now: %s",
+                call, pool, sum(flags), len(flags), num_first, refused,
+            )  # fmt: skip
 
     def _load_pieces(self, pages: HostPages, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
         return self._read(pages.keys(keys), pages.pieces(len(keys), indices))

@@ -25,6 +25,7 @@ class HiCacheSettings:
             keeps bytes, one must be chosen, since bytes do not tell e4m3 from e5m2.
         interface_v1: Whether SGLang gives the pages' addresses. Otherwise it gives copies of them.
         num_threads: Threads of a call. None means torch's number.
+        log_requests: Whether a line of the log tells for each look-up and load what the store had of its pages.
         deadline: Seconds of a call, and of each tier whose URL names none. A page that is not there by then is a miss.
 
     Raises:
@@ -38,6 +39,7 @@ class HiCacheSettings:
     interface_v1: bool = False
     num_threads: int | None = None
     deadline: float = 5.0
+    log_requests: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", texts("tiers", self.tiers))
@@ -45,7 +47,8 @@ class HiCacheSettings:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ValueError(f"{name} must be text that is not empty, got {value!r}")
-        object.__setattr__(self, "interface_v1", _truth("interface_v1", self.interface_v1))
+        for name in ("interface_v1", "log_requests"):
+            object.__setattr__(self, name, _truth(name, getattr(self, name)))
         if isinstance(self.deadline, bool) or not isinstance(self.deadline, int | float):
             raise ValueError(f"deadline must be positive seconds, got {self.deadline!r}")
         self.store_config("rank")

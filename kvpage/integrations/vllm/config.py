@@ -36,6 +36,7 @@ class StoreTierConfig:
             becomes a number.
         locality: "LOCAL" or "REMOTE", for vLLM's filters of tiers; None for neither.
         enable_kv_events: Whether chunks that come and go are among vLLM's events. vLLM's own switch must be on, too.
+        log_requests: Whether a line of the log tells for each request what the store had of it.
 
     Raises:
         ValueError: A field breaks a rule.
@@ -54,6 +55,7 @@ class StoreTierConfig:
     max_pending: int = 256 << 20
     locality: str | None = None
     enable_kv_events: bool = False
+    log_requests: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", ByteStoreConfig(self.tiers, self.num_threads, self.deadline).tiers)
@@ -61,6 +63,7 @@ class StoreTierConfig:
         check_at_least("max_pending", self.max_pending, 1)
         flag("enable_kv_events", self.enable_kv_events)
         flag("persistent", self.persistent)
+        flag("log_requests", self.log_requests)
         if self.on_reset not in ON_RESET:
             raise ValueError(f"on_reset must be one of {', '.join(ON_RESET)}, got {self.on_reset!r}")
         if self.weights is not None and not isinstance(self.weights, str):

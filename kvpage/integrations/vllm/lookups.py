@@ -1,4 +1,4 @@
-"""Lookups: which chunks the store has, asked in batches beside the scheduler.
+"""Lookups: which chunks the store has, asked in batches beside the scheduler. RequestLog: what requests were told.
 
 a step:   ask(key) ─► not known: remembered          ... the end of the step: send() ─► one call of the store
 later:    ask(key) ─► True, False, or None: no answer yet
@@ -8,14 +8,26 @@ answered: all that is not known is False. A chunk whose load has failed is False
 requests that asked for it; a later request asks anew. So a request loads a chunk in vain at most once.
 """
 
+import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
+logger = logging.getLogger(__name__)
 Contains: TypeAlias = Callable[[Sequence[bytes]], "Future[list[bool]]"]
+Outcome: TypeAlias = Literal["there", "absent", "unanswered", "failed"]
+
+
+class Asked(NamedTuple):
+    """Chunks that a request has asked for, by what it was told. failed: they were there, and could not be loaded."""
+
+    there: int = 0
+    absent: int = 0
+    unanswered: int = 0
+    failed: int = 0
 
 
 @dataclass(slots=True)
@@ -41,7 +53,7 @@ class Lookups:
         """
         self._contains, self._patience, self._clock = contains, patience, clock
         self._entries: dict[bytes, _Entry] = {}
-        self._keys_of: defaultdict[str, set[bytes]] = defaultdict(set)
+        self._keys_of: defaultdict[str, dict[bytes, Outcome]] = defaultdict(dict)
         self._unsent: dict[bytes, None] = {}
         self._sent: list[tuple[list[bytes], Future[list[bool]]]] = []
         self._is_late = False
@@ -61,9 +73,10 @@ class Lookups:
         self._take_answers()
         entry = self._entries.setdefault(key, _Entry())
         entry.askers.add(request_id)
-        self._keys_of[request_id].add(key)
+        outcomes = self._keys_of[request_id]
         if request_id in entry.failed:
             return False
+        outcomes[key] = "unanswered" if entry.answer is None else "there" if entry.answer else "absent"
         if entry.answer is None and self._is_late:
             self.num_given_up += 1
             return False
@@ -92,6 +105,8 @@ class Lookups:
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None:
+                for request_id in entry.askers - entry.failed:
+                    self._keys_of[request_id][key] = "failed"
                 entry.failed |= entry.askers
                 entry.answer = entry.since = None
 
@@ -105,6 +120,15 @@ class Lookups:
             entry = self._entries.get(key)
             if entry is not None:
                 entry.answer = True
+
+    def asked(self, request_id: str) -> Asked:
+        """Return what a request was told of the chunks that it has asked for.
+
+        Args:
+            request_id: The request.
+        """
+        counts = Counter[str](self._keys_of.get(request_id, {}).values())
+        return Asked(**counts)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended, and chunks that no other one asked for.
@@ -134,3 +158,42 @@ class Lookups:
                 entry = self._entries.get(key)
                 if entry is not None and entry.answer is None and entry.since is not None:
                     entry.answer = answer
+
+
+class RequestLog:
+    """Writes the lines. For the scheduler's thread.
+
+    Args:
+        chunk_tokens: Tokens of a chunk.
+        refused: Returns how many records were refused until now, by reason.
+    """
+
+    def __init__(self, chunk_tokens: int, refused: Callable[[], Mapping[str, int]]) -> None:
+        self._chunk_tokens, self._refused = chunk_tokens, refused
+        self._told = Counter(refused())
+
+    def tell(self, request_id: str, asked: Asked) -> None:
+        """Write the line of a request that has ended. Without look-ups there is none.
+
+        Args:
+            request_id: The request.
+            asked: What it was told.
+        """
+        if not any(asked):
+            return
+        now = Counter(self._refused())
+        refused, self._told = now - self._told, now
+        logger.info(
+            "request %s: the store had %d of the %d chunks asked for, of %d tokens each; %s; "
+            "refused since the last line: %s",
+            request_id, asked.there, sum(asked), self._chunk_tokens, _ending(asked), dict(refused) or "none",
+        )  # fmt: skip
+
+
+def _ending(asked: Asked) -> str:
+    """Return why there were no more."""
+    if asked.failed:
+        return f"{asked.failed} could not be loaded"
+    if asked.unanswered:
+        return f"{asked.unanswered} had no answer in time"
+    return f"{asked.absent} are not there" if asked.absent else "all that were asked for are there"

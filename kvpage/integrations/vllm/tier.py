@@ -38,7 +38,7 @@ from kvpage.integrations.vllm.engine_facts import device_kind, engine_config, fa
 from kvpage.integrations.vllm.header import header_of
 from kvpage.integrations.vllm.interface import vllm_version
 from kvpage.integrations.vllm.jobs import FinishedJob, Jobs
-from kvpage.integrations.vllm.lookups import Lookups
+from kvpage.integrations.vllm.lookups import Lookups, RequestLog
 from kvpage.integrations.vllm.metrics import MetricsWriter, StatsReader, TierCounts, definitions
 from kvpage.integrations.vllm.touches import Touches
 from kvpage.integrations.vllm.weights import weights_name
@@ -99,6 +99,8 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         self._jobs = Jobs(self._store, rows, config.load_patience, config.store_patience, config.max_pending)
         self._writer, self._stats, self._told_at = MetricsWriter(), StatsReader(self._store.stats), 0.0
         self._num_failed: Counter[str] = Counter()
+        num_tokens = offloading.cache.tokens_per_hash * offloading.cache.blocks_per_chunk
+        self._request_log = RequestLog(num_tokens, self._store.refused) if config.log_requests else None
         logger.info("kvpage keeps chunks of %d bytes over %d places", rows.num_bytes, len(config.tiers))
 
     # --- look-ups ---
@@ -117,7 +119,9 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget the request."""
+        """Forget the request, and tell of it if the settings ask for it."""
+        if self._request_log is not None:
+            self._request_log.tell(req_context.req_id, self._lookups.asked(req_context.req_id))
         self._lookups.forget(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:

@@ -161,7 +161,8 @@ class ByteStore(TieredStore):
         """Return counters and the state of each tier, also of a closed store."""
         self.gate.check()
         names, stack = [placed.tier.name for placed in self._tiers.tiers], self._tiers
-        return byte_stats(names, stack.stats(), stack.uses(), stack.counts, self._feed.num_lost)
+        lost, refused = self._feed.num_lost, stack.refused
+        return byte_stats(names, stack.stats(), stack.uses(), stack.counts, lost, refused)
 
     @gated
     def _follow(self, listener: Listener) -> Follow:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpage.store.tiers.stretches import Runs, gather_stretches, scatter_stretches
+from kvpage.store.tiers.stretches import Runs, cut_runs, gather_stretches, scatter_stretches
 
 Piece = Any
 """bytes, bytearray, memoryview, numpy array, or a tensor in host memory; contiguous."""
@@ -171,12 +171,4 @@ class RunPayload:
         """Return the runs of the bytes from `begin` on."""
         if num_bytes == self.num_bytes:
             return self._runs
-        end, ends = begin + num_bytes, self._ends
-        first = int(np.searchsorted(ends, begin, side="right"))
-        last = int(np.searchsorted(ends, end, side="left"))
-        runs = self._runs[first : last + 1].copy()
-        skipped = begin - (int(ends[first]) - int(runs[0, 1]))
-        runs[-1, 1] -= int(ends[last]) - end
-        runs[0, 1] -= skipped
-        runs[0, 0] += skipped if runs[0, 0] else 0
-        return runs
+        return cut_runs(self._runs, self._ends, begin, begin + num_bytes)

@@ -100,7 +100,7 @@ class ZstdCodec(Codec):
 class SplitCodec(Codec):
     """Stores exponents apart from the other bits, without loss, by the C++ core: nearly all are among a few neighbours.
 
-    Normally distributed bf16 shrinks to 0.70 of its bytes, fp16 to 0.89, fp8 e4m3 to 0.90 and e5m2 to 0.77. Blocks of
+    Normally distributed bf16 shrinks to 0.70 of its bytes, fp16 and fp8 e4m3 to 0.89, and e5m2 to 0.77. Blocks of
     8,192 elements are coded by themselves. Where a block would grow, it is stored as it is.
     """
 

@@ -139,14 +139,7 @@ class ChunkKeys:
 
     def of(self, tokens: Tokens, namespace: bytes = b"") -> list[bytes]:
         """Return a key for each chunk of the tokens, the last, shorter one included."""
-        array, size = as_tokens(tokens), self.chunk_size
-        num_whole = len(array) - len(array) % size
-        keys = [self._seed(namespace)[1]]
-        for chunks in (array[:num_whole].reshape(-1, size), array[num_whole:].reshape(1, -1)):
-            for message in _messages(chunks) if chunks.size else ():
-                message[:KEY_BYTES] = keys[-1]
-                keys.append(hashlib.sha256(message).digest())
-        return keys[1:]
+        return chain_keys(self._seed(namespace)[1], self.chunk_size, as_tokens(tokens))
 
     def _seed(self, namespace: bytes) -> tuple[bytes, bytes]:
         seed = self._seeds.get(namespace)
@@ -157,6 +150,17 @@ class ChunkKeys:
                 self._seeds.clear()
             self._seeds[namespace] = seed
         return seed
+
+
+def chain_keys(seed: bytes, chunk_size: int, tokens: npt.NDArray[np.int32]) -> list[bytes]:
+    """Return a key for each chunk of the `tokens`. seed: SHA-256 of the meta. chunk_size: in tokens."""
+    num_whole = len(tokens) - len(tokens) % chunk_size
+    keys = [seed]
+    for chunks in (tokens[:num_whole].reshape(-1, chunk_size), tokens[num_whole:].reshape(1, -1)):
+        for message in _messages(chunks) if chunks.size else ():
+            message[:KEY_BYTES] = keys[-1]
+            keys.append(hashlib.sha256(message).digest())
+    return keys[1:]
 
 
 def _messages(chunks: npt.NDArray[np.int32]) -> list[memoryview]:

@@ -25,17 +25,38 @@ assert HEADER.size == 112
 
 BYTES_CODEC = "bytes"  # of records whose payload has no shape: they are a ByteStore's
 STATE_CODEC, INDEX_CODEC = "state", "state-index"  # the same, beside chunks; the third number of the shape is tokens
+SEALED_CODEC = "sealed"  # of records whose payload is another record, encrypted
+CODEC_AT = slice(64, 80)  # of a header
 
 Shape = tuple[int, int, int, int, int]
 """[layers, parts, tokens, heads, size] or [layers, parts, heads, tokens, size], by the format in `meta`."""
 
 
 class CorruptRecord(Exception):
-    """The bytes are not the record of the key. The reader counts a miss and drops it."""
+    """The bytes are not the record of the key. The reader counts a miss and drops it.
+
+    reason: "damaged"; "foreign", the record of another model or prompt; "seal", which is broken; "plain", not sealed.
+    """
+
+    def __init__(self, message: str, reason: str = "damaged") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class UnreadableRecord(Exception):
-    """The record is whole, but in a codec that its reader does not know: a miss, and it stays for others."""
+    """The record is whole, but its reader cannot read it: a miss, and it stays for others.
+
+    reason: "codec", which the reader does not know; "key", which it does not have.
+    """
+
+    def __init__(self, message: str, reason: str = "codec") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def is_sealed(header: bytes | memoryview) -> bool:
+    """Return whether the first bytes of a record are those of a sealed one."""
+    return bytes(header[:8]) == MAGIC and bytes(header[CODEC_AT]).rstrip(b"\0") == SEALED_CODEC.encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from kvpage.store.records.record import (
     RecordHead,
     Shape,
     UnreadableRecord,
+    is_sealed,
 )
 from kvpage.store.tiers.stretches import Runs, copy_and_digest, digest_of, digests_of, runs_of
 from kvpage.store.tiers.tier import Reader, Writer
@@ -158,7 +159,8 @@ def write_record(writer: Writer, head: RecordHead, chunk: Source, num_threads: i
 def read_head(reader: Reader, meta: bytes | None = None) -> tuple[RecordHead, bytes]:
     """Return the head of a record and its digests, verified by the checksum.
 
-    Raises CorruptRecord if the checksum is wrong, or if the meta is not the one given (None: any).
+    Raises CorruptRecord if the checksum is wrong, or if the meta is not the one given (None: any). Then also
+    UnreadableRecord for a sealed record.
     """
     if reader.num_bytes < HEADER.size + CHECKSUM_BYTES:
         raise CorruptRecord(f"a record of {reader.num_bytes} bytes has no head")
@@ -167,9 +169,11 @@ def read_head(reader: Reader, meta: bytes | None = None) -> tuple[RecordHead, by
     if num_meta > MAX_META_BYTES or reader.num_bytes < begin + CHECKSUM_BYTES:
         raise CorruptRecord(f"a record of {reader.num_bytes} bytes has no room for its head")
     header = bytes(reader.piece(0, begin))
+    if meta is not None and is_sealed(header):
+        raise UnreadableRecord("the record is sealed, and its tier has no keys", "key")
     head = RecordHead.unpack(header, reader.num_bytes)
     if meta is not None and head.meta != meta:
-        raise CorruptRecord("the record is of another model, layout or namespace")
+        raise CorruptRecord("the record is of another model, layout or namespace", "foreign")
     table = bytes(reader.piece(head.payload_end, head.num_bytes))
     digests = table[:-CHECKSUM_BYTES]
     if _checksum(header[: head.payload_begin], digests) != table[-CHECKSUM_BYTES:]:
@@ -191,7 +195,9 @@ def check_kind(head: RecordHead, kind: RecordKind) -> Codec | None:
     Raises CorruptRecord if the record is not of this kind; UnreadableRecord if its codec is not here.
     """
     if (head.key, head.shape, head.raw_bytes) != (kind.key, kind.shape, kind.raw_bytes):
-        raise CorruptRecord(f"a record of {kind.raw_bytes} bytes was asked for, got another one of {head.raw_bytes}")
+        raise CorruptRecord(
+            f"a record of {kind.raw_bytes} bytes was asked for, got another one of {head.raw_bytes}", "foreign"
+        )
     if head.codec not in kind.codecs:
         raise UnreadableRecord(f"the codec must be one of {', '.join(kind.codecs)}, got {head.codec}")
     return kind.codecs[head.codec]
@@ -240,7 +246,8 @@ def read_into_runs(
 ) -> None:
     """Read the payload's bytes [begin, end), whole stretches, into their runs. Raises CorruptRecord as read_piece."""
     first, last = (-(-offset // head.stretch_bytes) * DIGEST_BYTES for offset in (begin, end))
-    if reader.read_runs(head.payload_begin + begin, runs, head.stretch_bytes, num_threads) != digests[first:last]:
+    actual = reader.read_runs(head.payload_begin + begin, runs, head.stretch_bytes, num_threads)
+    if actual is not None and actual != digests[first:last]:
         raise CorruptRecord("a digest is wrong")
 
 
@@ -258,7 +265,7 @@ def copy_record(reader: Reader, writer: Writer, key: bytes) -> None:
     """Copy a whole record as it is. Raises CorruptRecord for a wrong digest, or if it is not that of `key`."""
     head, digests = read_head(reader)
     if head.key != key:
-        raise CorruptRecord("the record is another one")
+        raise CorruptRecord("the record is another one", "foreign")
     header = head.pack()
     writer.piece(0, head.payload_begin)[:] = header
     for begin, end in pieces(head, is_in_memory=False):
@@ -271,7 +278,7 @@ def verify_record(reader: Reader, key: bytes) -> None:
     """Raise CorruptRecord unless the record is that of the key and every digest is right."""
     head, digests = read_head(reader)
     if head.key != key:
-        raise CorruptRecord("the record is another one")
+        raise CorruptRecord("the record is another one", "foreign")
     for begin, end in pieces(head, reader.is_in_memory):
         read_piece(reader, head, digests, begin, end, BytesSink(None, head.stretch_bytes))
 

@@ -75,11 +75,14 @@ class _Reads(NamedTuple):
 
 
 class TierStack:
-    """Thread-safe. tiers: the fastest first. counts: events by name. threads: `num_threads`, for one call's records."""
+    """Thread-safe. tiers: the fastest first. counts: events by name. refused: records that were misses, by reason.
+    threads: `num_threads`, for one call's records.
+    """
 
     def __init__(self, tiers: Sequence[Placed], num_threads: int) -> None:
         self.tiers = list(tiers)
         self.counts: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self.threads = ChunkThreads(num_threads)
         self.copies = RecordCopies()
         self._uses = [TierUse() for _ in self.tiers]
@@ -248,7 +251,7 @@ class TierStack:
         try:
             fill = partial(copy_record, reader, key=key)
             return self.ask(self.tiers[at], self._fill, at, key, reader.num_bytes, fill, copy) or False
-        except CorruptRecord:  # its next reader reports it
+        except (CorruptRecord, UnreadableRecord):  # its next reader reports it
             return False
 
     # --- reading ---
@@ -427,6 +430,11 @@ class TierStack:
         with self._lock:
             self.counts.update(counts)
 
+    def refuse(self, reason: str) -> None:
+        """Count a record that was there, and could not be given."""
+        with self._lock:
+            self.refused[reason] += 1
+
     def count_reads(self, placed_tiers: Sequence[Placed]) -> None:
         """Count a chunk that each of these tiers has given; a tier may be there several times."""
         for placed in placed_tiers:
@@ -469,10 +477,12 @@ class TierStack:
             return self.ask(placed, read, *args)
         except UnreadableRecord as error:
             logger.info("%s: %s", placed.tier.name, error)
+            self.refuse(error.reason)
             return None
         except CorruptRecord as error:
             logger.warning("%s: a record was dropped: %s", placed.tier.name, error)
             self.count(corrupt_records=1)
+            self.refuse(error.reason)
             if not placed.tier.is_read_only:
                 self.ask(placed, placed.tier.remove, [key], placed.deadline)
             return None

@@ -59,6 +59,18 @@ def runs_of(data: Bytes) -> Runs:
     return np.array([[address_of(data), len(data)]], np.int64)
 
 
+def cut_runs(runs: Runs, ends: npt.NDArray[np.int64], begin: int, end: int) -> Runs:
+    """Return the runs of the bytes [begin, end), at least one. ends: the bytes up to the end of each run."""
+    first = int(np.searchsorted(ends, begin, side="right"))
+    last = int(np.searchsorted(ends, end, side="left"))
+    cut = runs[first : last + 1].copy()
+    skipped = begin - (int(ends[first]) - int(cut[0, 1]))
+    cut[-1, 1] -= int(ends[last]) - end
+    cut[0, 1] -= skipped
+    cut[0, 0] += skipped if cut[0, 0] else 0
+    return cut
+
+
 def write_stretches(
     fd: int, offset: int, lead: memoryview, runs: Runs, stretch_bytes: int, tail: memoryview, num_threads: int
 ) -> bytes:

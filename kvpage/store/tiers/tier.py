@@ -84,7 +84,7 @@ class Reader(ABC):
     is_in_memory = False
     takes_runs = False
 
-    def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes:
+    def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes | None:
         """Read the record's bytes from `begin` on, straight into the memory that the `runs` name.
 
         Args:
@@ -93,7 +93,8 @@ class Reader(ABC):
             num_threads: threads that read and hash.
 
         Returns:
-            The digests of the stretches, 16 bytes each. The bytes count only if these are right.
+            The digests of the stretches, 16 bytes each. The bytes count only if these are right. None from a reader
+            that has proved the bytes itself, and raises where it cannot.
 
         Raises:
             TierError: the bytes cannot be read; some may have been written.

@@ -280,3 +280,15 @@ def test_close_may_be_called_again_and_all_calls_miss(make: Make):
     assert backend.batch_set_v1(hashes(0), tokens_of(0)) == [False] and not backend.batch_set(
         hashes(0), [torch.ones(1)]
     )
+
+
+@pytest.mark.parametrize("is_asked_for", [1, 0])
+def test_the_log_tells_of_each_call_if_it_is_asked_for(make: Make, caplog: pytest.LogCaptureFixture, is_asked_for: int):
+    pool = MadePool("page_first")
+    backend = make(pool, {"log_requests": is_asked_for})
+    backend.batch_set_v1(hashes(0), tokens_of(0))
+    with caplog.at_level("INFO", "kvpage.integrations.sglang.page_storage"):
+        assert backend.batch_exists(hashes(0, 1)) == 1
+        backend.batch_get_v1(hashes(0, 1), tokens_of(2, 3))
+    told = "in pool kv: the store had 1 of 2 pages, 1 from the first one on; refused until now: none"
+    assert caplog.messages == [f"look-up {told}", f"load {told}"] * is_asked_for

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from kvpage.integrations.vllm.lookups import Lookups
+from kvpage.integrations.vllm.lookups import Asked, Lookups, RequestLog
 
 PATIENCE = 2.0
 
@@ -154,3 +154,51 @@ def test_random_requests_get_answers_that_the_store_gave(store, lookups, seed):
             lookups.forget(name)
             running.pop(name)
         assert len(lookups) == len({key for keys in running.values() for key in keys})
+
+
+def test_a_request_is_told_of_each_chunk_once(store, lookups):
+    """What it stores itself later does not count as there."""
+    assert lookups.asked("r") == (0, 0, 0, 0)
+    for key in (b"a", b"b", b"c"):
+        lookups.ask(key, "r")
+    assert lookups.asked("r") == Asked(unanswered=3)
+    lookups.send()
+    store.answer(b"a", b"b")
+    assert [lookups.ask(key, "r") for key in (b"a", b"b", b"c")] == [True, True, False]
+    assert lookups.asked("r") == Asked(there=2, absent=1)
+    lookups.mark_failed([b"b"])
+    lookups.mark_stored([b"b", b"c"])
+    assert lookups.ask(b"b", "r") is False and lookups.asked("r") == Asked(there=1, absent=1, failed=1)
+    lookups.forget("r")
+    assert lookups.asked("r") == (0, 0, 0, 0)
+
+
+def test_an_answer_that_came_too_late_is_none(store, lookups):
+    lookups.ask(b"a", "r")
+    lookups.send()
+    store.now += PATIENCE + 1
+    assert lookups.ask(b"a", "r") is False
+    store.answer(b"a")
+    assert lookups.ask(b"a", "r") is False and lookups.asked("r") == Asked(unanswered=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (Asked(there=2), "2 of the 2 chunks asked for, of 16 tokens each; all that were asked for are there"),
+        (Asked(there=1, absent=1), "1 of the 2 chunks asked for, of 16 tokens each; 1 are not there"),
+        (Asked(unanswered=3, absent=1), "0 of the 4 chunks asked for, of 16 tokens each; 3 had no answer in time"),
+        (Asked(there=1, failed=2), "1 of the 3 chunks asked for, of 16 tokens each; 2 could not be loaded"),
+    ],
+)
+def test_the_line_of_a_request(caplog, asked, text):
+    refused = {"key": 1}
+    log = RequestLog(16, lambda: refused)
+    refused["damaged"] = 2
+    with caplog.at_level("INFO"):
+        log.tell("r", Asked())
+        log.tell("r", asked)
+        log.tell("s", asked)
+    first, second = caplog.messages
+    assert first == f"request r: the store had {text}; refused since the last line: {{'damaged': 2}}"
+    assert second.endswith("refused since the last line: none")

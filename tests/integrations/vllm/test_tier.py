@@ -433,3 +433,21 @@ def test_metrics_tell_only_growth(model):
         written = writer.write(fake_vllm.OffloadingConnectorStats(), TierCounts(failed_loads=failed), stats).values
         assert written.get(("vllm:kvpage_failed_loads", ())) == told
     tiering.close()
+
+
+# --- what a request is told ---
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_the_log_tells_of_each_request_if_it_is_asked_for(tmp_path, model, caplog, is_asked_for):
+    tiering = Tiering(model, tiers=[disk(tmp_path)], log_requests=is_asked_for)
+    tiering.compute("first", KEYS[:2])
+    flip(tmp_path, KEYS[1])
+    with caplog.at_level(logging.INFO, "kvpage.integrations.vllm.lookups"):
+        tiering.load("second", KEYS[:3])
+    lines = [message for message in caplog.messages if message.startswith("request second")]
+    assert len(lines) == is_asked_for
+    for line in lines:
+        assert "the store had 1 of the 3 chunks" in line and "1 could not be loaded" in line
+        assert line.endswith("{'damaged': 1}")
+    tiering.close()

@@ -1,0 +1,1 @@
+"""Sealed records: encrypted and authenticated, in any tier."""

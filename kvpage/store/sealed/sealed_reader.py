@@ -1,0 +1,170 @@
+"""SealedReader: a sealed record, opened frame by frame as its pieces are asked for."""
+
+import ctypes
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpage.store.disk.reader_writer import Buffers, new_buffer
+from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord
+from kvpage.store.records.record_io import PIECE_BYTES, read_head
+from kvpage.store.sealed.seal_keys import SealKeys
+from kvpage.store.sealed.sealed_record import FRAME_BYTES, SEALED_FRAME, TAG_BYTES, FrameCipher, SealNote
+from kvpage.store.tiers.stretches import Runs, cut_runs, scatter_stretches
+from kvpage.store.tiers.tier import Key, Reader
+
+
+class _Opened(NamedTuple):
+    """The record, after its head was read. lead: the plain bytes of frame 0."""
+
+    head: RecordHead
+    note: SealNote
+    cipher: FrameCipher
+    lead: bytes
+
+
+class SealedReader(Reader):
+    """A plain record out of a sealed one. Nothing is read before it is asked for.
+
+    `num_bytes` and `piece` raise CorruptRecord for a record that is not sealed, not the key's, or whose seal is broken;
+    UnreadableRecord for one whose key is not here.
+
+    Args:
+        reader: of the sealed record. This one owns it.
+        key: of the record.
+        keys: the secrets.
+        buffers: memory for pieces, which goes back there.
+        lock_out: called with the key if the record's secret is not here.
+    """
+
+    takes_runs = True
+
+    def __init__(
+        self, reader: Reader, key: Key, keys: SealKeys, buffers: Buffers, lock_out: Callable[[Key], None]
+    ) -> None:
+        self._reader, self._key, self._keys, self._lock_out = reader, key, keys, lock_out
+        self._buffers = buffers
+        self._buffer: memoryview | None = None
+        self._opened: _Opened | None = None
+        self._first, self._last = 0, 0  # of the frames in the buffer, the one after the last
+        self._is_open = True
+
+    @property
+    def num_bytes(self) -> int:  # type: ignore[override]  # of a record that is not read before
+        return self._record.note.plain_bytes
+
+    def piece(self, begin: int, end: int) -> memoryview:
+        record = self._record
+        if not 0 <= begin <= end <= record.note.plain_bytes:
+            raise ValueError(f"a piece must be in [0, {record.note.plain_bytes}], got [{begin}, {end}]")
+        num_lead = len(record.lead)
+        if end <= num_lead:
+            return memoryview(record.lead)[begin:end]
+        if begin >= num_lead:
+            return self._body(begin - num_lead, end - num_lead).toreadonly()
+        return memoryview(record.lead[begin:] + self._body(0, end - num_lead).tobytes())
+
+    def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> None:
+        """As of Reader: each frame's seal is proof. Frames within one run each are opened there, others in a piece."""
+        ends = np.cumsum(runs[:, 1])
+        for at in range(0, int(ends[-1]), PIECE_BYTES):
+            end = min(at + PIECE_BYTES, int(ends[-1]))
+            cut = cut_runs(runs, ends, at, end)
+            if self._is_in_frames(begin + at, cut):
+                self._open_in_place(begin + at, cut)
+            else:
+                piece = self.piece(begin + at, begin + end)
+                scatter_stretches(piece, cut, len(piece), num_threads, streaming=False)
+
+    def release_piece(self) -> None:
+        buffer, self._buffer = self._buffer, None
+        self._first = self._last = 0
+        if buffer is not None:
+            self._buffers.give(buffer)
+        self._reader.release_piece()
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.release_piece()
+            self._reader.close()
+
+    # --- inside ---
+
+    @property
+    def _record(self) -> _Opened:
+        if not self._is_open:
+            raise ValueError("the reader must be open, got a closed one")
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
+    def _open(self) -> _Opened:
+        head, _ = read_head(self._reader)
+        note = SealNote.of(head)
+        if head.key != self._key:
+            raise CorruptRecord("the record is another one", "foreign")
+        try:
+            cipher = FrameCipher(self._keys, note, head)
+        except UnreadableRecord:
+            self._lock_out(self._key)
+            raise
+        lead, begin = bytearray(note.lead_bytes), head.payload_begin + note.body_bytes
+        cipher.open(0, self._reader.piece(begin, begin + len(lead) + TAG_BYTES), memoryview(lead))
+        return _Opened(head, note, cipher, bytes(lead))
+
+    def _is_in_frames(self, begin: int, runs: Runs) -> bool:
+        """Return whether each run takes whole frames."""
+        is_aligned = begin >= len(self._record.lead) and (begin - len(self._record.lead)) % FRAME_BYTES == 0
+        return is_aligned and bool(runs[:, 0].all()) and not (runs[:, 1] % FRAME_BYTES).any()
+
+    def _open_in_place(self, begin: int, runs: Runs) -> None:
+        """Open whole frames into the runs."""
+        number = (begin - len(self._record.lead)) // FRAME_BYTES
+        for address, size in runs.tolist():
+            memory = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+            for at in range(0, size, FRAME_BYTES):
+                self._open_frame(number, memory[at : at + FRAME_BYTES])
+                number += 1
+
+    def _body(self, begin: int, end: int) -> memoryview:
+        """Return bytes after the lead. The last frame of the piece before is opened once for both."""
+        first, last = begin // FRAME_BYTES, max(-(-end // FRAME_BYTES), begin // FRAME_BYTES)
+        if not self._first <= first <= last <= self._last:
+            self._load(first, last)
+        assert self._buffer is not None or first == last
+        at = begin - self._first * FRAME_BYTES
+        return memoryview(b"") if self._buffer is None else self._buffer[at : at + end - begin]
+
+    def _load(self, first: int, last: int) -> None:
+        """Open the frames [first, last) into the buffer."""
+        buffer = self._buffer or self._buffers.take()
+        self._buffer = buffer
+        is_next = self._first <= first < self._last <= last  # of the frames there, some are needed
+        num_there = self._last - first if is_next else 0
+        if num_there:
+            begin = (first - self._first) * FRAME_BYTES
+            buffer[: num_there * FRAME_BYTES] = buffer[begin : begin + num_there * FRAME_BYTES]
+        if (last - first) * FRAME_BYTES > len(buffer):
+            self._buffer = new_buffer((last - first) * FRAME_BYTES)
+            self._buffer[: num_there * FRAME_BYTES] = buffer[: num_there * FRAME_BYTES]
+            self._buffers.give(buffer)
+        self._first = self._last = 0  # until all are there
+        self._open_frames(first, first + num_there, last)
+        self._first, self._last = first, last
+
+    def _open_frames(self, first: int, begin: int, end: int) -> None:
+        """Open the frames [begin, end) into the buffer, whose first frame is `first`."""
+        note, buffer = self._record.note, self._buffer
+        assert buffer is not None
+        num_plain = note.plain_bytes - note.lead_bytes
+        for frame in range(begin, end):
+            to, size = (frame - first) * FRAME_BYTES, min(FRAME_BYTES, num_plain - frame * FRAME_BYTES)
+            self._open_frame(frame, buffer[to : to + size])
+
+    def _open_frame(self, frame: int, to: memoryview) -> None:
+        """Open a frame after the lead. One at a time, a core's cache keeps it from the file to the end."""
+        head, begin = self._record.head, self._record.head.payload_begin + frame * SEALED_FRAME
+        assert begin + len(to) + TAG_BYTES <= head.payload_end
+        self._record.cipher.open(1 + frame, self._reader.piece(begin, begin + len(to) + TAG_BYTES), to)

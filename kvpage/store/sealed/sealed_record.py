@@ -1,0 +1,131 @@
+"""Sealed records: a record within a record, encrypted and authenticated by AES-256-GCM.
+
+    header     as of every record, with the codec "sealed"; meta: SealNote, in clear
+    payload    frame 1 | frame 2 | ... | frame 0 | zeros          each followed by its tag, 16 bytes
+    digests, checksum    of what stands there, so that damage is seen without the key
+
+    the record   [ lead: the first piece ][ FRAME_BYTES ][ FRAME_BYTES ][ the rest ]
+    its frames          0                       1              2             3
+
+Each record has an AES key of its own, HMAC-SHA256(secret, salt and the record's key), with 32 random bytes as salt. A
+nonce is the number of a frame, and a writer seals each frame once. So no nonce is used twice with a key: not by
+another record, nor by another version of the same one, nor by another process. The associated data are header and note:
+the record's key, its lengths, the id of the secret and the salt. A frame that was changed, moved or cut, or that is
+another record's, does not open.
+"""
+
+import hmac
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from kvpage.store.records.record import SEALED_CODEC, CorruptRecord, RecordHead, UnreadableRecord
+from kvpage.store.sealed.seal_keys import ID, SealKeys
+
+NOTE = struct.Struct("<13s32sQI")  # magic, salt, bytes of the record, bytes of the lead; the id follows
+NOTE_MAGIC, PURPOSE = b"kvpage-seal-1", b"kvpage seal 1"
+FRAME_BYTES, TAG_BYTES, SALT_BYTES = 1 << 18, 16, 32
+SEALED_FRAME = FRAME_BYTES + TAG_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SealNote:
+    """The meta of a sealed record.
+
+    Attributes:
+        key_id: of the secret.
+        salt: SALT_BYTES random bytes, this record's alone.
+        plain_bytes: of the record within.
+        lead_bytes: of the frame 0, at most FRAME_BYTES.
+    """
+
+    key_id: str
+    salt: bytes
+    plain_bytes: int
+    lead_bytes: int
+
+    def pack(self) -> bytes:
+        """Return the bytes of the meta."""
+        note = NOTE.pack(NOTE_MAGIC, self.salt, self.plain_bytes, self.lead_bytes)
+        return note + self.key_id.encode("ascii")
+
+    @classmethod
+    def of(cls, head: RecordHead) -> "SealNote":
+        """Return the note of a sealed record. Raises CorruptRecord if it is not one, or not of the head's lengths."""
+        if head.codec != SEALED_CODEC:
+            raise CorruptRecord("the record is not sealed", "plain")
+        if len(head.meta) < NOTE.size:
+            raise CorruptRecord(f"a note has at least {NOTE.size} bytes, got {len(head.meta)}")
+        magic, salt, plain_bytes, lead_bytes = NOTE.unpack_from(head.meta)
+        key_id = head.meta[NOTE.size :].decode("latin-1")
+        if magic != NOTE_MAGIC or not ID.fullmatch(key_id):
+            raise CorruptRecord("the note is of another version")
+        note = cls(key_id, salt, plain_bytes, lead_bytes)
+        if not 0 < lead_bytes <= min(plain_bytes, FRAME_BYTES) or head != note.head(head.key):
+            raise CorruptRecord(f"a sealed record of {plain_bytes} bytes has another head")
+        return note
+
+    def head(self, key: bytes) -> RecordHead:
+        """Return the head of the sealed record of a key."""
+        payload_bytes = payload_bytes_of(self.plain_bytes)
+        no_shape = (0, 0, 0, 0, 0)
+        return RecordHead(
+            key, self.pack(), SEALED_CODEC, no_shape, self.plain_bytes, payload_bytes, stretch_bytes=SEALED_FRAME
+        )
+
+    @property
+    def body_bytes(self) -> int:
+        """The bytes of the sealed frames from 1 on."""
+        body = self.plain_bytes - self.lead_bytes
+        return body + TAG_BYTES * -(-body // FRAME_BYTES)
+
+
+def new_note(key_id: str, plain_bytes: int, lead_bytes: int) -> SealNote:
+    """Return the note of a new record, with a salt of its own."""
+    return SealNote(key_id, os.urandom(SALT_BYTES), plain_bytes, lead_bytes)
+
+
+def payload_bytes_of(plain_bytes: int) -> int:
+    """Return the bytes that all frames and tags take at most, whatever the lead's."""
+    return plain_bytes + TAG_BYTES * (1 + -(-plain_bytes // FRAME_BYTES))
+
+
+class FrameCipher:
+    """Seals and opens the frames of one record. A writer seals each number once.
+
+    Raises UnreadableRecord for a key that is not there, and ImportError without the package cryptography.
+    """
+
+    def __init__(self, keys: SealKeys, note: SealNote, head: RecordHead) -> None:
+        secret = keys.secret(note.key_id)
+        if secret is None:
+            raise UnreadableRecord(f"a record is sealed with the key {note.key_id}, which is not here", "key")
+        self._bound = head.pack()
+        self._aes = new_aes(hmac.digest(secret, PURPOSE + note.salt + head.key, "sha256"))
+
+    def seal(self, number: int, data: memoryview, to: memoryview) -> None:
+        """Write the frame of this number, and its tag."""
+        self._aes.encrypt_into(_nonce(number), data, self._bound, to)
+
+    def open(self, number: int, data: memoryview, to: memoryview) -> None:
+        """Write the frame's bytes. Raises CorruptRecord for other data than `seal` wrote for this number."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            self._aes.decrypt_into(_nonce(number), data, self._bound, to)
+        except InvalidTag:
+            raise CorruptRecord("the seal is broken", "seal") from None
+
+
+def new_aes(key: bytes) -> Any:
+    """Return AES-GCM with a key. Raises ImportError without the package."""
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError as error:
+        raise ImportError("sealed records need the package cryptography: pip install 'kvpage[seal]'") from error
+    return AESGCM(key)
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")

@@ -1,0 +1,121 @@
+"""SealedWriter: takes a record in pieces, and writes it sealed, frame by frame."""
+
+from kvpage.store.disk.reader_writer import Buffers, new_buffer
+from kvpage.store.records.record import RecordHead
+from kvpage.store.sealed.seal_keys import SealKeys
+from kvpage.store.sealed.sealed_record import (
+    FRAME_BYTES,
+    SEALED_FRAME,
+    TAG_BYTES,
+    FrameCipher,
+    new_note,
+)
+from kvpage.store.tiers.stretches import digest_of, digests_of
+from kvpage.store.tiers.tier import Tier, TierError, Writer
+
+
+class SealedWriter(Writer):
+    """A record on its way into a tier. Each frame is sealed once: after an error the writer takes no more.
+
+    Args:
+        owner: the tier that made it.
+        writer: of the sealed record.
+        num_bytes: of the plain record.
+        keys: the first one seals.
+        buffers: memory for pieces, which goes back there.
+    """
+
+    def __init__(self, owner: Tier, writer: Writer, num_bytes: int, keys: SealKeys, buffers: Buffers) -> None:
+        self.owner, self.key, self.num_bytes = owner, writer.key, num_bytes
+        self._writer, self._keys, self._buffers = writer, keys, buffers
+        self._buffer: memoryview | None = buffers.take()
+        self._filled, self._end = 0, 0  # bytes in the buffer, and of all pieces
+        self._cipher: FrameCipher | None = None
+        self._head: RecordHead | None = None
+        self._lead = b""  # sealed
+        self._next, self._at = 1, 0  # number of the next frame, and its place in the sealed record
+        self._digests: list[bytes] = []
+        self._is_broken = False
+
+    def piece(self, begin: int, end: int) -> memoryview:
+        if self._buffer is None:
+            raise ValueError("the writer must be open, got a closed one")
+        if begin != self._end or not begin <= end <= self.num_bytes:
+            raise ValueError(f"begin must be {self._end} and end at most {self.num_bytes}, got {begin}, {end}")
+        self._seal_whole_frames()
+        buffer = self._lengthened(end - begin)
+        view = buffer[self._filled : self._filled + end - begin]
+        self._filled, self._end = self._filled + end - begin, end
+        return view
+
+    def check_whole(self) -> None:
+        """Raise ValueError if pieces are missing, or if the writer is closed."""
+        if self._buffer is None or self._end != self.num_bytes:
+            raise ValueError(f"a writer must be open and filled to {self.num_bytes} bytes, got {self._end}")
+
+    def finished(self) -> Writer:
+        """Seal the rest, and return the writer of the sealed record, filled to its end. Raises TierError."""
+        self._seal_whole_frames()
+        head, rest = self._head, bytearray()
+        assert head is not None and self._buffer is not None, "a whole record has a lead"
+        if self._filled:
+            rest += bytes(self._filled + TAG_BYTES)
+            self._seal(self._buffer[: self._filled], memoryview(rest))
+        rest += self._lead
+        rest += bytes(head.payload_end - self._at - len(rest))
+        self._writer.piece(self._at, head.payload_end)[:] = rest
+        table = b"".join([*self._digests, digests_of(memoryview(rest), SEALED_FRAME)])
+        self._writer.piece(head.payload_end, head.num_bytes)[:] = table + digest_of(head.pack() + table)
+        self._is_broken = True  # all is sealed
+        return self._writer
+
+    def close(self) -> None:
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._buffers.give(buffer)
+            self._writer.close()
+
+    # --- inside ---
+
+    def _seal_whole_frames(self) -> None:
+        """Seal all that is filled, but for the bytes after the last whole frame."""
+        if self._is_broken:
+            raise TierError("a record whose sealing failed is not continued")
+        if not self._filled or self._buffer is None:
+            return
+        self._is_broken = True  # until all went well
+        begin = 0 if self._cipher else self._seal_lead(self._buffer[: min(self._filled, FRAME_BYTES)])
+        while self._filled - begin >= FRAME_BYTES:
+            to = self._writer.piece(self._at, self._at + SEALED_FRAME)
+            self._seal(self._buffer[begin : begin + FRAME_BYTES], to)
+            self._digests.append(digests_of(to, SEALED_FRAME))
+            begin, self._at = begin + FRAME_BYTES, self._at + SEALED_FRAME
+        left = self._filled - begin
+        self._buffer[:left] = self._buffer[begin : self._filled]
+        self._filled, self._is_broken = left, False
+
+    def _seal_lead(self, lead: memoryview) -> int:
+        """Begin the sealed record, and seal its frame 0, to be written last. Return the bytes of the frame."""
+        note = new_note(self._keys.ids[0], self.num_bytes, len(lead))
+        self._head = note.head(self.key)
+        self._cipher = FrameCipher(self._keys, note, self._head)
+        sealed = bytearray(len(lead) + TAG_BYTES)
+        self._cipher.seal(0, lead, memoryview(sealed))
+        self._lead, self._at = bytes(sealed), self._head.payload_begin
+        self._writer.piece(0, self._head.payload_begin)[:] = self._head.pack()
+        return len(lead)
+
+    def _seal(self, data: memoryview, to: memoryview) -> None:
+        assert self._cipher is not None, "the lead comes first"
+        self._cipher.seal(self._next, data, to)
+        self._next += 1
+
+    def _lengthened(self, num_bytes: int) -> memoryview:
+        """Return the buffer, with room for so many bytes after those that are filled."""
+        assert self._buffer is not None
+        if self._filled + num_bytes > len(self._buffer):
+            longer = new_buffer(self._filled + num_bytes)
+            longer[: self._filled] = self._buffer[: self._filled]
+            self._buffers.give(self._buffer)
+            self._buffer = longer
+        return self._buffer
