@@ -1,6 +1,7 @@
 """Service: the parts of a server that its routes use."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvpage.server.access.keys import Caller
 from kvpage.server.access.request_log import HttpCounts
+from kvpage.server.calls.syntax import ids_of_marks, syntax_of
 from kvpage.server.config import ServerConfig
 from kvpage.server.metrics.latencies import Latencies
 from kvpage.server.page.feed import Feed
@@ -24,6 +26,7 @@ from kvpage.server.text.vocabulary import Vocabulary
 from kvpage.serving import AsyncEngine
 
 Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 NUM_COMPILERS = 2  # threads that compile the forms of answers
 BODIES_AT_ONCE = 16
 """Bodies of the greatest length that are open at once, unless the configuration tells otherwise."""
@@ -43,6 +46,8 @@ class Service:
         config: Names, keys and limits.
         text: Tokenizes text, and renders chats.
         vocabulary: The tokens one by one.
+        syntax: The format in which the model thinks and calls tools.
+        mark_ids: Special tokens that are marks of it.
         runner: Runs jobs.
         latencies: Times of requests.
         http: Counts of HTTP requests.
@@ -64,6 +69,9 @@ class Service:
         lengths = self.max_prompt_tokens, config.max_cut_characters
         self.text = TextService(tokenizer, config.chat_template, *lengths, config.num_tokenizer_threads)
         self.vocabulary, self.latencies, self.http = Vocabulary(tokenizer), Latencies(), HttpCounts()
+        self.syntax = syntax_of(tokenizer, config.chat_template)
+        self.mark_ids = ids_of_marks(self.syntax, tokenizer)
+        logger.info("%s", self.syntax.in_words)
         self.feed = Feed(engine, tokenizer)
         self.runner = Runner(engine, self.latencies, self.feed.ended, config.tenant_pin_quota)
         self.is_draining, self.created = False, int(time.time())

@@ -92,7 +92,7 @@ def test_the_name_comes_first_and_arguments_in_pieces():
 
 
 def test_ids_are_the_formats_own_where_it_has_some():
-    text = '<|tool_call_begin|>functions.weather:3<|tool_call_argument_begin|>{}<|tool_call_end|>'
+    text = "<|tool_call_begin|>functions.weather:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
     assert [call.call_id for call in kimi(Asked(TOOLS)).feed(text).calls] == ["functions.weather:3"]
     [call] = mistral(Asked(TOOLS, short_ids=True)).feed("[TOOL_CALLS]weather[ARGS]{}").calls
     assert re.fullmatch("[a-zA-Z0-9]{9}", call.call_id)

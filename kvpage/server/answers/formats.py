@@ -5,11 +5,13 @@ since readers of lines disagree about the end of a line.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
+
+from kvpage.server.calls.said import CallPart
 
 PART = 1024  # elements
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
@@ -65,7 +67,8 @@ class Piece(NamedTuple):
     """The next part of a choice, or all of it.
 
     choice_index: of the choice. text: its text. logprobs: as JSON. token_ids: the tokens, where they are asked for.
-    finish_reason: set with the last piece. stop_reason: as in Sample.
+    finish_reason: set with the last piece. stop_reason: as in Sample. reasoning: thoughts. calls: of tools, or parts of
+    them.
     """
 
     choice_index: int
@@ -75,6 +78,8 @@ class Piece(NamedTuple):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_token_ids: list[int] | None = None
+    reasoning: str = ""
+    calls: Sequence[CallPart] = ()
 
 
 class AnswerFormat:
@@ -143,12 +148,31 @@ class ChatFormat(AnswerFormat):
         return "".join(chunks).encode()
 
     def _choice(self, piece: Piece) -> str:
-        message = f'{{"role":"assistant","content":{quoted(piece.text)},"refusal":null}}'
+        content = quoted(piece.text) if piece.text or not piece.calls else "null"
+        message = f'{{"role":"assistant","content":{content},"refusal":null{_beside(piece, is_part=False)}}}'
         return f'{{"index":{piece.choice_index},"message":{message},"logprobs":{piece.logprobs},{_ending(piece)}}}'
 
     def _delta(self, piece: Piece) -> str:
-        delta = f'{{"content":{quoted(piece.text)}}}' if piece.text or piece.finish_reason is None else "{}"
+        beside = _beside(piece, is_part=True)
+        has_text = piece.text or (piece.finish_reason is None and not beside)
+        delta = f'{{"content":{quoted(piece.text)}{beside}}}' if has_text else f"{{{beside[1:]}}}"
         return f'{{"index":{piece.choice_index},"delta":{delta},"logprobs":{piece.logprobs},{_ending(piece)}}}'
+
+
+def _beside(piece: Piece, is_part: bool) -> str:
+    """Return the fields of thoughts and calls, each with a comma before it."""
+    fields = f',"reasoning_content":{quoted(piece.reasoning)}' if piece.reasoning else ""
+    if piece.calls:
+        fields += f',"tool_calls":[{",".join(_call(call, is_part) for call in piece.calls)}]'
+    return fields
+
+
+def _call(call: CallPart, is_part: bool) -> str:
+    index = f'"index":{call.index},' if is_part else ""
+    if call.call_id is None or call.name is None:
+        return f'{{{index}"function":{{"arguments":{quoted(call.arguments)}}}}}'
+    function = f'{{"name":{quoted(call.name)},"arguments":{quoted(call.arguments)}}}'
+    return f'{{{index}"id":{quoted(call.call_id)},"type":"function","function":{function}}}'
 
 
 def _ending(piece: Piece) -> str:

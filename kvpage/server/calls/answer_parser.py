@@ -41,6 +41,7 @@ class Asked:
         tools: The parameters' schemas of the tools that may be called, by name. None at all: no call is looked for.
         thinks: Whether the model may think.
         in_thought: Whether the prompt ends within a thought.
+        hides_thoughts: Whether thoughts are left out.
         one_call: Whether only the first call is taken.
         prompt: The text of the prompt.
         short_ids: Whether ids of calls have nine characters, as some templates demand.
@@ -49,6 +50,7 @@ class Asked:
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     thinks: bool = False
     in_thought: bool = False
+    hides_thoughts: bool = False
     one_call: bool = False
     prompt: str = ""
     short_ids: bool = False
@@ -186,7 +188,8 @@ class AnswerParser:
         self._said.content += text
 
     def _add_thought(self, text: str) -> None:
-        self._said.reasoning += text
+        if not self.asked.hides_thoughts:
+            self._said.reasoning += text
 
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
         """Begin a call. Later calls than the first one are dropped where only one may be."""

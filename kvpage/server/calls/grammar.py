@@ -31,10 +31,12 @@ class GuidedTool:
     Attributes:
         name: Its name.
         schema: Of its parameters; {} allows any object.
+        is_strict: Whether keywords of the schema that guides do not know are refused; else they are left aside.
     """
 
     name: str
     schema: Mapping[str, Any]
+    is_strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +123,12 @@ class CallGrammar:
         before, after = self.literal(self._text.before.replace(NAME, shown)), self.literal(self._text.after)
         lines, arguments = [f"{rule}: {before} {rule}_args {after}"], f"{rule}_args"
         if self._text.argument is None:
-            return [*lines, _json_rule(arguments, {"type": "object", **tool.schema})]
-        return lines + self._tagged(arguments, tool.schema, self._text.argument)
+            return [*lines, _json_rule(arguments, {"type": "object", **tool.schema}, tool.is_strict)]
+        return lines + self._tagged(arguments, tool, self._text.argument)
 
-    def _tagged(self, rule: str, schema: Mapping[str, Any], marks: tuple[str, str]) -> list[str]:
+    def _tagged(self, rule: str, tool: GuidedTool, marks: tuple[str, str]) -> list[str]:
         """Return the rules of arguments between tags, in the schema's order."""
+        schema = tool.schema
         properties = schema.get("properties")
         described = properties if isinstance(properties, dict) else {}
         required = set(schema.get("required") or ())
@@ -137,7 +140,7 @@ class CallGrammar:
             choices = value.get("enum") if isinstance(value, dict) else None
             if not is_text(schema, key):
                 rules = {**value, **definitions} if isinstance(value, dict) else value
-                lines += [f"{name}: {begin} {name}_json {end}", _json_rule(f"{name}_json", rules)]
+                lines += [f"{name}: {begin} {name}_json {end}", _json_rule(f"{name}_json", rules, tool.is_strict)]
             elif choices:
                 lines.append(f"{name}: {begin} ({' | '.join(map(self.literal, choices))}) {end}")
             else:
@@ -175,6 +178,7 @@ def _plain(text: str) -> list[str]:
     return [json.dumps(text, ensure_ascii=False)] if text else []
 
 
-def _json_rule(rule: str, schema: Mapping[str, Any] | bool) -> str:
-    rules = {**schema, "x-guidance": COMPACT} if isinstance(schema, Mapping) else {"x-guidance": COMPACT}
+def _json_rule(rule: str, schema: Mapping[str, Any] | bool, is_strict: bool = True) -> str:
+    options = {"x-guidance": COMPACT | {"lenient": not is_strict}}
+    rules = {**schema, **options} if isinstance(schema, Mapping) else options
     return f"{rule}: %json {json.dumps(rules)}"

@@ -1,8 +1,8 @@
 """HarmonyParser: answers of gpt-oss, which are messages in channels.
 
-    <|channel|>analysis<|message|>The user asks ...<|end|>                                                  a thought
-    <|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "Bonn"}  a call
-    <|start|>assistant<|channel|>final<|message|>It rains.                                                  content
+<|channel|>analysis<|message|>The user asks ...<|end|>                                                  a thought
+<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "Bonn"}  a call
+<|start|>assistant<|channel|>final<|message|>It rains.                                                  content
 """
 
 import regex

@@ -1,10 +1,10 @@
 """JsonCalls: calls whose arguments are a JSON object, between the marks of a format.
 
-    hermes    <tool_call>{"name": "look", "arguments": {"city": "Bonn"}}</tool_call>
-    mistral   [TOOL_CALLS]look[ARGS]{"city": "Bonn"}
-    deepseek  <｜tool▁call▁begin｜>look<｜tool▁sep｜>{"city": "Bonn"}<｜tool▁call▁end｜>
-    kimi      <|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"city": "Bonn"}<|tool_call_end|>
-    llama     {"name": "look", "parameters": {"city": "Bonn"}}
+hermes    <tool_call>{"name": "look", "arguments": {"city": "Bonn"}}</tool_call>
+mistral   [TOOL_CALLS]look[ARGS]{"city": "Bonn"}
+deepseek  <｜tool▁call▁begin｜>look<｜tool▁sep｜>{"city": "Bonn"}<｜tool▁call▁end｜>
+kimi      <|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"city": "Bonn"}<|tool_call_end|>
+llama     {"name": "look", "parameters": {"city": "Bonn"}}
 """
 
 import json

@@ -91,7 +91,11 @@ DEEPSEEK_TEXT = CallText(
     "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", CALLS_BEGIN, CALLS_END
 )  # fmt: skip
 DEEPSEEK_3_TEXT = CallText(
-    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>", CALLS_BEGIN, CALLS_END, "\n"
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+    "\n```<｜tool▁call▁end｜>",
+    CALLS_BEGIN,
+    CALLS_END,
+    "\n",
 )
 MISTRAL_TEXT = CallText("[TOOL_CALLS]{name}[ARGS]")
 MISTRAL_LIST_TEXT = CallText('{"name": "{name}", "arguments": ', "}", "[TOOL_CALLS] [", "]", ", ")
@@ -143,6 +147,18 @@ def syntax_of(tokenizer: Any, chat_template: str | None) -> AnswerSyntax:
     if not known.thinks and THOUGHT_MARKS[1] in template:
         return replace(known, marks=(*known.marks, *THOUGHT_MARKS), thinks=True)
     return known
+
+
+def ids_of_marks(syntax: AnswerSyntax, tokenizer: Any) -> frozenset[int]:
+    """Return the special tokens that are marks of a format, without those that end an answer.
+
+    Args:
+        syntax: The format.
+        tokenizer: The model's tokenizer.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    marks = {token_id for token_id, token in added.items() if token.special and token.content in syntax.marks}
+    return frozenset(marks - {getattr(tokenizer, "eos_token_id", None)})
 
 
 def template_text(tokenizer: Any) -> str:

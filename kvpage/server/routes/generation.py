@@ -8,6 +8,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -21,10 +23,12 @@ from kvpage.server.answers.formats import DONE, AnswerFormat, ChatFormat, Comple
 from kvpage.server.answers.logprobs import ChatLogprobs, CompletionLogprobs, TokenNames
 from kvpage.server.answers.responses import EventStream, WholeAnswer, end_tasks, until_gone
 from kvpage.server.answers.transcript import Shown, Transcript
+from kvpage.server.calls.answer_parser import AnswerParser
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.protocol.errors import ApiError, checked, failed
-from kvpage.server.running.guides import compiled_guide
+from kvpage.server.running.answer_rules import AnswerRules
+from kvpage.server.running.guides import CompiledGuide, compiled_guide, form_guide
 from kvpage.server.running.runner import Job, abort_all
 from kvpage.server.running.sampling import sampling_params
 from kvpage.server.service import Service, caller_of
@@ -61,8 +65,7 @@ class Generation:
         service.check_priority(body.priority)
         shortest = min(len(prompt.token_ids) for prompt in prompts)
         cache_at = checked(lambda: as_cache_at(body.cache_at or (), shortest))
-        has_form = body.form_field is not None
-        compiled = await service.compile(lambda: compiled_guide(service.engine, body)) if has_form else None
+        compiled = await self._compiled(prompts[0].text)
         guide = None if compiled is None else compiled.guide
         params = sampling_params(body, [len(prompt.token_ids) for prompt in prompts], guide, service.limits)
         ttl = None if body.kv_hints is None else body.kv_hints.pin_ttl()
@@ -78,18 +81,39 @@ class Generation:
             compiled=compiled,
         )
 
+    async def _compiled(self, prompt: str) -> CompiledGuide | None:
+        """Return the form of the answer; None for any form."""
+        body, service = self._body, self._service
+        field, make = body.form_field, partial(form_guide, body)
+        if isinstance(body, ChatRequest):
+            rules = AnswerRules(service.syntax, body, prompt)
+            if rules.guide_field is not None:
+                field, make = rules.guide_field, partial(rules.guide, service.tokenizer)
+        return None if field is None else await service.compile(lambda: compiled_guide(service.engine, field, make))
+
     def transcripts(self, prompts: Sequence[Prompt]) -> list[Transcript]:
         """Return an empty transcript for each prompt."""
         body, service = self._body, self._service
         ends = {*service.engine.engine.eos_token_ids, *(body.stop_token_ids or ())}
         rules = TextRules(body.stop_strings, ends, body.include_stop_str_in_output, body.skip_special_tokens)
         shown, transcripts = self._shown(), []
-        detokenizer = Detokenizer(service.tokenizer, body.skip_special_tokens)
+        parsers = self._parsers(prompts[0].text)
+        detokenizer = Detokenizer(service.tokenizer, body.skip_special_tokens, service.mark_ids if parsers else ())
+        if parsers:
+            rules = replace(rules, skips_special=False)  # the engine's text has no marks
         for number, prompt in enumerate(prompts):
             indices = range(number * body.n, (number + 1) * body.n)
             choices = [Choice(index, detokenizer.another(), rules) for index in indices]
-            transcripts.append(Transcript(choices, prompt.token_ids, prompt.text, shown))
+            transcripts.append(Transcript(choices, prompt.token_ids, prompt.text, shown, parsers))
         return transcripts
+
+    def _parsers(self, prompt: str) -> list[AnswerParser]:
+        """Return a parser for each sample of a chat; none where all is content."""
+        if not isinstance(self._body, ChatRequest):
+            return []
+        rules = AnswerRules(self._service.syntax, self._body, prompt)
+        parsers = (rules.parser() for _ in range(self._body.n))
+        return [parser for parser in parsers if parser is not None]
 
     def _shown(self) -> Shown:
         body, service = self._body, self._service
