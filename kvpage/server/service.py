@@ -18,6 +18,7 @@ from kvpage.server.config import ServerConfig
 from kvpage.server.metrics.latencies import Latencies
 from kvpage.server.page.feed import Feed
 from kvpage.server.protocol.errors import ApiError, bad_request, busy
+from kvpage.server.running.kept_responses import KeptResponses
 from kvpage.server.running.open_requests import OpenRequests, Place
 from kvpage.server.running.runner import Runner
 from kvpage.server.running.sampling import ModelLimits
@@ -55,6 +56,7 @@ class Service:
         limits: Limits and defaults of the model.
         max_prompt_tokens: Tokens of a prompt at most.
         open_requests: The requests that are open.
+        responses: The last answers of /v1/responses.
         is_draining: Whether the server takes no more requests, and finishes the requests under way.
         created: Seconds of the Unix epoch when it was made.
     """
@@ -78,6 +80,7 @@ class Service:
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="kvpage-compiler")
         max_bytes = config.max_open_bytes or BODIES_AT_ONCE * config.max_body_bytes
         self.open_requests = OpenRequests(config.max_open_requests, max_bytes)
+        self.responses = KeptResponses(config.max_kept_responses, config.max_kept_bytes)
 
     @classmethod
     def of(cls, request: Request) -> "Service":

@@ -12,6 +12,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
 from kvpage.server.calls.said import CallPart
+from kvpage.server.protocol.errors import ApiError
 
 PART = 1024  # elements
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
@@ -83,7 +84,36 @@ class Piece(NamedTuple):
 
 
 class AnswerFormat:
-    """The common part of both formats.
+    """How an answer is written: as a whole, and as the events of a stream.
+
+    done: the last event of each stream.
+    """
+
+    done = DONE
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> bytes:
+        """Return the whole answer. pieces: one a choice."""
+        raise NotImplementedError
+
+    def begin(self, num_choices: int, ending: str) -> bytes:
+        """Return the beginning of a stream. ending: as of `chunk`."""
+        return b""
+
+    def chunk(self, piece: Piece, ending: str) -> str:
+        """Return the events of a piece. ending: a field with a comma before it, or nothing."""
+        raise NotImplementedError
+
+    def last(self, usage: Usage) -> bytes:
+        """Return the events after all pieces, where the usage is asked for."""
+        raise NotImplementedError
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the event of an error within a stream."""
+        return b"data: " + error.body() + b"\n\n"
+
+
+class ChoicesFormat(AnswerFormat):
+    """The common part of completions and chats.
 
     Args:
         answer_id: The answer's id.
@@ -102,10 +132,6 @@ class AnswerFormat:
         choices = ",".join(self._choice(piece) for piece in pieces)
         return f'{self._whole}{choices}],"usage":{usage.json()}}}'.encode()
 
-    def begin(self, num_choices: int, ending: str) -> bytes:
-        """Return the beginning of a stream. ending: as of `chunk`."""
-        return b""
-
     def chunk(self, piece: Piece, ending: str) -> str:
         """Return an event of a stream. ending: a field with a comma before it, or nothing."""
         return f"{self._chunk}{self._delta(piece)}]{ending}}}\n\n"
@@ -121,7 +147,7 @@ class AnswerFormat:
         raise NotImplementedError
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionFormat(ChoicesFormat):
     """The answers of /v1/completions."""
 
     def __init__(self, answer_id: str, created: int, model: str) -> None:
@@ -135,7 +161,7 @@ class CompletionFormat(AnswerFormat):
     _delta = _choice
 
 
-class ChatFormat(AnswerFormat):
+class ChatFormat(ChoicesFormat):
     """The answers of /v1/chat/completions."""
 
     def __init__(self, answer_id: str, created: int, model: str) -> None:

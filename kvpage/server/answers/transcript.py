@@ -130,9 +130,8 @@ class Transcript:
             shown = "null" if self._shown.logprobs is None else self._shown.logprobs.json(choice, token_ids, logprobs)
             reason = "length" if self._shown.no_tokens else sample.finish_reason
             said = self._said(choice, text, is_last=True)
-            reason = _reason(choice, reason)
-            stop, parts = choice.stop_reason, (said.reasoning, said.calls)
-            pieces.append(Piece(choice.index, said.content, shown, ids, reason, stop, prompt_ids, *parts))
+            piece = Piece(choice.index, said.content, shown, ids, _reason(choice, reason), choice.stop_reason, prompt_ids)
+            pieces.append(piece._replace(reasoning=said.reasoning, calls=said.calls))
         return pieces
 
     def _said(self, choice: Choice, text: str, is_last: bool) -> Said:
@@ -165,8 +164,9 @@ class Transcript:
         if shown.logprobs is not None and token_ids:
             logprobs = shown.logprobs.json(choice, token_ids, [output.logprobs for output in outputs])
         ids = token_ids if shown.token_ids else None
-        reason, parts = _reason(choice, last.finish_reason), (said.reasoning, said.calls)
-        return Piece(choice.index, said.content, logprobs, ids, reason, choice.stop_reason, None, *parts)
+        reason = _reason(choice, last.finish_reason)
+        piece = Piece(choice.index, said.content, logprobs, ids, reason, choice.stop_reason)
+        return piece._replace(reasoning=said.reasoning, calls=said.calls) if self._parsers else piece
 
 
 def _reason(choice: Choice, reason: str | None) -> str | None:

@@ -140,5 +140,5 @@ def glm(asked: Asked) -> AnswerParser:
 
 
 def _compiled(begin: str, key: str, value_end: str, ends: tuple[str, ...], skips_line: bool) -> XmlMarks:
-    patterns = [regex.compile(source) for source in (begin, key, value_end)]
-    return XmlMarks(*patterns, tuple(map(regex.compile, ends)), skips_line)
+    compiled = regex.compile
+    return XmlMarks(compiled(begin), compiled(key), compiled(value_end), tuple(map(compiled, ends)), skips_line)

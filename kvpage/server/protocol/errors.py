@@ -6,7 +6,8 @@ Refusals of the engine become such errors, too.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TypeVar
 
@@ -88,6 +89,20 @@ def busy(message: str, retry_after: float) -> ApiError:
 def failed() -> ApiError:
     """Return the error of a request at which the server itself has failed. It tells nothing of the cause."""
     return ApiError(500, "the server has failed at this request", code="internal_error")
+
+
+@contextmanager
+def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
+    """Name other fields in the errors of the block.
+
+    Args:
+        names: The client's name of each field that has another one here.
+    """
+    try:
+        yield
+    except ApiError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 def checked(work: Callable[[], Result]) -> Result:

@@ -127,8 +127,9 @@ def read_model(
     if len(fields) > MAX_FIELDS:
         raise bad_request(f"{within or 'body'} must have at most {MAX_FIELDS} fields, got {len(fields)}", param=within)
     _check_refused(fields)
-    asked = {name: value for name, value in fields.items() if name not in HARMLESS}
-    passed = NEVER_REFUSED - set(kind.model_fields)
+    known = set(kind.model_fields)
+    asked = {name: value for name, value in fields.items() if name not in HARMLESS - known}
+    passed = NEVER_REFUSED - known
     if ignored is not None:
         ignored.update(passed & {name for name, value in asked.items() if value})
     asked = {name: value for name, value in asked.items() if name not in passed and name not in REFUSED}

@@ -9,7 +9,10 @@ from pydantic import Field
 from kvpage.server.protocol.errors import bad_request
 from kvpage.server.protocol.request_model import RequestModel
 
-NONE, AUTO, REQUIRED = "none", "auto", "required"
+Mode = Literal["none", "auto", "required"]
+NONE: Mode = "none"
+AUTO: Mode = "auto"
+REQUIRED: Mode = "required"
 ALLOWED = "allowed_tools"
 
 
@@ -47,7 +50,7 @@ class ToolChoice:
         is_named: Whether a single tool is named: it is called once.
     """
 
-    mode: Literal["none", "auto", "required"] = AUTO
+    mode: Mode = AUTO
     names: Sequence[str] | None = None
     is_named: bool = False
 
@@ -59,10 +62,8 @@ class ToolChoice:
         """
         if value is None:
             return cls()
-        if value in (NONE, AUTO, REQUIRED):
-            choice = cls(value)
-        else:
-            choice = cls._of_object(value)
+        mode = next((mode for mode in (NONE, AUTO, REQUIRED) if value == mode), None)
+        choice = cls._of_object(value) if mode is None else cls(mode)
         known = {tool.function.name for tool in tools}
         if choice.mode == REQUIRED and not tools:
             raise _wrong("needs tools, there are none")
@@ -75,9 +76,10 @@ class ToolChoice:
         fields = value if isinstance(value, dict) else {}
         if fields.get("type") == ALLOWED:
             allowed = fields.get(ALLOWED, fields)
-            mode, entries = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+            asked, entries = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
+            mode = next((mode for mode in (AUTO, REQUIRED) if asked == mode), None)
             names = [_name(entry) for entry in entries] if isinstance(entries, list) else []
-            if mode in (AUTO, REQUIRED) and names and None not in names:
+            if mode is not None and names and None not in names:
                 return cls(mode, [name for name in names if name is not None])
         elif (name := _name(fields)) is not None:
             return cls(REQUIRED, [name], is_named=True)

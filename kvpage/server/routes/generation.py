@@ -5,7 +5,6 @@ body ─► prompts ─► Job ─► Runner ─► Transcript ─► AnswerForm
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
@@ -19,7 +18,7 @@ from kvpage.blocks.groups.states.marks import as_cache_at
 from kvpage.server.access.keys import Caller
 from kvpage.server.access.request_log import CLIENT_GONE, record_of
 from kvpage.server.answers.choice import Choice, TextRules
-from kvpage.server.answers.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, Piece, Usage
+from kvpage.server.answers.formats import AnswerFormat, Piece, Usage
 from kvpage.server.answers.logprobs import ChatLogprobs, CompletionLogprobs, TokenNames
 from kvpage.server.answers.responses import EventStream, WholeAnswer, end_tasks, until_gone
 from kvpage.server.answers.transcript import Shown, Transcript
@@ -50,14 +49,11 @@ class Generation:
     Args:
         service: The server's parts.
         body: The request.
-        model: The model's name, for the answer.
-        answer_id: The answer's id.
+        answer_format: How the answer is written.
     """
 
-    def __init__(self, service: Service, body: AnyRequest, model: str, answer_id: str) -> None:
-        self._service, self._body = service, body
-        kind = ChatFormat if isinstance(body, ChatRequest) else CompletionFormat
-        self._format: AnswerFormat = kind(answer_id, int(time.time()), model)
+    def __init__(self, service: Service, body: AnyRequest, answer_format: AnswerFormat) -> None:
+        self._service, self._body, self._format = service, body, answer_format
 
     async def job(self, prompts: Sequence[Prompt], caller: Caller) -> Job:
         """Return the engine's work. ApiError 400 for a parameter that does not fit."""
@@ -179,11 +175,11 @@ class Generation:
             if self._body.include_usage:
                 yield self._format.last(usage)
         except ApiError as error:
-            yield _event_of(error)
+            yield self._format.failure(error)
         except Exception as error:  # of the server's own: the client would see a cut
             logger.error("the stream of a request has failed", exc_info=error)
-            yield _event_of(failed())
-        yield DONE
+            yield self._format.failure(failed())
+        yield self._format.done
 
     def _begin(self, transcripts: Sequence[Transcript], usage: Usage) -> bytes:
         num_choices = sum(len(transcript.choices) for transcript in transcripts)
@@ -209,20 +205,17 @@ def _num_tokens(transcripts: Sequence[Transcript]) -> int:
     return sum(transcript.num_tokens for transcript in transcripts)
 
 
-def _event_of(error: ApiError) -> bytes:
-    return b"data: " + error.body() + b"\n\n"
-
-
 async def respond(
-    request: Request, body: AnyRequest, make_prompts: MakePrompts, model: str, stack: ExitStack
+    request: Request, body: AnyRequest, answer_format: AnswerFormat, make_prompts: MakePrompts, stack: ExitStack
 ) -> Response:
     """Run a request, and return its answer. ApiError 499 once the client has gone.
 
+    answer_format: how the answer is written.
     make_prompts: called once.
     stack: contexts that end with the request; the answer takes it along.
     """
     service = Service.of(request)
-    generation = Generation(service, body, model, _answer_id(request, body))
+    generation = Generation(service, body, answer_format)
 
     async def prepared() -> tuple[Sequence[Prompt], Job]:
         prompts = await make_prompts()
@@ -258,7 +251,6 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
         await end_tasks(working, leaving)
 
 
-def _answer_id(request: Request, body: AnyRequest) -> str:
+def answer_id(request: Request, body: AnyRequest, prefix: str) -> str:
     """Return the answer's id: that of the body, or that of the request."""
-    asked = body.request_id or record_of(request.scope).request_id
-    return ("chatcmpl-" if isinstance(body, ChatRequest) else "cmpl-") + asked
+    return prefix + (body.request_id or record_of(request.scope).request_id)
