@@ -95,7 +95,7 @@ class AnswerFormat:
         """Return the whole answer. pieces: one a choice."""
         raise NotImplementedError
 
-    def begin(self, num_choices: int, ending: str) -> bytes:
+    def begin(self, num_choices: int, ending: str, usage: Usage) -> bytes:
         """Return the beginning of a stream. ending: as of `chunk`."""
         return b""
 
@@ -167,7 +167,7 @@ class ChatFormat(ChoicesFormat):
     def __init__(self, answer_id: str, created: int, model: str) -> None:
         super().__init__(answer_id, created, model, "chat.completion", "chat.completion.chunk")
 
-    def begin(self, num_choices: int, ending: str) -> bytes:
+    def begin(self, num_choices: int, ending: str, usage: Usage) -> bytes:
         """Return a chunk for each choice that names the role."""
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         chunks = [f'{self._chunk}{{"index":{index},{role}{ending}}}\n\n' for index in range(num_choices)]

@@ -83,7 +83,7 @@ class ResponsesFormat(AnswerFormat):
         self._close_item()
         return ENCODE(self._end(usage)).encode()
 
-    def begin(self, num_choices: int, ending: str) -> bytes:
+    def begin(self, num_choices: int, ending: str, usage: Usage) -> bytes:
         """Return the events that name the response."""
         response = self._response(None)
         events = [self._event(name, response=response) for name in ("response.created", "response.in_progress")]

@@ -15,7 +15,11 @@ from kvpage.serving import EngineClosed, QueueFull, SamplingParams
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
-
+MESSAGES_PATH = "/v1/messages"
+MESSAGE_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 TOO_LONG = "prompt and max_tokens must fit into"  # the begin of an engine's refusal
 Result = TypeVar("Result")
 REFUSED = (ValueError, TypeError, QueueFull, EngineClosed)
@@ -57,6 +61,20 @@ class ApiError(Exception):
     def type(self) -> str:
         """The kind of error, by the status."""
         return TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body_for(self, path: str) -> bytes:
+        """Return the error as JSON, as the clients of a path expect it.
+
+        Args:
+            path: Of the request.
+        """
+        return self.message_body() if path.startswith(MESSAGES_PATH) else self.body()
+
+    def message_body(self) -> bytes:
+        """Return the error as Anthropic's clients expect it."""
+        kind = MESSAGE_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+        return json.dumps({"type": "error", "error": error}).encode()
 
     def body(self) -> bytes:
         """Return the error as JSON."""

@@ -184,7 +184,7 @@ class Generation:
     def _begin(self, transcripts: Sequence[Transcript], usage: Usage) -> bytes:
         num_choices = sum(len(transcript.choices) for transcript in transcripts)
         pieces = [piece for transcript in transcripts for piece in transcript.begin()]
-        begin = self._format.begin(num_choices, self._ending(transcripts, usage))
+        begin = self._format.begin(num_choices, self._ending(transcripts, usage), usage)
         return begin + self._chunks(pieces, transcripts, usage)
 
     def _chunks(self, pieces: Sequence[Piece], transcripts: Sequence[Transcript], usage: Usage) -> bytes:
