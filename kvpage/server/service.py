@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvpage.server.access.keys import Caller
 from kvpage.server.access.request_log import HttpCounts
-from kvpage.server.calls.syntax import ids_of_marks, syntax_of
+from kvpage.server.answers.calls.syntax import ids_of_marks, syntax_of
 from kvpage.server.config import ServerConfig
 from kvpage.server.metrics.latencies import Latencies
 from kvpage.server.page.feed import Feed

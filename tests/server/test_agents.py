@@ -41,7 +41,9 @@ def test_an_agent_of_twelve_turns_with_streamed_calls(served):
     server, client = served
     messages: list[Any] = [{"role": "system", "content": "You are an agent."}, {"role": "user", "content": "go on"}]
     asked = [(NAMES[turn % 5], {"path": f"file {turn}", "line": turn}) for turn in range(11)]
-    texts = [f"<think>\nturn {turn}\n</think>\n\nNext.\n" + call_of(name, **args) for turn, (name, args) in enumerate(asked)]
+    texts = [
+        f"<think>\nturn {turn}\n</think>\n\nNext.\n" + call_of(name, **args) for turn, (name, args) in enumerate(asked)
+    ]
     texts[3] += "\n" + call_of("run")
     num_cached, num_calls = 0, 0
     with forced(server, [*texts, "<think>\nso\n</think>\n\nIt is done."]):

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a body is read as one
 """/v1/messages: the shapes of Anthropic's schema, calls, results, thoughts, errors and keys."""
 
 import asyncio
@@ -100,7 +101,11 @@ def test_usage_counts_cached_tokens_by_themselves(server):
 
 
 def test_a_call_that_must_be_is_guided(server):
-    for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}, {"type": "any", "disable_parallel_tool_use": True}):
+    for choice in (
+        {"type": "any"},
+        {"type": "tool", "name": "get_weather"},
+        {"type": "any", "disable_parallel_tool_use": True},
+    ):
         found = message(server, tools=[WEATHER], tool_choice=choice, **OFF)
         assert found.stop_reason == "tool_use" and all(block.input["days"] in (1, 2) for block in found.content)
         assert choice == {"type": "any"} or len(found.content) == 1
@@ -140,7 +145,12 @@ def test_stop_sequences_and_forms(server):
     with forced(server, ["a b c d"]):
         found = message(server, stop_sequences=["c"])
     assert (found.stop_reason, found.stop_sequence, found.content[0].text) == ("stop_sequence", "c", "a b ")
-    schema = {"type": "object", "properties": {"ok": {"enum": [True]}}, "required": ["ok"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"enum": [True]}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
     found = message(server, output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "low"})
     assert json.loads(found.content[0].text) == {"ok": True}
 
@@ -185,7 +195,10 @@ def test_an_error_within_a_stream_is_an_event(server, monkeypatch):
 
 
 def test_anthropics_client_streams_a_call_and_its_result(server):
-    with serving(server.app, server.live) as url, anthropic.Anthropic(base_url=url, api_key="x", max_retries=0) as client:
+    with (
+        serving(server.app, server.live) as url,
+        anthropic.Anthropic(base_url=url, api_key="x", max_retries=0) as client,
+    ):
         with forced(server, [THOUGHT + CALL, "It rains."]):
             with client.messages.stream(model=NAME, max_tokens=300, messages=HELLO, tools=[WEATHER]) as stream:
                 first = stream.get_final_message()

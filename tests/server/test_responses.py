@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a body is read as one
 """/v1/responses: the shapes of OpenAI's schema, turns that follow each other, calls, errors and limits."""
 
 import asyncio
@@ -105,7 +106,12 @@ def test_a_call_that_must_be_is_guided(server):
 
 
 def test_a_form_of_json_is_followed(server):
-    schema = {"type": "object", "properties": {"ok": {"enum": [True]}}, "required": ["ok"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"enum": [True]}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
     form = {"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}, "verbosity": "low"}
     assert json.loads(response(server, text=form).output_text) == {"ok": True}
 
@@ -174,6 +180,7 @@ def test_what_would_be_another_answer_is_refused_and_changes_nothing(server):
         ({"n": 2}, "n"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
+        ({"top_logprobs": 3}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"temperature": -1}, "temperature"),
     ):
@@ -253,7 +260,9 @@ def test_kept_responses_are_bounded_and_chains_outlive_others():
         kept.response("t", "c")
     assert [message["content"] for message in kept.messages("t", "b")] == ["a", "b"]
     kept.forget("t", "b")
-    assert kept.messages("t", None) == [] and kept.num_bytes == sum(response.num_bytes for response in kept._kept.values())
+    assert kept.messages("t", None) == [] and kept.num_bytes == sum(
+        response.num_bytes for response in kept._kept.values()
+    )
     for limits in ((0, 10**6), (3, 0), (3, 40)):
         none = KeptResponses(*limits)
         none.keep("t", {"id": "a", "text": "x" * 50}, [], None)

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - a body is read as one
 """Calls of tools and thoughts in chats: parsed, streamed, and guided, in the format of each model."""
 
 import asyncio

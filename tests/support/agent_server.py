@@ -1,16 +1,18 @@
+# ruff: noqa: E501 - a template is read as one
 """Servers whose models speak a format of tool calls, and whose answers a guide forces, text by text."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from support.server_app import NAME, Server, make_engine, make_tokenizer
+from support.models import make_model
+from support.server_app import NAME, Server, make_tokenizer
 from tokenizers import AddedToken
 
 from kvpage import CacheConfig
 from kvpage.server import ServerConfig, create_app
-from kvpage.server.calls.grammar import CallGrammar
-from kvpage.server.calls.syntax import KNOWN, THOUGHT_MARKS
+from kvpage.server.answers.calls.grammar import CallGrammar
+from kvpage.server.answers.calls.syntax import KNOWN, THOUGHT_MARKS
 from kvpage.server.routes.generation import Generation
 from kvpage.server.running.guides import compiled_guide
 from kvpage.serving import AsyncEngine, AsyncEngineConfig, Engine, EngineConfig, Guide
@@ -69,8 +71,6 @@ class AgentServer(Server):
 
 def make_agent_engine(tokenizer: Any) -> Engine:
     """Return an engine for a tokenizer."""
-    from support.models import make_model
-
     model = make_model("llama", vocab_size=len(tokenizer), max_position_embeddings=8192)
     config = EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=2048))
     return Engine.from_model(model, config, tokenizer=tokenizer)
@@ -104,6 +104,3 @@ def forced(server: AgentServer, texts: Sequence[str]) -> Iterator[None]:
     finally:
         Generation._compiled = before  # type: ignore[method-assign]
     assert not written, f"{len(written)} answers were not asked for"
-
-
-__all__ = ["AgentServer", "agent_server", "forced", "make_engine", "template_of"]

@@ -11,7 +11,7 @@ from itertools import islice
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
-from kvpage.server.calls.said import CallPart
+from kvpage.server.answers.calls.said import CallPart
 from kvpage.server.protocol.errors import ApiError
 
 PART = 1024  # elements

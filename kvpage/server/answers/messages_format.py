@@ -1,8 +1,8 @@
 """MessagesFormat: answers of /v1/messages, in Anthropic's form, as one message or as events.
 
-    thoughts  ─► a block "thinking"    thinking_delta
-    content   ─► a block "text"        text_delta
-    calls     ─► blocks "tool_use"     input_json_delta
+thoughts  ─► a block "thinking"    thinking_delta
+content   ─► a block "text"        text_delta
+calls     ─► blocks "tool_use"     input_json_delta
 """
 
 import json
@@ -10,14 +10,18 @@ from typing import Any
 
 import pydantic_core
 
+from kvpage.server.answers.calls.said import CallPart
 from kvpage.server.answers.formats import AnswerFormat, Piece, Usage
-from kvpage.server.calls.said import CallPart
 from kvpage.server.protocol.errors import ApiError
 
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 Fields = dict[str, Any]
 THINKING, TEXT, TOOL_USE = "thinking", "text", "tool_use"
-DELTAS = {THINKING: ("thinking_delta", "thinking"), TEXT: ("text_delta", "text"), TOOL_USE: ("input_json_delta", "partial_json")}
+DELTAS = {
+    THINKING: ("thinking_delta", "thinking"),
+    TEXT: ("text_delta", "text"),
+    TOOL_USE: ("input_json_delta", "partial_json"),
+}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 

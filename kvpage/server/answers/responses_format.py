@@ -1,8 +1,8 @@
 """ResponsesFormat: answers of /v1/responses, as one object or as events.
 
-    thoughts  ─► an item "reasoning"        response.reasoning_text.delta
-    content   ─► an item "message"          response.output_text.delta
-    calls     ─► items "function_call"      response.function_call_arguments.delta
+thoughts  ─► an item "reasoning"        response.reasoning_text.delta
+content   ─► an item "message"          response.output_text.delta
+calls     ─► items "function_call"      response.function_call_arguments.delta
 """
 
 import json
@@ -10,8 +10,8 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from kvpage.server.answers.calls.said import CallPart
 from kvpage.server.answers.formats import AnswerFormat, Piece, Usage
-from kvpage.server.calls.said import CallPart
 from kvpage.server.protocol.errors import ApiError
 
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
@@ -150,14 +150,14 @@ class ResponsesFormat(AnswerFormat):
         self._remember(item)
         fields = item.fields(INCOMPLETE if self._status == INCOMPLETE else COMPLETED)
         self._output.append(fields)
-        place = self._place(item)
+        where = self._place(item)
         if item.call is not None:
             named = {"name": item.call.name, "arguments": item.text}
-            events = self._event(f"{item.event}.done", **place, **named)
+            events = self._event(f"{item.event}.done", **where, **named)
         else:
             more: Fields = {"logprobs": []} if item.kind == "message" else {}
-            events = self._event(f"{item.event}.done", **place, text=item.text, **more)
-            events += self._event("response.content_part.done", **place, part=item.part)
+            events = self._event(f"{item.event}.done", **where, text=item.text, **more)
+            events += self._event("response.content_part.done", **where, part=item.part)
         return events + self._event("response.output_item.done", output_index=item.index, item=fields)
 
     def _remember(self, item: OpenItem) -> None:
@@ -174,8 +174,8 @@ class ResponsesFormat(AnswerFormat):
 
     @staticmethod
     def _place(item: OpenItem) -> Fields:
-        place: Fields = {"item_id": item.item_id, "output_index": item.index}
-        return place if item.call is not None else {**place, "content_index": 0}
+        where: Fields = {"item_id": item.item_id, "output_index": item.index}
+        return where if item.call is not None else {**where, "content_index": 0}
 
     # --- the response ------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class ResponsesFormat(AnswerFormat):
 
 
 def usage_fields(usage: Usage) -> Fields:
-    """Return the tokens of a response. Those of thoughts, and those written to the cache, are not counted by themselves.
+    """Return the tokens of a response. Those of thoughts, and those written to the cache, have no count of their own.
 
     Args:
         usage: The tokens.

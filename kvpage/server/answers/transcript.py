@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvpage.server.answers.calls.answer_parser import AnswerParser
+from kvpage.server.answers.calls.said import Said
 from kvpage.server.answers.choice import Choice
 from kvpage.server.answers.formats import Piece
 from kvpage.server.answers.logprobs import Logprobs, LogprobsFormat
-from kvpage.server.calls.answer_parser import AnswerParser
-from kvpage.server.calls.said import Said
 from kvpage.server.protocol.errors import ApiError, bad_request
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.text.token_logprobs import TokenLogprobs
@@ -130,7 +130,9 @@ class Transcript:
             shown = "null" if self._shown.logprobs is None else self._shown.logprobs.json(choice, token_ids, logprobs)
             reason = "length" if self._shown.no_tokens else sample.finish_reason
             said = self._said(choice, text, is_last=True)
-            piece = Piece(choice.index, said.content, shown, ids, _reason(choice, reason), choice.stop_reason, prompt_ids)
+            piece = Piece(
+                choice.index, said.content, shown, ids, _reason(choice, reason), choice.stop_reason, prompt_ids
+            )
             pieces.append(piece._replace(reasoning=said.reasoning, calls=said.calls))
         return pieces
 

@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from kvpage.server.protocol.errors import bad_request
 from kvpage.server.protocol.messages import Message
-from kvpage.server.protocol.request_model import RequestModel
 from kvpage.server.protocol.sampling_fields import Count, MaxTokens, SamplingFields, within
 from kvpage.server.protocol.tools import NONE, Tool, ToolChoice
 

@@ -21,7 +21,7 @@ Block = dict[str, Any]
 NAMES = {"max_completion_tokens": "max_tokens", "response_format": "output_config", "stop": "stop_sequences"}
 """The names of fields of chats here, for errors."""
 LEFT_OUT = ("n", "max_completion_tokens", "response_format", "stream_options", "cache_control", "stop")
-"""Fields of chats that a message has other fields for, or one value of; and marks for a cache that finds prefixes itself."""
+"""Fields of chats that a message has other fields for, or one value of; and marks of a cache that needs none here."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TEXT, THINKING, TOOL_USE, TOOL_RESULT = "text", "thinking", "tool_use", "tool_result"
 REDACTED = "redacted_thinking"
@@ -121,7 +121,9 @@ def _messages(message: Block) -> list[Block]:
 
 def _tool(tool: Block) -> Block:
     if tool.get("type") not in (None, "custom"):
-        raise bad_request(f"tools of the type {str(tool['type'])[:40]!r} are not served", param="tools", code="not_served")
+        raise bad_request(
+            f"tools of the type {str(tool['type'])[:40]!r} are not served", param="tools", code="not_served"
+        )
     function = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict"),
                 "parameters": tool.get("input_schema")}  # fmt: skip
     return {"type": "function", "function": function}

@@ -22,6 +22,8 @@ NOT_SERVED = {
     "conversation": "responses are linked by previous_response_id",
     "prompt": "there are no stored prompts",
     "background": "a response is there when it is answered",
+    "logprobs": "log-probabilities are those of /v1/chat/completions",
+    "top_logprobs": "log-probabilities are those of /v1/chat/completions",
 }
 LEFT_OUT = ("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "stream_options")
 """Fields of chats that a response has other fields for, or one value of."""
@@ -48,7 +50,6 @@ class ResponsesRequest(RequestModel):
     tools: Annotated[list[Item], Field(max_length=MAX_TOOLS)] | None = None
     text: TextForm | None = None
     include: list[str] = []
-    top_logprobs: Count | None = None
     max_tool_calls: Count | None = None
     truncation: str | None = None
     store: bool = True
@@ -91,10 +92,10 @@ class Asked:
         """Return the chat. earlier: the messages of the responses before."""
         body = self.body
         instructions = body.instructions or []
-        given = [{"role": SYSTEM, "content": instructions}] if isinstance(instructions, str) else instructions
+        first = [{"role": SYSTEM, "content": instructions}] if isinstance(instructions, str) else instructions
         fields = {
             **self._shared,
-            "messages": [*(messages_of(given) if given else []), *earlier, *self.new_messages],
+            "messages": [*messages_of(first), *earlier, *self.new_messages],
             "max_completion_tokens": body.max_output_tokens,
             "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
             "response_format": None if body.text is None else _form(body.text.format),
@@ -157,7 +158,9 @@ def _thought(item: Item) -> str:
 
 def _tool(tool: Item) -> Item:
     if tool.get("type", "function") != "function":
-        raise bad_request(f"tools of the type {str(tool['type'])[:40]!r} are not served", param="tools", code="not_served")
+        raise bad_request(
+            f"tools of the type {str(tool['type'])[:40]!r} are not served", param="tools", code="not_served"
+        )
     if "function" in tool:
         return tool
     names = ("name", "description", "parameters", "strict")

@@ -56,7 +56,7 @@ class ToolChoice:
 
     @classmethod
     def of(cls, value: Any, tools: Sequence[Tool]) -> "ToolChoice":
-        """Return the choice that a field `tool_choice` means. ApiError 400 for another value, or tools that are not there.
+        """Return the choice that a field `tool_choice` means. ApiError 400 for another value, or for other tools.
 
         value: A word, an object with the name of a function, or one with allowed tools.
         """

@@ -17,12 +17,12 @@ from starlette.responses import Response
 from kvpage.blocks.groups.states.marks import as_cache_at
 from kvpage.server.access.keys import Caller
 from kvpage.server.access.request_log import CLIENT_GONE, record_of
+from kvpage.server.answers.calls.answer_parser import AnswerParser
 from kvpage.server.answers.choice import Choice, TextRules
 from kvpage.server.answers.formats import AnswerFormat, Piece, Usage
 from kvpage.server.answers.logprobs import ChatLogprobs, CompletionLogprobs, TokenNames
 from kvpage.server.answers.responses import EventStream, WholeAnswer, end_tasks, until_gone
 from kvpage.server.answers.transcript import Shown, Transcript
-from kvpage.server.calls.answer_parser import AnswerParser
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.protocol.errors import ApiError, checked, failed

@@ -1,5 +1,6 @@
 """/v1/responses: chats in the form of OpenAI's Responses, and the last of them."""
 
+import asyncio
 import secrets
 import time
 from contextlib import ExitStack
@@ -32,7 +33,8 @@ async def responses(request: Request) -> Response:
         open_request = stack.enter_context(service.open_request())
         asked = await read_body(request, partial(Asked, ignored=ignored_fields(request)), open_request)
         tenant, previous = caller_of(request).tenant, asked.body.previous_response_id
-        body = asked.chat(service.responses.messages(tenant, previous))
+        earlier = service.responses.messages(tenant, previous)
+        body = await asyncio.to_thread(asked.chat, earlier) if earlier else asked.chat(earlier)
         model = service.check_model(body.model)
         check_limits(body, service.config, service.max_num_waiting)
         service.runner.check_room(1)
@@ -68,26 +70,26 @@ def settings_of(asked: Asked, body: ChatRequest, model: str) -> dict[str, Any]:
         body: The chat that it asks for.
         model: The model's name.
     """
-    own = asked.body
-    form = None if own.text is None else own.text.format
+    fields = asked.body
+    form = None if fields.text is None else fields.text.format
     return {
         "id": f"resp_{secrets.token_hex(24)}",
         "object": "response",
         "created_at": int(time.time()),
         "model": model,
         "background": False,
-        "instructions": own.instructions,
-        "max_output_tokens": own.max_output_tokens,
-        "max_tool_calls": own.max_tool_calls,
-        "metadata": own.metadata or {},
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "max_tool_calls": fields.max_tool_calls,
+        "metadata": fields.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": own.previous_response_id,
+        "previous_response_id": fields.previous_response_id,
         "reasoning": {"effort": body.template_arguments.get("reasoning_effort"), "summary": None},
-        "store": own.store,
+        "store": fields.store,
         "temperature": body.temperature,
         "text": {"format": form or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
-        "tools": own.tools or [],
+        "tools": fields.tools or [],
         "top_p": body.top_p,
         "truncation": "disabled",
     }

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvpage.server.calls.answer_parser import AnswerParser, Asked
-from kvpage.server.calls.grammar import CallGrammar, CallRules, GuidedTool, Thoughts
-from kvpage.server.calls.syntax import BARE, THOUGHT_MARKS, AnswerSyntax
+from kvpage.server.answers.calls.answer_parser import AnswerParser, Asked
+from kvpage.server.answers.calls.grammar import CallGrammar, CallRules, GuidedTool, Thoughts
+from kvpage.server.answers.calls.syntax import BARE, THOUGHT_MARKS, AnswerSyntax
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.errors import bad_request
 from kvpage.server.protocol.sampling_fields import ResponseFormat

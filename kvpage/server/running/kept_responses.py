@@ -4,11 +4,12 @@ A response keeps its own messages, and the id of the one before it. The ones tha
 a chain outlives the later ones.
 """
 
-import json
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
+
+import pydantic_core
 
 from kvpage.server.protocol.errors import ApiError
 
@@ -53,7 +54,7 @@ class KeptResponses:
 
     def keep(self, tenant: str, response: Fields, messages: list[Fields], previous: str | None) -> None:
         """Keep a response, and forget those that were not used for longest."""
-        num_bytes = len(json.dumps([response, messages]))
+        num_bytes = len(pydantic_core.to_json([response, messages]))
         with self._lock:
             self._kept[tenant, response["id"]] = KeptResponse(response, messages, previous, num_bytes)
             self.num_bytes += num_bytes

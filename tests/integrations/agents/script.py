@@ -16,6 +16,9 @@ TURNS = [f"<think>\n{THOUGHT}\n</think>\n\n{CALL}", f"<think>\nso\n</think>\n\n{
 @contextmanager
 def scripted(times: int = 1) -> Iterator[tuple[str, AgentServer]]:
     """Yield the address of a server that answers by the script, and its parts."""
-    with agent_server("hermes", thinks=True) as server, serving(server.app, server.live) as url:
-        with forced(server, TURNS * times):
-            yield url, server
+    with (
+        agent_server("hermes", thinks=True) as server,
+        serving(server.app, server.live) as url,
+        forced(server, TURNS * times),
+    ):
+        yield url, server

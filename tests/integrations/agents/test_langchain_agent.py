@@ -2,9 +2,10 @@
 
 import pytest
 
-langchain_openai = pytest.importorskip("langchain_openai", reason="needs tests/integrations/run.sh agents")
+pytest.importorskip("langchain_openai", reason="needs tests/integrations/run.sh agents")
 pytest.importorskip("fastapi")
 
+import langchain_openai
 from integrations.agents.script import ANSWER, CITY, QUESTION, scripted
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-litellm = pytest.importorskip("litellm", reason="needs tests/integrations/run.sh agents")
+pytest.importorskip("litellm", reason="needs tests/integrations/run.sh agents")
 pytest.importorskip("fastapi")
 
+import litellm
 from integrations.agents.script import ANSWER, CITY, QUESTION, THOUGHT, scripted
 from support.server_app import NAME
 
@@ -23,7 +24,13 @@ def test_a_tool_is_called_and_its_result_answered(kind, path, streams):
     with scripted() as (url, _):
 
         def said(messages):
-            fields = {"model": f"{kind}/{NAME}", "api_base": url + path, "api_key": "x", "tools": [TOOL], "max_tokens": 200}
+            fields = {
+                "model": f"{kind}/{NAME}",
+                "api_base": url + path,
+                "api_key": "x",
+                "tools": [TOOL],
+                "max_tokens": 200,
+            }
             answer = litellm.completion(messages=messages, stream=streams, **fields)
             return litellm.stream_chunk_builder(list(answer)) if streams else answer
 

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-agents = pytest.importorskip("agents", reason="needs tests/integrations/run.sh agents")
+pytest.importorskip("agents", reason="needs tests/integrations/run.sh agents")
 pytest.importorskip("fastapi")
 
+import agents
 import openai
 from integrations.agents.script import ANSWER, CITY, QUESTION, scripted
 from support.server_app import NAME

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-pydantic_ai = pytest.importorskip("pydantic_ai", reason="needs tests/integrations/run.sh agents")
+pytest.importorskip("pydantic_ai", reason="needs tests/integrations/run.sh agents")
 pytest.importorskip("fastapi")
 
+import pydantic_ai
 from integrations.agents.script import ANSWER, CITY, QUESTION, THOUGHT, scripted
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -33,7 +34,9 @@ def test_an_agent_calls_its_tool_and_answers(kind):
     with scripted() as (url, _):
         result = agent_of(kind, url, cities).run_sync(QUESTION)
     assert result.output == ANSWER and cities == [CITY]
-    thoughts = [part.content for message in result.all_messages() for part in message.parts if part.part_kind == "thinking"]
+    thoughts = [
+        part.content for message in result.all_messages() for part in message.parts if part.part_kind == "thinking"
+    ]
     assert kind is OpenAIResponsesModel or thoughts[0] == THOUGHT
 
 

@@ -7,7 +7,7 @@
 
 import regex
 
-from kvpage.server.calls.answer_parser import BLANKS, AnswerParser, Wait
+from kvpage.server.answers.calls.answer_parser import BLANKS, AnswerParser, Wait
 
 HEAD = regex.compile(
     rf"{BLANKS}(?:<\|start\|>)?(?P<head>[^<]{{0,256}}(?:<\|channel\|>[^<]{{0,256}})?(?:<\|constrain\|>[^<]{{0,64}})?)"

@@ -4,8 +4,9 @@
     feed('all>{"name": "look", ')  ─►
     feed('"arguments": {"ci')      ─► call "look", arguments '{"ci'
 
-A parser is one pass over the text, written as a generator that yields wherever it needs more. So the parts do not depend
-on where the text is cut. Text that may be the begin of a mark waits for its rest. Blanks beside marks belong to them.
+A parser is one pass over the text, written as a generator that yields wherever it needs more. So the parts do not
+depend on where the text is cut. Text that may be the begin of a mark waits for its rest. Blanks beside marks belong
+to them.
 
 A call is one from its name and the begin of its arguments on; a begin that goes on in another way is content. All that
 follows is arguments, JSON or not, as with OpenAI: nothing of an answer is lost.
@@ -19,7 +20,7 @@ from typing import Any
 
 import regex
 
-from kvpage.server.calls.said import Said
+from kvpage.server.answers.calls.said import Said
 
 Pattern = Any  # of the library regex, which knows partial matches
 Wait = Generator[None, None, Any]

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import regex
 
-from kvpage.server.calls.syntax import BARE_TEXT, INDEX, NAME, THOUGHT_MARKS, AnswerSyntax
-from kvpage.server.calls.xml_calls import is_text
+from kvpage.server.answers.calls.syntax import BARE_TEXT, INDEX, NAME, THOUGHT_MARKS, AnswerSyntax
+from kvpage.server.answers.calls.xml_calls import is_text
 
 Thoughts = Literal["none", "may", "open"]
 """Whether the answer does not think, may do so first, or begins within a thought."""

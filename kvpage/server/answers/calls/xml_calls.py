@@ -14,7 +14,7 @@ from typing import Any
 import pydantic_core
 import regex
 
-from kvpage.server.calls.answer_parser import BLANKS, AnswerParser, Asked, Pattern, Wait
+from kvpage.server.answers.calls.answer_parser import BLANKS, AnswerParser, Asked, Pattern, Wait
 
 PYTHON = {"True": "true", "False": "false", "None": "null"}
 

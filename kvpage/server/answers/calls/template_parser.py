@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvpage.server.calls.answer_parser import AnswerParser, Asked, Wait
+from kvpage.server.answers.calls.answer_parser import AnswerParser, Asked, Wait
 
 THOUGHTS = frozenset({"reasoning_content", "reasoning", "thinking"})
 CALLS = "tool_calls"

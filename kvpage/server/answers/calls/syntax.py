@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpage.server.calls.answer_parser import AnswerParser, Asked
-from kvpage.server.calls.harmony import HarmonyParser
-from kvpage.server.calls.json_calls import bare, deepseek, hermes, kimi, mistral
-from kvpage.server.calls.template_parser import TemplateParser
-from kvpage.server.calls.xml_calls import glm, qwen_coder
+from kvpage.server.answers.calls.answer_parser import AnswerParser, Asked
+from kvpage.server.answers.calls.harmony import HarmonyParser
+from kvpage.server.answers.calls.json_calls import bare, deepseek, hermes, kimi, mistral
+from kvpage.server.answers.calls.template_parser import TemplateParser
+from kvpage.server.answers.calls.xml_calls import glm, qwen_coder
 
 THOUGHT_MARKS = "<think>", "</think>"
 NAME, INDEX = "{name}", "{index}"
@@ -143,7 +143,8 @@ def syntax_of(tokenizer: Any, chat_template: str | None) -> AnswerSyntax:
     known = next((syntax for texts, syntax in KNOWN if all(text in template for text in texts)), BARE)
     if getattr(tokenizer, "response_template", None) is not None and hasattr(tokenizer, "get_response_parser"):
         make = functools.partial(TemplateParser, tokenizer=tokenizer)
-        return AnswerSyntax("the tokenizer's", make, special_marks(tokenizer), known.text, thinks=True)
+        text = known.text if known.knows_calls else None
+        return AnswerSyntax("the tokenizer's", make, special_marks(tokenizer), text, thinks=True)
     if not known.thinks and THOUGHT_MARKS[1] in template:
         return replace(known, marks=(*known.marks, *THOUGHT_MARKS), thinks=True)
     return known

@@ -13,7 +13,7 @@ from typing import Any
 
 import regex
 
-from kvpage.server.calls.answer_parser import BLANKS, AnswerParser, Asked, Pattern, Wait
+from kvpage.server.answers.calls.answer_parser import BLANKS, AnswerParser, Asked, Pattern, Wait
 
 LIST_END = regex.compile(r"\]")
 MAX_WHOLE = 4096  # characters of a call that waits for its end: its fields come in another order
@@ -24,8 +24,8 @@ class JsonMarks:
     """How calls are written.
 
     Attributes:
-        begin: From the first mark to the arguments, which are its group `rest`. Its group `name` is the tool, `id` its id.
-            The group `whole` is a call in any other form of JSON.
+        begin: From the first mark to the arguments, which are its group `rest`. Its group `name` is the tool, `id` the
+            call's id. The group `whole` is a call in any other form of JSON.
         end: After the arguments; it may be missing.
         more: From there to the arguments of a next call.
         first_only: Whether calls begin at the begin of an answer only.
