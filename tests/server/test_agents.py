@@ -7,6 +7,7 @@ from typing import Any
 
 import pydantic
 import pytest
+from support import pages
 from support.agent_bodies import CHAT_BODY, MESSAGES_BODY, RESPONSES_BODY
 from support.agent_server import AgentServer, agent_server, forced
 from support.http_server import serving
@@ -114,3 +115,15 @@ def test_each_tool_of_a_coding_agent_can_be_demanded(served, name):
     answer = asyncio.run(server.post("/v1/chat/completions", body))
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == name
+
+
+def test_the_loop_of_the_page_is_an_agent(served):
+    _, client = served
+    names: dict[str, Any] = {}
+    exec(pages.examples(pages.GUIDES / "serve.md")[0].replace("tiny-model", NAME), names)
+    lines: list[str] = []
+    functions = {"read": lambda path, line: lines.append(f"{path}:{line}") or "x"}
+    server, messages = served[0], [{"role": "user", "content": "read it"}]
+    with forced(server, [f"<think>\nhm\n</think>\n\n{call_of('read', path='a', line=1)}", "It says x."]):
+        assert names["run_agent"](client, messages, TOOLS, functions) == "It says x."
+    assert lines == ["a:1"] and len(messages) == 4

@@ -98,7 +98,7 @@ def _head(names: str = r"(?:[^\"\\]|\\.){1,256}") -> str:
 
 def hermes(asked: Asked) -> AnswerParser:
     """Return a parser of the format of Hermes, Qwen and others."""
-    whole = rf"{BLANKS}(?P<whole>\{{(?:(?!</tool_call>).){{1,{MAX_WHOLE}}}+)</tool_call>"
+    whole = rf"{BLANKS}(?P<whole>\{{(?:(?!</?tool_call>).){{1,{MAX_WHOLE}}}+)</tool_call>"
     begin = rf"{BLANKS}<tool_call>(?:{BLANKS}{_head()}|{whole})"
     end = rf"{BLANKS}\}}{BLANKS}</tool_call>"
     return JsonCalls(asked, JsonMarks(regex.compile(begin, regex.DOTALL), regex.compile(end)))
