@@ -119,6 +119,7 @@ FORMATS: dict[str, list[AnswerText]] = {
         AnswerText(f'{{"name": "weather", "parameters": {BONN}}}', calls=[(WEATHER, BONN)]),
         AnswerText(f'<|python_tag|>{{"type": "function", "name": "weather", "parameters": {TWO}}}', calls=[(WEATHER, TWO)]),
         AnswerText(f'{{"name": "weather", "parameters": {BONN}}}; {{"name": "write_file", "arguments": {{}}}}', calls=[(WEATHER, BONN), ("write_file", "{}")]),
+        AnswerText(f'{{"name": "weather", "parameters": {BONN}}}; {{"name": "Ann", "parameters": {{}}}}', calls=[(WEATHER, BONN)], content='; {"name": "Ann", "parameters": {}}'),
         AnswerText('{"name": "Ann", "parameters": {}}', content='{"name": "Ann", "parameters": {}}'),
         AnswerText('{"name": "weather", "age": 3}', content='{"name": "weather", "age": 3}'),
     ],

@@ -8,6 +8,7 @@ other forms                        the guide of the form
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from kvpage.server.answers.calls.answer_parser import AnswerParser, Asked
@@ -20,7 +21,7 @@ from kvpage.server.protocol.tools import REQUIRED, Tool
 from kvpage.serving import Guide
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-FORMAT_FIELD = "response_format"
+FORMAT_FIELD, TOOLS_FIELD = "response_format", "tools"
 
 
 class AnswerRules:
@@ -55,7 +56,7 @@ class AnswerRules:
         if self._form is not None:
             return FORMAT_FIELD
         is_strict = any(tool.function.strict for tool in self._tools)
-        return "tools" if is_strict and self._body.form_field is None else None
+        return TOOLS_FIELD if is_strict and self._body.form_field is None else None
 
     def guide(self, tokenizer: Any) -> Guide | None:
         """Return the guide of calls; None where calls cannot be guided without a change of other text.
@@ -63,7 +64,7 @@ class AnswerRules:
         tokenizer: The model's.
         """
         grammar = CallGrammar(self._syntax, tokenizer)
-        if not self._must_call and self._form is None and not grammar.begins_with_token:
+        if self.guide_field == TOOLS_FIELD and not (grammar.begins_with_token and can_guide(tokenizer)):
             return None
         many = self._body.parallel_tool_calls and not self._body.choice.is_named
         form = None if self._must_call else self._form
@@ -101,6 +102,14 @@ class AnswerRules:
             short_ids=syntax.short_ids,
         )
         return syntax.make(asked)
+
+
+def can_guide(tokenizer: Any) -> bool:
+    """Return whether answers can be guided: with the library for guides, and a tokenizer that it reads.
+
+    tokenizer: The model's.
+    """
+    return find_spec("llguidance") is not None and hasattr(tokenizer, "backend_tokenizer")
 
 
 def _guided(tool: Tool, follows_schema: bool) -> GuidedTool:

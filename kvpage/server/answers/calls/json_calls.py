@@ -28,7 +28,7 @@ class JsonMarks:
             call's id. The group `whole` is a call in any other form of JSON.
         end: After the arguments; it may be missing.
         more: From there to the arguments of a next call.
-        first_only: Whether calls begin at the begin of an answer only.
+        first_only: Whether calls begin at the begin of an answer only, and are of known tools.
     """
 
     begin: Pattern
@@ -67,8 +67,11 @@ class JsonCalls(AnswerParser):
     def _calls(self, match: Any) -> Wait:
         """Parse a call and those that follow it at once."""
         while match:
-            name, groups = match["name"], match.groupdict()
-            self._begin_call(json.loads(f'"{name}"') if "\\" in name else name, groups.get("id"))
+            name = _unescaped(match["name"])
+            if self._marks.first_only and name not in self.asked.tools:
+                self._add_content(match.group()[: match.start("rest") - match.start()])
+                return
+            self._begin_call(name, match.groupdict().get("id"))
             yield from self._json()
             yield from self._matched(self._marks.end)
             match = None if self._marks.more is None else (yield from self._matched(self._marks.more))
@@ -89,11 +92,19 @@ class JsonCalls(AnswerParser):
         yield from self._skip_blanks()
 
 
-def _head(names: str = r"(?:[^\"\\]|\\.){1,256}") -> str:
+def _unescaped(name: str) -> str:
+    """Return a name as JSON means it; as it is, where it is no string of JSON."""
+    try:
+        return str(json.loads(f'"{name}"'))
+    except ValueError:
+        return name
+
+
+def _head() -> str:
     """Return the pattern of an object from its begin to its arguments."""
     kind = r'\{_(?:"type"_:_"function"_,_)?"name"_:_"'.replace("_", BLANKS)
     arguments = r'"_,_"(?:arguments|parameters)"_:_(?P<rest>\{)'.replace("_", BLANKS)
-    return f"{kind}(?P<name>{names}){arguments}"
+    return rf'{kind}(?P<name>(?:[^"\\]|\\.){{1,256}}){arguments}'
 
 
 def hermes(asked: Asked) -> AnswerParser:
@@ -142,8 +153,7 @@ def kimi(asked: Asked) -> AnswerParser:
 
 def bare(asked: Asked) -> AnswerParser:
     """Return a parser of calls without marks, as Llama 3 has them: an answer that begins with one, of a known tool."""
-    names = "|".join(regex.escape(json.dumps(name)[1:-1]) for name in sorted(asked.tools, key=len, reverse=True))
-    begin = rf"{BLANKS}(?:<\|python_tag\|>)?{BLANKS}{_head(names)}"
-    more = rf"{BLANKS}[;,]?{BLANKS}{_head(names)}"
+    begin = rf"{BLANKS}(?:<\|python_tag\|>)?{BLANKS}{_head()}"
+    more = rf"{BLANKS}[;,]?{BLANKS}{_head()}"
     end = rf"{BLANKS}\}}"
     return JsonCalls(asked, JsonMarks(regex.compile(begin), regex.compile(end), regex.compile(more), first_only=True))
