@@ -1,9 +1,11 @@
 """litellm at a server, over the APIs of OpenAI and of Anthropic. `tests/integrations/run.sh agents` runs this."""
 
 import json
+import os
 
 import pytest
 
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it asks a server for prices otherwise
 pytest.importorskip("litellm", reason="needs tests/integrations/run.sh agents")
 pytest.importorskip("fastapi")
 
