@@ -78,6 +78,10 @@ SHOWN: dict[str, dict[str, float]] = {
         "tests/store/tiers/test_memory_tier.py::test_random_life": 4,
         "tests/store/disk/test_disk.py::test_random_life_over_many_openings": 6,
     },
+    "agents run on the server": {
+        "tests/server/test_agents.py::test_an_agent_of_twelve_turns_with_streamed_calls": 1.5,
+        "tests/server/test_tool_calls.py::test_a_call_is_parsed_whole_and_streamed": 2.5,
+    },
     "a changed record is a miss": {
         "tests/store/bytes/test_byte_damage.py::test_any_changed_byte_in_memory_is_a_miss": 4,
         "tests/store/disk/test_disk.py::test_every_corrupted_byte_is_a_miss_or_exact": 8,

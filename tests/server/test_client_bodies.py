@@ -84,7 +84,6 @@ def test_fields_whose_answer_would_be_another_are_refused_with_a_reason(server):
         assert error["message"].startswith(f"{name} is not served: ") and error["code"] == "not_served"
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
     assert "not served" in check_refused(posted(server, messages=[{"role": "user", "content": [image]}]))["message"]
-    check_refused(posted(server, tools=[TOOL], tool_choice="required"), param="tool_choice")
 
 
 @pytest.mark.parametrize("number", [32_000, 2**31, 10**12, -1])

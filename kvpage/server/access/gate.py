@@ -49,7 +49,7 @@ class Gate:
         try:
             self._check(scope)
         except ApiError as error:
-            await error_response(error, closes=True)(scope, receive, send)
+            await error_response(error, scope["path"], closes=True)(scope, receive, send)
             return
         await self._app(scope, self._limited(receive), send)
 
@@ -104,7 +104,7 @@ def is_address(name: str) -> bool:
     return True
 
 
-def error_response(error: ApiError, closes: bool = False) -> Response:
-    """Return the answer that an error is. closes: whether the connection ends, as its body was not read."""
+def error_response(error: ApiError, path: str, closes: bool = False) -> Response:
+    """Return the answer that an error is, for a path. closes: whether the connection ends, as its body was not read."""
     headers = error.headers | ({"connection": "close"} if closes else {})
-    return Response(error.body(), error.status, headers, media_type="application/json")
+    return Response(error.body_for(path), error.status, headers, media_type="application/json")

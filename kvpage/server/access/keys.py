@@ -9,6 +9,7 @@ from kvpage.server.config import ApiKey
 from kvpage.server.protocol.errors import ApiError
 
 TENANT_HEADER = "x-tenant-id"
+OTHER_HEADER = "x-api-key"  # where Anthropic's clients put the key
 MAX_TENANT_BYTES = 256
 
 
@@ -39,7 +40,8 @@ class Keys:
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
         """Return who asks, by the headers of a request. ApiError: 401 without a key, 403 for a foreign tenant."""
-        key = self._key(headers.get("authorization", "")) if self._keys else None
+        other = f"Bearer {headers.get(OTHER_HEADER, '')}"
+        key = self._key(headers.get("authorization", other)) if self._keys else None
         asked = headers.get(TENANT_HEADER)
         if key is not None and key.tenant is None:
             return Caller(_checked(asked))

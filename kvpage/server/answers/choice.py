@@ -38,13 +38,14 @@ class Choice:
         finish_reason: Set with the last token.
         stop_reason: The stop string or token that has ended it.
         num_characters: Characters of the tokens whose log-probabilities were shown, for their places in the text.
+        has_calls: Whether it has called a tool.
     """
 
-    __slots__ = ("_detokenizer", "_held", "_num_shown", "_rules", "finish_reason", "index", "num_characters",
-                 "num_tokens", "stop_reason")  # fmt: skip
+    __slots__ = ("_detokenizer", "_held", "_num_shown", "_rules", "finish_reason", "has_calls", "index",
+                 "num_characters", "num_tokens", "stop_reason")  # fmt: skip
 
     def __init__(self, index: int, detokenizer: Detokenizer, rules: TextRules) -> None:
-        self.index, self.num_tokens, self.num_characters = index, 0, 0
+        self.index, self.num_tokens, self.num_characters, self.has_calls = index, 0, 0, False
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self._detokenizer, self._rules = detokenizer, rules

@@ -5,11 +5,14 @@ since readers of lines disagree about the end of a line.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
+
+from kvpage.server.answers.calls.said import CallPart
+from kvpage.server.protocol.errors import ApiError
 
 PART = 1024  # elements
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
@@ -65,7 +68,8 @@ class Piece(NamedTuple):
     """The next part of a choice, or all of it.
 
     choice_index: of the choice. text: its text. logprobs: as JSON. token_ids: the tokens, where they are asked for.
-    finish_reason: set with the last piece. stop_reason: as in Sample.
+    finish_reason: set with the last piece. stop_reason: as in Sample. reasoning: thoughts. calls: of tools, or parts of
+    them.
     """
 
     choice_index: int
@@ -75,10 +79,41 @@ class Piece(NamedTuple):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_token_ids: list[int] | None = None
+    reasoning: str = ""
+    calls: Sequence[CallPart] = ()
 
 
 class AnswerFormat:
-    """The common part of both formats.
+    """How an answer is written: as a whole, and as the events of a stream.
+
+    done: the last event of each stream.
+    """
+
+    done = DONE
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> bytes:
+        """Return the whole answer. pieces: one a choice."""
+        raise NotImplementedError
+
+    def begin(self, num_choices: int, ending: str, usage: Usage) -> bytes:
+        """Return the beginning of a stream. ending: as of `chunk`."""
+        return b""
+
+    def chunk(self, piece: Piece, ending: str) -> str:
+        """Return the events of a piece. ending: a field with a comma before it, or nothing."""
+        raise NotImplementedError
+
+    def last(self, usage: Usage) -> bytes:
+        """Return the events after all pieces, where the usage is asked for."""
+        raise NotImplementedError
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the event of an error within a stream."""
+        return b"data: " + error.body() + b"\n\n"
+
+
+class ChoicesFormat(AnswerFormat):
+    """The common part of completions and chats.
 
     Args:
         answer_id: The answer's id.
@@ -97,10 +132,6 @@ class AnswerFormat:
         choices = ",".join(self._choice(piece) for piece in pieces)
         return f'{self._whole}{choices}],"usage":{usage.json()}}}'.encode()
 
-    def begin(self, num_choices: int, ending: str) -> bytes:
-        """Return the beginning of a stream. ending: as of `chunk`."""
-        return b""
-
     def chunk(self, piece: Piece, ending: str) -> str:
         """Return an event of a stream. ending: a field with a comma before it, or nothing."""
         return f"{self._chunk}{self._delta(piece)}]{ending}}}\n\n"
@@ -116,7 +147,7 @@ class AnswerFormat:
         raise NotImplementedError
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionFormat(ChoicesFormat):
     """The answers of /v1/completions."""
 
     def __init__(self, answer_id: str, created: int, model: str) -> None:
@@ -130,25 +161,44 @@ class CompletionFormat(AnswerFormat):
     _delta = _choice
 
 
-class ChatFormat(AnswerFormat):
+class ChatFormat(ChoicesFormat):
     """The answers of /v1/chat/completions."""
 
     def __init__(self, answer_id: str, created: int, model: str) -> None:
         super().__init__(answer_id, created, model, "chat.completion", "chat.completion.chunk")
 
-    def begin(self, num_choices: int, ending: str) -> bytes:
+    def begin(self, num_choices: int, ending: str, usage: Usage) -> bytes:
         """Return a chunk for each choice that names the role."""
         role = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         chunks = [f'{self._chunk}{{"index":{index},{role}{ending}}}\n\n' for index in range(num_choices)]
         return "".join(chunks).encode()
 
     def _choice(self, piece: Piece) -> str:
-        message = f'{{"role":"assistant","content":{quoted(piece.text)},"refusal":null}}'
+        content = quoted(piece.text) if piece.text or not piece.calls else "null"
+        message = f'{{"role":"assistant","content":{content},"refusal":null{_beside(piece, is_part=False)}}}'
         return f'{{"index":{piece.choice_index},"message":{message},"logprobs":{piece.logprobs},{_ending(piece)}}}'
 
     def _delta(self, piece: Piece) -> str:
-        delta = f'{{"content":{quoted(piece.text)}}}' if piece.text or piece.finish_reason is None else "{}"
+        beside = _beside(piece, is_part=True)
+        has_text = piece.text or (piece.finish_reason is None and not beside)
+        delta = f'{{"content":{quoted(piece.text)}{beside}}}' if has_text else f"{{{beside[1:]}}}"
         return f'{{"index":{piece.choice_index},"delta":{delta},"logprobs":{piece.logprobs},{_ending(piece)}}}'
+
+
+def _beside(piece: Piece, is_part: bool) -> str:
+    """Return the fields of thoughts and calls, each with a comma before it."""
+    fields = f',"reasoning_content":{quoted(piece.reasoning)}' if piece.reasoning else ""
+    if piece.calls:
+        fields += f',"tool_calls":[{",".join(_call(call, is_part) for call in piece.calls)}]'
+    return fields
+
+
+def _call(call: CallPart, is_part: bool) -> str:
+    index = f'"index":{call.index},' if is_part else ""
+    if call.call_id is None or call.name is None:
+        return f'{{{index}"function":{{"arguments":{quoted(call.arguments)}}}}}'
+    function = f'{{"name":{quoted(call.name)},"arguments":{quoted(call.arguments)}}}'
+    return f'{{{index}"id":{quoted(call.call_id)},"type":"function","function":{function}}}'
 
 
 def _ending(piece: Piece) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvpage.server.answers.calls.answer_parser import AnswerParser
+from kvpage.server.answers.calls.said import Said
 from kvpage.server.answers.choice import Choice
 from kvpage.server.answers.formats import Piece
 from kvpage.server.answers.logprobs import Logprobs, LogprobsFormat
@@ -44,10 +46,18 @@ class Transcript:
         prompt_ids: The prompt's tokens.
         prompt_text: Its text, for an echo.
         shown: The parts of the answer.
+        parsers: One a choice, which tell thoughts and calls of tools from content. None at all: all is content.
     """
 
-    def __init__(self, choices: Sequence[Choice], prompt_ids: Sequence[int], prompt_text: str, shown: Shown) -> None:
-        self.choices = choices
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        prompt_ids: Sequence[int],
+        prompt_text: str,
+        shown: Shown,
+        parsers: Sequence[AnswerParser] = (),
+    ) -> None:
+        self.choices, self._parsers = choices, parsers
         self._prompt_ids, self._prompt_text, self._shown = prompt_ids, prompt_text, shown
         self._held: list[StepOutput] | None = [] if shown.scores_prompt else None  # until the prompt can be shown
 
@@ -119,8 +129,23 @@ class Transcript:
                 logprobs = [*(output.prompt_logprobs or ()), *logprobs]
             shown = "null" if self._shown.logprobs is None else self._shown.logprobs.json(choice, token_ids, logprobs)
             reason = "length" if self._shown.no_tokens else sample.finish_reason
-            pieces.append(Piece(choice.index, text, shown, ids, reason, choice.stop_reason, prompt_ids))
+            said = self._said(choice, text, is_last=True)
+            piece = Piece(
+                choice.index, said.content, shown, ids, _reason(choice, reason), choice.stop_reason, prompt_ids
+            )
+            pieces.append(piece._replace(reasoning=said.reasoning, calls=said.calls))
         return pieces
+
+    def _said(self, choice: Choice, text: str, is_last: bool) -> Said:
+        """Return what the next text of a choice says."""
+        if not self._parsers:
+            return Said(text)
+        parser = self._parsers[choice.index - self.choices[0].index]
+        said = parser.feed(text)
+        if is_last:
+            said.add(parser.finish())
+        choice.has_calls |= bool(said.calls)
+        return said
 
     def _piece(self, choice: Choice, outputs: Sequence[StepOutput]) -> Piece | None:
         """Return the next piece of a choice; None if there is nothing to show."""
@@ -134,13 +159,21 @@ class Transcript:
             text = choice.end(token_ids, last.finish_reason, last.stop_reason, last.text)
         if shown.no_tokens:
             return None if last.finish_reason is None else Piece(choice.index, "", finish_reason="length")
-        if not text and last.finish_reason is None and shown.logprobs is None and not shown.token_ids:
+        said = self._said(choice, text, last.finish_reason is not None)
+        if not said and last.finish_reason is None and shown.logprobs is None and not shown.token_ids:
             return None
         logprobs = "null"
         if shown.logprobs is not None and token_ids:
             logprobs = shown.logprobs.json(choice, token_ids, [output.logprobs for output in outputs])
         ids = token_ids if shown.token_ids else None
-        return Piece(choice.index, text, logprobs, ids, last.finish_reason, choice.stop_reason)
+        reason = _reason(choice, last.finish_reason)
+        piece = Piece(choice.index, said.content, logprobs, ids, reason, choice.stop_reason)
+        return piece._replace(reasoning=said.reasoning, calls=said.calls) if self._parsers else piece
+
+
+def _reason(choice: Choice, reason: str | None) -> str | None:
+    """Return why a choice has ended, for clients: an end after calls of tools is one to call them."""
+    return "tool_calls" if reason == "stop" and choice.has_calls else reason
 
 
 def check_outcome(reason: str, error: str | None) -> None:

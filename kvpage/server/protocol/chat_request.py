@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from kvpage.server.protocol.errors import bad_request
 from kvpage.server.protocol.messages import Message
-from kvpage.server.protocol.request_model import RequestModel
 from kvpage.server.protocol.sampling_fields import Count, MaxTokens, SamplingFields, within
+from kvpage.server.protocol.tools import NONE, Tool, ToolChoice
 
 MAX_MESSAGES, MAX_TOOLS = 10_000, 1024
 OWN_ARGUMENTS = frozenset({
@@ -16,30 +16,6 @@ OWN_ARGUMENTS = frozenset({
     "return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "load_audio_from_video",
 })  # fmt: skip
 """Arguments of a template's call that a request has other fields for, or that would change its result's type."""
-
-
-class Function(RequestModel):
-    """A function that the model may call."""
-
-    called: ClassVar[str] = "tools.function."
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(RequestModel):
-    """A tool that the template shows to the model."""
-
-    called: ClassVar[str] = "tools."
-    type: Literal["function"] = "function"
-    function: Function
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the tool as templates expect it, without fields that no model was trained with."""
-        fields = ("name", "description", "parameters")
-        described = {name: value for name in fields if (value := getattr(self.function, name)) is not None}
-        return {"type": self.type, "function": described}
 
 
 class ChatRequest(SamplingFields):
@@ -52,6 +28,9 @@ class ChatRequest(SamplingFields):
     top_logprobs: Count | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True
+    include_reasoning: bool = True
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -73,6 +52,22 @@ class ChatRequest(SamplingFields):
         return within(asked, num_left)
 
     @property
+    def choice(self) -> ToolChoice:
+        """Whether the model calls tools. ApiError 400 for a choice that is none."""
+        return ToolChoice.of(self.tool_choice, self.tools or ())
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the template shows: all, unless none may be called."""
+        return [] if self.choice.mode == NONE else self.tools or []
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that may be called."""
+        names = self.choice.names
+        return [tool for tool in self.shown_tools if names is None or tool.function.name in names]
+
+    @property
     def template_arguments(self) -> dict[str, Any]:
         """The arguments of the template, by the names that templates have for them; the client's own come first."""
         reasoning, thinks = self.reasoning or {}, self.enable_thinking
@@ -92,9 +87,7 @@ class ChatRequest(SamplingFields):
             raise bad_request("top_logprobs needs logprobs=true", param="top_logprobs")
         if self.max_completion_tokens == 0:
             raise bad_request("max_completion_tokens must be at least 1, got 0", param="max_completion_tokens")
-        if self.tool_choice not in (None, "none", "auto"):
-            reason = "kvpage does not make the model call a tool"
-            raise bad_request(f'tool_choice must be "none" or "auto": {reason}', param="tool_choice")
+        self.choice  # noqa: B018 - raises for a choice that is none
         if (
             self.continue_final_message
             and self.add_generation_prompt

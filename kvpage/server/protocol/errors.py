@@ -6,7 +6,8 @@ Refusals of the engine become such errors, too.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TypeVar
 
@@ -14,7 +15,11 @@ from kvpage.serving import EngineClosed, QueueFull, SamplingParams
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
-
+MESSAGES_PATH = "/v1/messages"
+MESSAGE_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 TOO_LONG = "prompt and max_tokens must fit into"  # the begin of an engine's refusal
 Result = TypeVar("Result")
 REFUSED = (ValueError, TypeError, QueueFull, EngineClosed)
@@ -57,6 +62,20 @@ class ApiError(Exception):
         """The kind of error, by the status."""
         return TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
+    def body_for(self, path: str) -> bytes:
+        """Return the error as JSON, as the clients of a path expect it.
+
+        Args:
+            path: Of the request.
+        """
+        return self.message_body() if path.startswith(MESSAGES_PATH) else self.body()
+
+    def message_body(self) -> bytes:
+        """Return the error as Anthropic's clients expect it."""
+        kind = MESSAGE_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": self.message, "param": self.param, "code": self.code}
+        return json.dumps({"type": "error", "error": error}).encode()
+
     def body(self) -> bytes:
         """Return the error as JSON."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
@@ -88,6 +107,20 @@ def busy(message: str, retry_after: float) -> ApiError:
 def failed() -> ApiError:
     """Return the error of a request at which the server itself has failed. It tells nothing of the cause."""
     return ApiError(500, "the server has failed at this request", code="internal_error")
+
+
+@contextmanager
+def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
+    """Name other fields in the errors of the block.
+
+    Args:
+        names: The client's name of each field that has another one here.
+    """
+    try:
+        yield
+    except ApiError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 def checked(work: Callable[[], Result]) -> Result:

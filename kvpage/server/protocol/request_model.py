@@ -32,7 +32,8 @@ NEVER_REFUSED = frozenset({
     "parallel_tool_calls", "verbosity", "separate_reasoning", "stream_reasoning", "include_reasoning", "no_stop_trim",
     "return_hidden_states",
 })  # fmt: skip
-"""Fields that routers and clients add to each request. They are named as others are, and not refused."""
+"""Fields that routers and clients add to each request. Where they are not served, they are named as others are, and not
+refused."""
 
 REFUSED = {
     "suffix": "text is generated after the prompt only",
@@ -126,10 +127,12 @@ def read_model(
     if len(fields) > MAX_FIELDS:
         raise bad_request(f"{within or 'body'} must have at most {MAX_FIELDS} fields, got {len(fields)}", param=within)
     _check_refused(fields)
-    asked = {name: value for name, value in fields.items() if name not in HARMLESS}
+    known = set(kind.model_fields)
+    asked = {name: value for name, value in fields.items() if name not in HARMLESS - known}
+    passed = NEVER_REFUSED - known
     if ignored is not None:
-        ignored.update(NEVER_REFUSED & {name for name, value in asked.items() if value})
-    asked = {name: value for name, value in asked.items() if name not in NEVER_REFUSED and name not in REFUSED}
+        ignored.update(passed & {name for name, value in asked.items() if value})
+    asked = {name: value for name, value in asked.items() if name not in passed and name not in REFUSED}
     try:
         return kind.model_validate(asked, context=ignored)
     except ValidationError as error:

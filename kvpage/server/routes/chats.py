@@ -1,14 +1,16 @@
 """/v1/chat/completions and /v1/chat/completions/render."""
 
+import time
 from contextlib import ExitStack
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvpage.server.answers.formats import ChatFormat
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.routes.bodies import body_of, large_answer
-from kvpage.server.routes.generation import respond
+from kvpage.server.routes.generation import answer_id, respond
 from kvpage.server.routes.prompts import prompt_of
 from kvpage.server.running.sampling import check_limits
 from kvpage.server.service import Service
@@ -31,7 +33,8 @@ async def chat_completions(request: Request) -> Response:
         async def prompts() -> list[Prompt]:
             return [await prompt_of(service, body)]
 
-        return await respond(request, body, prompts, model, stack)
+        answer_format = ChatFormat(answer_id(request, body, "chatcmpl-"), int(time.time()), model)
+        return await respond(request, body, answer_format, prompts, stack)
 
 
 @router.post("/v1/chat/completions/render")

@@ -1,14 +1,16 @@
 """/v1/completions and /v1/completions/render."""
 
+import time
 from contextlib import ExitStack
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvpage.server.answers.formats import CompletionFormat
 from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.routes.bodies import body_of, large_answer
-from kvpage.server.routes.generation import respond
+from kvpage.server.routes.generation import answer_id, respond
 from kvpage.server.routes.prompts import prompts_of
 from kvpage.server.running.sampling import check_limits
 from kvpage.server.service import Service
@@ -26,7 +28,8 @@ async def completions(request: Request) -> Response:
         model = service.check_model(body.model)
         check_limits(body, service.config, service.max_num_waiting)
         service.runner.check_room(body.num_prompts)
-        return await respond(request, body, lambda: prompts_of(service, body), model, stack)
+        answer_format = CompletionFormat(answer_id(request, body, "cmpl-"), int(time.time()), model)
+        return await respond(request, body, answer_format, lambda: prompts_of(service, body), stack)
 
 
 @router.post("/v1/completions/render")

@@ -5,9 +5,10 @@ body ─► prompts ─► Job ─► Runner ─► Transcript ─► AnswerForm
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -16,15 +17,17 @@ from starlette.responses import Response
 from kvpage.blocks.groups.states.marks import as_cache_at
 from kvpage.server.access.keys import Caller
 from kvpage.server.access.request_log import CLIENT_GONE, record_of
+from kvpage.server.answers.calls.answer_parser import AnswerParser
 from kvpage.server.answers.choice import Choice, TextRules
-from kvpage.server.answers.formats import DONE, AnswerFormat, ChatFormat, CompletionFormat, Piece, Usage
+from kvpage.server.answers.formats import AnswerFormat, Piece, Usage
 from kvpage.server.answers.logprobs import ChatLogprobs, CompletionLogprobs, TokenNames
 from kvpage.server.answers.responses import EventStream, WholeAnswer, end_tasks, until_gone
 from kvpage.server.answers.transcript import Shown, Transcript
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.protocol.errors import ApiError, checked, failed
-from kvpage.server.running.guides import compiled_guide
+from kvpage.server.running.answer_rules import AnswerRules
+from kvpage.server.running.guides import CompiledGuide, compiled_guide, form_guide
 from kvpage.server.running.runner import Job, abort_all
 from kvpage.server.running.sampling import sampling_params
 from kvpage.server.service import Service, caller_of
@@ -46,14 +49,11 @@ class Generation:
     Args:
         service: The server's parts.
         body: The request.
-        model: The model's name, for the answer.
-        answer_id: The answer's id.
+        answer_format: How the answer is written.
     """
 
-    def __init__(self, service: Service, body: AnyRequest, model: str, answer_id: str) -> None:
-        self._service, self._body = service, body
-        kind = ChatFormat if isinstance(body, ChatRequest) else CompletionFormat
-        self._format: AnswerFormat = kind(answer_id, int(time.time()), model)
+    def __init__(self, service: Service, body: AnyRequest, answer_format: AnswerFormat) -> None:
+        self._service, self._body, self._format = service, body, answer_format
 
     async def job(self, prompts: Sequence[Prompt], caller: Caller) -> Job:
         """Return the engine's work. ApiError 400 for a parameter that does not fit."""
@@ -61,8 +61,7 @@ class Generation:
         service.check_priority(body.priority)
         shortest = min(len(prompt.token_ids) for prompt in prompts)
         cache_at = checked(lambda: as_cache_at(body.cache_at or (), shortest))
-        has_form = body.form_field is not None
-        compiled = await service.compile(lambda: compiled_guide(service.engine, body)) if has_form else None
+        compiled = await self._compiled(prompts[0].text)
         guide = None if compiled is None else compiled.guide
         params = sampling_params(body, [len(prompt.token_ids) for prompt in prompts], guide, service.limits)
         ttl = None if body.kv_hints is None else body.kv_hints.pin_ttl()
@@ -78,18 +77,39 @@ class Generation:
             compiled=compiled,
         )
 
+    async def _compiled(self, prompt: str) -> CompiledGuide | None:
+        """Return the form of the answer; None for any form."""
+        body, service = self._body, self._service
+        field, make = body.form_field, partial(form_guide, body)
+        if isinstance(body, ChatRequest):
+            rules = AnswerRules(service.syntax, body, prompt)
+            if rules.guide_field is not None:
+                field, make = rules.guide_field, partial(rules.guide, service.tokenizer)
+        return None if field is None else await service.compile(lambda: compiled_guide(service.engine, field, make))
+
     def transcripts(self, prompts: Sequence[Prompt]) -> list[Transcript]:
         """Return an empty transcript for each prompt."""
         body, service = self._body, self._service
         ends = {*service.engine.engine.eos_token_ids, *(body.stop_token_ids or ())}
         rules = TextRules(body.stop_strings, ends, body.include_stop_str_in_output, body.skip_special_tokens)
         shown, transcripts = self._shown(), []
-        detokenizer = Detokenizer(service.tokenizer, body.skip_special_tokens)
+        parsers = self._parsers(prompts[0].text)
+        detokenizer = Detokenizer(service.tokenizer, body.skip_special_tokens, service.mark_ids if parsers else ())
+        if parsers:
+            rules = replace(rules, skips_special=False)  # the engine's text has no marks
         for number, prompt in enumerate(prompts):
             indices = range(number * body.n, (number + 1) * body.n)
             choices = [Choice(index, detokenizer.another(), rules) for index in indices]
-            transcripts.append(Transcript(choices, prompt.token_ids, prompt.text, shown))
+            transcripts.append(Transcript(choices, prompt.token_ids, prompt.text, shown, parsers))
         return transcripts
+
+    def _parsers(self, prompt: str) -> list[AnswerParser]:
+        """Return a parser for each sample of a chat; none where all is content."""
+        if not isinstance(self._body, ChatRequest):
+            return []
+        rules = AnswerRules(self._service.syntax, self._body, prompt)
+        parsers = (rules.parser() for _ in range(self._body.n))
+        return [parser for parser in parsers if parser is not None]
 
     def _shown(self) -> Shown:
         body, service = self._body, self._service
@@ -155,16 +175,16 @@ class Generation:
             if self._body.include_usage:
                 yield self._format.last(usage)
         except ApiError as error:
-            yield _event_of(error)
+            yield self._format.failure(error)
         except Exception as error:  # of the server's own: the client would see a cut
             logger.error("the stream of a request has failed", exc_info=error)
-            yield _event_of(failed())
-        yield DONE
+            yield self._format.failure(failed())
+        yield self._format.done
 
     def _begin(self, transcripts: Sequence[Transcript], usage: Usage) -> bytes:
         num_choices = sum(len(transcript.choices) for transcript in transcripts)
         pieces = [piece for transcript in transcripts for piece in transcript.begin()]
-        begin = self._format.begin(num_choices, self._ending(transcripts, usage))
+        begin = self._format.begin(num_choices, self._ending(transcripts, usage), usage)
         return begin + self._chunks(pieces, transcripts, usage)
 
     def _chunks(self, pieces: Sequence[Piece], transcripts: Sequence[Transcript], usage: Usage) -> bytes:
@@ -185,20 +205,17 @@ def _num_tokens(transcripts: Sequence[Transcript]) -> int:
     return sum(transcript.num_tokens for transcript in transcripts)
 
 
-def _event_of(error: ApiError) -> bytes:
-    return b"data: " + error.body() + b"\n\n"
-
-
 async def respond(
-    request: Request, body: AnyRequest, make_prompts: MakePrompts, model: str, stack: ExitStack
+    request: Request, body: AnyRequest, answer_format: AnswerFormat, make_prompts: MakePrompts, stack: ExitStack
 ) -> Response:
     """Run a request, and return its answer. ApiError 499 once the client has gone.
 
+    answer_format: how the answer is written.
     make_prompts: called once.
     stack: contexts that end with the request; the answer takes it along.
     """
     service = Service.of(request)
-    generation = Generation(service, body, model, _answer_id(request, body))
+    generation = Generation(service, body, answer_format)
 
     async def prepared() -> tuple[Sequence[Prompt], Job]:
         prompts = await make_prompts()
@@ -234,7 +251,6 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
         await end_tasks(working, leaving)
 
 
-def _answer_id(request: Request, body: AnyRequest) -> str:
+def answer_id(request: Request, body: AnyRequest, prefix: str) -> str:
     """Return the answer's id: that of the body, or that of the request."""
-    asked = body.request_id or record_of(request.scope).request_id
-    return ("chatcmpl-" if isinstance(body, ChatRequest) else "cmpl-") + asked
+    return prefix + (body.request_id or record_of(request.scope).request_id)

@@ -68,6 +68,7 @@ async def about(request: Request) -> Response:
             "max_model_len": service.limits.max_model_len,
             "shows_prefixes": service.runner.has_blocks,
             "block_size": service.engine.engine.manager.block_size,
+            "tool_calls": service.syntax.in_words,
         }
     )
 

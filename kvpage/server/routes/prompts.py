@@ -41,10 +41,9 @@ async def prompt_of(service: Service, body: ChatRequest) -> Prompt:
 
 def chat_of(body: ChatRequest) -> Chat:
     """Return the chat that a body asks for. ApiError 400 for a call without a function."""
-    tools = None if body.tool_choice == "none" or not body.tools else body.tools
     return Chat(
         [message.for_template() for message in body.messages],
-        None if tools is None else [tool.for_template() for tool in tools],
+        [tool.for_template() for tool in body.shown_tools] or None,
         body.add_generation_prompt,
         body.continue_final_message,
         body.template_arguments,

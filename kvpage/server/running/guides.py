@@ -1,5 +1,6 @@
 """compiled_guide: the form that an answer must have."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpage.server.protocol.errors import ApiError, bad_request
@@ -24,16 +25,15 @@ class CompiledGuide:
     holder: Request
 
 
-def compiled_guide(engine: AsyncEngine, request: SamplingFields) -> CompiledGuide | None:
+def compiled_guide(engine: AsyncEngine, field: str, make: Callable[[], Guide | None]) -> CompiledGuide | None:
     """Return the form of a request's answer, which the engine has compiled; None for any form. It may take seconds.
+
+    field: the field of the request that names it. make: makes the guide.
 
     ApiError: 400 for a form that cannot be compiled, 501 where the library for forms is missing.
     """
-    field = request.form_field
-    if field is None:
-        return None
     try:
-        guide = _guide(request)
+        guide = make()
         if guide is None:
             return None
         params = SamplingParams(max_tokens=1, guide=guide)
@@ -44,7 +44,8 @@ def compiled_guide(engine: AsyncEngine, request: SamplingFields) -> CompiledGuid
         raise ApiError(501, f"{field} is not served here: {error}", param=field, code="not_served") from error
 
 
-def _guide(request: SamplingFields) -> Guide | None:
+def form_guide(request: SamplingFields) -> Guide | None:
+    """Return the form that the fields of a request name; None for any form. ValueError or TypeError for a wrong one."""
     if request.response_format is not None:
         return _of_format(request.response_format)
     if request.structured_outputs is not None:

@@ -8,7 +8,7 @@ is handed out as far as no later token can change it.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -75,17 +75,23 @@ class Detokenizer:
     Args:
         tokenizer: A tokenizer of transformers. It is not changed.
         skip_special_tokens: Leave out special tokens, such as the end of the sequence.
+        shown_ids: Special tokens that have a text nevertheless.
 
     Attributes:
         skipped_ids: The tokens that are left out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        skip_special_tokens: bool = True,
+        shown_ids: Collection[int] = (),
+    ) -> None:
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(f"tokenizer must be a tokenizer of transformers, got {type(tokenizer).__name__}")
         check_flag("skip_special_tokens", skip_special_tokens)
-        self._tokenizer, self._decoded = tokenizer, decoder_of(tokenizer, skip_special_tokens)
-        self.skipped_ids = special_ids(tokenizer) if skip_special_tokens else frozenset[int]()
+        self._tokenizer, self._decoded = tokenizer, decoder_of(tokenizer, skip_special_tokens and not shown_ids)
+        self.skipped_ids = special_ids(tokenizer) - set(shown_ids) if skip_special_tokens else frozenset[int]()
         self._limit = id_limit(tokenizer)
         self._cleanup = SpaceCleanup() if cleans_spaces(tokenizer) else None
         self._begin()

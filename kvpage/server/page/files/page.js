@@ -155,7 +155,7 @@ function bodyOf(turns) {
   const messages = [...system, ...turns.map(({ role, content }) => ({ role, content }))];
   if (about?.has_chat_template === false)
     return ["/v1/completions", { ...body, prompt: messages.map((one) => one.content).join("\n") + "\n" }];
-  return ["/v1/chat/completions", { ...body, messages }];
+  return ["/v1/chat/completions", { ...body, messages, separate_reasoning: false }];
 }
 
 async function ask(turns, answer, stop) {

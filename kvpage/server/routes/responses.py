@@ -1,0 +1,95 @@
+"""/v1/responses: chats in the form of OpenAI's Responses, and the last of them."""
+
+import asyncio
+import secrets
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvpage.server.answers.responses_format import ResponsesFormat
+from kvpage.server.protocol.chat_request import ChatRequest
+from kvpage.server.protocol.errors import renamed_params
+from kvpage.server.protocol.responses_request import NAMES, Asked
+from kvpage.server.routes.bodies import answer, ignored_fields, read_body
+from kvpage.server.routes.generation import respond
+from kvpage.server.routes.prompts import prompt_of
+from kvpage.server.running.sampling import check_limits
+from kvpage.server.service import Service, caller_of
+from kvpage.server.text.text_service import Prompt
+
+router = APIRouter()
+
+
+@router.post("/v1/responses")
+async def responses(request: Request) -> Response:
+    """Answer a chat."""
+    service = Service.of(request)
+    with renamed_params(NAMES), ExitStack() as stack:
+        open_request = stack.enter_context(service.open_request())
+        asked = await read_body(request, partial(Asked, ignored=ignored_fields(request)), open_request)
+        tenant, previous = caller_of(request).tenant, asked.body.previous_response_id
+        earlier = service.responses.messages(tenant, previous)
+        body = await asyncio.to_thread(asked.chat, earlier) if earlier else asked.chat(earlier)
+        model = service.check_model(body.model)
+        check_limits(body, service.config, service.max_num_waiting)
+        service.runner.check_room(1)
+
+        async def prompts() -> list[Prompt]:
+            return [await prompt_of(service, body)]
+
+        def keep(response: dict[str, Any], message: dict[str, Any]) -> None:
+            if asked.body.store:
+                service.responses.keep(tenant, response, [*asked.new_messages, message], previous)
+
+        return await respond(request, body, ResponsesFormat(settings_of(asked, body, model), keep), prompts, stack)
+
+
+@router.get("/v1/responses/{response_id}")
+async def response(request: Request, response_id: str) -> Response:
+    """Return a response that is kept."""
+    return answer(Service.of(request).responses.response(caller_of(request).tenant, response_id))
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete(request: Request, response_id: str) -> Response:
+    """Forget a response."""
+    Service.of(request).responses.forget(caller_of(request).tenant, response_id)
+    return answer({"id": response_id, "object": "response", "deleted": True})
+
+
+def settings_of(asked: Asked, body: ChatRequest, model: str) -> dict[str, Any]:
+    """Return the fields of a response that tell of its request.
+
+    Args:
+        asked: The request.
+        body: The chat that it asks for.
+        model: The model's name.
+    """
+    fields = asked.body
+    form = None if fields.text is None else fields.text.format
+    return {
+        "id": f"resp_{secrets.token_hex(24)}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "background": False,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "max_tool_calls": fields.max_tool_calls,
+        "metadata": fields.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": fields.previous_response_id,
+        "reasoning": {"effort": body.template_arguments.get("reasoning_effort"), "summary": None},
+        "store": fields.store,
+        "temperature": body.temperature,
+        "text": {"format": form or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": fields.tools or [],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+    }
