@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
 import torch
 
+from kvpage.checks.dispatch_modes import is_dispatch_watched
 from kvpage.layout.attention import OPTIONS as NAMES
 from kvpage.layout.attention import Attention, option_values
 from kvpage.layout.cache_layout import CacheLayout, check_layout
@@ -170,7 +171,7 @@ def or_traced(run: Callable[_Given, _Result], traced: Callable[_Given, _Result])
 
     @functools.wraps(run)
     def operation(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        is_traced = torch.compiler.is_compiling() or is_dispatch_watched()
         return (traced if is_traced else run)(*args, **kwargs)
 
     return operation

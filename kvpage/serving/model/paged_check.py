@@ -128,11 +128,13 @@ def paged_logits(
     sequences: Sequence[npt.NDArray[np.int32]],
     blocks_each: int,
     states: StateCache | None = None,
+    bounds: Sequence[Sequence[int]] | None = None,
 ) -> tuple[torch.Tensor, dict[int, int | None]]:
     """Return the logits of the probe's tokens, one sequence after the other, and the window of each layer.
 
     engine: with `blocks_each` blocks for each sequence, which are overwritten.
     states: with three slots for each sequence, likewise; None for a model without states.
+    bounds: of the steps of each sequence; None for those of the probe.
     """
     tables = np.arange(blocks_each * len(sequences), dtype=np.int32)[::-1].reshape(len(sequences), -1).copy()
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
@@ -140,7 +142,7 @@ def paged_logits(
     block_size = engine.layout.block_size if engine.layer_ids else max(PROBE_LENGTHS)
     if states is not None:
         states.slots.fill_(0xFF)  # NaN in each float dtype
-    bounds = _BOUNDS if states is None else _BOUNDS_OF_STATES
+    bounds = bounds or (_BOUNDS if states is None else _BOUNDS_OF_STATES)
     for number in range(len(bounds[0]) - 1):
         starts, ends = [list(column) for column in zip(*(row[number : number + 2] for row in bounds), strict=True)]
         parts = [tokens[start:end] for tokens, start, end in zip(sequences, starts, ends, strict=True)]
