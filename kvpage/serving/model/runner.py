@@ -71,6 +71,11 @@ class ModelRunner:
         )
 
     @property
+    def same_bits(self) -> bool:
+        """Whether a row's bits do not depend on what is computed beside it."""
+        return self._row_bits is not None
+
+    @property
     def view(self) -> PreTrainedModel:
         """The modules that compute. Patches of these do not affect the model's own forward."""
         view: PreTrainedModel = self._view.module
@@ -96,7 +101,7 @@ class ModelRunner:
         self.check()
         self._check_states(step)
         if step.layout.backend == "mla" and step.latents is None:
-            step = replace(step, latents=LatentPass(step, all_in_place=self._row_bits is not None))
+            step = replace(step, latents=LatentPass(step, all_in_place=self.same_bits))
         step.lift(self._threads)
         module = self.view  # it follows modules that were replaced
         # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.

@@ -1,7 +1,7 @@
 """Check at load that rows have the same bits whatever is beside them, or name the reason why they cannot.
 
-    step by step    [ a0 ... a30 | b0 ]  [ a31 ... a46 | b1 ... b20 ]  [ a47 | b21 ]
-    in one step     [ a0 ... a47 ]            the logits must be equal, bit by bit
+    step by step    [ a0 ... a29 | b0 ]  [ a30 ... a45 | b1 ... b20 ]  [ a46 | b21 ]
+    in one step     [ a0 ... a46 ]            the logits must be equal, bit by bit
                     [ b0 ... b21 ]
 
 The operators that the model calls are looked at one by one (RowBits). The comparison is a second look: it would show
@@ -27,7 +27,7 @@ from kvpage.serving.model.paged_check import paged_logits
 from kvpage.serving.model.probe import unquantized
 from kvpage.serving.model.runner import ModelRunner
 
-_BOUNDS = (0, 31, 47, 48), (0, 1, 21, 22)
+_BOUNDS = (0, 30, 46, 47), (0, 1, 21, 22)  # even and odd numbers of rows
 _SHORT_BOUNDS = (0, 1, 2), (0, 1, 2)  # for models of fewer positions
 
 

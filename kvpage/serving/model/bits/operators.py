@@ -13,13 +13,13 @@ VIEWS = """
     unbind unfold unsqueeze view _reshape_alias _unsafe_view
 """
 COPIES = """
-    _local_scalar_dense _to_copy arange argsort cat clone constant_pad_nd copy copy_ embedding empty empty_like
-    empty_strided eye fill fill_ flip full full_like gather index index_put index_put_ index_select masked_fill
-    masked_fill_ new_empty new_empty_strided new_full new_ones new_zeros nonzero ones ones_like repeat roll
-    scalar_tensor scatter scatter_ sort stack topk tril tril_ triu triu_ where zero_ zeros zeros_like
+    _local_scalar_dense _to_copy _unique2 arange argsort cat clone constant_pad_nd copy copy_ embedding empty empty_like
+    empty_strided eye fill fill_ flip full full_like gather index index_copy index_copy_ index_put index_put_ index_select masked_fill
+    masked_fill_ new_empty new_empty_strided new_full new_ones new_zeros nonzero ones ones_like repeat repeat_interleave roll
+    scalar_tensor scatter scatter_ searchsorted sort stack topk tril tril_ triu triu_ where zero_ zeros zeros_like
 """
 ARITHMETIC = """
-    abs abs_ add add_ addcmul addcmul_ all any bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_
+    abs abs_ add add_ addcmul addcmul_ all any bincount bitwise_and bitwise_and_ bitwise_not bitwise_or bitwise_or_ bitwise_xor bitwise_xor_ ceil clamp clamp_
     clamp_max clamp_min clamp_min_ cumsum div div_ eq floor floor_divide ge gt histc index_add index_add_ isin isinf
     isnan le logical_and logical_not logical_or lt maximum minimum mul mul_ ne neg neg_ reciprocal relu relu_ remainder
     round rsub sign sqrt sqrt_ sub sub_
