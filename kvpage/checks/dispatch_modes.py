@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class TransparentMode(TorchDispatchMode):
+class TransparentMode(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
     """A mode under which native calls compute as they do without one."""
 
 

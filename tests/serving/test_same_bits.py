@@ -109,7 +109,7 @@ def test_scores_without_prompts_and_of_one_token() -> None:
         engine.score([[5, 199]])
 
 
-# --- mutants -----------------------------------------------------------------------------------------------------------
+# --- mutants ----------------------------------------------------------------------------------------------------------
 
 
 def nudged(rows: torch.Tensor | None) -> torch.Tensor | None:
@@ -145,7 +145,7 @@ def test_a_life_finds_a_product_that_depends_on_the_batch(monkeypatch, tmp_path:
         check_life(make_model(kind), random.Random(seed_of(3)), tmp_path, num_requests=4)
 
 
-# --- other machines ----------------------------------------------------------------------------------------------------
+# --- other machines ---------------------------------------------------------------------------------------------------
 
 
 def test_products_are_native_where_torch_multiplies_faster(monkeypatch) -> None:
@@ -167,7 +167,7 @@ def test_threads_that_cannot_be_limited_are_refused(monkeypatch) -> None:
         make_engine(make_model("llama"))
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_models_that_are_refused_by_name() -> None:
@@ -202,7 +202,7 @@ def test_rules_that_torch_applies_are_refused() -> None:
     assert not engine.has_unfinished
 
 
-# --- stores ------------------------------------------------------------------------------------------------------------
+# --- stores -----------------------------------------------------------------------------------------------------------
 
 
 def test_records_name_the_arithmetic() -> None:

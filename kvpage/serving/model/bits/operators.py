@@ -24,24 +24,23 @@ ARITHMETIC = """
     isnan le logical_and logical_not logical_or lt maximum minimum mul mul_ ne neg neg_ reciprocal relu relu_ remainder
     round rsub sign sqrt sqrt_ sub sub_
 """
-EXACT = frozenset((VIEWS + COPIES + ARITHMETIC).split())
-REDUCTIONS = frozenset(
-    """
+SUMS = """
     _fused_rms_norm _log_softmax _softmax amax amin aminmax argmax argmin linalg_vector_norm logsumexp max mean min
     native_layer_norm std sum var var_mean
-    """.split()
-)
-FUNCTIONS = frozenset(
-    """
+"""
+OF_ELEMENTS = """
     cos elu erf exp exp2 expm1 gelu hardswish leaky_relu log log1p log2 mish pow rsqrt sigmoid silu sin softplus tanh
-    """.split()
-)
+"""
+
+EXACT = frozenset((VIEWS + COPIES + ARITHMETIC).split())
+REDUCTIONS = frozenset(SUMS.split())
+FUNCTIONS = frozenset(OF_ELEMENTS.split())
 """Of the first argument alone: all others are numbers."""
 PRODUCTS = frozenset(("_grouped_mm", "addmm", "baddbmm", "bmm", "mm"))
 
 LAST_AXIS_ONLY = frozenset(("_log_softmax", "_softmax"))
 """Reductions that are rows' own along the last axis alone."""
 SCALED = frozenset(("add", "add_", "rsub", "sub", "sub_"))
-"""Sums of which one part may have a factor. Other factors than 1 and -1 are rounded in one formula, and not in another."""
+"""Sums of which one part may have a factor. Factors but 1 and -1 are rounded in one formula, and not in another."""
 EXACT_POWERS = frozenset((1, 2, 3))
 """Exponents that torch takes by products alone."""

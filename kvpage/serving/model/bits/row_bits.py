@@ -33,7 +33,7 @@ from kvpage.serving.model.native.torch_threads import TorchThreads
 Rule = Callable[[Any, str, Sequence[Any], dict[str, Any]], Any]
 
 
-class RowBits(TransparentMode):
+class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
     """The mode of one model's view, for one thread.
 
     threads: the limit within which torch keeps to one thread: with more, they cut runs of elements at any place.
@@ -42,12 +42,12 @@ class RowBits(TransparentMode):
     """
 
     def __init__(self, model_name: str, threads: TorchThreads) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.threads = threads
         self.replaced: set[str] = set()
         self.checked_version: int | None = None
         self._model_name = model_name
-        self._rules: dict[Any, tuple[str, Rule]] = {}
+        self._rules: dict[Any, tuple[str, Rule | None]] = {}
 
     def is_needed(self, version: int) -> bool:
         """Return whether a forward of a view needs the mode.
@@ -66,14 +66,16 @@ class RowBits(TransparentMode):
         if known is None:
             known = self._rules[function] = self._rule_of(function)
         name, rule = known
-        return rule(function, name, args, kwargs or {})
+        kwargs = kwargs or {}
+        return function(*args, **kwargs) if rule is None else rule(function, name, args, kwargs)
 
-    def _rule_of(self, function: Any) -> tuple[str, Rule]:
+    def _rule_of(self, function: Any) -> tuple[str, Rule | None]:
+        """Return an operator's name and rule; None for one that torch computes as it comes."""
         space, name = function._schema.name.split("::")
         if space != "aten":
             return name, self._refuse
         if name in EXACT:
-            return name, self._scaled if name in SCALED else _as_it_comes
+            return name, self._scaled if name in SCALED else None
         for names, rule in ((REDUCTIONS, self._reduce), (PRODUCTS, self._multiply)):
             if name in names:
                 return name, rule
@@ -82,9 +84,10 @@ class RowBits(TransparentMode):
         return name, self._refuse
 
     def _refuse(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], why: str = "") -> Any:
+        called = " ".join(filter(None, (function._schema.name, why)))
         raise OptionError(
-            f"same_bits must be False for {self._model_name}: it calls {function._schema.name}{why and ' ' + why}, whose "
-            f"result for a row may depend on the other rows"
+            f"same_bits must be False for {self._model_name}: it calls {called}, whose result for a row may depend on "
+            f"the other rows"
         )
 
     def _scaled(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -119,7 +122,3 @@ class RowBits(TransparentMode):
         if not name.endswith("_"):
             return by_vectors(function, x, others, kwargs)
         return x.copy_(by_vectors(getattr(torch.ops.aten, name.removesuffix("_")), x, others, kwargs))
-
-
-def _as_it_comes(function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
