@@ -43,6 +43,9 @@ WHOLE: dict[str, str] = {
     "tests/serving/loop/test_rank_groups.py": "slow",
     "tests/serving/model/test_compiled_model.py": "slow",
     "tests/serving/test_telemetry.py::test_a_missing_extra_is_named": "slow",
+    # Types one by one, of which test_same_bits.py shows some.
+    "tests/serving/model/test_same_bits_table.py::test_a_type": "slow",
+    "tests/serving/test_same_bits_lives.py": "slow",
     # Models and a server, whose making costs more than the walks.
     "tests/house/test_walks.py": "slow",
     # nvcc compiles a module for the fixtures.

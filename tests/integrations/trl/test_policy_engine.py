@@ -1,6 +1,7 @@
 """Answers of a model whose weights change between calls."""
 
 import functools
+from dataclasses import replace
 from types import MethodType
 
 import pytest
@@ -45,7 +46,7 @@ def test_answers_have_the_log_probabilities_of_their_score(model):
     """Bit by bit, before and after a change of weights: the ratio of a first update is exactly 1."""
     policy, prompts = PolicyEngine(model, replace(config(), same_bits=True)), make_prompts([9, 30, 1])
     for seed in (1, 2):
-        answers = policy.sample(prompts, replace(DRAWN, logprobs=0))
+        answers = policy.sample(prompts, DRAWN)
         scores = policy.score([[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)])
         for prompt, answer, score in zip(prompts, answers, scores, strict=True):
             assert score[len(prompt) - 1 :] == [token.logprob for token in answer.logprobs]
