@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
 import torch
 
-from kvpage.checks.dispatch_modes import is_dispatch_watched
+from kvpage.ops.args.dispatch_modes import is_dispatch_watched
 from kvpage.layout.attention import OPTIONS as NAMES
 from kvpage.layout.attention import Attention, option_values
 from kvpage.layout.cache_layout import CacheLayout, check_layout

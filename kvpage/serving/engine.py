@@ -36,11 +36,12 @@ from kvpage.serving.params.sampling import SamplingParams, check_params, params_
 from kvpage.serving.stats import EngineStats
 from kvpage.serving.stats.request_state import RequestState, request_states
 from kvpage.serving.steer.beam_search import BeamSearchOutput, search_beams
+from kvpage.serving.steer.scoring import ScoringEngine
 from kvpage.serving.steer.steerable import SteerableEngine
 from kvpage.store.block_store import BlockStore
 
 
-class Engine(SteerableEngine):
+class Engine(SteerableEngine, ScoringEngine):
     """A serving loop over one model. Make it by `from_model`.
 
     It is not thread-safe: one engine, one thread. A forked process needs an engine of its own: in it, every call that
@@ -309,30 +310,6 @@ class Engine(SteerableEngine):
             OutOfBlocks: The beams of one prompt do not fit into all blocks.
         """
         return search_beams(self, as_prompts(prompts), params, namespace)
-
-    def score(self, sequences: Sequence[Tokens], namespace: bytes = b"") -> list[list[float]]:
-        """Return the log-probabilities of the tokens of whole sequences, as a forward pass over each would give them.
-
-        They are log_softmax of the model's own logits in fp32. With `EngineConfig(same_bits=True)` they are, bit by
-        bit, the `logprob` of generated tokens: those of a rollout equal those of its score. All tokens are computed,
-        cached or not. Other requests go on meanwhile.
-
-        Args:
-            sequences: Token ids of each, shorter than `max_model_len`.
-            namespace: See `add_request`.
-
-        Returns:
-            For each sequence a number for each of its tokens but the first, which follows nothing.
-
-        Raises:
-            ValueError, TypeError: As `add_request`, before anything is computed.
-            RuntimeError: A sequence could not be computed, with the reason.
-        """
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        outputs = self._generate([Prompt(tokens, params, namespace=namespace) for tokens in as_prompts(sequences)])
-        if errors := [output.error for output in outputs if output.error is not None]:
-            raise RuntimeError(f"{len(errors)} of {len(outputs)} sequences could not be scored: {errors[0]}")
-        return [[token.logprob for token in output.prompt_logprobs or () if token is not None] for output in outputs]
 
     def stream(
         self,

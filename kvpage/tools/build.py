@@ -75,7 +75,7 @@ def _numerics() -> str | None:
     """Return the name of this machine's arithmetic; None without the packages of an engine."""
     if _installed("transformers") is None:
         return None
-    from kvpage.serving.model.bits.numerics import numerics_name
+    from kvpage.serving.model.native.bits.numerics import numerics_name
 
     return numerics_name()
 

@@ -4,7 +4,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from kvpage.checks.dispatch_modes import is_dispatch_watched
+from kvpage.ops.args.dispatch_modes import is_dispatch_watched
 from kvpage.checks.shared_memory import bounds
 from kvpage.checks.tensors import check_dense, check_writable
 

@@ -30,15 +30,16 @@ from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.ranks.sharding import check_heads, check_sharded_size, scales_of_this_rank
 from kvpage.serving.model.argument_check import check_model
 from kvpage.serving.model.attention_shapes import with_seen_shapes
-from kvpage.serving.model.bits.bits_check import make_row_bits, verify_bits
-from kvpage.serving.model.bits.numerics import numerics_name
 from kvpage.serving.model.config_check import check_config, check_divides
 from kvpage.serving.model.kv_calibration import choose_scales
 from kvpage.serving.model.latent_check import check_latents, verify_latents
 from kvpage.serving.model.limits import limited_model_len
+from kvpage.serving.model.native.bits.numerics import numerics_name
+from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.layers import NativeLayers
-from kvpage.serving.model.paged_check import verify_model, verify_quantized
+from kvpage.serving.model.native.torch_threads import TorchThreads
+from kvpage.serving.model.paged_check import verify_bits, verify_model, verify_quantized
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.states.model_states import ModelStates
 from kvpage.serving.model.states.slot_budget import with_tails
@@ -127,7 +128,8 @@ def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates
     size, compiles = config.tensor_parallel_size, config.compile_model
     native, row_bits = _native_layers(model, config), None
     if config.same_bits:
-        row_bits = make_row_bits(model, native, has_states=states is not None)
+        threads = TorchThreads() if native is None else native.threads
+        row_bits = RowBits.of_model(model, threads, has_states=states is not None)
     runner = ModelRunner(model, native, compiles=compiles, holds_interrupts=size > 1, states=states, row_bits=row_bits)
     with _names_compiler() if compiles else nullcontext():
         if states is None:
@@ -144,7 +146,7 @@ def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates
         if attention.library is not None and takes_own_blocks(config, attention, model, states):
             attention = choose_attention(runner, cache_config, model_config, name, takes_windows=True)
     if row_bits is not None:
-        verify_bits(runner, row_bits, cache_config, model_config)
+        verify_bits(runner, cache_config, model_config)
     num_all_heads = model_config.num_kv_heads if size == 1 else of_all.num_kv_heads
     return ServableModel(runner, model_config, attention, num_all_heads, states)
 

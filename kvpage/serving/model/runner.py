@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvpage.checks.interrupts import interruptible
 from kvpage.serving.model.attention import IMPLEMENTATION, UNCOMPILED, StepMissing, current_step
-from kvpage.serving.model.bits.row_bits import RowBits
+from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.latents.attention import LatentPass
 from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.layers import NativeLayers
@@ -74,6 +74,11 @@ class ModelRunner:
     def same_bits(self) -> bool:
         """Whether a row's bits do not depend on what is computed beside it."""
         return self._row_bits is not None
+
+    def know_operators(self) -> None:
+        """Leave `row_bits` out of forwards from now on, where it has replaced nothing so far."""
+        if self._row_bits is not None:
+            self._row_bits.checked_version = self.view_version
 
     @property
     def view(self) -> PreTrainedModel:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvpage.checks.errors import OptionError
-from kvpage.serving.model.bits.row_bits import RowBits
+from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.native.torch_threads import TorchThreads
 
 SIZES = 1, 2, 3, 7, 16, 31, 64, 65

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as of_all
 
-from kvpage.checks.dispatch_modes import is_dispatch_watched
+from kvpage.ops.args.dispatch_modes import is_dispatch_watched
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 

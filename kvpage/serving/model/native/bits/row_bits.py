@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from kvpage.checks.dispatch_modes import TransparentMode, is_dispatch_watched
+from kvpage.ops.args.dispatch_modes import TransparentMode, is_dispatch_watched
 from kvpage.checks.errors import OptionError
-from kvpage.serving.model.bits.fixed_products import UnfixedProduct, product
-from kvpage.serving.model.bits.operators import (
+from kvpage.ops.args.tokens import ROW_TYPES
+from kvpage.serving.model.native.bits.fixed_products import UnfixedProduct, product
+from kvpage.serving.model.native.bits.operators import (
     EXACT,
     EXACT_POWERS,
     FUNCTIONS,
@@ -27,7 +29,7 @@ from kvpage.serving.model.bits.operators import (
     REDUCTIONS,
     SCALED,
 )
-from kvpage.serving.model.bits.whole_vectors import by_vectors, takes_vectors_alone
+from kvpage.serving.model.native.bits.whole_vectors import by_vectors, takes_vectors_alone
 from kvpage.serving.model.native.torch_threads import TorchThreads
 
 Rule = Callable[[Any, str, Sequence[Any], dict[str, Any]], Any]
@@ -48,6 +50,23 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
         self.checked_version: int | None = None
         self._model_name = model_name
         self._rules: dict[Any, tuple[str, Rule | None]] = {}
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel, threads: TorchThreads, has_states: bool) -> "RowBits":
+        """Return the mode of a model's view. OptionError where the kind of model or machine rules it out.
+
+        has_states: whether its layers keep more than K and V.
+        """
+        name = type(model).__name__
+        for is_refused, why in (
+            (model.device.type != "cpu", f"{name} is on {model.device}, and only layers on a CPU have such bits"),
+            (has_states, f"{name} has recurrent layers, whose sums begin anew where a portion of a prompt does"),
+            (model.dtype not in ROW_TYPES, f"{name} is in {model.dtype}, whose products are torch's"),
+            (not threads.can_limit, "torch's threads, which share a row's sums, cannot be limited in this process"),
+        ):
+            if is_refused:
+                raise OptionError(f"same_bits must be False: {why}")
+        return cls(name, threads)
 
     def is_needed(self, version: int) -> bool:
         """Return whether a forward of a view needs the mode.

@@ -17,6 +17,6 @@ def numerics_name() -> str:
         The version of kvpage's arithmetic, the instruction set of its products, the version of torch, the instruction
         set of torch's operators, and the version of the models' code.
     """
-    own = _C.linear_kernels()[0]
+    native = _C.linear_kernels()[0]
     of_torch = torch.backends.cpu.get_cpu_capability()
-    return f"{VERSION} {own} torch {torch.__version__} {of_torch} transformers {transformers.__version__}"
+    return f"{VERSION} {native} torch {torch.__version__} {of_torch} transformers {transformers.__version__}"
