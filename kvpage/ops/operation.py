@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, get_type_hints
 
 import torch
 
-from kvpage.ops.args.dispatch_modes import is_dispatch_watched
 from kvpage.layout.attention import OPTIONS as NAMES
 from kvpage.layout.attention import Attention, option_values
 from kvpage.layout.cache_layout import CacheLayout, check_layout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.ops.args.bound_cache import BoundCache
+from kvpage.ops.args.dispatch_modes import is_dispatch_watched
 from kvpage.ops.args.tokens import Lengths
 from kvpage.ops.cuda.sampling import SamplingMemory
 

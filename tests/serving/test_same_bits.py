@@ -19,8 +19,8 @@ from kvpage.checks.errors import OptionError
 from kvpage.ops.cpu import host_layers
 from kvpage.serving import EngineConfig, SamplingParams
 from kvpage.serving.assembly import parts
-from kvpage.serving.model.native.bits import row_bits
 from kvpage.serving.model.native import linear
+from kvpage.serving.model.native.bits import row_bits
 from kvpage.store import KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
 DTYPES = torch.float32, torch.bfloat16

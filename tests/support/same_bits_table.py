@@ -5,7 +5,6 @@ It writes the table between two lines of the page. Each type that an Engine serv
 
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from kvpage.serving import Engine, EngineConfig  # noqa: E402
 BEGIN, END = "<!-- types: tests/support/same_bits_table.py -->", "<!-- end of types -->"
 HOLDS = "the same bits"
 RECURRENT = "recurrent layers"
-ROW = re.compile(r"^\| (?P<verdict>[^|]+) \| (?P<count>\d+) \| (?P<kinds>[^|]+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \|$", re.MULTILINE)
 
 
 def verdict(kind: str) -> str:
@@ -42,20 +41,14 @@ def verdict(kind: str) -> str:
 
 def table(kinds: Iterable[str]) -> str:
     """The rows of the page."""
-    by_verdict: dict[str, list[str]] = defaultdict(list)
-    for kind in kinds:
-        by_verdict[verdict(kind)].append(kind)
-    by_verdict.pop("", None)
-    rows = [
-        f"| {words} | {len(some)} | {', '.join(f'`{kind}`' for kind in some)} |" for words, some in by_verdict.items()
-    ]
-    return "\n".join(["| Verdict | Types | |", "|---|---|---|", *sorted(rows, key=lambda row: HOLDS not in row)])
+    verdicts = {kind: verdict(kind) for kind in kinds}
+    rows = [f"| `{kind}` | {words} |" for kind, words in verdicts.items() if words]
+    return "\n".join(["| Type | Verdict |", "|---|---|", *rows])
 
 
 def written(page: Path) -> dict[str, str]:
     """The verdict of each type by the page."""
-    text = page.read_text().split(BEGIN)[1].split(END)[0]
-    return {kind.strip(" `"): row["verdict"] for row in ROW.finditer(text) for kind in row["kinds"].split(",")}
+    return dict(ROW.findall(page.read_text().split(BEGIN)[1].split(END)[0]))
 
 
 def main() -> None:

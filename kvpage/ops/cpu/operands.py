@@ -4,9 +4,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from kvpage.ops.args.dispatch_modes import is_dispatch_watched
 from kvpage.checks.shared_memory import bounds
 from kvpage.checks.tensors import check_dense, check_writable
+from kvpage.ops.args.dispatch_modes import is_dispatch_watched
 
 NO_ROWS = (0, 0)
 """The place of rows that are not given."""

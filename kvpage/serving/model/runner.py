@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from kvpage.checks.interrupts import interruptible
 from kvpage.serving.model.attention import IMPLEMENTATION, UNCOMPILED, StepMissing, current_step
-from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.latents.attention import LatentPass
+from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.states.mixer_forward import view_forwards

@@ -23,7 +23,7 @@ class UnfixedProduct(ValueError):
 def multiply(
     rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None, *, num_threads: int
 ) -> torch.Tensor:
-    """Return rows [n, size] @ matrix [size, columns] + bias [columns]. Raise UnfixedProduct for unlike or other dtypes."""
+    """Return rows [n, size] @ matrix [size, columns] + bias [columns]. Raise UnfixedProduct for other dtypes."""
     kinds = {part.dtype for part in (rows, matrix, bias) if part is not None}
     if len(kinds) != 1 or rows.dtype not in ROW_TYPES:
         raise UnfixedProduct(f"of {', '.join(sorted(str(kind) for kind in kinds))}")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvpage.ops.args.dispatch_modes import TransparentMode, is_dispatch_watched
 from kvpage.checks.errors import OptionError
+from kvpage.ops.args.dispatch_modes import TransparentMode, is_dispatch_watched
 from kvpage.ops.args.tokens import ROW_TYPES
 from kvpage.serving.model.native.bits.fixed_products import UnfixedProduct, product
 from kvpage.serving.model.native.bits.operators import (
