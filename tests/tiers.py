@@ -61,6 +61,11 @@ SHOWN: dict[str, dict[str, float]] = {
         "tests/reliability/test_fuzz_targets.py::test_every_public_name_is_fuzzed_or_excused": 2,
         "tests/ops/test_torch_ops.py::test_registration": 4,
     },
+    "bits do not depend on what else is computed": {
+        "tests/serving/test_same_bits.py::test_a_life": 4,
+        "tests/serving/test_same_bits.py::test_a_life_finds_a_product_that_depends_on_the_batch": 2,
+        "tests/serving/test_same_bits.py::test_a_product_that_depends_on_the_batch_is_refused": 2,
+    },
     "tokens are the model's own": {
         "tests/serving/model/test_families.py::test_a_type": 40,
         "tests/serving/model/test_latents.py::test_chunks_of_seven_then_wholly_cached": 4,
