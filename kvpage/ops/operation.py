@@ -171,7 +171,9 @@ def or_traced(run: Callable[_Given, _Result], traced: Callable[_Given, _Result])
 
     @functools.wraps(run)
     def operation(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        is_traced = torch.compiler.is_compiling() or is_dispatch_watched()
+        is_traced = torch.compiler.is_compiling() or (
+            torch._C._len_torch_dispatch_stack() > 0 and is_dispatch_watched()
+        )
         return (traced if is_traced else run)(*args, **kwargs)
 
     return operation

@@ -31,7 +31,7 @@ def is_plain_call(rows: torch.Tensor, device_type: str = "cpu") -> bool:
         and not torch.is_autocast_enabled(device_type)
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None
-        and not is_dispatch_watched()
+        and (torch._C._len_torch_dispatch_stack() == 0 or not is_dispatch_watched())
         and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
