@@ -44,6 +44,9 @@ WHOLE: dict[str, str] = {
     "tests/serving/loop/test_rank_groups.py": "slow",
     "tests/serving/model/test_compiled_model.py": "slow",
     "tests/serving/test_telemetry.py::test_a_missing_extra_is_named": "slow",
+    # Types one by one, of which test_same_bits.py shows some.
+    "tests/serving/model/test_same_bits_table.py::test_a_type": "slow",
+    "tests/serving/test_same_bits_lives.py": "slow",
     # Models and a server, whose making costs more than the walks.
     "tests/house/test_walks.py": "slow",
     # nvcc compiles a module for the fixtures.
@@ -58,6 +61,11 @@ SHOWN: dict[str, dict[str, float]] = {
     "every public name is called": {  # in "fuzzing of entry points" of test_work_of_the_day
         "tests/reliability/test_fuzz_targets.py::test_every_public_name_is_fuzzed_or_excused": 2,
         "tests/ops/test_torch_ops.py::test_registration": 4,
+    },
+    "bits do not depend on what else is computed": {
+        "tests/serving/test_same_bits.py::test_a_life": 2,
+        "tests/serving/test_same_bits.py::test_a_life_finds_a_product_that_depends_on_the_batch": 1,
+        "tests/serving/test_same_bits.py::test_a_product_that_depends_on_the_batch_is_refused": 1,
     },
     "tokens are the model's own": {
         "tests/serving/model/test_families.py::test_a_type": 40,

@@ -54,6 +54,7 @@ class CacheEngine:
         layouts: The layout of each entry. Heads and sizes may differ.
         shared_layers: Layers that attend over the K and V of one of these, by their number in the whole model, with it.
         kv_scales: The scales of each layer, or None.
+        numerics: The name of what computes K and V bit by bit; empty where their bits are not promised.
 
     Args:
         cache_config: Layout and numbers of blocks.
@@ -106,6 +107,7 @@ class CacheEngine:
         if self.layer_ids:
             self._allocate(tuple(cache_config.layouts(model_config, parallel_config)), calibration)
         self.kv_scales = None if kv_scales is None else tuple(kv_scales)
+        self.numerics = ""
         self._check_kv_scales()
         device = self.gpu_cache[0].device if self.gpu_cache else self.device  # with its index
         self._transfers = TransferQueue(partial(make_stream, device))

@@ -36,6 +36,10 @@ class LayerCaches(Protocol):
     def layout(self) -> CacheLayout:
         """The layout of the first cache. All others have its dtype, and blocks of as many tokens."""
 
+    @property
+    def numerics(self) -> str:
+        """The name of what computes K and V bit by bit; empty where their bits are not promised."""
+
 
 class LayerSlice:
     """Layers [first, last) of an engine, counted from 0. It keeps the engine.
@@ -58,3 +62,8 @@ class LayerSlice:
         self.gpu_cache = engine.gpu_cache[first:last]
         self.layer_ids = tuple(engine.layer_ids[first:last])
         self.kv_scales = None if engine.kv_scales is None else engine.kv_scales[first:last]
+
+    @property
+    def numerics(self) -> str:
+        """That of the engine."""
+        return self.engine.numerics

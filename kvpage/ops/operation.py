@@ -23,6 +23,7 @@ from kvpage.layout.attention import Attention, option_values
 from kvpage.layout.cache_layout import CacheLayout, check_layout
 from kvpage.layout.kv_scales import KVScales
 from kvpage.ops.args.bound_cache import BoundCache
+from kvpage.ops.args.dispatch_modes import is_dispatch_watched
 from kvpage.ops.args.tokens import Lengths
 from kvpage.ops.cuda.sampling import SamplingMemory
 
@@ -170,7 +171,9 @@ def or_traced(run: Callable[_Given, _Result], traced: Callable[_Given, _Result])
 
     @functools.wraps(run)
     def operation(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        is_traced = torch.compiler.is_compiling() or (
+            torch._C._len_torch_dispatch_stack() > 0 and is_dispatch_watched()
+        )
         return (traced if is_traced else run)(*args, **kwargs)
 
     return operation

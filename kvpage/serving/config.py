@@ -19,7 +19,7 @@ from kvpage.serving.params.defaults import GenerationDefaults
 from kvpage.serving.params.states import StateConfig
 
 FLAGS = (
-    "load_or_compute", "native_layers", "enforce_eager", "compile_model", "save_portions",
+    "load_or_compute", "native_layers", "enforce_eager", "compile_model", "save_portions", "same_bits",
 )  # fmt: skip
 AttentionBackendName = Literal["auto", "kvpage", "flashinfer", "flash_attn", "flash_attn_3", "flash_mla"]
 MAX_RANK_TIMEOUT = 86_400.0
@@ -85,6 +85,10 @@ class EngineConfig:
             backends than kvpage's, and latents. "auto" lets `Engine.from_model` choose the number where it chooses
             `num_gpu_blocks`. It becomes None where `num_gpu_blocks` is given, with several ranks, and with an option
             that excludes windows of their own.
+        same_bits: Compute tokens and log-probabilities that are functions of the model and the request alone, bit by
+            bit: whatever is cached, runs beside it, or was preempted. A model or a machine on which this cannot hold is
+            refused, with the reason. It needs a CPU, and excludes `compile_model`, several ranks, and blending with a
+            ratio below 1. See the page "The same bits".
         kv_cache_memory: Bytes of the device, of one rank, for what `Engine.from_model` chooses the numbers of: blocks,
             those of windows, checkpoints. None means as `cache_config` says. It excludes `num_gpu_blocks`.
 
@@ -123,6 +127,7 @@ class EngineConfig:
     states: StateConfig = field(default_factory=StateConfig)
     num_window_blocks: int | Literal["auto"] | None = "auto"
     kv_cache_memory: int | None = None
+    same_bits: bool = False
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
@@ -140,6 +145,7 @@ class EngineConfig:
             names = ", ".join(get_args(AttentionBackendName))
             raise ValueError(f"attention_backend must be one of {names}, got {self.attention_backend!r}")
         self._check_windows()
+        self._check_bits()
         if self.blend is not None and not self.enable_prefix_caching:
             raise ValueError("blend needs enable_prefix_caching, which keeps K and V until they are kept as segments")
         if self.generation_config not in get_args(GenerationDefaults):
@@ -168,6 +174,18 @@ class EngineConfig:
             if refused:
                 size = self.tensor_parallel_size
                 raise ValueError(f"{name} must be {why} with several ranks, got it with tensor_parallel_size={size}")
+
+    def _check_bits(self) -> None:
+        """Raise ValueError for options with which no bits are promised."""
+        if not self.same_bits:
+            return
+        for name, is_refused, rule in (
+            ("compile_model", self.compile_model, "False"),
+            ("tensor_parallel_size", self.tensor_parallel_size > 1, "1"),
+            ("blend", self.blend is not None and self.blend.ratio < 1, "None, or of ratio 1,"),
+        ):
+            if is_refused:
+                raise ValueError(f"{name} must be {rule} with same_bits, got {getattr(self, name)}")
 
     def _check_windows(self) -> None:
         """Check the number of windows' blocks, and make "auto" None where there can only be one table."""

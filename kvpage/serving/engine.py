@@ -36,11 +36,12 @@ from kvpage.serving.params.sampling import SamplingParams, check_params, params_
 from kvpage.serving.stats import EngineStats
 from kvpage.serving.stats.request_state import RequestState, request_states
 from kvpage.serving.steer.beam_search import BeamSearchOutput, search_beams
+from kvpage.serving.steer.scoring import ScoringEngine
 from kvpage.serving.steer.steerable import SteerableEngine
 from kvpage.store.block_store import BlockStore
 
 
-class Engine(SteerableEngine):
+class Engine(SteerableEngine, ScoringEngine):
     """A serving loop over one model. Make it by `from_model`.
 
     It is not thread-safe: one engine, one thread. A forked process needs an engine of its own: in it, every call that

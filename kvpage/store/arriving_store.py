@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvpage.checks.tokens import Tokens
 from kvpage.store.block_store import BlockStore, Table, check_store
-from kvpage.store.records.keys import checked_tokens
+from kvpage.store.records.keys import KVStoreMetadata, checked_tokens
 
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
@@ -78,6 +78,10 @@ class ArrivingStore(BlockStore):
         self.store, self.patience, self.config = store, patience, store.config
         self._expected: Counter[_Name] = Counter()
         self._changed = threading.Condition()
+
+    @property
+    def metadata(self) -> KVStoreMetadata | None:
+        return self.store.metadata
 
     def expect(self, tokens: Tokens, namespace: bytes = b"") -> Expectation:
         """Expect the chunks of a prompt, `tokens` of a `namespace`, before the request for it is added.

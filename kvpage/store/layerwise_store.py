@@ -16,7 +16,7 @@ from kvpage.cache.layer_slice import LayerSlice
 from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import as_integer, check_at_least, runs_of
 from kvpage.store.block_store import BlockStore, Table, check_store
-from kvpage.store.records.keys import checked_tokens
+from kvpage.store.records.keys import KVStoreMetadata, checked_tokens
 
 if TYPE_CHECKING:
     from kvpage.cache.cache_engine import CacheEngine
@@ -54,6 +54,10 @@ class LayerwiseStore(BlockStore):
         slices = [LayerSlice(engine, first, min(first + step, total)) for first in range(0, total, step)]
         self.store, self.config, self._engine = store, store.config, engine
         self.groups = tuple(map(store.layers, slices))
+
+    @property
+    def metadata(self) -> KVStoreMetadata | None:
+        return self.store.metadata
 
     def lookup(self, tokens: Tokens, *, namespace: bytes = b"") -> int:
         array = checked_tokens(tokens, namespace)

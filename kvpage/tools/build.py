@@ -39,6 +39,8 @@ def build_info() -> dict[str, Any]:
         batched_copy: Whether the driver copies many extents in one call.
         torch, triton, transformers: Installed versions.
         torch_cuda: The CUDA version that this torch was built for.
+        numerics: What the bits of results depend on with EngineConfig(same_bits=True) on a CPU, besides model and
+            request.
         flashinfer, flash_attn, flash_attn_3, flash_mla: Installed versions of libraries that can attend over blocks.
         attention: The library that EngineConfig(attention_backend="auto") takes on the first device, by layout. A model
             whose options the library does not take gets "kvpage".
@@ -54,6 +56,7 @@ def build_info() -> dict[str, Any]:
         "torch_cuda": _torch_cuda(),
         "triton": _installed("triton"),
         "transformers": _installed("transformers"),
+        "numerics": _numerics(),
         **installed_libraries(),
         "attention": _attention(machine["devices"]),
     }
@@ -66,6 +69,15 @@ def _attention(devices: list[dict[str, Any]]) -> dict[str, str]:
         major, minor = devices[0]["compute_capability"]
         capability = 10 * major + minor
     return {words: automatic_choice(layout, capability) for words, layout in _LAYOUTS.items()}
+
+
+def _numerics() -> str | None:
+    """Return the name of this machine's arithmetic; None without the packages of an engine."""
+    if _installed("transformers") is None:
+        return None
+    from kvpage.serving.model.native.bits.numerics import numerics_name
+
+    return numerics_name()
 
 
 def _cuda_version(number: int) -> str | None:

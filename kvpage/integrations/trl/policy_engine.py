@@ -114,6 +114,24 @@ class PolicyEngine:
             outputs = self.engine.generate([list(prompt) for prompt, _ in groups], asked)
         return _in_order(groups, outputs)
 
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probabilities of whole sequences under the current weights.
+
+        With `EngineConfig(same_bits=True)` those of an answer are the ones that `sample` returned, bit by bit, as long
+        as the weights do not change.
+
+        Args:
+            sequences: Token ids of each: a prompt and its answer, for example.
+
+        Returns:
+            For each sequence a number for each of its tokens but the first; see `Engine.score`.
+
+        Raises:
+            ValueError, RuntimeError: As `Engine.score`.
+        """
+        with nullcontext() if self._keeps else self.fixed_weights(), eval_mode(self.model), self._autocast():
+            return self.engine.score(sequences)
+
     def _params(self, params: SamplingParams, num_prompt_tokens: int, num_samples: int) -> SamplingParams:
         seed = None if params.is_greedy else int(torch.randint(MAX_DRAWN_SEED, ()))
         room = max(self.engine.max_model_len - num_prompt_tokens, 1)

@@ -39,7 +39,7 @@ def is_host_weight(weight: Any, dtype: torch.dtype) -> bool:
 
 
 def host_product(
-    rows: torch.Tensor, weight: Any, bias: Any, up: Any, activation: int, num_threads: int
+    rows: torch.Tensor, weight: Any, bias: Any, up: Any, activation: int, num_threads: int, is_forced: bool = False
 ) -> torch.Tensor | None:
     """Return rows @ weight.T + bias or, with `up`, activation(rows @ weight.T) * (rows @ up.T); or None.
 
@@ -50,12 +50,13 @@ def host_product(
         up: As weight, or None.
         activation: The number of one of ACTIVATIONS; 0 without `up`.
         num_threads: How many threads may compute.
+        is_forced: Take dtypes that torch multiplies faster, too.
 
     Returns:
         [..., columns] in the rows' dtype, as kvpage.ops.linear and gated_linear give it; None for all unusual weights.
     """
     dtype, shape = rows.dtype, rows.shape
-    if not is_host_weight(weight, dtype) or not has_fast_linear(dtype):
+    if not is_host_weight(weight, dtype) or not (is_forced or has_fast_linear(dtype)):
         return None
     sizes = weight.shape
     if len(sizes) != 2 or shape[-1:] != sizes[1:] or not sizes[1]:

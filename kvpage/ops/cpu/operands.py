@@ -6,6 +6,7 @@ from torch.autograd.graph import increment_version
 
 from kvpage.checks.shared_memory import bounds
 from kvpage.checks.tensors import check_dense, check_writable
+from kvpage.ops.args.dispatch_modes import is_dispatch_watched
 
 NO_ROWS = (0, 0)
 """The place of rows that are not given."""
@@ -40,7 +41,7 @@ def _is_watched() -> bool:
     """Whether torch would do more with a call than compute it: trace, transform, differentiate forwards or cast it."""
     return bool(
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or (torch._C._len_torch_dispatch_stack() > 0 and is_dispatch_watched())
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0

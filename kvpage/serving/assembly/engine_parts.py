@@ -138,6 +138,7 @@ class EngineParts:
             graphs=runner.graphs.stats() if runner.graphs else None,
             windows=tuple(window.blocks.stats() for window in manager.windows),
             slot_bytes=_slot_bytes(self.caches),
+            numerics=self.caches.full.numerics or None,
         )
 
     def use_graphs(self, capturer: Capturer) -> None:
@@ -244,7 +245,13 @@ def _looped(
         telemetry=telemetry,
         defaults=rank_parts.defaults,
         intake=Intake(
-            runner.model, manager, rank_parts.defaults, rank_parts.max_model_len, tokenizer, connectors.blend_config
+            runner.model,
+            manager,
+            rank_parts.defaults,
+            rank_parts.max_model_len,
+            tokenizer,
+            connectors.blend_config,
+            config.same_bits,
         ),
         connectors=connectors,
         transfers=transfers,

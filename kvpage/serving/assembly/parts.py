@@ -34,9 +34,12 @@ from kvpage.serving.model.config_check import check_config, check_divides
 from kvpage.serving.model.kv_calibration import choose_scales
 from kvpage.serving.model.latent_check import check_latents, verify_latents
 from kvpage.serving.model.limits import limited_model_len
+from kvpage.serving.model.native.bits.numerics import numerics_name
+from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.layers import NativeLayers
-from kvpage.serving.model.paged_check import verify_model, verify_quantized
+from kvpage.serving.model.native.torch_threads import TorchThreads
+from kvpage.serving.model.paged_check import verify_bits, verify_model, verify_quantized
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.states.model_states import ModelStates
 from kvpage.serving.model.states.slot_budget import with_tails
@@ -123,9 +126,11 @@ def check_servable(model: PreTrainedModel, config: EngineConfig) -> ServableMode
 def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates | None) -> ServableModel:
     cache_config, of_all = config.cache_config, _model_config(model, config, states)
     size, compiles = config.tensor_parallel_size, config.compile_model
-    runner = ModelRunner(
-        model, _native_layers(model, config), compiles=compiles, holds_interrupts=size > 1, states=states
-    )
+    native, row_bits = _native_layers(model, config), None
+    if config.same_bits:
+        threads = TorchThreads() if native is None else native.threads
+        row_bits = RowBits.of_model(model, threads, has_states=states is not None)
+    runner = ModelRunner(model, native, compiles=compiles, holds_interrupts=size > 1, states=states, row_bits=row_bits)
     with _names_compiler() if compiles else nullcontext():
         if states is None:
             model_config = _shapes_of_this_rank(runner, cache_config, of_all, size)
@@ -140,6 +145,8 @@ def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates
         attention = choose_attention(runner, cache_config, model_config, name, size, takes_windows)
         if attention.library is not None and takes_own_blocks(config, attention, model, states):
             attention = choose_attention(runner, cache_config, model_config, name, takes_windows=True)
+    if row_bits is not None:
+        verify_bits(runner, cache_config, model_config)
     num_all_heads = model_config.num_kv_heads if size == 1 else of_all.num_kv_heads
     return ServableModel(runner, model_config, attention, num_all_heads, states)
 
@@ -257,6 +264,9 @@ def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
         if states is not None and slots is not None:
             num_slots = slots.num_slots + 1  # with that of padding
             state_cache = StateCache(states.layout, num_slots, slots.num_host_slots, model.device)
+    if config.same_bits:
+        for cache in (full, *of_windows):
+            cache.numerics = numerics_name()
     groups = [*(windows.options() if windows else ()), *([slots] if slots else ())]
     return RankParts(RankCaches(full, of_windows, state_cache), defaults, max_model_len, groups, windows is None)
 
@@ -264,8 +274,9 @@ def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
 def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers | DeviceLayers | None:
     if not config.native_layers or config.compile_model:
         return None
-    kinds = {"cpu": NativeLayers, "cuda": DeviceLayers}
-    return kinds[model.device.type]() if model.device.type in kinds else None
+    if model.device.type == "cuda":
+        return DeviceLayers()
+    return NativeLayers(config.same_bits) if model.device.type == "cpu" else None
 
 
 def _model_config(model: PreTrainedModel, config: EngineConfig, states: ModelStates | None) -> ModelConfig:

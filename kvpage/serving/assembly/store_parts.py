@@ -2,6 +2,7 @@
 
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
+from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.moves.layer_saves import LayerSaves
@@ -14,6 +15,8 @@ from kvpage.serving.loop.moves.stored_windows import StoredWindows
 from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.loop.store_connector import StoreConnector
 from kvpage.store.block_store import BlockStore, check_store
+from kvpage.store.load.block_chunks import check_numerics
+from kvpage.store.records.codec import get_codec
 
 
 def make_store_connector(
@@ -30,6 +33,7 @@ def make_store_connector(
     """
     check_store(store)
     cache, states, windows = caches.full, caches.states, caches.windows
+    _check_bits(config, store, cache)
     group: StoredGroup
     if states is not None and windows:
         raise ValueError("num_window_blocks must be None beside a store, for a model whose layers keep states")
@@ -51,3 +55,17 @@ def make_store_connector(
         save_generated=save_generated,
         save_portions=config.save_portions,
     )
+
+
+def _check_bits(config: EngineConfig, store: BlockStore, cache: CacheEngine) -> None:
+    """Raise ValueError for a store whose records may hold other bits than the engine would compute."""
+    if store.metadata is not None:
+        check_numerics(store.metadata, cache.numerics)
+    elif config.same_bits:
+        raise ValueError("store must have metadata with same_bits, which tell whose bits its records hold, got none")
+    if (
+        config.same_bits
+        and store.config is not None
+        and not get_codec(store.config.codec, cache.layout.dtype).is_lossless
+    ):
+        raise ValueError(f"codec of the store must be lossless with same_bits, got {store.config.codec!r}")

@@ -25,6 +25,7 @@ from kvpage.serving.loop.request import Request
 from kvpage.serving.model.limits import eos_token_ids, rope_limit, vocab_size
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.params.sampling import SamplingParams, check_params
+from kvpage.serving.sampling.library_processors import asked_rules
 from kvpage.serving.text.text_rules import TextRules
 from kvpage.serving.text.token_logprobs import ScoredPrompt
 
@@ -59,6 +60,7 @@ class Intake:
     defaults: for parameters that are left at None. max_model_len: tokens of a request, generated ones included.
     tokenizer: for parameters that speak of text; None refuses these.
     blend_config: returns how the engine blends now; None if it does not, which refuses segments.
+    same_bits: refuses rules that torch applies, see `Sampler`.
     Any thread may ask it at any time: it reads what does not change, and replaces what it remembers as a whole.
     """
 
@@ -70,12 +72,13 @@ class Intake:
         max_model_len: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
         blend_config: Callable[[], BlendConfig | None] = lambda: None,
+        same_bits: bool = False,
     ) -> None:
         self.defaults, self.max_model_len, self.tokenizer = defaults, max_model_len, tokenizer
         self.vocab_size = vocab_size(model)
         self.eos_token_ids = eos_token_ids(model)
         self._text_rules = TextRules(tokenizer, self.vocab_size, self.eos_token_ids)
-        self._model, self._blend_config = model, blend_config
+        self._model, self._blend_config, self._same_bits = model, blend_config, same_bits
         self._num_slots = manager.num_blocks * manager.block_size
         self._filled: tuple[SamplingParams, SamplingParams] | None = None  # the last ones given, and with defaults
 
@@ -172,6 +175,8 @@ class Intake:
         filled = self.defaults.sampling(params, num_prompt_tokens, longest)
         self.check_length(num_prompt_tokens, filled.max_tokens or 0)
         filled.check_vocabulary(self.vocab_size)
+        if self._same_bits and (rules := asked_rules(filled)):
+            raise ValueError(f"{', '.join(rules)} must be None with same_bits: torch applies it to all rows of a step")
         if params is not None and params.max_tokens is not None:  # else the prompt's length says how many
             self._filled = params, filled
         return filled

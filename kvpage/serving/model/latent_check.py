@@ -40,15 +40,15 @@ def verify_latents(runner: ModelRunner, cache_config: CacheConfig, model_config:
     engine = CacheEngine(config, model_config, device_config=DeviceConfig(runner.model.device))
     table = np.arange(num_blocks, dtype=np.int32)[None]
     step = Step.make(engine, np.arange(num_tokens), table, [0], [num_tokens])
-    step = replace(step, latents=_CheckedPass(step, type(runner.model).__name__))
+    step = replace(step, latents=_CheckedPass(step, type(runner.model).__name__, runner.same_bits))
     runner.forward(PackedTokens(tokens, [0], [num_tokens], np.array([num_tokens - 1])), step)
 
 
 class _CheckedPass(LatentPass):
     """A LatentPass that checks each layer. model_name: for the errors."""
 
-    def __init__(self, step: Step, model_name: str) -> None:
-        super().__init__(step)
+    def __init__(self, step: Step, model_name: str, all_in_place: bool) -> None:
+        super().__init__(step, all_in_place)
         self._model_name = model_name
 
     def attend(

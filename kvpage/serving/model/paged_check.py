@@ -24,10 +24,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.cache.state_cache import StateCache
+from kvpage.checks.errors import OptionError
 from kvpage.layout.config import CacheConfig, DeviceConfig, ModelConfig
 from kvpage.layout.kv_scales import KVScales
 from kvpage.ops.args.bound_cache import AttentionOfOthers
-from kvpage.serving.model.limits import vocab_size
+from kvpage.serving.model.limits import max_model_len, vocab_size
 from kvpage.serving.model.probe import (
     MAX_ERROR_QUANTIZED,
     PROBE_LENGTHS,
@@ -42,6 +43,8 @@ from kvpage.serving.model.states.state_pass import StatePass, StateRow
 from kvpage.serving.model.step import PackedTokens, Step
 
 _NUM_SLOTS = 3  # of each sequence, with states: the working slot, and those of two marks
+_BOUNDS_OF_BITS = (0, 30, 46, 47), (0, 1, 21, 22)  # even and odd numbers of rows
+_SHORT_BOUNDS = (0, 1, 2), (0, 1, 2)  # for models of fewer positions
 _BOUNDS = tuple((0, cut, length) for cut, length in zip((6, 4), PROBE_LENGTHS, strict=True))  # of each sequence's steps
 _BOUNDS_OF_STATES = (0, 6, 8, 9), (0, 3, 4, 5)  # the last step is of decodes alone
 
@@ -64,6 +67,31 @@ def verify_model(
     if not error <= max_error(runner.model.dtype, dtype):  # also for NaN
         raise ValueError(f"logits over blocks must be the model's own, those of {name} are {error:.1e} off (relative)")
     return _of_caches(windows, dict(model_config.shared_layers))
+
+
+def verify_bits(runner: ModelRunner, cache_config: CacheConfig, model_config: ModelConfig) -> None:
+    """Compute two sequences step by step, and each in one step. OptionError if a bit of a logit differs.
+
+        step by step    [ a0 ... a29 | b0 ]  [ a30 ... a45 | b1 ... b20 ]  [ a46 | b21 ]
+        in one step     [ a0 ... a46 ]  [ b0 ... b21 ]
+
+    RowBits has looked at the operators one by one. This would show those that work on other rows than their own. It is
+    the last check: afterwards the runner's operators count as known.
+    """
+    bounds = _BOUNDS_OF_BITS if max_model_len(runner.model) >= _BOUNDS_OF_BITS[0][-1] else _SHORT_BOUNDS
+    num_tokens = max(row[-1] for row in bounds)
+    sequences = [np.arange(row[-1], dtype=np.int32) * 7 % vocab_size(runner.model) for row in bounds]
+    blocks_each = -(-num_tokens // cache_config.block_size)
+    config = replace(unquantized(cache_config, model_config), num_gpu_blocks=2 * blocks_each, num_cpu_blocks=0)
+    engine = CacheEngine(config, model_config, device_config=DeviceConfig(runner.model.device))
+    whole = [paged_logits(runner, engine, [tokens], blocks_each, bounds=[(0, len(tokens))])[0] for tokens in sequences]
+    stepwise, _ = paged_logits(runner, engine, sequences, blocks_each, bounds=bounds)
+    if not torch.equal(torch.cat(whole), stepwise):
+        raise OptionError(
+            f"same_bits must be False for {type(runner.model).__name__}: the logits of a prompt that is computed in "
+            f"portions differ from those of the whole prompt"
+        )
+    runner.know_operators()
 
 
 def _of_caches(windows: dict[int, int | None], shared: dict[int, int]) -> dict[int, int | None]:
@@ -128,11 +156,13 @@ def paged_logits(
     sequences: Sequence[npt.NDArray[np.int32]],
     blocks_each: int,
     states: StateCache | None = None,
+    bounds: Sequence[Sequence[int]] | None = None,
 ) -> tuple[torch.Tensor, dict[int, int | None]]:
     """Return the logits of the probe's tokens, one sequence after the other, and the window of each layer.
 
     engine: with `blocks_each` blocks for each sequence, which are overwritten.
     states: with three slots for each sequence, likewise; None for a model without states.
+    bounds: of the steps of each sequence; None for those of the probe.
     """
     tables = np.arange(blocks_each * len(sequences), dtype=np.int32)[::-1].reshape(len(sequences), -1).copy()
     rows: list[list[torch.Tensor]] = [[] for _ in sequences]
@@ -140,7 +170,7 @@ def paged_logits(
     block_size = engine.layout.block_size if engine.layer_ids else max(PROBE_LENGTHS)
     if states is not None:
         states.slots.fill_(0xFF)  # NaN in each float dtype
-    bounds = _BOUNDS if states is None else _BOUNDS_OF_STATES
+    bounds = bounds or (_BOUNDS if states is None else _BOUNDS_OF_STATES)
     for number in range(len(bounds[0]) - 1):
         starts, ends = [list(column) for column in zip(*(row[number : number + 2] for row in bounds), strict=True)]
         parts = [tokens[start:end] for tokens, start, end in zip(sequences, starts, ends, strict=True)]

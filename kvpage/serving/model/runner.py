@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvpage.checks.interrupts import interruptible
 from kvpage.serving.model.attention import IMPLEMENTATION, UNCOMPILED, StepMissing, current_step
 from kvpage.serving.model.latents.attention import LatentPass
+from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.layers import NativeLayers
 from kvpage.serving.model.states.mixer_forward import view_forwards
@@ -29,6 +30,7 @@ class ModelRunner:
     native: see ModelView. compiles: call torch.compile of the view.
     holds_interrupts: whether Ctrl-C waits for a forward's end. Other ranks compute it, too.
     states: what the model keeps besides K and V; each step then needs `Step.states`.
+    row_bits: has rows computed with the same bits whatever is computed beside them; None to compute as it comes.
     Raises ValueError if its attention does not go through AttentionInterface, or its forward takes no position_ids.
     A model without attention needs neither.
     """
@@ -41,6 +43,7 @@ class ModelRunner:
         compiles: bool = False,
         holds_interrupts: bool = False,
         states: ModelStates | None = None,
+        row_bits: RowBits | None = None,
     ) -> None:
         self.model = model
         self._holds_interrupts = holds_interrupts
@@ -49,6 +52,9 @@ class ModelRunner:
         self._view = ModelView(model, native, UNCOMPILED if compiles else IMPLEMENTATION, forwards)
         self._compiled: Any = torch.compile(self._view.module, dynamic=True) if compiles else None
         self._threads = None if native is None else native.threads
+        if row_bits is not None:
+            self._threads = row_bits.threads
+        self._row_bits = row_bits
         self._no_grad = torch.no_grad()
         parameters = inspect.signature(model.forward).parameters
         self._gives_positions = "position_ids" in parameters
@@ -63,6 +69,16 @@ class ModelRunner:
             and states is None
             and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         )
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether a row's bits do not depend on what is computed beside it."""
+        return self._row_bits is not None
+
+    def know_operators(self) -> None:
+        """Leave `row_bits` out of forwards from now on, where it has replaced nothing so far."""
+        if self._row_bits is not None:
+            self._row_bits.checked_version = self.view_version
 
     @property
     def view(self) -> PreTrainedModel:
@@ -90,12 +106,12 @@ class ModelRunner:
         self.check()
         self._check_states(step)
         if step.layout.backend == "mla" and step.latents is None:
-            step = replace(step, latents=LatentPass(step))
+            step = replace(step, latents=LatentPass(step, all_in_place=self.same_bits))
         step.lift(self._threads)
         module = self.view  # it follows modules that were replaced
         # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.
         try:
-            with self._no_grad, self._hooks(step), self._view.one_thread_in_torch(), self._around(step):
+            with self._no_grad, self._hooks(step), self._limited(), self._around(step):
                 model = module if self._compiled is None else self._compiled
                 logits: torch.Tensor = model(**self._arguments(step, inputs)).logits[0]
         except StepMissing:  # raised before anything is written, in the first forward: the check at load
@@ -107,6 +123,17 @@ class ModelRunner:
         if step.states is not None:
             step.states.check_done()
         return logits if inputs.wanted is None or self._selects_logits else logits[inputs.wanted]
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Limit torch's threads, and its operators, as the view and `row_bits` need it."""
+        bits = self._row_bits
+        if bits is None:
+            with self._view.one_thread_in_torch():
+                yield
+            return
+        with bits.threads.limited(), bits if bits.is_needed(self._view.version) else NOTHING:
+            yield
 
     def _arguments(self, step: Step, inputs: ModelInputs) -> dict[str, Any]:
         """Return the model's arguments."""

@@ -18,9 +18,13 @@ WARPERS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 def asks_library(params: LogitsParams) -> bool:
     """Whether any rule of transformers' own processors applies."""
-    return any(getattr(params, name) not in (None, (), False, 0) or _is_token(params, name) for name in RULES) or bool(
-        asked_warpers(params)
-    )
+    return bool(asked_rules(params))
+
+
+def asked_rules(params: LogitsParams) -> list[str]:
+    """Return the names of the rules of transformers' own processors that apply."""
+    rules = [name for name in RULES if getattr(params, name) not in (None, (), False, 0) or _is_token(params, name)]
+    return rules + asked_warpers(params)
 
 
 def _is_token(params: LogitsParams, name: str) -> bool:

@@ -52,6 +52,7 @@ class EngineStats:
         graphs: Captured decode steps; None on a CPU, and with enforce_eager.
         windows: The blocks of each window's layers, where they have some of their own.
         slot_bytes: Bytes of a state slot, and of the K and V beside it; 0 without states.
+        numerics: What the bits of results depend on besides the model and the request; None without `same_bits`.
     """
 
     num_steps: int
@@ -75,6 +76,7 @@ class EngineStats:
     graphs: GraphStats | None = None
     windows: tuple[WindowStats, ...] = ()
     slot_bytes: int = 0
+    numerics: str | None = None
 
     @property
     def hit_rate(self) -> float:

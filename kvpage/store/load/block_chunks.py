@@ -53,15 +53,32 @@ def metadata_of(
         raise TypeError(f"engine must be a CacheEngine, got {type(engine).__name__}")
     if not engine.gpu_cache:
         return KVStoreMetadata(model_name, world_size, worker_id, fmt, None)
-    layout = engine.layout
-    return KVStoreMetadata(
-        model_name, world_size, worker_id, fmt, layout.dtype, row_layout_of(engine), scales_digest(engine.kv_scales)
-    )
+    layout, numerics = engine.layout, getattr(engine, "numerics", "")
+    digest, extra = scales_digest(engine.kv_scales), ((NUMERICS, numerics),) if numerics else ()
+    return KVStoreMetadata(model_name, world_size, worker_id, fmt, layout.dtype, row_layout_of(engine), digest, extra)
+
+
+def check_numerics(metadata: KVStoreMetadata, numerics: str) -> None:
+    """Check that records of a store are those of one arithmetic.
+
+    Args:
+        metadata: the store's.
+        numerics: that of a CacheEngine.
+
+    Raises:
+        ValueError: the metadata name another arithmetic, or none, or one where the cache has none.
+    """
+    written = dict(metadata.extra).get(NUMERICS, "")
+    if written != numerics:
+        raise ValueError(
+            f"{NUMERICS} of the store must be the engine's, {numerics!r}, got {written!r}; see kvpage.store.metadata_of"
+        )
 
 
 RUN_BYTES = 8 << 20  # copied from or to a GPU at once: longer than it takes the host to start the next copy
 MIN_RUN_BYTES = 4096  # of memory that is written directly; shorter runs are copied into one piece first
 MAX_FORMS = 64
+NUMERICS = "numerics"
 
 
 def _block_ids(block_table: npt.ArrayLike | torch.Tensor) -> torch.Tensor:
@@ -140,6 +157,7 @@ class EngineRows:
                     f"{name} of the store must be the engine's, {getattr(self.metadata, name)!r}, "
                     f"got {getattr(metadata, name)!r}; see kvpage.store.metadata_of"
                 )
+        check_numerics(metadata, dict(self.metadata.extra).get(NUMERICS, ""))
 
     def form(self, fmt: str, num_tokens: int) -> ChunkForm:
         """Return the form of chunks of `num_tokens`. Making it takes a fifth of the time of copying 32 MiB."""

@@ -1,6 +1,7 @@
 """Answers of a model whose weights change between calls."""
 
 import functools
+from dataclasses import replace
 from types import MethodType
 
 import pytest
@@ -39,6 +40,17 @@ def test_answers_are_those_of_generate_in_the_order_of_the_prompts(model):
 
 def test_no_prompts_have_no_answers(model):
     assert PolicyEngine(model, config()).sample([], GREEDY) == []
+
+
+def test_answers_have_the_log_probabilities_of_their_score(model):
+    """Bit by bit, before and after a change of weights: the ratio of a first update is exactly 1."""
+    policy, prompts = PolicyEngine(model, replace(config(), same_bits=True)), make_prompts([9, 30, 1])
+    for seed in (1, 2):
+        answers = policy.sample(prompts, DRAWN)
+        scores = policy.score([[*prompt, *answer.token_ids] for prompt, answer in zip(prompts, answers, strict=True)])
+        for prompt, answer, score in zip(prompts, answers, scores, strict=True):
+            assert score[len(prompt) - 1 :] == [token.logprob for token in answer.logprobs]
+        change_weights(model, seed)
 
 
 def test_a_group_computes_its_prompt_once(model):

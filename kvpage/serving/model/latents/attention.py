@@ -42,8 +42,9 @@ class _Ways(NamedTuple):
 class LatentPass:
     """One forward pass of `step`, whose blocks hold latents."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    def __init__(self, step: Step, all_in_place: bool = False) -> None:
+        """Args: all_in_place: every sequence takes the last way, so that no cut of it changes a bit."""
+        self._step, self._all_in_place = step, all_in_place
         self._latents: dict[nn.Module, torch.Tensor] = {}  # the input of each layer's projection
         bounds = [0, *accumulate(step.query_lens)]
         self._rows = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
@@ -106,7 +107,9 @@ class LatentPass:
         keeps_bits = step.layout.dtype == key.dtype and not step.layout.is_quantized
         begun, expanded, in_place = [], [], []
         for index, (num_queries, num_keys) in enumerate(zip(step.query_lens, step.seq_lens, strict=True)):
-            if num_queries == num_keys and keeps_bits:
+            if self._all_in_place:
+                in_place.append(index)
+            elif num_queries == num_keys and keeps_bits:
                 begun.append(index)
             elif heads.gains_by_expanding(num_queries):
                 expanded.append(index)

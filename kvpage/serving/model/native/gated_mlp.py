@@ -49,7 +49,8 @@ class GatedForward:
         if len(args) == 1 and not kwargs and is_plain_call(args[0]) and self._is_plain(parts):
             gate, up = parts["gate_proj"]._parameters.get("weight"), parts["up_proj"]._parameters.get("weight", self)
             num_threads = self._threads.caller or get_num_threads()
-            between = host_product(args[0], gate, None, up, self._activation, num_threads)
+            is_forced = parts["gate_proj"]._is_forced
+            between = host_product(args[0], gate, None, up, self._activation, num_threads, is_forced)
             if between is not None:
                 return parts["down_proj"](between)
         return type(self._copy).forward(self._copy, *args, **kwargs)

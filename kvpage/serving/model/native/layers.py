@@ -26,9 +26,13 @@ from kvpage.serving.model.native.torch_threads import TorchThreads
 
 
 class NativeLayers:
-    """The native layers of one view. Layers of modules that stay are the same objects at every call."""
+    """The native layers of one view. Layers of modules that stay are the same objects at every call.
 
-    def __init__(self) -> None:
+    is_forced: whether products are native also where torch's are faster, but depend on the number of rows.
+    """
+
+    def __init__(self, is_forced: bool = False) -> None:
+        self._is_forced = is_forced
         self.threads = TorchThreads()
         self._layers: dict[nn.Module, nn.Module | None] = {}
         self._product = product_of_torch()
@@ -58,7 +62,7 @@ class NativeLayers:
             return self._norms.stand_in(module)
         if hasattr(module._parameters.get("weight"), "device_mesh"):  # a shard: the model's own hooks join the ranks
             return None
-        return None if self._product is None else NativeLinear.of(module, self.threads, self._product)
+        return None if self._product is None else NativeLinear.of(module, self.threads, self._product, self._is_forced)
 
     def fused_forward(self, module: nn.Module, copy: nn.Module) -> Any:
         """Return a forward for the module's copy with fewer operations; None to leave it as it is."""

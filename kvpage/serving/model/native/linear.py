@@ -25,19 +25,21 @@ class NativeLinear(nn.Linear):
     It is native for as long as torch computes a linear layer by the function that was tried out: see product_of_torch.
     """
 
-    __slots__ = ("_product", "_source", "_threads")  # not in the shared dict
+    __slots__ = ("_is_forced", "_product", "_source", "_threads")  # not in the shared dict
+    _is_forced: bool
     _product: Any
     _source: nn.Linear
     _threads: TorchThreads
 
     @classmethod
-    def of(cls, source: nn.Linear, threads: TorchThreads, product: Any) -> "NativeLinear":
+    def of(cls, source: nn.Linear, threads: TorchThreads, product: Any, is_forced: bool = False) -> "NativeLinear":
         """Return the layer that stands in for `source`. Whatever is done to one is done to both.
 
-        product: that of product_of_torch.
+        product: that of product_of_torch. is_forced: see host_product.
         """
         layer = cls.__new__(cls)
         object.__setattr__(layer, "__dict__", vars(source))
+        object.__setattr__(layer, "_is_forced", is_forced)
         object.__setattr__(layer, "_product", product)
         object.__setattr__(layer, "_source", source)
         object.__setattr__(layer, "_threads", threads)
@@ -48,7 +50,8 @@ class NativeLinear(nn.Linear):
         if not args and not kwargs and is_torchs(self) and is_plain_call(input):
             parameters: dict[str, Any] = self._parameters  # torch's lookup of attributes takes a microsecond
             weight, bias = parameters.get("weight"), parameters.get("bias", self)
-            output = host_product(input, weight, bias, None, 0, self._threads.caller or get_num_threads())
+            num_threads = self._threads.caller or get_num_threads()
+            output = host_product(input, weight, bias, None, 0, num_threads, self._is_forced)
             if output is not None:
                 return output
         with self._threads.lifted():

@@ -10,6 +10,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as of_all
 
+from kvpage.ops.args.dispatch_modes import is_dispatch_watched
+
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -29,7 +31,7 @@ def is_plain_call(rows: torch.Tensor, device_type: str = "cpu") -> bool:
         and not torch.is_autocast_enabled(device_type)
         and not torch.compiler.is_compiling()
         and torch._C._get_tracing_state() is None
-        and torch._C._len_torch_dispatch_stack() == 0
+        and (torch._C._len_torch_dispatch_stack() == 0 or not is_dispatch_watched())
         and torch._C._len_torch_function_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0

@@ -31,6 +31,11 @@ class TorchThreads:
         self._set = (find or openmp_setter)()
         self.caller: int | None = None
 
+    @property
+    def can_limit(self) -> bool:
+        """Whether torch keeps to one thread inside of `limited`."""
+        return self._set is not None or torch.get_num_threads() == 1
+
     @contextmanager
     def limited(self) -> Iterator[None]:
         """Inside, torch's operators have one thread. One within another does nothing."""

@@ -1,0 +1,19 @@
+"""Modes of torch that a call must not pass by: those that want to see every operator of torch.
+
+no mode                      native calls compute, operators of torch are left out
+a TransparentMode, alone     the same: it asks for nothing but the operators that torch itself computes
+any other                    operators of torch only, so that the mode sees them
+"""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class TransparentMode(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
+    """A mode under which native calls compute as they do without one."""
+
+
+def is_dispatch_watched() -> bool:
+    """Return whether a mode other than one TransparentMode is active in this thread."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and not (depth == 1 and isinstance(torch._C._get_dispatch_stack_at(0), TransparentMode))

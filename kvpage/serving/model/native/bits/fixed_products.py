@@ -1,0 +1,102 @@
+"""Products of torch's operators, by the C++ core: the sums of a row are taken in an order that its size alone decides.
+
+mm, addmm           rows @ weight          the weight is read by columns: as it lies, where a layer has turned it,
+bmm, baddbmm        one for each matrix    or from a copy
+_grouped_mm         one for each expert    of the rows that chose it
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import kvpage._C as _C
+from kvpage.ops.args.tokens import ROW_TYPES
+from kvpage.ops.cpu.operands import NO_ROWS, as_rows, flat, place_of
+
+
+class UnfixedProduct(ValueError):
+    """A product of a form that the core does not take; the message says which."""
+
+
+def multiply(
+    rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None, *, num_threads: int
+) -> torch.Tensor:
+    """Return rows [n, size] @ matrix [size, columns] + bias [columns]. Raise UnfixedProduct for other dtypes."""
+    kinds = {part.dtype for part in (rows, matrix, bias) if part is not None}
+    if len(kinds) != 1 or rows.dtype not in ROW_TYPES:
+        raise UnfixedProduct(f"of {', '.join(sorted(str(kind) for kind in kinds))}")
+    rows, weight = as_rows(rows), as_rows(matrix.t())
+    addend = None if bias is None else flat(bias)
+    out = rows.new_empty((rows.shape[0], weight.shape[0]))
+    _C.linear(
+        place_of(rows),
+        place_of(weight),
+        NO_ROWS,
+        0 if addend is None else addend.data_ptr(),
+        place_of(out),
+        (rows.shape[0], weight.shape[0], rows.shape[1]),
+        ROW_TYPES[rows.dtype],
+        0,
+        num_threads,
+    )
+    return out
+
+
+def product(name: str, args: Sequence[Any], kwargs: dict[str, Any], num_threads: int) -> torch.Tensor:
+    """Return what torch.ops.aten's operator of that name in PRODUCTS would, up to rounding.
+
+    num_threads: that may compute. Raise UnfixedProduct for forms that the core does not take.
+    """
+    if any(value not in (1, None) for value in kwargs.values()):
+        raise UnfixedProduct(f"with {', '.join(kwargs)}")
+    return _PRODUCTS[name](num_threads, *args)
+
+
+def _mm(num_threads: int, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    return multiply(rows, matrix, num_threads=num_threads)
+
+
+def _addmm(num_threads: int, addend: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    if addend.dim() == 1 and len(addend) == matrix.shape[1]:
+        return multiply(rows, matrix, addend, num_threads=num_threads)
+    return multiply(rows, matrix, num_threads=num_threads) + addend
+
+
+def _bmm(num_threads: int, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    out = rows.new_empty((*rows.shape[:2], matrices.shape[2]))
+    for result, part, matrix in zip(out, rows, matrices, strict=True):
+        result.copy_(multiply(part, matrix, num_threads=num_threads))
+    return out
+
+
+def _baddbmm(num_threads: int, addend: torch.Tensor, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    return _bmm(num_threads, rows, matrices) + addend
+
+
+def _grouped(
+    num_threads: int,
+    rows: torch.Tensor,
+    matrices: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return rows [n, size] @ matrices [groups, size, columns], those before ends[i] by the matrix of group i."""
+    if rows.dim() != 2 or matrices.dim() != 3 or ends is None or bias is not None or dtype not in (None, rows.dtype):
+        raise UnfixedProduct("of groups of another form")
+    out = rows.new_zeros((len(rows), matrices.shape[2]))
+    for group, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
+        if begin < end:
+            out[begin:end] = multiply(rows[begin:end], matrices[group], num_threads=num_threads)
+    return out
+
+
+_PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
+    "mm": _mm,
+    "addmm": _addmm,
+    "bmm": _bmm,
+    "baddbmm": _baddbmm,
+    "_grouped_mm": _grouped,
+}

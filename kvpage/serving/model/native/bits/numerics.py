@@ -1,0 +1,22 @@
+"""The name of what bits depend on besides model and tokens: two processes of one name compute the same bits."""
+
+import torch
+import transformers
+
+import kvpage._C as _C
+
+VERSION = 1
+"""Grows with every change of a native operation that changes a bit of a result."""
+
+
+def numerics_name() -> str:
+    """Return the name for this machine and these packages: for example
+    "1 avx512bf16 torch 2.13.0 AVX512 transformers 5.24.0".
+
+    Returns:
+        The version of kvpage's arithmetic, the instruction set of its products, the version of torch, the instruction
+        set of torch's operators, and the version of the models' code.
+    """
+    native = _C.linear_kernels()[0]
+    of_torch = torch.backends.cpu.get_cpu_capability()
+    return f"{VERSION} {native} torch {torch.__version__} {of_torch} transformers {transformers.__version__}"

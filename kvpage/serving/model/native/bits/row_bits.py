@@ -1,0 +1,143 @@
+"""RowBits: while it is active, what torch computes for a row does not depend on the other rows of a call.
+
+    operator ─► EXACT       ─► torch
+                REDUCTIONS  ─► torch, over contiguous memory
+                FUNCTIONS   ─► torch, by whole vectors
+                PRODUCTS    ─► the C++ core
+                another     ─► OptionError, with its name
+
+Native layers and attention compute as ever: they have that property by themselves. Where a model calls nothing but
+these and operators that torch may compute as they come, the mode is left out, and costs nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvpage.checks.errors import OptionError
+from kvpage.ops.args.dispatch_modes import TransparentMode, is_dispatch_watched
+from kvpage.ops.args.tokens import ROW_TYPES
+from kvpage.serving.model.native.bits.fixed_products import UnfixedProduct, product
+from kvpage.serving.model.native.bits.operators import (
+    EXACT,
+    EXACT_POWERS,
+    FUNCTIONS,
+    LAST_AXIS_ONLY,
+    PRODUCTS,
+    REDUCTIONS,
+    SCALED,
+)
+from kvpage.serving.model.native.bits.whole_vectors import by_vectors, takes_vectors_alone
+from kvpage.serving.model.native.torch_threads import TorchThreads
+
+Rule = Callable[[Any, str, Sequence[Any], dict[str, Any]], Any]
+
+
+class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
+    """The mode of one model's view, for one thread.
+
+    threads: the limit within which torch keeps to one thread: with more, they cut runs of elements at any place.
+    replaced: the operators that torch would not compute as they come, so far.
+    checked_version: that of the view whose operators are all known, see `is_needed`; None for none.
+    """
+
+    def __init__(self, model_name: str, threads: TorchThreads) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.threads = threads
+        self.replaced: set[str] = set()
+        self.checked_version: int | None = None
+        self._model_name = model_name
+        self._rules: dict[Any, tuple[str, Rule | None]] = {}
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel, threads: TorchThreads, has_states: bool) -> "RowBits":
+        """Return the mode of a model's view. OptionError where the kind of model or machine rules it out.
+
+        has_states: whether its layers keep more than K and V.
+        """
+        name = type(model).__name__
+        for is_refused, why in (
+            (model.device.type != "cpu", f"{name} is on {model.device}, and only layers on a CPU have such bits"),
+            (has_states, f"{name} has recurrent layers, whose sums begin anew where a portion of a prompt does"),
+            (model.dtype not in ROW_TYPES, f"{name} is in {model.dtype}, whose products are torch's"),
+            (not threads.can_limit, "torch's threads, which share a row's sums, cannot be limited in this process"),
+        ):
+            if is_refused:
+                raise OptionError(f"same_bits must be False: {why}")
+        return cls(name, threads)
+
+    def is_needed(self, version: int) -> bool:
+        """Return whether a forward of a view needs the mode.
+
+        version: of the view, whose modules may be others than those that were checked. Autocast, and modes of the
+        caller's, take calls from native layers.
+        """
+        if self.replaced or version != self.checked_version:
+            return True
+        return torch.is_autocast_enabled("cpu") or is_dispatch_watched() or torch._C._len_torch_function_stack() > 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        known = self._rules.get(function)
+        if known is None:
+            known = self._rules[function] = self._rule_of(function)
+        name, rule = known
+        kwargs = kwargs or {}
+        return function(*args, **kwargs) if rule is None else rule(function, name, args, kwargs)
+
+    def _rule_of(self, function: Any) -> tuple[str, Rule | None]:
+        """Return an operator's name and rule; None for one that torch computes as it comes."""
+        space, name = function._schema.name.split("::")
+        if space != "aten":
+            return name, self._refuse
+        if name in EXACT:
+            return name, self._scaled if name in SCALED else None
+        for names, rule in ((REDUCTIONS, self._reduce), (PRODUCTS, self._multiply)):
+            if name in names:
+                return name, rule
+        if name.removesuffix("_") in FUNCTIONS:
+            return name, self._by_elements
+        return name, self._refuse
+
+    def _refuse(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], why: str = "") -> Any:
+        called = " ".join(filter(None, (function._schema.name, why)))
+        raise OptionError(
+            f"same_bits must be False for {self._model_name}: it calls {called}, whose result for a row may depend on "
+            f"the other rows"
+        )
+
+    def _scaled(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("alpha", 1) not in (1, -1):
+            return self._refuse(function, name, args, kwargs, f"with alpha={kwargs['alpha']}")
+        return function(*args, **kwargs)
+
+    def _reduce(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        if name in LAST_AXIS_ONLY and args[1] not in (-1, x.dim() - 1):
+            return self._refuse(function, name, args, kwargs, f"along axis {args[1]}")
+        if x.is_contiguous():
+            return function(*args, **kwargs)
+        self.replaced.add(name)
+        return function(x.contiguous(), *args[1:], **kwargs)
+
+    def _multiply(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+        self.replaced.add(name)
+        try:
+            return product(name, args, kwargs, self.threads.caller or torch.get_num_threads())
+        except UnfixedProduct as error:
+            result: torch.Tensor = self._refuse(function, name, args, kwargs, str(error))
+            return result
+
+    def _by_elements(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        x, others = args[0], tuple(args[1:])
+        if not isinstance(x, torch.Tensor) or x.is_complex() or any(isinstance(y, torch.Tensor) for y in others):
+            return self._refuse(function, name, args, kwargs, "of several tensors")
+        if (name.startswith("pow") and others[0] in EXACT_POWERS) or takes_vectors_alone(function, x, others, kwargs):
+            return function(*args, **kwargs)
+        self.replaced.add(name)
+        if not name.endswith("_"):
+            return by_vectors(function, x, others, kwargs)
+        return x.copy_(by_vectors(getattr(torch.ops.aten, name.removesuffix("_")), x, others, kwargs))

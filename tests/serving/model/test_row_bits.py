@@ -1,0 +1,122 @@
+"""RowBits: each operator's result for a row has the same bits alone, among others, and at any place of them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvpage.checks.errors import OptionError
+from kvpage.serving.model.native.bits.row_bits import RowBits
+from kvpage.serving.model.native.torch_threads import TorchThreads
+
+SIZES = 1, 2, 3, 7, 16, 31, 64, 65
+NUMS = 1, 2, 5, 15, 16, 17, 33, 64, 67
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+MOST = max(NUMS)
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "sigmoid_": lambda x: x.clone().sigmoid_(),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "softplus": F.softplus,
+    "tanh": torch.tanh,
+    "exp": torch.exp,
+    "cos": torch.cos,
+    "rsqrt": lambda x: (x * x + 1).rsqrt(),
+    "pow": lambda x: (x * x + 1).pow(1.7),
+    "square": lambda x: x.pow(2),
+    "of every other": lambda x: F.silu(x[:, ::2]),
+    "of columns": lambda x: F.silu(x.t()).t(),
+    "softmax": lambda x: x.softmax(-1),
+    "sum": lambda x: x.sum(-1, keepdim=True),
+    "mean of columns": lambda x: x.t().contiguous().t().mean(-1, keepdim=True),
+    "sum of parts": lambda x: torch.stack([x, x * 1.1, x * 0.3], 1).sum(1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "addcmul": lambda x: torch.addcmul(x, x.flip(-1), x * 0.3),
+}
+
+
+def mode() -> RowBits:
+    return RowBits("Model", TorchThreads())
+
+
+def rows(num: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return (2 * torch.randn(num, size, generator=torch.Generator().manual_seed(size))).to(dtype)
+
+
+def check(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """Assert that all batches give the bits of each row alone, and what torch gives by itself up to rounding."""
+    bits = mode()
+    with torch.no_grad(), bits.threads.limited(), bits:
+        alone = torch.cat([function(x[row : row + 1].clone()) for row in range(len(x))])
+        batches = {num: (function(x[:num].clone()), function(x[-num:].clone())) for num in NUMS}
+    for num, (first, last) in batches.items():
+        assert torch.equal(first, alone[:num]) and torch.equal(last, alone[-num:]), num
+    torch.testing.assert_close(alone.float(), function(x).float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_row_is_that_of_itself_alone(name: str, dtype: torch.dtype) -> None:
+    for size in SIZES:
+        check(FUNCTIONS[name], rows(MOST, size, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turned", [False, True])
+def test_products(dtype: torch.dtype, turned: bool) -> None:
+    for size in (1, 16, 33):
+        matrix = rows(size, 19, dtype) if not turned else rows(19, size, dtype).t()
+        bias = rows(1, 19, dtype)[0]
+        x = rows(MOST, size, dtype)
+        check(lambda x, matrix=matrix: x @ matrix, x)
+        check(lambda x, matrix=matrix, bias=bias: torch.addmm(bias, x, matrix), x)
+        check(lambda x, matrix=matrix: torch.bmm(x.unsqueeze(0), matrix.unsqueeze(0))[0], x)
+        check(lambda x, matrix=matrix, bias=bias: F.linear(x.unsqueeze(0), matrix.t(), bias)[0], x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grouped_products(dtype: torch.dtype) -> None:
+    matrices = torch.stack([rows(16, 24, dtype) * scale for scale in (1.0, -0.5, 2.0)])
+    x = rows(9, 16, dtype)
+    ends = torch.tensor([4, 4, 9], dtype=torch.int32)
+    bits = mode()
+    with torch.no_grad(), bits:
+        found = torch._grouped_mm(x, matrices, offs=ends)
+        apart = torch.cat([x[row : row + 1] @ matrices[0 if row < 4 else 2] for row in range(9)])
+    assert torch.equal(found, apart)
+    assert bits.replaced == {"_grouped_mm", "mm"}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: F.conv1d(x[None], x[None]), "aten::convolution"),
+        (lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3), "aten::_scaled_dot_product"),
+        (lambda x: x.softmax(0), "along axis 0"),
+        (lambda x: torch.add(x, x, alpha=0.3), "with alpha=0.3"),
+        (lambda x: x.double() @ x.double(), "of torch.float64"),
+        (lambda x: torch.addmm(x, x, x, alpha=2), "with alpha"),
+        (lambda x: x.pow(x), "of several tensors"),
+        (lambda x: torch.fft.fft(x), "aten::_fft_r2c"),
+    ],
+)
+def test_other_operators_are_refused_by_name(call: Callable[[torch.Tensor], torch.Tensor], words: str) -> None:
+    with pytest.raises(OptionError, match=f"^same_bits must be False for Model: it calls .*{words}"), mode():
+        call(torch.eye(4))
+
+
+def test_it_is_left_out_where_torch_may_compute_as_it_comes() -> None:
+    bits, x = mode(), torch.ones(3, 64)
+    bits.checked_version = 1
+    with bits:
+        F.silu(x), x.pow(2).mean(-1), x.cos()
+    assert not bits.is_needed(1) and bits.is_needed(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert bits.is_needed(1)
+    with bits:
+        F.silu(x[:, :5])
+    assert bits.is_needed(1)
