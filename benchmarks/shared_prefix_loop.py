@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import torch
+import transformers as tf
 
 from kvpage.benchmarks.cells import Row
 from kvpage.benchmarks.figure import Figure, in_turns, result, seconds
@@ -42,7 +42,9 @@ def prompts_of(workload: str, num_seqs: int, shared: int, own: int) -> Prompts:
     return [prefix + end for end in ends]
 
 
-def decoding(model: torch.nn.Module, workload: str, options: argparse.Namespace, num_steps: int) -> Callable[[], float]:
+def decoding(
+    model: tf.PreTrainedModel, workload: str, options: argparse.Namespace, num_steps: int
+) -> Callable[[], float]:
     """Return a call that gives the seconds of a step in which all sequences of a workload decode, for so many calls."""
     num_seqs, shared, own = max(options.seqs), max(options.shared), max(options.own)
     lead = -(-num_seqs * (shared + own) // BATCHED_TOKENS) + 4  # steps until the last prompt has its first token
