@@ -68,7 +68,7 @@ SHOWN: dict[str, dict[str, float]] = {
         "tests/serving/test_same_bits.py::test_a_product_that_depends_on_the_batch_is_refused": 1,
     },
     "tokens are the model's own": {
-        "tests/serving/model/test_families.py::test_a_type": 40,
+        "tests/serving/model/test_families.py::test_a_type": 36,
         "tests/serving/model/test_latents.py::test_chunks_of_seven_then_wholly_cached": 4,
         "tests/serving/windows/test_engine_windows.py::test_requests_together_in_few_blocks": 4,
         "tests/serving/states/test_engine_families.py::test_prefixes_that_diverge_end_and_go_on": 8,
