@@ -152,7 +152,9 @@ def test_attention_reads_every_layout(place, layer_layout, dtype):
     got = ops.paged_attention(query, cache, table, [17], layout, **given)
     given["query_lens"] = torch.tensor([5])
     want = reference.paged_attention(query, cache, table, torch.tensor([17]), layout, **given)
-    torch.testing.assert_close(got, want)
+    # A processor that multiplies bf16 in pairs rounds the weights to bf16, too.
+    tolerance = {"rtol": 1.6e-2, "atol": 4e-3} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(got, want, **tolerance)
 
 
 def test_a_layout_without_a_value_part_takes_none():
