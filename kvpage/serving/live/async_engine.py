@@ -201,7 +201,7 @@ class AsyncEngine:
         stepper.check_process()
         if timeout is not None and not check_seconds("timeout", timeout):
             raise ValueError(f"timeout must be positive, got {timeout}")
-        stepper.admission.check(self.engine.loop.num_waiting)  # a full queue costs no more than this
+        stepper.admission.check()  # a full queue costs no more than this
         request_id = f"live-{self._nonce}-{next(self._ids)}" if prompt.request_id is None else prompt.request_id
         request = self.engine.prepare(prompt, request_id)
         mailbox = Mailbox(request, keeps_tokens, None if timeout is None else begin + timeout)
@@ -221,7 +221,7 @@ class AsyncEngine:
             ValueError: `num_requests` is no positive integer.
         """
         check_at_least("num_requests", num_requests, 1)
-        self._stepper.admission.check(self.engine.loop.num_waiting, num_requests)
+        self._stepper.admission.check(num_requests)
 
     # --- the engine as a whole ---------------------------------------------------------------------------------------
 

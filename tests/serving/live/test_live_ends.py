@@ -65,7 +65,7 @@ def test_a_request_ends_at_its_deadline_also_while_it_waits():
         assert waits.output.token_ids == []
         runs.abort()
         assert live.submit(OTHER, SHORT, timeout=60.0).output is None
-        assert live.stats().num_late == 1
+        until(lambda: live.stats().num_late == 1)  # it is counted after its reader knows
         check_nothing_left(live)
 
 
@@ -237,7 +237,7 @@ def test_drain_waits_and_then_aborts():
                 live.submit(OTHER, SHORT)
             assert not live.takes_requests and live.stats().is_draining
             num_aborted = await task
-            assert num_aborted == (long.output.error == "the engine was drained")
+            assert num_aborted == sum(request.output.error == "the engine was drained" for request in (short, long))
             assert ended(short) and ended(long)
             assert await live.drain() == num_aborted
             assert await asyncio.wrap_future(live.call(lambda engine: 3)) == 3

@@ -11,8 +11,9 @@ import pytest
 from kvpage.checks.thread_guard import ThreadGuard
 from kvpage.checks.wait_limit import WaitLimit, wait_for_one
 from kvpage.serving import AsyncEngine, AsyncEngineConfig, SamplingParams
+from kvpage.serving.live.errors import QueueFull
 from kvpage.serving.live.mailbox import Mailbox, Wakeups
-from kvpage.serving.live.stepping.admission import LEAST, MOST, UNKNOWN, FinishRate
+from kvpage.serving.live.stepping.admission import LEAST, MOST, UNKNOWN, Admission, FinishRate
 from kvpage.serving.live.stepping.deadlines import Deadlines
 from kvpage.serving.live.stepping.inbox import Inbox
 from kvpage.serving.loop.outputs import StepOutput
@@ -114,6 +115,32 @@ def test_a_wait_ends_at_the_first_of_all():
     wait_for_one([never], 0.0, WaitLimit(never, math.inf))
     assert WaitLimit(done, math.inf).is_reached and WaitLimit(never, 0.0).is_reached
     assert not WaitLimit(never, math.inf).is_reached
+
+
+def test_requests_that_wait_are_counted_once():
+    """Amid its way from the inbox to the engine's queue a request is in both."""
+    queued: list[str] = []
+    admission = Admission(Inbox(), 3, FinishRate(), lambda: len(queued))
+    for name in "ab":
+        admission.enter(name, lambda: None)
+    refused: list[QueueFull] = []
+
+    def check() -> None:
+        try:
+            admission.check()
+        except QueueFull as error:
+            refused.append(error)
+
+    asker = threading.Thread(target=check)
+    with admission.arriving():
+        queued.append("a")
+        asker.start()
+    asker.join()
+    assert not refused and admission.num_arriving == 1
+    admission.enter("c", lambda: None)
+    with pytest.raises(QueueFull, match="3 requests wait"):
+        admission.check()
+    assert admission.num_refused == 1
 
 
 def test_a_guarded_object_is_one_threads_until_it_is_let_go():

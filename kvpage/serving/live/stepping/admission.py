@@ -3,6 +3,8 @@
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from kvpage.serving.live.errors import EngineClosed, QueueFull
 from kvpage.serving.live.stepping.inbox import Inbox, Work
@@ -45,13 +47,16 @@ class FinishRate:
 class Admission:
     """The door of an AsyncEngine: open, draining, or closed. Any thread may call it; no finalizer may.
 
-    Work is put into the inbox under the lock. So nothing comes after the work that closes the door.
+    Work is put into the inbox under the lock. So nothing comes after the work that closes the door. Under the lock, too,
+    a request goes from the inbox into the engine's own queue: those that wait are counted once.
 
-    max_num_waiting: requests that wait at most. rate: when requests end.
+    max_num_waiting: requests that wait at most. rate: when requests end. num_queued: returns how many the engine's own
+    queue has.
     """
 
-    def __init__(self, inbox: Inbox, max_num_waiting: int, rate: FinishRate) -> None:
+    def __init__(self, inbox: Inbox, max_num_waiting: int, rate: FinishRate, num_queued: Callable[[], int]) -> None:
         self._inbox, self._max_num_waiting, self._rate = inbox, max_num_waiting, rate
+        self._num_queued = num_queued
         self._lock = threading.Lock()
         self._ids: set[str] = set()
         self._reason: str | None = None  # why no more requests are taken
@@ -69,22 +74,18 @@ class Admission:
         """Whether it is open."""
         return self._reason is None
 
-    def check(self, num_waiting: int, num_more: int = 1) -> None:
+    def check(self, num_more: int = 1) -> None:
         """Raise EngineClosed or QueueFull as `enter` would now.
 
-        num_waiting: requests in the engine's own queue. num_more: how many would enter.
+        num_more: how many would enter.
         """
-        if self._reason is not None:
-            raise EngineClosed(self._reason)
-        num_waiting += self.num_arriving
-        if num_waiting + num_more > self._max_num_waiting:
-            self.num_refused += 1
-            raise QueueFull(num_waiting, self._rate.seconds_until((num_waiting + 1) // 2))
+        with self._lock:
+            self._check(num_more)
 
-    def enter(self, request_id: str, num_waiting: int, work: Work) -> None:
+    def enter(self, request_id: str, work: Work) -> None:
         """Take a request: leave the work that queues it. ValueError if its id is in use; or as `check`."""
         with self._lock:
-            self.check(num_waiting)
+            self._check(1)
             if request_id in self._ids:
                 raise ValueError(f"request_id must not be in use, {request_id!r} is")
             if not self._ids:
@@ -94,10 +95,22 @@ class Admission:
             self.num_submitted += 1
             self._inbox.put(work)
 
-    def arrived(self) -> None:
-        """Note that the engine's own queue has one of the requests."""
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Have one of the requests go into the engine's own queue meanwhile, or nowhere. Nobody else comes in."""
         with self._lock:
-            self.num_arriving -= 1
+            try:
+                yield
+            finally:
+                self.num_arriving -= 1
+
+    def _check(self, num_more: int) -> None:
+        if self._reason is not None:
+            raise EngineClosed(self._reason)
+        num_waiting = self._num_queued() + self.num_arriving
+        if num_waiting + num_more > self._max_num_waiting:
+            self.num_refused += 1
+            raise QueueFull(num_waiting, self._rate.seconds_until((num_waiting + 1) // 2))
 
     def leave(self, request_id: str, now: float) -> None:
         """Note that a request has ended. now: seconds of time.monotonic()."""

@@ -70,7 +70,7 @@ class Stepper:
         engine.loop.thread.take("an AsyncEngine")
         self.engine, self.config = engine, config
         self.inbox, self.rate = Inbox(), FinishRate()
-        self.admission = Admission(self.inbox, config.max_num_waiting, self.rate)
+        self.admission = Admission(self.inbox, config.max_num_waiting, self.rate, lambda: engine.loop.num_waiting)
         self.sink: deque[StepOutput] = deque()
         self.failure: BaseException | None = None
         self.num_aborted = self.num_late = self.num_slow = self.num_failed = 0
@@ -104,8 +104,7 @@ class Stepper:
 
     def queue(self, mailbox: Mailbox) -> None:
         """Have a request computed. EngineClosed, QueueFull and ValueError as Admission.enter."""
-        work = partial(self._queue, mailbox)
-        self.admission.enter(mailbox.request_id, self.engine.loop.num_waiting, work)
+        self.admission.enter(mailbox.request_id, partial(self._queue, mailbox))
 
     def abort(self, mailbox: Mailbox) -> None:
         """End a request soon."""
@@ -220,12 +219,11 @@ class Stepper:
     def _queue(self, mailbox: Mailbox) -> None:
         self._mailboxes[mailbox.request_id] = mailbox
         try:
-            if mailbox.request is not None:
-                self.engine.loop.add(mailbox.request)
+            with self.admission.arriving():
+                if mailbox.request is not None:
+                    self.engine.loop.add(mailbox.request)
         except ValueError as error:  # a call has queued a request of this id
             self._end(mailbox, "error", str(error))
-        finally:
-            self.admission.arrived()
         self._deadlines.add(mailbox)
 
     def _abort(self, mailbox: Mailbox) -> None:
@@ -324,7 +322,8 @@ class Stepper:
             return
         if work.func == self._queue:
             self._mailboxes[work.args[0].request_id] = work.args[0]
-            self.admission.arrived()
+            with self.admission.arriving():
+                pass
         elif work.func == self._begin_drain:
             work()
         elif work.func == self._call and work.args[1].set_running_or_notify_cancel():
