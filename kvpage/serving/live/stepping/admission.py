@@ -47,8 +47,8 @@ class FinishRate:
 class Admission:
     """The door of an AsyncEngine: open, draining, or closed. Any thread may call it; no finalizer may.
 
-    Work is put into the inbox under the lock. So nothing comes after the work that closes the door. Under the lock, too,
-    a request goes from the inbox into the engine's own queue: those that wait are counted once.
+    Work is put into the inbox under the lock. So nothing comes after the work that closes the door. A request goes from
+    the inbox into the engine's own queue under the lock, too: it is counted once.
 
     max_num_waiting: requests that wait at most. rate: when requests end. num_queued: returns how many the engine's own
     queue has.
