@@ -43,7 +43,7 @@ class DiskTier(Tier):
     error of the disk is a TierError or a miss, and leaves every record as it was. A timeout bounds the wait for other
     calls: no system call limits the time that a disk takes. In a forked child the tier is closed.
 
-    capacity: bytes of all segments together, which are preallocated one by one; None for the segments that are there:
+    capacity: bytes that all segments together may grow to; None for the segments that are there:
     then no file or directory is made or deleted. policy: lru, lfu or fifo; after opening, records are in the order of
     writing, and `infos` reports the time of writing until they are used. segment_bytes: of a file; no record can be
     larger.
@@ -210,7 +210,7 @@ class DiskTier(Tier):
             for directory in self._allocator.directories:
                 for space in directory.spaces:
                     space.check()
-            num_bytes = sum(directory.num_bytes for directory in self._allocator.directories)
+            num_bytes = sum(directory.max_bytes for directory in self._allocator.directories)
             if self._capacity is not None and num_bytes > self._capacity:
                 raise RuntimeError(f"segments of {num_bytes} bytes exceed the capacity of {self._capacity}")
 

@@ -106,7 +106,7 @@ class DiskView(ReadOnlyTier):
             segment = next((candidate for candidate in self._segments if candidate.id == place.segment_id), None)
             if segment is None:
                 segment = self._new_segment(folder / f"{place.file:04}.segment", place.segment_id)
-            if segment is None or not 0 < place.slot < segment.num_slots:
+            if segment is None or not 0 < place.slot < segment.max_slots:
                 return
             run = segment.run_at(place.slot)
             if run is not None and run.key is not None:
