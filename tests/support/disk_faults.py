@@ -72,6 +72,7 @@ def replace_os(patch: pytest.MonkeyPatch, fake: object) -> None:
     """
     patch.setattr(disk_segment, "os", fake)
     patch.setattr(disk_directory, "os", fake)
+    patch.setattr(disk_segment, "punch_hole", getattr(fake, "punch_hole", disk_segment.punch_hole))
     if pwritev_hook.is_loaded():
         patch.setattr(PWRITEV, "write", lambda fd, data, offset: fake.pwrite(fd, data[:PIECE_BYTES], offset))
     else:
@@ -242,6 +243,10 @@ class PowerLog:
     def pwrite(self, fd: int, data, offset: int) -> int:
         self.events.append(("write", self._names[fd], offset, bytes(data)))
         return os.pwrite(fd, data, offset)
+
+    def punch_hole(self, fd: int, offset: int, num_bytes: int) -> bool:
+        self.pwrite(fd, bytes(num_bytes), offset)
+        return True
 
     def fsync(self, fd: int) -> None:
         self.events.append(("sync", self._names[fd]))

@@ -51,8 +51,11 @@ class Allocator:
             raise trouble
         return None
 
-    def mark_forgotten(self) -> None:
-        """Mark forgotten entries free. An entry stays forgotten and in use until the disk takes its header."""
+    def mark_forgotten(self, gives_back: bool = False) -> None:
+        """Mark forgotten entries free. An entry stays forgotten and in use until the disk takes its header.
+
+        gives_back: whether the space of those without readers goes back to the file system.
+        """
         with self.lock:
             forgotten, self._index.forgotten = self._index.forgotten, []
         for entry in forgotten:
@@ -62,6 +65,8 @@ class Allocator:
                 with self.lock:
                     self._index.forgotten.append(entry)
                 continue
+            if gives_back and entry.num_users == 0:
+                entry.space.segment.give_back(entry.run)
             with self.lock:
                 entry.is_marked_free = True
                 if entry.is_over:
@@ -138,11 +143,14 @@ class Allocator:
         return self._in_spaces([space], num_bytes)
 
     def _cut(self, entry: Entry) -> Entry:
+        drive, segment = entry.space.drive, entry.space.segment
         with self.lock:
             remainder = entry.space.remainder(entry)
         try:
+            if segment.has_holes:
+                drive.run(segment.reserve, entry.run)
             for run in (remainder, entry.run) if remainder else (entry.run,):
-                entry.space.drive.run(entry.space.segment.cover, run)
+                drive.run(segment.cover, run)
         except DriveError:
             self.let_go(entry)
             raise

@@ -39,7 +39,8 @@ Result = TypeVar("Result")
 class DiskTier(Tier):
     """Records in files of one or more directories, which are made if they are not there.
 
-    `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True). An
+    `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True). They
+    give back the records' space, but for 4 KiB of each, where the file system can; evicted ones are written over. An
     error of the disk is a TierError or a miss, and leaves every record as it was. A timeout bounds the wait for other
     calls: no system call limits the time that a disk takes. In a forked child the tier is closed.
 
@@ -148,7 +149,7 @@ class DiskTier(Tier):
         with self._changing(None if timeout is None else time.monotonic() + timeout):
             with self._lock:
                 count = sum([self._index.forget(key, "removed") for key in keys])
-            self._allocator.mark_forgotten()
+            self._allocator.mark_forgotten(gives_back=True)
         return count
 
     def infos(self) -> Iterator[RecordInfo]:

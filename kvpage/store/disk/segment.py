@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from kvpage.store.disk.hole import punch_hole
 from kvpage.store.tiers.stretches import Runs, read_stretches, write_stretches
 from kvpage.store.tiers.tier import Key
 
@@ -39,6 +40,7 @@ RUN = struct.Struct("<8sI4x16sQQQQd32s8s")  # magic, kind, id, slot, slots, gene
 SEGMENT_MAGIC, RUN_MAGIC, VERSION = b"kvpagesg", b"kvpagern", 1
 FREE, RECORD = 0, 1
 HEADER_BYTES = 128  # of a run: the record begins after it
+BLOCK_BYTES = 512  # of st_blocks
 MAX_SLOT_BYTES, MAX_SEGMENT_BYTES = 1 << 20, 1 << 50  # a file beyond them is not a segment
 NO_KEY = bytes(32)
 assert RUN.size <= HEADER_BYTES
@@ -101,7 +103,7 @@ def is_gone(path: Path, fd: int) -> bool:
 class Segment:
     """One file. Thread-safe but for `close`, when no thread may be reading or writing, and `lengthen`, one at a time.
 
-    num_slots: that the file has. max_slots: that it may have.
+    num_slots: that the file has. max_slots: that it may have. has_holes: whether some slots may lack space on the disk.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Segment:
         self.path, self.slot_bytes = path, slot_bytes
         self.num_slots, self.max_slots = num_slots, max_slots
         self.id = segment_id
+        self.has_holes = False
         self._fd = fd
 
     @classmethod
@@ -145,10 +148,13 @@ class Segment:
                 raise ValueError(f"segments must be of version {VERSION}, {path} is of version {version}")
             if not HEADER_BYTES <= slot_bytes <= MAX_SLOT_BYTES or not 2 <= max_slots <= MAX_SEGMENT_BYTES:
                 raise DamagedSegment(f"{path} has {max_slots} slots of {slot_bytes} bytes")
-            num_bytes = os.fstat(fd).st_size
+            status = os.fstat(fd)
+            num_bytes = status.st_size
             if not 2 * slot_bytes <= num_bytes <= max_slots * slot_bytes:
                 raise DamagedSegment(f"{path} is of {num_bytes} bytes, not of 2 to {max_slots} slots of {slot_bytes}")
-            return cls(path, fd, segment_id, slot_bytes, num_bytes // slot_bytes, max_slots)
+            segment = cls(path, fd, segment_id, slot_bytes, num_bytes // slot_bytes, max_slots)
+            segment.has_holes = status.st_blocks * BLOCK_BYTES < num_bytes
+            return segment
         except BaseException:
             os.close(fd)
             raise
@@ -168,6 +174,16 @@ class Segment:
                 os.ftruncate(self._fd, begin * self.slot_bytes)
             raise
         self.num_slots = num_slots
+
+    def give_back(self, run: Run) -> None:
+        """Give back the space of a free run's slots but the first, which has the header. Does nothing if it cannot."""
+        if run.num_slots > 1:
+            begin, num_bytes = (run.slot + 1) * self.slot_bytes, (run.num_slots - 1) * self.slot_bytes
+            self.has_holes |= punch_hole(self._fd, begin, num_bytes)
+
+    def reserve(self, run: Run) -> None:
+        """Take the space of the run's slots again. Raises OSError (ENOSPC)."""
+        os.posix_fallocate(self._fd, run.slot * self.slot_bytes, run.num_slots * self.slot_bytes)
 
     def slots_for(self, num_bytes: int) -> int:
         """Return the number of slots of a record with its header."""

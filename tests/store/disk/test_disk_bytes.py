@@ -11,10 +11,13 @@ from support.disk_faults import faulty
 from support.store_records import get, key, put
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
+from kvpage.store.disk import segment as disk_segment
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
 from kvpage.store.disk.disk_view import DiskView
+from kvpage.store.disk.hole import punch_hole
 from kvpage.store.disk.journal import Place
 from kvpage.store.disk.segment import HEADER_BYTES
+from kvpage.store.tiers.tier import TierError
 
 SEGMENT_BYTES, CAPACITY = 8 << 20, 64 << 20
 LEAST = 64 << 10  # of a segment, and of what it grows by
@@ -27,7 +30,11 @@ def make(path: Path, **fields) -> DiskTier:
 def taken(path: Path) -> int:
     """The bytes of the segments: of their blocks on the disk or of their lengths, whichever are more."""
     states = [file.stat() for file in path.glob("*.segment")]
-    return max(sum(state.st_blocks * 512 for state in states), sum(state.st_size for state in states))
+    return max(on_disk(path), sum(state.st_size for state in states))
+
+
+def on_disk(path: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in path.glob("*.segment"))
 
 
 def allowed(path: Path, sizes: list[int]) -> float:
@@ -142,4 +149,60 @@ def test_a_growth_that_was_cut_off(tmp_path: Path, num_bytes: int) -> None:
     tier.close()
     tier = make(tmp_path)
     assert tier.stats().num_records == 2 and tier.stats().corrupted == 0
+    tier.check()
+
+
+def has_holes(path: Path) -> bool:
+    with open(path / "probe", "wb") as file:
+        file.write(bytes(1 << 16))
+        file.flush()
+        return punch_hole(file.fileno(), 0, 1 << 16)
+
+
+@pytest.mark.parametrize("can_punch", [True, False])
+@pytest.mark.parametrize("reopened", [False, True])
+def test_removed_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_punch: bool, reopened: bool) -> None:
+    """The space of their slots but the first is given back, if the file system can, and taken again by others."""
+    if can_punch and not has_holes(tmp_path):
+        pytest.skip("this file system has no holes")
+    if not can_punch:
+        monkeypatch.setattr(disk_segment, "punch_hole", lambda *arguments: False)
+    tier, rng = make(tmp_path), random.Random(6)
+    records = {key(n): rng.randbytes(rng.choice([1, 3000, 50_000, 400_000])) for n in range(40)}
+    put(tier, records)
+    (reader,) = tier.open([key(1)])
+    before, names = on_disk(tmp_path), [key(n) for n in range(1, 40, 2)]
+    assert tier.remove(names) == 20
+    assert bytes(reader.piece(0, reader.num_bytes)) == records[key(1)]
+    reader.close()
+    removed = [len(records.pop(name)) for name in names][1:]  # the first one was being read
+    num_slots = sum((HEADER_BYTES + size - 1) // SLOT_BYTES for size in removed)
+    assert on_disk(tmp_path) == before - can_punch * num_slots * SLOT_BYTES
+    if reopened:
+        tier.close()
+        tier = make(tmp_path)
+    tier.check()
+    assert get(tier, list(records)) == list(records.values()) and tier.stats().corrupted == 0
+    more = {key(n): rng.randbytes(30_000) for n in range(40, 80)}
+    put(tier, more)
+    assert on_disk(tmp_path) <= before + LEAST and get(tier, list(more)) == list(more.values())
+    tier.clear()
+    tier.check()
+    assert not can_punch or on_disk(tmp_path) < before / 10 + LEAST
+
+
+def test_a_hole_that_the_disk_does_not_fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A miss, and counted; nothing is lost, and the hole serves when there is space again."""
+    if not has_holes(tmp_path):
+        pytest.skip("this file system has no holes")
+    tier, data = make(tmp_path, retry_seconds=0), bytes(200_000)
+    put(tier, {key(n): data for n in range(3)})
+    tier.remove([key(1)])
+    with faulty(monkeypatch, lambda name, _: name == "posix_fallocate", errno.ENOSPC):
+        with pytest.raises(TierError, match="No space left on device"):
+            tier.create(key(3), len(data))
+        tier.check()
+    assert get(tier, [key(0), key(2)]) == [data, data] and tier.stats().errors == 1
+    before = tier._allocator.directories[0].num_bytes
+    assert put(tier, {key(3): data}) == [True] and tier._allocator.directories[0].num_bytes == before
     tier.check()
