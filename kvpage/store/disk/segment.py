@@ -13,9 +13,9 @@ slot. Three rules keep the walk right, whenever the process dies:
 - the header of a record is written after the record: until then the run is a free one;
 - a run is given to others only after its header marks it free: no header of a record is ever left over.
 
-The file's length tells how many slots there are: no header changes when it grows. New slots are preallocated. Their free
-header comes first, so that a growth that is cut off leaves a shorter free run. A file that is shorter than it was lacks
-the records at its end.
+The file's length tells how many slots there are: no header changes when it grows. New slots are preallocated. Their
+free header comes first, so that a growth that is cut off leaves a shorter free run. A file that is shorter than it was
+lacks the records at its end.
 
 Nothing is synchronised on the way. A write that a loss of power tears fails its header's checksum, or the record's.
 """
@@ -106,9 +106,7 @@ class Segment:
     num_slots: that the file has. max_slots: that it may have. has_holes: whether some slots may lack space on the disk.
     """
 
-    def __init__(
-        self, path: Path, fd: int, segment_id: bytes, slot_bytes: int, num_slots: int, max_slots: int
-    ) -> None:
+    def __init__(self, path: Path, fd: int, segment_id: bytes, slot_bytes: int, num_slots: int, max_slots: int) -> None:
         self.path, self.slot_bytes = path, slot_bytes
         self.num_slots, self.max_slots = num_slots, max_slots
         self.id = segment_id
@@ -117,7 +115,7 @@ class Segment:
 
     @classmethod
     def create(cls, path: Path, slot_bytes: int, num_slots: int, max_slots: int) -> "Segment":
-        """Preallocate the file. Raises OSError (ENOSPC), and leaves no file, if the space is not there."""
+        """Preallocate the first slots. Raises OSError (ENOSPC), and leaves no file, if the space is not there."""
         fd = open_file(path, os.O_CREAT | os.O_EXCL)
         try:
             os.posix_fallocate(fd, 0, slot_bytes * num_slots)

@@ -16,7 +16,7 @@ from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
 from kvpage.store.disk.disk_view import DiskView
 from kvpage.store.disk.hole import punch_hole
 from kvpage.store.disk.journal import Place
-from kvpage.store.disk.segment import HEADER_BYTES
+from kvpage.store.disk.segment import HEADER_BYTES, Segment
 from kvpage.store.tiers.tier import TierError
 
 SEGMENT_BYTES, CAPACITY = 8 << 20, 64 << 20
@@ -177,7 +177,8 @@ def test_removed_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_pu
     reader.close()
     removed = [len(records.pop(name)) for name in names][1:]  # the first one was being read
     num_slots = sum((HEADER_BYTES + size - 1) // SLOT_BYTES for size in removed)
-    assert on_disk(tmp_path) == before - can_punch * num_slots * SLOT_BYTES
+    num_more = on_disk(tmp_path) - before + can_punch * num_slots * SLOT_BYTES
+    assert 0 <= num_more <= 4 * SLOT_BYTES, "more than a file system needs for its own lists of holes"
     if reopened:
         tier.close()
         tier = make(tmp_path)
@@ -205,4 +206,20 @@ def test_a_hole_that_the_disk_does_not_fill(tmp_path: Path, monkeypatch: pytest.
     assert get(tier, [key(0), key(2)]) == [data, data] and tier.stats().errors == 1
     before = tier._allocator.directories[0].num_bytes
     assert put(tier, {key(3): data}) == [True] and tier._allocator.directories[0].num_bytes == before
+    tier.check()
+
+
+def test_a_directory_of_whole_segments(tmp_path: Path) -> None:
+    """As earlier versions made them: they are used as they are, and keep their length."""
+    make(tmp_path).close()
+    num_slots = SEGMENT_BYTES // SLOT_BYTES
+    for n in range(2):
+        Segment.create(tmp_path / f"{n:04}.segment", SLOT_BYTES, num_slots, num_slots).close()
+    tier, data = make(tmp_path), bytes(3 << 20)
+    for n in range(4):
+        assert put(tier, {key(n): data}) == [True]
+    assert [file.stat().st_size for file in sorted(tmp_path.glob("*.segment"))] == [SEGMENT_BYTES] * 2
+    assert put(tier, {key(4): data}) == [True]
+    assert (tmp_path / "0002.segment").stat().st_size <= len(data) + LEAST
+    assert get(tier, [key(n) for n in range(5)]) == [data] * 5 and tier.stats().corrupted == 0
     tier.check()
