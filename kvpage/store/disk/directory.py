@@ -69,7 +69,7 @@ class Directory:
     @property
     def max_bytes(self) -> int:
         """Return the bytes that its segments may grow to."""
-        return sum([space.segment.max_slots * space.segment.slot_bytes for space in self.spaces])
+        return sum([space.segment.max_bytes for space in self.spaces])
 
     @property
     def num_unassigned(self) -> int:
@@ -106,10 +106,9 @@ class Directory:
             return None
         num_slots = -(-(HEADER_BYTES + num_bytes) // self._slot_bytes)
         for space in self.spaces:
-            num_lacking, num_growable = space.num_lacking(num_slots), space.num_growable
-            if 0 < num_lacking <= num_growable:
-                segment = space.segment
-                segment.lengthen(segment.num_slots + min(_growth(num_lacking, segment.num_slots), num_growable))
+            num_lacking, segment = space.num_lacking(num_slots), space.segment
+            if 0 < num_lacking <= space.num_growable:
+                segment.lengthen(min(segment.num_slots + _growth(num_lacking, segment.num_slots), segment.max_slots))
                 return space
         max_slots = min(self._segment_bytes, self.num_unassigned) // self._slot_bytes
         if max_slots < max(MIN_SEGMENT_SLOTS, num_slots + 1):
@@ -176,8 +175,6 @@ class Directory:
                 self._leave_out(path)
                 continue
             self.spaces[-1] = Space.found(segment, self.drive)
-            if self.share is None:
-                segment.max_slots = segment.num_slots
             self._mend(self.spaces[-1])
 
     def _mend(self, space: Space) -> None:

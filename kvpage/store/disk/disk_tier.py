@@ -44,10 +44,9 @@ class DiskTier(Tier):
     error of the disk is a TierError or a miss, and leaves every record as it was. A timeout bounds the wait for other
     calls: no system call limits the time that a disk takes. In a forked child the tier is closed.
 
-    capacity: bytes that all segments together may grow to; None for the segments that are there:
-    then no file or directory is made or deleted. policy: lru, lfu or fifo; after opening, records are in the order of
-    writing, and `infos` reports the time of writing until they are used. segment_bytes: of a file; no record can be
-    larger.
+    capacity: bytes that all segments together may grow to; None for the segments that are there: then no
+    file or directory is made or deleted. policy: lru, lfu or fifo; after opening, records are in the order of writing,
+    and `infos` reports the time of writing until they are used. segment_bytes: of a file; no record can be larger.
     retry_seconds: after an error of a directory the others are preferred for this long, and it does not grow.
 
     Raises ValueError for a directory that is open in another process or of another version, and for less space than the
@@ -184,7 +183,7 @@ class DiskTier(Tier):
             num_corrupted = index.num_corrupted + sum(directory.num_damaged for directory in directories)
             capacity = self._capacity
             if capacity is None:
-                capacity = sum(directory.num_bytes for directory in directories)
+                capacity = sum(directory.max_bytes for directory in directories)
             num_errors = sum(directory.drive.num_errors for directory in directories)
             counts = index.num_evicted, num_corrupted, num_errors
             return TierStats(self.name, len(index), index.num_bytes, capacity, *counts)

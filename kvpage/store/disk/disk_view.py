@@ -81,7 +81,7 @@ class DiskView(ReadOnlyTier):
         with self._lock:
             self._check_open()
             num_bytes = sum(entry.run.num_bytes for entry in self._entries.values())
-            capacity = sum(segment.num_bytes for segment in self._segments)
+            capacity = sum(segment.max_bytes for segment in self._segments)
             return TierStats(self.name, len(self._entries), num_bytes, capacity, corrupted=self._num_damaged)
 
     def close(self) -> None:

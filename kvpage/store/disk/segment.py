@@ -20,18 +20,19 @@ lacks the records at its end.
 Nothing is synchronised on the way. A write that a loss of power tears fails its header's checksum, or the record's.
 """
 
+import ctypes
 import errno
 import os
 import secrets
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
-from kvpage.store.disk.hole import punch_hole
 from kvpage.store.tiers.stretches import Runs, read_stretches, write_stretches
 from kvpage.store.tiers.tier import Key
 
@@ -39,6 +40,7 @@ SEGMENT = struct.Struct("<8sI4x16sQQ8s")  # magic, version, id, slot bytes, slot
 RUN = struct.Struct("<8sI4x16sQQQQd32s8s")  # magic, kind, id, slot, slots, generation, bytes, written, key, checksum
 SEGMENT_MAGIC, RUN_MAGIC, VERSION = b"kvpagesg", b"kvpagern", 1
 FREE, RECORD = 0, 1
+KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2)
 HEADER_BYTES = 128  # of a run: the record begins after it
 BLOCK_BYTES = 512  # of st_blocks
 MAX_SLOT_BYTES, MAX_SEGMENT_BYTES = 1 << 20, 1 << 50  # a file beyond them is not a segment
@@ -161,9 +163,15 @@ class Segment:
     def num_bytes(self) -> int:
         return self.slot_bytes * self.num_slots
 
+    @property
+    def max_bytes(self) -> int:
+        return self.slot_bytes * self.max_slots
+
     def lengthen(self, num_slots: int) -> None:
         """Add free slots to the end, up to `num_slots`. Raises OSError (ENOSPC): then the file is as it was."""
         begin = self.num_slots
+        if num_slots <= begin:
+            return
         try:
             self.cover(Run(begin, num_slots - begin))
             os.posix_fallocate(self._fd, begin * self.slot_bytes, (num_slots - begin) * self.slot_bytes)
@@ -305,6 +313,20 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
         if count == 0:
             raise OSError(errno.EIO, "nothing was written")
         data, offset = data[count:], offset + count
+
+
+def punch_hole(fd: int, offset: int, num_bytes: int) -> bool:
+    """Give the space of these bytes back to the file system. Returns False where it cannot: they stay as they are."""
+    fallocate = _fallocate()
+    return fallocate is not None and fallocate(fd, KEEP_SIZE | PUNCH_HOLE, offset, num_bytes) == 0
+
+
+@cache
+def _fallocate() -> "ctypes._NamedFuncPointer | None":
+    call = getattr(ctypes.CDLL(None), "fallocate", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return call
 
 
 def _with_checksum(head: bytes) -> bytes:

@@ -149,7 +149,7 @@ class Space:
         """
         self._extents.check()
         num_used = sum(entry.run.num_slots for entry in self._entries.values())
-        num_free, num_slots = self._extents.num_free, self.segment.num_slots - 1
+        num_free, num_slots = self._extents.num_free, self._extents.num_units
         if num_used + num_free != num_slots or len(self._ends) != len(self._entries):
             raise RuntimeError(f"{num_used} slots in use and {num_free} free ones of {num_slots}")
         lost = [entry.run for entry in self._entries.values() if entry.is_over]

@@ -14,9 +14,8 @@ from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata
 from kvpage.store.disk import segment as disk_segment
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
 from kvpage.store.disk.disk_view import DiskView
-from kvpage.store.disk.hole import punch_hole
 from kvpage.store.disk.journal import Place
-from kvpage.store.disk.segment import HEADER_BYTES, Segment
+from kvpage.store.disk.segment import HEADER_BYTES, Segment, punch_hole
 from kvpage.store.tiers.tier import TierError
 
 SEGMENT_BYTES, CAPACITY = 8 << 20, 64 << 20
