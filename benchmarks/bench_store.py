@@ -306,7 +306,7 @@ def opening(folder: Path) -> list[Row]:
     (tier_folder / "lock").touch()
     with mock.patch.object(os, "posix_fallocate", lambda fd, offset, size: os.ftruncate(fd, offset + size)):
         for file in range(FULL_BYTES // SEGMENT_BYTES):
-            segment = Segment.create(tier_folder / f"{file:04}.segment", SLOT_BYTES, num_slots)
+            segment = Segment.create(tier_folder / f"{file:04}.segment", SLOT_BYTES, num_slots, num_slots)
             slot, count = 1, segment.slots_for(FULL_RECORD - HEADER_BYTES)
             while slot + count <= num_slots:
                 number += 1

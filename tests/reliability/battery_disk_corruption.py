@@ -132,7 +132,7 @@ def _try(image: DiskImage, mutant: Mutant, is_open: bool, figures: Figures) -> N
 
 
 def _truncate(image: DiskImage, rng: random.Random, figures: Figures) -> None:
-    """While it is open, what is before the cut is found; opened afterwards, the file is none of ours any more."""
+    """What is before the cut is found while it is open; opened afterwards, what has whole slots before it."""
     length = rng.randrange(len(image.data))
     gone = {n for n in range(NUM_RECORDS) if image.run_at(n).stop > length}
     with image.open({SEGMENT: image.data}) as store:
@@ -140,8 +140,12 @@ def _truncate(image: DiskImage, rng: random.Random, figures: Figures) -> None:
             file.truncate(length)
         _read(image, store, gone, set(range(NUM_RECORDS)) - gone, figures)
     with image.open({SEGMENT: image.data[:length]}) as store:
-        _read(image, store, set(range(NUM_RECORDS)), set(), figures)
+        _read(image, store, gone, {n for n in range(NUM_RECORDS) if _slots_end(image, n) <= length}, figures)
     figures["mutations"] += 2
+
+
+def _slots_end(image: DiskImage, n: int) -> int:
+    return -(-image.run_at(n).stop // SLOT_BYTES) * SLOT_BYTES
 
 
 def _try_files(image: DiskImage, other: DiskImage, rng: random.Random, figures: Figures) -> None:

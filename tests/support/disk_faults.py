@@ -72,6 +72,7 @@ def replace_os(patch: pytest.MonkeyPatch, fake: object) -> None:
     """
     patch.setattr(disk_segment, "os", fake)
     patch.setattr(disk_directory, "os", fake)
+    patch.setattr(disk_segment, "punch_hole", getattr(fake, "punch_hole", disk_segment.punch_hole))
     if pwritev_hook.is_loaded():
         patch.setattr(PWRITEV, "write", lambda fd, data, offset: fake.pwrite(fd, data[:PIECE_BYTES], offset))
     else:
@@ -218,7 +219,7 @@ def _there(trial: Trial) -> set[bytes]:
 
 class PowerLog:
     """os, whose writes are kept from the disk, as it were: each since its file's last fsync may reach it or not, and a
-    new file's length and name as well. `fsync` only takes note.
+    new file's name and a longer one's length as well. `fsync` only takes note.
 
     events: ("length", file, bytes), ("write", file, offset, bytes), ("sync", file or directory).
     """
@@ -237,11 +238,15 @@ class PowerLog:
 
     def posix_fallocate(self, fd: int, offset: int, num_bytes: int) -> None:
         os.posix_fallocate(fd, offset, num_bytes)
-        self.events.append(("length", self._names[fd], num_bytes))
+        self.events.append(("length", self._names[fd], offset + num_bytes))
 
     def pwrite(self, fd: int, data, offset: int) -> int:
         self.events.append(("write", self._names[fd], offset, bytes(data)))
         return os.pwrite(fd, data, offset)
+
+    def punch_hole(self, fd: int, offset: int, num_bytes: int) -> bool:
+        self.pwrite(fd, bytes(num_bytes), offset)
+        return True
 
     def fsync(self, fd: int) -> None:
         self.events.append(("sync", self._names[fd]))
@@ -249,18 +254,29 @@ class PowerLog:
     def files(self, at: int, directory: str, rng: random.Random) -> dict[str, bytes]:
         """The files as they may be found if the power was lost after `at` events."""
         events = self.events[:at]
-        lengths = {event[1]: event[2] for event in events if event[0] == "length"}
         synced = {event[1]: index for index, event in enumerate(events) if event[0] == "sync"}
-        made = {event[1]: index for index, event in enumerate(events) if event[0] == "length"}
+        made = {event[1]: index for index, event in reversed([*enumerate(events)]) if event[0] == "length"}
+        lengths, least = self._lengths(events), {name: 0 for name in made}
+        least |= {name: self._lengths(events[:index])[name] for name, index in synced.items() if name in made}
         files = {}
         for name, length in lengths.items():
             if synced.get(directory, -1) < made[name] and rng.random() < 0.2:
                 continue  # nothing leads to it
-            if name not in synced and rng.random() < 0.2:
-                length = rng.randrange(length // SECTOR_BYTES) * SECTOR_BYTES
+            if length > least[name] and rng.random() < 0.2:
+                length = rng.randrange(least[name] // SECTOR_BYTES, length // SECTOR_BYTES) * SECTOR_BYTES
             writes = [(index, event) for index, event in enumerate(events) if event[:2] == ("write", name)]
             files[name] = _torn(writes, synced.get(name, -1), lengths[name], rng)[:length]
         return files
+
+    def _lengths(self, events: list[tuple]) -> dict[str, int]:
+        """The files' lengths after these events."""
+        lengths: dict[str, int] = {}
+        for kind, name, *rest in events:
+            if kind == "length":
+                lengths[name] = max(lengths.get(name, 0), rest[0])
+            elif kind == "write" and name in lengths:
+                lengths[name] = max(lengths[name], rest[0] + len(rest[1]))
+        return lengths
 
 
 def _torn(writes: list[tuple[int, tuple]], synced: int, length: int, rng: random.Random) -> bytes:

@@ -1,6 +1,6 @@
 """Allocator: finds a place on the disks for the next record, and evicts others for it.
 
-    free slots in the directory with most ─► a new segment ─► slots that the policy evicts ─► None
+    free slots in the directory with most ─► a longer segment ─► a new one ─► slots that the policy evicts ─► None
     and, where a drive fails on the way, the same without it
 
 A free run's header covers the whole run. A run that is cut from it gets a header of its own before it is written to,
@@ -51,8 +51,11 @@ class Allocator:
             raise trouble
         return None
 
-    def mark_forgotten(self) -> None:
-        """Mark forgotten entries free. An entry stays forgotten and in use until the disk takes its header."""
+    def mark_forgotten(self, gives_back: bool = False) -> None:
+        """Mark forgotten entries free. An entry stays forgotten and in use until the disk takes its header.
+
+        gives_back: whether the space of those without readers goes back to the file system.
+        """
         with self.lock:
             forgotten, self._index.forgotten = self._index.forgotten, []
         for entry in forgotten:
@@ -62,6 +65,8 @@ class Allocator:
                 with self.lock:
                     self._index.forgotten.append(entry)
                 continue
+            if gives_back and entry.num_users == 0:
+                entry.space.segment.give_back(entry.run)
             with self.lock:
                 entry.is_marked_free = True
                 if entry.is_over:
@@ -95,8 +100,8 @@ class Allocator:
     def _in_free_slots(self, group: Sequence[Directory], num_bytes: int) -> Entry | None:
         for directory in sorted(group, key=lambda owner: -owner.num_free_bytes) if len(group) > 1 else group:
             entry = self._in_spaces(directory.spaces, num_bytes)
-            if entry is None and self._grow(directory, num_bytes):
-                entry = self._in_spaces(directory.spaces[-1:], num_bytes)
+            if entry is None:
+                entry = self._at_end(directory, num_bytes)
             if entry is not None:
                 return entry
         return None
@@ -109,7 +114,10 @@ class Allocator:
         self.mark_forgotten()
         entry = self._in_spaces([space], num_bytes)
         if entry is None:
-            raise DriveError(space.drive, "evicted records could not be marked free")
+            directory = next(directory for directory in group if directory.drive is space.drive)
+            entry = self._at_end(directory, num_bytes)
+        if entry is None:
+            raise DriveError(space.drive, "evicted records left no place")
         return entry
 
     def _in_spaces(self, spaces: Sequence[Space], num_bytes: int) -> Entry | None:
@@ -121,20 +129,28 @@ class Allocator:
                     return entry
         return None
 
-    def _grow(self, directory: Directory, num_bytes: int) -> bool:
-        """Return whether there is a new segment. If the disk refuses it, the present ones must do."""
+    def _at_end(self, directory: Directory, num_bytes: int) -> Entry | None:
+        """Return an entry in slots that are added. If the disk refuses them, the present ones must do."""
         try:
-            return directory.grow(num_bytes) is not None
+            space = directory.grow(num_bytes)
         except OSError:
-            directory.drive.count_error()
-            return False
+            directory.drive.fill()
+            return None
+        if space is None:
+            return None
+        with self.lock:
+            space.extend()
+        return self._in_spaces([space], num_bytes)
 
     def _cut(self, entry: Entry) -> Entry:
+        drive, segment = entry.space.drive, entry.space.segment
         with self.lock:
             remainder = entry.space.remainder(entry)
         try:
+            if segment.has_holes:
+                drive.run(segment.reserve, entry.run)
             for run in (remainder, entry.run) if remainder else (entry.run,):
-                entry.space.drive.run(entry.space.segment.cover, run)
+                drive.run(segment.cover, run)
         except DriveError:
             self.let_go(entry)
             raise

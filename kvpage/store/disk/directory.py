@@ -3,14 +3,13 @@
     journal        the places of records in the order of writing, for other processes that read
     lock           held while the tier is open, with its owner's name: a second process is refused
     0000.segment   made when it is needed, until the directory's share of the capacity is used up
-    0001.segment
+    0001.segment   grows by a sixteenth, or by a record
 
 After an error of a drive, the other directories are asked first for a while.
 """
 
 import os
 import re
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from kvpage.store.disk.space import Entry, Space
 
 SEGMENT_NAME = re.compile(r"\d{4,8}\.segment")
 MIN_SEGMENT_SLOTS = 16
+GROWTH = 16  # a segment grows by this part of its slots at least: few calls, and few bytes more than are needed
 
 
 class Directory:
@@ -39,7 +39,6 @@ class Directory:
         self.num_damaged = 0
         self._slot_bytes, self._segment_bytes, self._retry_seconds = slot_bytes, segment_bytes, retry_seconds
         self._dropped: list[Space] = []
-        self._grows_from = 0.0
         self._lock_path, self._lock_fd = lock_path(path), -1
         self._journal = Journal(path)
 
@@ -68,14 +67,24 @@ class Directory:
         return sum([space.segment.num_bytes for space in self.spaces])
 
     @property
-    def num_lacking(self) -> int:
+    def max_bytes(self) -> int:
+        """Return the bytes that its segments may grow to."""
+        return sum([space.segment.max_bytes for space in self.spaces])
+
+    @property
+    def num_unassigned(self) -> int:
         """Return the bytes of segments that may still be added."""
+        return max(self.share - self.max_bytes, 0) if self.share is not None else 0
+
+    @property
+    def num_lacking(self) -> int:
+        """Return the bytes that segments may still take on the disk."""
         return max(self.share - self.num_bytes, 0) if self.share is not None else 0
 
     @property
     def num_free_bytes(self) -> int:
-        """Return the bytes that are free in segments, or could be in new ones."""
-        return self.num_lacking + sum([space.num_free_bytes for space in self.spaces])
+        """Return the bytes that are free in segments, or could be."""
+        return self.num_unassigned + sum([space.num_free_bytes for space in self.spaces])
 
     @property
     def entries(self) -> Iterator[Entry]:
@@ -89,20 +98,23 @@ class Directory:
         return is_gone(self._lock_path, self._lock_fd)
 
     def grow(self, num_bytes: int) -> Space | None:
-        """Return a new segment for a record of `num_bytes`; None if the share does not allow it.
+        """Return a space whose segment has grown, or a new one, for a record of `num_bytes` at its end.
 
-        Raises OSError if the disk refuses it. Then it is not tried again for a while.
+        None if the share does not allow it, or the disk refused it a moment ago. Raises OSError if the disk refuses it.
         """
-        num_slots = min(self._segment_bytes, self.num_lacking) // self._slot_bytes
-        if num_slots < MIN_SEGMENT_SLOTS or time.monotonic() < self._grows_from:
+        if self.drive.is_full:
             return None
-        if HEADER_BYTES + num_bytes > (num_slots - 1) * self._slot_bytes:
+        num_slots = -(-(HEADER_BYTES + num_bytes) // self._slot_bytes)
+        for space in self.spaces:
+            num_lacking, segment = space.num_lacking(num_slots), space.segment
+            if 0 < num_lacking <= space.num_growable:
+                segment.lengthen(min(segment.num_slots + _growth(num_lacking, segment.num_slots), segment.max_slots))
+                return space
+        max_slots = min(self._segment_bytes, self.num_unassigned) // self._slot_bytes
+        if max_slots < max(MIN_SEGMENT_SLOTS, num_slots + 1):
             return None
-        try:
-            segment = Segment.create(self._free_name(), self._slot_bytes, num_slots)
-        except OSError:
-            self._grows_from = time.monotonic() + self._retry_seconds
-            raise
+        first = min(_growth(num_slots + 1, 0), max_slots)
+        segment = Segment.create(self._free_name(), self._slot_bytes, first, max_slots)
         self.spaces.append(Space(segment, self.drive))
         return self.spaces[-1]
 
@@ -181,7 +193,7 @@ class Directory:
     def _keep_to_share(self) -> None:
         """Delete the segments beyond the share, the least recently written first."""
         self.spaces.sort(key=_last_generation)
-        while self.share is not None and self.num_bytes > self.share:
+        while self.share is not None and self.max_bytes > self.share:
             segment = self.spaces.pop(0).segment
             segment.close()
             segment.path.unlink()
@@ -189,6 +201,11 @@ class Directory:
     def _free_name(self) -> Path:
         names = {space.segment.path.name for space in self.spaces}.union(os.listdir(self.path))
         return self.path / next(name for name in (f"{n:04}.segment" for n in range(10**8)) if name not in names)
+
+
+def _growth(num_lacking: int, num_slots: int) -> int:
+    """Return by how many slots a segment of `num_slots` grows."""
+    return max(num_lacking, num_slots // GROWTH, MIN_SEGMENT_SLOTS)
 
 
 def _last_generation(space: Space) -> int:

@@ -39,14 +39,14 @@ Result = TypeVar("Result")
 class DiskTier(Tier):
     """Records in files of one or more directories, which are made if they are not there.
 
-    `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True). An
+    `remove` and `clear` write to the disk at once, and would survive a loss of power only after flush(sync=True). They
+    give back the records' space, but for 4 KiB of each, where the file system can; evicted ones are written over. An
     error of the disk is a TierError or a miss, and leaves every record as it was. A timeout bounds the wait for other
     calls: no system call limits the time that a disk takes. In a forked child the tier is closed.
 
-    capacity: bytes of all segments together, which are preallocated one by one; None for the segments that are there:
-    then no file or directory is made or deleted. policy: lru, lfu or fifo; after opening, records are in the order of
-    writing, and `infos` reports the time of writing until they are used. segment_bytes: of a file; no record can be
-    larger.
+    capacity: bytes that all segments together may grow to; None for the segments that are there: then no
+    file or directory is made or deleted. policy: lru, lfu or fifo; after opening, records are in the order of writing,
+    and `infos` reports the time of writing until they are used. segment_bytes: of a file; no record can be larger.
     retry_seconds: after an error of a directory the others are preferred for this long, and it does not grow.
 
     Raises ValueError for a directory that is open in another process or of another version, and for less space than the
@@ -148,7 +148,7 @@ class DiskTier(Tier):
         with self._changing(None if timeout is None else time.monotonic() + timeout):
             with self._lock:
                 count = sum([self._index.forget(key, "removed") for key in keys])
-            self._allocator.mark_forgotten()
+            self._allocator.mark_forgotten(gives_back=True)
         return count
 
     def infos(self) -> Iterator[RecordInfo]:
@@ -183,7 +183,7 @@ class DiskTier(Tier):
             num_corrupted = index.num_corrupted + sum(directory.num_damaged for directory in directories)
             capacity = self._capacity
             if capacity is None:
-                capacity = sum(directory.num_bytes for directory in directories)
+                capacity = sum(directory.max_bytes for directory in directories)
             num_errors = sum(directory.drive.num_errors for directory in directories)
             counts = index.num_evicted, num_corrupted, num_errors
             return TierStats(self.name, len(index), index.num_bytes, capacity, *counts)
@@ -210,7 +210,7 @@ class DiskTier(Tier):
             for directory in self._allocator.directories:
                 for space in directory.spaces:
                     space.check()
-            num_bytes = sum(directory.num_bytes for directory in self._allocator.directories)
+            num_bytes = sum(directory.max_bytes for directory in self._allocator.directories)
             if self._capacity is not None and num_bytes > self._capacity:
                 raise RuntimeError(f"segments of {num_bytes} bytes exceed the capacity of {self._capacity}")
 

@@ -81,7 +81,7 @@ class DiskView(ReadOnlyTier):
         with self._lock:
             self._check_open()
             num_bytes = sum(entry.run.num_bytes for entry in self._entries.values())
-            capacity = sum(segment.num_bytes for segment in self._segments)
+            capacity = sum(segment.max_bytes for segment in self._segments)
             return TierStats(self.name, len(self._entries), num_bytes, capacity, corrupted=self._num_damaged)
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class DiskView(ReadOnlyTier):
             segment = next((candidate for candidate in self._segments if candidate.id == place.segment_id), None)
             if segment is None:
                 segment = self._new_segment(folder / f"{place.file:04}.segment", place.segment_id)
-            if segment is None or not 0 < place.slot < segment.num_slots:
+            if segment is None or not 0 < place.slot < segment.max_slots:
                 return
             run = segment.run_at(place.slot)
             if run is not None and run.key is not None:

@@ -30,7 +30,7 @@ class Drive:
         self.path = path
         self.num_users = self.num_errors = 0
         self._retry_seconds = retry_seconds
-        self._paused_until = 0.0
+        self._paused_until = self._full_until = 0.0
         self._lock = threading.Lock()
         self._when_unused: Callable[[], None] | None = None
 
@@ -38,6 +38,16 @@ class Drive:
     def is_paused(self) -> bool:
         """Return whether it failed a moment ago, so that other drives are preferred."""
         return time.monotonic() < self._paused_until
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether it refused space a moment ago."""
+        return time.monotonic() < self._full_until
+
+    def fill(self) -> None:
+        """Count a refusal of space, and ask for none for a while."""
+        self.count_error()
+        self._full_until = time.monotonic() + self._retry_seconds
 
     def run(self, call: Callable[..., Result], *args: object) -> Result:
         """Return the result of a call at the drive's files. Raises DriveError for an OSError, which is counted."""

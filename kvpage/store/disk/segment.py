@@ -1,6 +1,6 @@
-"""Segment: a preallocated file of small slots, in which every run of slots has a header.
+"""Segment: a file of small slots that grows at its end, in which every run of slots has a header.
 
-    slot 0     segment header: magic, version, a random id, slot size, number of slots
+    slot 0     segment header: magic, version, a random id, slot size, the most slots it may have
     slot 1     [ record header | record ........................ ]      as many slots as it needs
     slot 9     [ free header   | left over from earlier ......... ]     a free run, to the next header
     slot 40    [ record header | record ]
@@ -13,14 +13,21 @@ slot. Three rules keep the walk right, whenever the process dies:
 - the header of a record is written after the record: until then the run is a free one;
 - a run is given to others only after its header marks it free: no header of a record is ever left over.
 
+The file's length tells how many slots there are: no header changes when it grows. New slots are preallocated. Their
+free header comes first, so that a growth that is cut off leaves a shorter free run. A file that is shorter than it was
+lacks the records at its end.
+
 Nothing is synchronised on the way. A write that a loss of power tears fails its header's checksum, or the record's.
 """
 
+import ctypes
 import errno
 import os
 import secrets
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +40,9 @@ SEGMENT = struct.Struct("<8sI4x16sQQ8s")  # magic, version, id, slot bytes, slot
 RUN = struct.Struct("<8sI4x16sQQQQd32s8s")  # magic, kind, id, slot, slots, generation, bytes, written, key, checksum
 SEGMENT_MAGIC, RUN_MAGIC, VERSION = b"kvpagesg", b"kvpagern", 1
 FREE, RECORD = 0, 1
+KEEP_SIZE, PUNCH_HOLE = 1, 2  # of fallocate(2)
 HEADER_BYTES = 128  # of a run: the record begins after it
+BLOCK_BYTES = 512  # of st_blocks
 MAX_SLOT_BYTES, MAX_SEGMENT_BYTES = 1 << 20, 1 << 50  # a file beyond them is not a segment
 NO_KEY = bytes(32)
 assert RUN.size <= HEADER_BYTES
@@ -94,23 +103,27 @@ def is_gone(path: Path, fd: int) -> bool:
 
 
 class Segment:
-    """One file. Thread-safe but for `close`: no thread may be reading or writing then."""
+    """One file. Thread-safe but for `close`, when no thread may be reading or writing, and `lengthen`, one at a time.
 
-    def __init__(self, path: Path, fd: int, segment_id: bytes, slot_bytes: int, num_slots: int) -> None:
-        self.path, self.slot_bytes, self.num_slots = path, slot_bytes, num_slots
-        self.num_bytes = slot_bytes * num_slots
+    num_slots: that the file has. max_slots: that it may have. has_holes: whether some slots may lack space on the disk.
+    """
+
+    def __init__(self, path: Path, fd: int, segment_id: bytes, slot_bytes: int, num_slots: int, max_slots: int) -> None:
+        self.path, self.slot_bytes = path, slot_bytes
+        self.num_slots, self.max_slots = num_slots, max_slots
         self.id = segment_id
+        self.has_holes = False
         self._fd = fd
 
     @classmethod
-    def create(cls, path: Path, slot_bytes: int, num_slots: int) -> "Segment":
-        """Preallocate the file. Raises OSError (ENOSPC), and leaves no file, if the space is not there."""
+    def create(cls, path: Path, slot_bytes: int, num_slots: int, max_slots: int) -> "Segment":
+        """Preallocate the first slots. Raises OSError (ENOSPC), and leaves no file, if the space is not there."""
         fd = open_file(path, os.O_CREAT | os.O_EXCL)
         try:
             os.posix_fallocate(fd, 0, slot_bytes * num_slots)
-            segment = cls(path, fd, secrets.token_bytes(16), slot_bytes, num_slots)
+            segment = cls(path, fd, secrets.token_bytes(16), slot_bytes, num_slots, max_slots)
             segment.cover(Run(1, num_slots - 1))
-            head = SEGMENT.pack(SEGMENT_MAGIC, VERSION, segment.id, slot_bytes, num_slots, bytes(8))
+            head = SEGMENT.pack(SEGMENT_MAGIC, VERSION, segment.id, slot_bytes, max_slots, bytes(8))
             write_all(fd, memoryview(_with_checksum(head)), 0)  # last: without it the file is no segment
             return segment
         except BaseException:
@@ -130,17 +143,53 @@ class Segment:
             head = os.pread(fd, SEGMENT.size, 0)
             if len(head) < SEGMENT.size or not _is_whole(head) or not head.startswith(SEGMENT_MAGIC):
                 raise DamagedSegment(f"{path} is not a segment, or a damaged one")
-            _, version, segment_id, slot_bytes, num_slots, _ = SEGMENT.unpack(head)
+            _, version, segment_id, slot_bytes, max_slots, _ = SEGMENT.unpack(head)
             if version != VERSION:
                 raise ValueError(f"segments must be of version {VERSION}, {path} is of version {version}")
-            if not HEADER_BYTES <= slot_bytes <= MAX_SLOT_BYTES or not 2 <= num_slots <= MAX_SEGMENT_BYTES:
-                raise DamagedSegment(f"{path} has {num_slots} slots of {slot_bytes} bytes")
-            if slot_bytes * num_slots != os.fstat(fd).st_size:
-                raise DamagedSegment(f"{path} is of another length than {num_slots} slots of {slot_bytes} bytes")
-            return cls(path, fd, segment_id, slot_bytes, num_slots)
+            if not HEADER_BYTES <= slot_bytes <= MAX_SLOT_BYTES or not 2 <= max_slots <= MAX_SEGMENT_BYTES:
+                raise DamagedSegment(f"{path} has {max_slots} slots of {slot_bytes} bytes")
+            status = os.fstat(fd)
+            num_bytes = status.st_size
+            if not 2 * slot_bytes <= num_bytes <= max_slots * slot_bytes:
+                raise DamagedSegment(f"{path} is of {num_bytes} bytes, not of 2 to {max_slots} slots of {slot_bytes}")
+            segment = cls(path, fd, segment_id, slot_bytes, num_bytes // slot_bytes, max_slots)
+            segment.has_holes = status.st_blocks * BLOCK_BYTES < num_bytes
+            return segment
         except BaseException:
             os.close(fd)
             raise
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slot_bytes * self.num_slots
+
+    @property
+    def max_bytes(self) -> int:
+        return self.slot_bytes * self.max_slots
+
+    def lengthen(self, num_slots: int) -> None:
+        """Add free slots to the end, up to `num_slots`. Raises OSError (ENOSPC): then the file is as it was."""
+        begin = self.num_slots
+        if num_slots <= begin:
+            return
+        try:
+            self.cover(Run(begin, num_slots - begin))
+            os.posix_fallocate(self._fd, begin * self.slot_bytes, (num_slots - begin) * self.slot_bytes)
+        except BaseException:
+            with suppress(OSError):  # else the next growth writes over what is there
+                os.ftruncate(self._fd, begin * self.slot_bytes)
+            raise
+        self.num_slots = num_slots
+
+    def give_back(self, run: Run) -> None:
+        """Give back the space of a free run's slots but the first, which has the header. Does nothing if it cannot."""
+        if run.num_slots > 1:
+            begin, num_bytes = (run.slot + 1) * self.slot_bytes, (run.num_slots - 1) * self.slot_bytes
+            self.has_holes |= punch_hole(self._fd, begin, num_bytes)
+
+    def reserve(self, run: Run) -> None:
+        """Take the space of the run's slots again. Raises OSError (ENOSPC)."""
+        os.posix_fallocate(self._fd, run.slot * self.slot_bytes, run.num_slots * self.slot_bytes)
 
     def slots_for(self, num_bytes: int) -> int:
         """Return the number of slots of a record with its header."""
@@ -242,12 +291,19 @@ class Segment:
         if len(head) < RUN.size or not _is_whole(head):
             return None
         magic, kind, segment_id, at, num_slots, generation, num_bytes, written, key, _ = RUN.unpack(head)
-        if (magic, segment_id, at) != (RUN_MAGIC, self.id, slot) or not 0 < num_slots <= self.num_slots - slot:
+        if (magic, segment_id, at) != (RUN_MAGIC, self.id, slot) or not 0 < num_slots <= self.max_slots - slot:
             return None
-        if kind == FREE:
-            return Run(slot, num_slots)
-        fits = kind == RECORD and num_slots == self.slots_for(num_bytes)
+        num_there = min(num_slots, self._num_slots_now(slot + num_slots) - slot)
+        if kind == FREE and num_there > 0:
+            return Run(slot, num_there)
+        fits = kind == RECORD and num_there == num_slots == self.slots_for(num_bytes)
         return Run(slot, num_slots, generation, num_bytes, written, key) if fits else None
+
+    def _num_slots_now(self, end: int) -> int:
+        """Return the number of slots. If `end` is beyond it, the file may have grown: its owner is another process."""
+        if end > self.num_slots:
+            self.num_slots = max(self.num_slots, min(os.fstat(self._fd).st_size // self.slot_bytes, self.max_slots))
+        return self.num_slots
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
@@ -257,6 +313,20 @@ def write_all(fd: int, data: memoryview, offset: int) -> None:
         if count == 0:
             raise OSError(errno.EIO, "nothing was written")
         data, offset = data[count:], offset + count
+
+
+def punch_hole(fd: int, offset: int, num_bytes: int) -> bool:
+    """Give the space of these bytes back to the file system. Returns False where it cannot: they stay as they are."""
+    fallocate = _fallocate()
+    return fallocate is not None and fallocate(fd, KEEP_SIZE | PUNCH_HOLE, offset, num_bytes) == 0
+
+
+@cache
+def _fallocate() -> "ctypes._NamedFuncPointer | None":
+    call = getattr(ctypes.CDLL(None), "fallocate", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return call
 
 
 def _with_checksum(head: bytes) -> bytes:

@@ -85,7 +85,21 @@ class Space:
 
     @property
     def num_free_bytes(self) -> int:
-        return self._extents.num_free * self.segment.slot_bytes
+        """Return the bytes that are free, or that the segment may grow by."""
+        return (self._extents.num_free + self.num_growable) * self.segment.slot_bytes
+
+    @property
+    def num_growable(self) -> int:
+        """Return the slots that the segment may grow by; 0 for a while after the disk refused some."""
+        return 0 if self.drive.is_full else self.segment.max_slots - 1 - self._extents.num_units
+
+    def num_lacking(self, num_slots: int) -> int:
+        """Return the slots that the segment lacks for a run of `num_slots` at its end."""
+        return num_slots - self._extents.free_before(self._extents.num_units)
+
+    def extend(self) -> None:
+        """Take up the slots that the segment has grown by."""
+        self._extents.extend(self.segment.num_slots - 1 - self._extents.num_units)
 
     def allocate(self, num_slots: int) -> Entry | None:
         """Return the smallest free run that is long enough, as an entry without a record; None if there is none."""
@@ -109,14 +123,15 @@ class Space:
     def victims_around(self, entry: Entry, num_slots: int) -> list[Entry] | None:
         """Return the entries to evict for a run of `num_slots` that includes this one.
 
-        They are its neighbours, the least recently used side first. None if an entry in use is in the way, or the
-        segment is too short.
+        They are its neighbours, the least recently used side first. At the end the segment may have to grow, too. None
+        if an entry in use is in the way, or the segment is too short.
         """
         victims, first, last = [entry], entry.run.slot, entry.run.end
-        while num_slots < self.segment.num_slots:
+        end, num_growable = self._extents.num_units + 1, self.num_growable
+        while num_slots < end + num_growable:
             first -= self._extents.free_before(first - 1)
             last += self._extents.free_at(last - 1)
-            if last - first >= num_slots:
+            if last - first + (num_growable if last == end else 0) >= num_slots:
                 return victims
             sides = [side for side in (self._ends.get(first), self._entries.get(last)) if side and side.is_idle]
             if not sides:
@@ -134,7 +149,7 @@ class Space:
         """
         self._extents.check()
         num_used = sum(entry.run.num_slots for entry in self._entries.values())
-        num_free, num_slots = self._extents.num_free, self.segment.num_slots - 1
+        num_free, num_slots = self._extents.num_free, self._extents.num_units
         if num_used + num_free != num_slots or len(self._ends) != len(self._entries):
             raise RuntimeError(f"{num_used} slots in use and {num_free} free ones of {num_slots}")
         lost = [entry.run for entry in self._entries.values() if entry.is_over]

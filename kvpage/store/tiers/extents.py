@@ -66,6 +66,13 @@ class Extents:
         self._used[begin] = num_units
         self.num_free -= num_units
 
+    def extend(self, num_units: int) -> None:
+        """Add free units to the end."""
+        if num_units:
+            self._used[self.num_units] = num_units
+            self.num_units += num_units
+            self.release(self.num_units - num_units)
+
     def free_at(self, begin: int) -> int:
         """Return the length of the free run that begins there; 0 if none does."""
         return self._by_begin.get(begin, 0)

@@ -3,8 +3,7 @@
     python tests/integrations/vllm/compare_fs.py --rounds 3
 
 Arms take turns in each round, so that the machine's load meets all of them, and another one is the first in the next.
-Tokens must be equal, or it ends with an error. It prints median and spread of milliseconds, and bytes on disk: a disk
-of kvpage's takes its segments whole.
+Tokens must be equal, or it ends with an error. It prints median and spread of milliseconds, and bytes on disk.
 """
 
 import argparse

@@ -27,7 +27,11 @@ def test_extents_against_a_list_of_units(seed: int) -> None:
     size = rng.choice([0, 1, 7, 64])
     extents, units, used = Extents(size), [None] * size, {}
     for step in range(400):
-        if used and rng.random() < 0.45:
+        if step % 100 == 99:
+            count = rng.randint(0, 5)
+            extents.extend(count)
+            units += [None] * count
+        elif used and rng.random() < 0.45:
             begin = rng.choice(list(used))
             extents.release(begin)
             for unit in range(begin, begin + used.pop(begin)):
@@ -47,7 +51,7 @@ def test_extents_against_a_list_of_units(seed: int) -> None:
     with pytest.raises(ValueError, match="num_units must be positive"):
         extents.allocate(0)
     with pytest.raises(ValueError, match="begin must be that of a run in use"):
-        extents.release(size + 1)
+        extents.release(len(units) + 1)
 
 
 def free_runs(units: list) -> dict[int, int]:
