@@ -105,15 +105,15 @@ def open_tier(url: str) -> Tier:
 
 
 def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -> tuple[int, list[bytes]]:
-    """Return the number of whole records, and the keys of the others. That reads every byte.
+    """Return the number of whole records, and the keys of broken ones. That reads every byte.
 
-    Records that the tier's owner removes meanwhile are neither.
+    Records that the tier's owner removes meanwhile are neither, nor are sealed ones whose key is not here.
     """
     num_whole, broken = 0, []
     for info in list(tier.infos()):
         for reader in tier.open([info.key]):
             if reader is not None:
-                with reader, suppress(RecordGone):
+                with reader, suppress(RecordGone, UnreadableRecord):
                     if is_whole(reader, info.key):
                         num_whole += 1
                     else:
@@ -123,12 +123,12 @@ def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -
 
 
 def is_whole(reader: Reader, key: bytes) -> bool:
-    """Return whether it is the whole record of the key, and can be read. Raises RecordGone."""
+    """Return whether it is the whole record of the key. Raises RecordGone, and UnreadableRecord without its seal's key."""
     try:
         verify_record(reader, key)
     except RecordGone:
         raise
-    except (CorruptRecord, UnreadableRecord, TierError):
+    except (CorruptRecord, TierError):
         return False
     return True
 

@@ -80,13 +80,16 @@ def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="remo
     """Read every record, and compare its checksum. Exit code 1 if one is broken, or the tier itself is damaged."""
     open_tier = inspection.open_tier if delete else inspection.view_tier
     with opened(url, open_tier) as tier, Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("verifying", total=tier.stats().num_records)
+        num_records = tier.stats().num_records
+        task = progress.add_task("verifying", total=num_records)
         num_whole, broken = inspection.verify(tier, lambda count: progress.advance(task, count))
         num_damaged = tier.stats().corrupted
         if delete:
             tier.remove(broken)
             tier.flush(sync=True)
     print(f"{num_whole} records are whole, {len(broken)} are broken{' and removed' if delete and broken else ''}")
+    if (num_left := (num_records or 0) - num_whole - len(broken)) > 0:
+        print(f"{num_left} are not checked: their key is not here, or they went meanwhile")
     if num_damaged:
         print(f"{num_damaged} places are damaged: their records are lost")
     for key in broken:
