@@ -214,3 +214,5 @@ def test_anthropics_client_streams_a_call_and_its_result(server):
 def test_arguments_that_are_no_object_are_kept():
     assert input_of("") == {} and input_of('{"a": 1}') == {"a": 1}
     assert input_of('{"a": ') == {"arguments": '{"a": '} and input_of("[1]") == {"arguments": "[1]"}
+    for text in ('{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}'):
+        assert input_of(text) == {"arguments": text}, "a client could not read it"
