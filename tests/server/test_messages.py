@@ -194,8 +194,9 @@ def test_an_error_within_a_stream_is_an_event(server, monkeypatch):
     assert last[0] == "event: error" and json.loads(last[1].removeprefix("data: "))["error"]["type"] == "api_error"
 
 
-def test_anthropics_client_streams_a_call_and_its_result(server):
+def test_anthropics_client_streams_a_call_and_its_result():
     with (
+        agent_server("hermes", thinks=True) as server,  # `serving` closes it
         serving(server.app, server.live) as url,
         anthropic.Anthropic(base_url=url, api_key="x", max_retries=0) as client,
     ):
