@@ -291,7 +291,9 @@ def test_bytes_bound_the_memory_of_responses_that_are_kept():
 @pytest.mark.parametrize("name", ["metadata", "tool_choice"])
 def test_a_number_that_is_none_in_json_is_refused(server, name):
     value = '{"a": 1e999}' if name == "metadata" else '{"type": "function", "name": "get_weather", "a": 1e999}'
-    body = json.dumps({"input": "x", "max_output_tokens": 1, "tools": [WEATHER], name: 0}).replace(f'"{name}": 0', f'"{name}": {value}')
+    body = json.dumps({"input": "x", "max_output_tokens": 1, "tools": [WEATHER], name: 0}).replace(
+        f'"{name}": 0', f'"{name}": {value}'
+    )
 
     async def posted() -> Any:
         async with server.client(**{"content-type": "application/json"}) as client:
