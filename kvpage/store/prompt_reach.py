@@ -146,7 +146,7 @@ def _kind(reader: Reader) -> tuple[str | None, bytes]:
             return head.codec, b""
         facts = decode_meta(head.meta)
         size = facts["chunk_size"]
-        if not FACTS <= facts.keys() or not size.isascii() or not size.isdigit() or not 0 < int(size) < 2**31:
+        if not facts.keys() >= FACTS or not size.isascii() or not size.isdigit() or not 0 < int(size) < 2**31:
             return ANOTHER_VERSION, b""
         return None, head.meta
     except (CorruptRecord, UnreadableRecord) as error:

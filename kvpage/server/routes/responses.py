@@ -32,9 +32,10 @@ async def responses(request: Request) -> Response:
     service = Service.of(request)
     with renamed_params(NAMES), ExitStack() as stack:
         open_request = stack.enter_context(service.open_request())
-        asked, chat = await read_body(request, partial(asked_chat, ignored=ignored_fields(request)), open_request)
+        asked, body = await read_body(request, partial(asked_chat, ignored=ignored_fields(request)), open_request)
         tenant, previous = caller_of(request).tenant, asked.body.previous_response_id
-        body = chat or await asyncio.to_thread(lambda: asked.chat(service.responses.messages(tenant, previous)))
+        if body is None:
+            body = await asyncio.to_thread(lambda: asked.chat(service.responses.messages(tenant, previous)))
         model = service.check_model(body.model)
         check_limits(body, service.config, service.max_num_waiting)
         service.runner.check_room(1)
