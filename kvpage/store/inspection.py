@@ -123,7 +123,7 @@ def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -
 
 
 def is_whole(reader: Reader, key: bytes) -> bool:
-    """Return whether it is the whole record of the key. Raises RecordGone; UnreadableRecord if its seal's key is not here."""
+    """Return whether it is the whole record of the key. Raises RecordGone; UnreadableRecord without its key."""
     try:
         verify_record(reader, key)
     except RecordGone:
