@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvpage.store.config import KVStoreConfig, TierURL
 from kvpage.store.disk.disk_tier import DiskTier
 from kvpage.store.disk.disk_view import DiskView
+from kvpage.store.disk.lock import DiskOwner
 from kvpage.store.placement import paths_of, place_tiers, sealed
 from kvpage.store.records.keys import decode_meta
 from kvpage.store.records.record import (
@@ -20,6 +21,7 @@ from kvpage.store.records.record import (
     UnreadableRecord,
 )
 from kvpage.store.records.record_io import read_head, verify_record
+from kvpage.store.sealed.sealed_tier import SealedTier
 from kvpage.store.tiers.tier import Reader, RecordGone, RecordInfo, Tier, TierError
 
 
@@ -90,6 +92,12 @@ def view_tier(url: str) -> Tier:
     """
     parsed = TierURL.parse(url)
     return sealed(parsed, lambda: DiskView(paths_of(parsed))) if parsed.scheme == "disk" else open_tier(url)
+
+
+def owners_of(tier: Tier) -> tuple[DiskOwner, ...]:
+    """Return the processes that have a tier's directories open, of a sealed tier, too; none for other tiers."""
+    within = tier.within if isinstance(tier, SealedTier) else tier
+    return within.owners if isinstance(within, DiskView) else ()
 
 
 def open_tier(url: str) -> Tier:

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from kvpage.store import inspection
 from kvpage.store.config import parse_size
-from kvpage.store.disk.disk_view import DiskView
 from kvpage.store.tiers.tier import Tier, TierError
 
 store_app = typer.Typer(no_args_is_help=True, help="Look into a store of chunks, by a tier's URL.")
@@ -29,7 +28,7 @@ def opened(url: str, open_tier: Callable[[str], Tier]) -> Iterator[Tier]:
     """Yield the tier. Its errors end the command with one line. Other owners are named on standard error."""
     try:
         tier = open_tier(url)
-        for owner in tier.owners if isinstance(tier, DiskView) else ():
+        for owner in inspection.owners_of(tier):
             print(f"{owner} has it open: the following is a view of one moment", file=sys.stderr)
         try:
             yield tier

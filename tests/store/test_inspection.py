@@ -139,6 +139,7 @@ def test_records_of_another_key_are_not_checked_and_stay(tmp_path) -> None:
     with KVStore(KVStoreConfig(8, (f"{url}{files[0]}",)), KVStoreMetadata("m", kv_dtype=torch.float32)) as store:
         store.store(TOKENS, torch.randn(2, 2, 20, 3, 4))
         num_tokens = store.lookup(TOKENS)
+        assert "has it open" in command("ls", f"{url}{files[0]}").output
     result = command("verify", "--delete", f"{url}{files[1]}")
     assert result.exit_code == 0 and "3 are not checked: their key is not here" in result.stdout
     result = command("verify", f"{url}{files[0]}")
