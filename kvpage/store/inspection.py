@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvpage.store.config import KVStoreConfig, TierURL
 from kvpage.store.disk.disk_tier import DiskTier
 from kvpage.store.disk.disk_view import DiskView
+from kvpage.store.disk.lock import DiskOwner
 from kvpage.store.placement import paths_of, place_tiers, sealed
 from kvpage.store.records.keys import decode_meta
 from kvpage.store.records.record import (
@@ -20,6 +21,7 @@ from kvpage.store.records.record import (
     UnreadableRecord,
 )
 from kvpage.store.records.record_io import read_head, verify_record
+from kvpage.store.sealed.sealed_tier import SealedTier
 from kvpage.store.tiers.tier import Reader, RecordGone, RecordInfo, Tier, TierError
 
 
@@ -92,6 +94,12 @@ def view_tier(url: str) -> Tier:
     return sealed(parsed, lambda: DiskView(paths_of(parsed))) if parsed.scheme == "disk" else open_tier(url)
 
 
+def owners_of(tier: Tier) -> tuple[DiskOwner, ...]:
+    """Return the processes that have a tier's directories open, of a sealed tier, too; none for other tiers."""
+    within = tier.within if isinstance(tier, SealedTier) else tier
+    return within.owners if isinstance(within, DiskView) else ()
+
+
 def open_tier(url: str) -> Tier:
     """Return the tier of a URL, for this process alone.
 
@@ -105,15 +113,15 @@ def open_tier(url: str) -> Tier:
 
 
 def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -> tuple[int, list[bytes]]:
-    """Return the number of whole records, and the keys of the others. That reads every byte.
+    """Return the number of whole records, and the keys of broken ones. That reads every byte.
 
-    Records that the tier's owner removes meanwhile are neither.
+    Records that the tier's owner removes meanwhile are neither, nor are sealed ones whose key is not here.
     """
     num_whole, broken = 0, []
     for info in list(tier.infos()):
         for reader in tier.open([info.key]):
             if reader is not None:
-                with reader, suppress(RecordGone):
+                with reader, suppress(RecordGone, UnreadableRecord):
                     if is_whole(reader, info.key):
                         num_whole += 1
                     else:
@@ -123,12 +131,12 @@ def verify(tier: Tier, progress: Callable[[int], object] = lambda count: None) -
 
 
 def is_whole(reader: Reader, key: bytes) -> bool:
-    """Return whether it is the whole record of the key, and can be read. Raises RecordGone."""
+    """Return whether it is the whole record of the key. Raises RecordGone; UnreadableRecord without its key."""
     try:
         verify_record(reader, key)
     except RecordGone:
         raise
-    except (CorruptRecord, UnreadableRecord, TierError):
+    except (CorruptRecord, TierError):
         return False
     return True
 

@@ -61,8 +61,10 @@ class PromptReach:
         extra = facts["extra"].decode("utf-8", "replace") if facts["extra"] else ""
         name = f"model {facts['model_name']!r}, namespace {facts['namespace']!r}"
         lines = [
-            f"{self.num_tokens} tokens of {name} ({facts['kv_dtype']}, {rank}, chunks of {facts['chunk_size']}): "
-            f"then {self.ending}"
+            printable(
+                f"{self.num_tokens} tokens of {name} ({facts['kv_dtype']}, {rank}, chunks of {facts['chunk_size']}): "
+                f"then {self.ending}"
+            )
         ]
         lines += [f"other facts: {printable(extra)}"] if extra else []
         lines += [f"{self.num_further} tokens further on are there, and of no use"] if self.num_further else []
@@ -85,6 +87,8 @@ class TierReach:
     others: dict[str, int]
 
 
+FACTS = {"chunk_size", "extra", "kv_dtype", "model_name", "namespace", "worker_id", "world_size"}
+ANOTHER_VERSION = "of another version"
 OTHERS = {
     BYTES_CODEC: "of other engines, which name them themselves: see log_requests of their tier",
     SEALED_CODEC: "sealed: the URL names no keys, see seal_key_file",
@@ -140,12 +144,15 @@ def _kind(reader: Reader) -> tuple[str | None, bytes]:
         head, _ = read_head(reader)
         if head.codec in OTHERS:
             return head.codec, b""
-        decode_meta(head.meta)
+        facts = decode_meta(head.meta)
+        size = facts["chunk_size"]
+        if not facts.keys() >= FACTS or not size.isascii() or not size.isdigit() or not 0 < int(size) < 2**31:
+            return ANOTHER_VERSION, b""
         return None, head.meta
     except (CorruptRecord, UnreadableRecord) as error:
         return error.reason, b""
     except (ValueError, KeyError):
-        return "of another version", b""
+        return ANOTHER_VERSION, b""
 
 
 def _reach(tier: Tier, tokens: Any, meta: bytes, facts: dict[str, Any]) -> PromptReach:

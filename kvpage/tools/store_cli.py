@@ -15,7 +15,6 @@ from rich.table import Table
 
 from kvpage.store import inspection
 from kvpage.store.config import parse_size
-from kvpage.store.disk.disk_view import DiskView
 from kvpage.store.tiers.tier import Tier, TierError
 
 store_app = typer.Typer(no_args_is_help=True, help="Look into a store of chunks, by a tier's URL.")
@@ -29,7 +28,7 @@ def opened(url: str, open_tier: Callable[[str], Tier]) -> Iterator[Tier]:
     """Yield the tier. Its errors end the command with one line. Other owners are named on standard error."""
     try:
         tier = open_tier(url)
-        for owner in tier.owners if isinstance(tier, DiskView) else ():
+        for owner in inspection.owners_of(tier):
             print(f"{owner} has it open: the following is a view of one moment", file=sys.stderr)
         try:
             yield tier
@@ -80,13 +79,16 @@ def verify(url: Url, delete: Annotated[bool, typer.Option("--delete", help="remo
     """Read every record, and compare its checksum. Exit code 1 if one is broken, or the tier itself is damaged."""
     open_tier = inspection.open_tier if delete else inspection.view_tier
     with opened(url, open_tier) as tier, Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("verifying", total=tier.stats().num_records)
+        num_records = tier.stats().num_records
+        task = progress.add_task("verifying", total=num_records)
         num_whole, broken = inspection.verify(tier, lambda count: progress.advance(task, count))
         num_damaged = tier.stats().corrupted
         if delete:
             tier.remove(broken)
             tier.flush(sync=True)
     print(f"{num_whole} records are whole, {len(broken)} are broken{' and removed' if delete and broken else ''}")
+    if (num_left := (num_records or 0) - num_whole - len(broken)) > 0:
+        print(f"{num_left} are not checked: their key is not here, or they went meanwhile")
     if num_damaged:
         print(f"{num_damaged} places are damaged: their records are lost")
     for key in broken:

@@ -127,3 +127,17 @@ def test_values_of_tags_have_the_types_of_the_schema():
     tags = "".join(f"<parameter={key}>\n{value}\n</parameter>" for key, value in values.items())
     [call] = parser.feed(f"<tool_call>\n<function=f>\n{tags}\n</function>\n</tool_call>").calls
     assert json.loads(call.arguments) == {"a": 7, "b": None, "c": "x", "d": [1], "e": "7"}
+
+
+def test_half_a_character_in_a_call_is_left_as_it_was_written():
+    """JSON can name half of a character, which no UTF-8 has: such a text could not be sent or kept."""
+    whole = '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "weather"}</tool_call>'
+    named = '<tool_call>{"name": "\\ud800", "arguments": {"a": 1}}</tool_call>'
+    for text, expected in (
+        (whole, ("", "", [("weather", '{"a": "\\ud800"}')])),
+        (named, ("", "", [("\\ud800", '{"a": 1}')])),
+    ):
+        parser = hermes(Asked(TOOLS))
+        said = parser.feed(text)
+        said.add(parser.finish())
+        assert in_parts(said) == expected

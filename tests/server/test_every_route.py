@@ -182,3 +182,38 @@ def test_no_body_fails_the_server(server, path):
 
     wrong = asyncio.run(ask_all())
     assert not wrong, "\n".join(wrong[:5])
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        ("/v1/responses", "response_format", {"type": "json_object"}),
+        ("/v1/responses", "messages", MESSAGES),
+        ("/v1/responses", "max_tokens", 3),
+        ("/v1/messages", "response_format", {"type": "json_object"}),
+        ("/v1/messages", "stop", ["a"]),
+    ],
+)
+def test_a_field_of_another_route_is_named_or_refused(server, path, name, value):
+    """Its answer is another one without the field: a client must be able to see that."""
+    body = {**BODIES[path], name: value}
+    assert asyncio.run(server.post(path, body)).headers["x-ignored-fields"] == name
+    with running_server(ServerConfig([NAME], strict_fields=True)) as strict:
+        answer = asyncio.run(strict.post(path, body))
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "fields"),
+    [
+        ("/v1/messages", "stop_sequences", {"stop_sequences": [""]}),
+        ("/v1/messages", "output_config", {"output_config": {"format": {}}}),
+        ("/v1/messages", "n", {"n": 2}),
+        ("/v1/responses", "max_output_tokens", {"max_output_tokens": 0}),
+        ("/v1/responses", "input", {"input": [{"role": 5}]}),
+        ("/v1/responses", "text", {"text": {"format": {"type": "x"}}}),
+    ],
+)
+def test_an_error_begins_with_the_field_that_the_client_has_sent(server, path, name, fields):
+    error = asyncio.run(server.post(path, {**BODIES[path], **fields})).json()["error"]
+    assert error["param"] == name and error["message"].startswith(name), error

@@ -194,8 +194,9 @@ def test_an_error_within_a_stream_is_an_event(server, monkeypatch):
     assert last[0] == "event: error" and json.loads(last[1].removeprefix("data: "))["error"]["type"] == "api_error"
 
 
-def test_anthropics_client_streams_a_call_and_its_result(server):
+def test_anthropics_client_streams_a_call_and_its_result():
     with (
+        agent_server("hermes", thinks=True) as server,  # `serving` closes it
         serving(server.app, server.live) as url,
         anthropic.Anthropic(base_url=url, api_key="x", max_retries=0) as client,
     ):
@@ -214,3 +215,5 @@ def test_anthropics_client_streams_a_call_and_its_result(server):
 def test_arguments_that_are_no_object_are_kept():
     assert input_of("") == {} and input_of('{"a": 1}') == {"a": 1}
     assert input_of('{"a": ') == {"arguments": '{"a": '} and input_of("[1]") == {"arguments": "[1]"}
+    for text in ('{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}'):
+        assert input_of(text) == {"arguments": text}, "a client could not read it"

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -209,8 +210,12 @@ def test_an_error_within_a_stream_is_an_event(server, monkeypatch):
     assert last[-2].code == "internal_error" and last[-1].response.status == "failed"
 
 
-def test_openais_client_streams_a_response(server):
-    with serving(server.app, server.live) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+def test_openais_client_streams_a_response():
+    with (
+        agent_server("hermes", thinks=True) as server,  # `serving` closes it
+        serving(server.app, server.live) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client,
+    ):
         with forced(server, [THOUGHT + CALL, THOUGHT + "Yes."]):
             with client.responses.stream(model=NAME, input="hi", tools=[WEATHER]) as stream:
                 names = [event.type for event in stream]
@@ -267,3 +272,32 @@ def test_kept_responses_are_bounded_and_chains_outlive_others():
         none = KeptResponses(*limits)
         none.keep("t", {"id": "a", "text": "x" * 50}, [], None)
         assert len(none) == 0 and none.num_bytes == 0
+    kept.keep("t", {"id": "large", "text": "x" * 10**6}, [], None)
+    assert len(kept) == 2, "a response too large for all room pushes no other one out"
+    assert json.loads(kept.response("t", "a")) == {"id": "a"}
+
+
+def test_bytes_bound_the_memory_of_responses_that_are_kept():
+    """As objects, these messages would take dozens of times their bytes."""
+    kept, messages = KeptResponses(1024, 10**6), [{"role": "user", "content": [{}] * 1000}]
+    tracemalloc.start()
+    for number in range(1024):
+        kept.keep("t", {"id": str(number)}, json.loads(json.dumps(messages)), None)
+    num_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 9 * 10**5 < kept.num_bytes <= 10**6 and num_bytes < 2 * 10**6
+
+
+@pytest.mark.parametrize("name", ["metadata", "tool_choice"])
+def test_a_number_that_is_none_in_json_is_refused(server, name):
+    value = '{"a": 1e999}' if name == "metadata" else '{"type": "function", "name": "get_weather", "a": 1e999}'
+    body = json.dumps({"input": "x", "max_output_tokens": 1, "tools": [WEATHER], name: 0}).replace(
+        f'"{name}": 0', f'"{name}": {value}'
+    )
+
+    async def posted() -> Any:
+        async with server.client(**{"content-type": "application/json"}) as client:
+            return await client.post(PATH, content=body)
+
+    answer = asyncio.run(posted())
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name, answer.text

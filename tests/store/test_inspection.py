@@ -128,3 +128,19 @@ def test_damaged_headers_are_told(tmp_path) -> None:
     result = command("verify", url)
     assert result.exit_code == 1 and "4 records are whole, 0 are broken" in result.output
     assert "1 places are damaged" in result.output
+
+
+def test_records_of_another_key_are_not_checked_and_stay(tmp_path) -> None:
+    pytest.importorskip("cryptography")
+    files = [tmp_path / name for name in ("old", "new")]
+    for number, file in enumerate(files):
+        file.write_text(f"key-{number} {number:064x}\n")
+    url = f"disk://{tmp_path}/kv?size=8MiB&segment=4MiB&seal_key_file="
+    with KVStore(KVStoreConfig(8, (f"{url}{files[0]}",)), KVStoreMetadata("m", kv_dtype=torch.float32)) as store:
+        store.store(TOKENS, torch.randn(2, 2, 20, 3, 4))
+        num_tokens = store.lookup(TOKENS)
+        assert "has it open" in command("ls", f"{url}{files[0]}").output
+    result = command("verify", "--delete", f"{url}{files[1]}")
+    assert result.exit_code == 0 and "3 are not checked: their key is not here" in result.stdout
+    result = command("verify", f"{url}{files[0]}")
+    assert num_tokens == len(TOKENS) and "3 records are whole, 0 are broken" in result.stdout

@@ -1,11 +1,15 @@
 """What a tier tells of a prompt, without a model: whole, missing, damaged, sealed, of another model or namespace."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.store_kv import KV, TOKENS, C, corrupt, kv_of, make
 
 from kvpage.store import ByteStore, ByteStoreConfig, KVStore, KVStoreMetadata, SealedTier, SealKeys
-from kvpage.store.prompt_reach import tier_reach
+from kvpage.store.prompt_reach import PromptReach, tier_reach
+from kvpage.store.records import keys as keys_module
+from kvpage.store.records.keys import decode_meta
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 NUM = len(TOKENS)
@@ -78,6 +82,25 @@ def test_sealed_records_need_their_keys():
     for blind, text in ((tier, "names no keys"), (SealedTier(tier, keys[1]), "key that is not here")):
         reach = tier_reach(blind, TOKENS)
         assert reach.reaches == () and text in str(reach.others) and sum(reach.others.values()) == 3
+
+
+@pytest.mark.parametrize("size", [b"0", b"-1", b"x", b"", b"9" * 5000, None])
+def test_facts_that_no_store_writes_are_of_another_version(tier, store, monkeypatch, size):
+    """Anybody may write into a bucket."""
+    fields = dict(keys_module._decode(store.metadata.encode(C, b"")[len(keys_module.ENCODING) :]))
+    fields = {name: value for name, value in fields.items() if size is not None or name != b"model_name"}
+    fields |= {} if size is None else {b"chunk_size": size}
+    meta = keys_module.ENCODING + keys_module._encode(fields.items())
+    monkeypatch.setattr(keys_module.ChunkKeys, "meta", lambda self, namespace: meta)
+    store.store([7] * C, kv_of([7] * C))
+    reach = tier_reach(tier, TOKENS)
+    assert [r.num_tokens for r in reach.reaches] == [NUM] and reach.others == {"of another version": 1}
+
+
+def test_no_fact_reaches_a_terminal_as_it_is(tier):
+    metadata = replace(make(tiers=[tier]).metadata, model_name="\x1b[2Jm", row_layout="")
+    reach = PromptReach({**decode_meta(metadata.encode(C, b"")), "kv_dtype": "\x1b[2J"}, 0, "the prompt ends", 0)
+    assert "\x1b" not in str(reach)
 
 
 @pytest.mark.parametrize("tokens", [[], [[1]], ["a"]])

@@ -118,6 +118,7 @@ def input_of(arguments: str) -> Fields:
     """
     try:
         value = pydantic_core.from_json(arguments or "{}")
+        json.dumps(value, allow_nan=False)  # raises for numbers that are none in JSON
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}

@@ -6,6 +6,7 @@ Refusals of the engine become such errors, too.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -20,6 +21,7 @@ MESSAGE_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
+UNKNOWN_FIELD = "unknown_field"
 TOO_LONG = "prompt and max_tokens must fit into"  # the begin of an engine's refusal
 Result = TypeVar("Result")
 REFUSED = (ValueError, TypeError, QueueFull, EngineClosed)
@@ -119,7 +121,10 @@ def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        error.param = names.get(error.param or "", error.param)
+        name = error.param or ""
+        if name in names and error.code != UNKNOWN_FIELD:  # that name is the client's own
+            error.param = names[name]
+            error.message = re.sub(rf"^{name}(?=[ .:])", names[name], error.message)
         raise
 
 

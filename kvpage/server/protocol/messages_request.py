@@ -14,14 +14,16 @@ from pydantic import Field
 
 from kvpage.server.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
 from kvpage.server.protocol.errors import bad_request
-from kvpage.server.protocol.request_model import RequestModel, read_model
+from kvpage.server.protocol.request_model import RequestModel, leave_aside, read_model
 from kvpage.server.protocol.sampling_fields import Positive
 
 Block = dict[str, Any]
 NAMES = {"max_completion_tokens": "max_tokens", "response_format": "output_config", "stop": "stop_sequences"}
 """The names of fields of chats here, for errors."""
-LEFT_OUT = ("n", "max_completion_tokens", "response_format", "stream_options", "cache_control", "stop")
-"""Fields of chats that a message has other fields for, or one value of; and marks of a cache that needs none here."""
+LEFT_OUT = ("max_completion_tokens", "response_format", "stream_options", "stop")
+"""Fields of chats that a message has other fields for."""
+NEEDLESS = ("n", "cache_control")
+"""A field with one value, and marks of a cache that needs none here."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TEXT, THINKING, TOOL_USE, TOOL_RESULT = "text", "thinking", "tool_use", "tool_result"
 REDACTED = "redacted_thinking"
@@ -70,12 +72,16 @@ def messages_chat(
     """
     known = set(kind.model_fields)
     body = read_model(kind, {name: value for name, value in fields.items() if name in known})
+    leave_aside(LEFT_OUT, fields, ignored)
+    if fields.get("n") not in (None, 1):
+        raise bad_request("n must be 1: a message has one answer", param="n")
+    left_out = known.union(LEFT_OUT, NEEDLESS)
     messages = [] if body.system is None else [{"role": "system", "content": body.system}]
     for message in body.messages:
         messages += _messages(message)
     last, choice, config = messages[-1], body.tool_choice or {}, body.output_config
     chat = {
-        **{name: value for name, value in fields.items() if name not in known and name not in LEFT_OUT},
+        **{name: value for name, value in fields.items() if name not in left_out},
         "messages": messages,
         "max_completion_tokens": body.max_tokens,
         "stop": body.stop_sequences,

@@ -7,6 +7,7 @@ A wrong body costs no more than a right one: a list is left at its first wrong e
 """
 
 import re
+from collections.abc import Collection
 from itertools import islice
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -21,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvpage.server.protocol.errors import ApiError, bad_request
+from kvpage.server.protocol.errors import UNKNOWN_FIELD, ApiError, bad_request
 
 HARMLESS = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -139,6 +140,18 @@ def read_model(
         raise _as_api_error(error, within) from None
 
 
+def leave_aside(names: Collection[str], fields: dict[str, Any], ignored: set[str] | None) -> None:
+    """Leave aside fields of another route's bodies, as those that no route serves. ApiError where these are refused.
+
+    names: the fields. fields: of the body; a null is none. ignored: as of `read_model`.
+    """
+    asked = [name for name in names if fields.get(name) is not None]
+    if asked and ignored is None:
+        raise bad_request(f"{asked[0]} is a field that is not served", param=asked[0], code=UNKNOWN_FIELD)
+    if ignored is not None:
+        ignored.update(asked)
+
+
 def _check_refused(fields: dict[str, Any]) -> None:
     for name, why in REFUSED.items():
         if fields.get(name):
@@ -154,7 +167,7 @@ def _as_api_error(error: ValidationError, within: str | None) -> ApiError:
     names = [str(part)[:MAX_SHOWN] for part in (within, *location) if part is not None]
     path, name = ".".join(names), names[0] if names else None
     if first["type"] == "extra_forbidden":
-        return bad_request(f"{path} is a field that is not served", param=name, code="unknown_field")
+        return bad_request(f"{path} is a field that is not served", param=name, code=UNKNOWN_FIELD)
     if first["type"] == "missing":
         return bad_request(f"{path} is required", param=name, code="missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ")

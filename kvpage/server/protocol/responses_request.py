@@ -14,7 +14,7 @@ from pydantic import Field
 
 from kvpage.server.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
 from kvpage.server.protocol.errors import bad_request
-from kvpage.server.protocol.request_model import RequestModel, read_model
+from kvpage.server.protocol.request_model import RequestModel, leave_aside, read_model
 from kvpage.server.protocol.sampling_fields import Count, MaxTokens
 
 SYSTEM = "system"
@@ -25,8 +25,8 @@ NOT_SERVED = {
     "logprobs": "log-probabilities are those of /v1/chat/completions",
     "top_logprobs": "log-probabilities are those of /v1/chat/completions",
 }
-LEFT_OUT = ("messages", "n", "max_tokens", "max_completion_tokens", "response_format", "stream_options")
-"""Fields of chats that a response has other fields for, or one value of."""
+LEFT_OUT = ("messages", "max_tokens", "max_completion_tokens", "response_format")
+"""Fields of chats that a response has other fields for."""
 NAMES = {
     "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
 }  # fmt: skip
@@ -79,7 +79,8 @@ class Asked:
                 raise bad_request(f"{name} is not served: {why}", param=name, code="not_served")
         known = set(ResponsesRequest.model_fields)
         self.body = read_model(ResponsesRequest, {name: value for name, value in fields.items() if name in known})
-        self._ignored, left_out = ignored, known | set(LEFT_OUT) | set(NOT_SERVED)
+        self._ignored, left_out = ignored, known | set(LEFT_OUT) | set(NOT_SERVED) | {"n"}
+        leave_aside(LEFT_OUT, fields, ignored)
         if fields.get("n") not in (None, 1):
             raise bad_request("n must be 1: a response has one answer", param="n")
         if "input" not in fields and self.body.previous_response_id is None:

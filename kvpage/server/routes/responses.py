@@ -1,6 +1,7 @@
 """/v1/responses: chats in the form of OpenAI's Responses, and the last of them."""
 
 import asyncio
+import json
 import secrets
 import time
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from starlette.responses import Response
 
 from kvpage.server.answers.responses_format import ResponsesFormat
 from kvpage.server.protocol.chat_request import ChatRequest
-from kvpage.server.protocol.errors import renamed_params
+from kvpage.server.protocol.errors import bad_request, renamed_params
 from kvpage.server.protocol.responses_request import NAMES, Asked
 from kvpage.server.routes.bodies import answer, ignored_fields, read_body
 from kvpage.server.routes.generation import respond
@@ -31,10 +32,10 @@ async def responses(request: Request) -> Response:
     service = Service.of(request)
     with renamed_params(NAMES), ExitStack() as stack:
         open_request = stack.enter_context(service.open_request())
-        asked = await read_body(request, partial(Asked, ignored=ignored_fields(request)), open_request)
+        asked, body = await read_body(request, partial(asked_chat, ignored=ignored_fields(request)), open_request)
         tenant, previous = caller_of(request).tenant, asked.body.previous_response_id
-        earlier = service.responses.messages(tenant, previous)
-        body = await asyncio.to_thread(asked.chat, earlier) if earlier else asked.chat(earlier)
+        if body is None:
+            body = await asyncio.to_thread(lambda: asked.chat(service.responses.messages(tenant, previous)))
         model = service.check_model(body.model)
         check_limits(body, service.config, service.max_num_waiting)
         service.runner.check_room(1)
@@ -46,13 +47,16 @@ async def responses(request: Request) -> Response:
             if asked.body.store:
                 service.responses.keep(tenant, response, [*asked.new_messages, message], previous)
 
-        return await respond(request, body, ResponsesFormat(settings_of(asked, body, model), keep), prompts, stack)
+        settings = settings_of(asked, body, model)
+        check_numbers(settings)
+        return await respond(request, body, ResponsesFormat(settings, keep), prompts, stack)
 
 
 @router.get("/v1/responses/{response_id}")
 async def response(request: Request, response_id: str) -> Response:
     """Return a response that is kept."""
-    return answer(Service.of(request).responses.response(caller_of(request).tenant, response_id))
+    content = Service.of(request).responses.response(caller_of(request).tenant, response_id)
+    return Response(content, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -60,6 +64,26 @@ async def delete(request: Request, response_id: str) -> Response:
     """Forget a response."""
     Service.of(request).responses.forget(caller_of(request).tenant, response_id)
     return answer({"id": response_id, "object": "response", "deleted": True})
+
+
+def asked_chat(fields: dict[str, Any], ignored: set[str] | None) -> tuple[Asked, ChatRequest | None]:
+    """Return a body, and the chat that it asks for; None where the messages before are needed first.
+
+    Args:
+        fields: The body.
+        ignored: Takes the names of fields that are left aside; None refuses them.
+    """
+    asked = Asked(fields, ignored)
+    return asked, asked.chat([]) if asked.body.previous_response_id is None else None
+
+
+def check_numbers(settings: dict[str, Any]) -> None:
+    """Raise ApiError 400 for a field with a number beyond all bounds, such as 1e999: no JSON could show it."""
+    for name, value in settings.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise bad_request(f"{name} must hold finite numbers, got an infinite one", param=name) from None
 
 
 def settings_of(asked: Asked, body: ChatRequest, model: str) -> dict[str, Any]:

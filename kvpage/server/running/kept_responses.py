@@ -18,19 +18,22 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response.
+    """A response, as JSON: objects would take up to a hundred times its bytes.
 
     Attributes:
         response: Its fields.
         messages: Those of its input, and the model's answer.
         previous: The id of the response before it; None for the first one.
-        num_bytes: Its length as JSON.
     """
 
-    response: Fields
-    messages: list[Fields]
+    response: bytes
+    messages: bytes
     previous: str | None
-    num_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that count."""
+        return len(self.response) + len(self.messages)
 
 
 class KeptResponses:
@@ -53,17 +56,19 @@ class KeptResponses:
         return len(self._kept)
 
     def keep(self, tenant: str, response: Fields, messages: list[Fields], previous: str | None) -> None:
-        """Keep a response, and forget those that were not used for longest."""
-        num_bytes = len(pydantic_core.to_json([response, messages]))
+        """Keep a response, and forget those that were not used for longest. One that is too large is not kept."""
+        entry = KeptResponse(pydantic_core.to_json(response), pydantic_core.to_json(messages), previous)
+        if entry.num_bytes > self._max_bytes:
+            return
         with self._lock:
-            self._kept[tenant, response["id"]] = KeptResponse(response, messages, previous, num_bytes)
-            self.num_bytes += num_bytes
+            self._kept[tenant, response["id"]] = entry
+            self.num_bytes += entry.num_bytes
             self._touch(tenant, response["id"])
             while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
                 self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
 
-    def response(self, tenant: str, response_id: str) -> Fields:
-        """Return a response. ApiError 404 for one that is not kept."""
+    def response(self, tenant: str, response_id: str) -> bytes:
+        """Return a response as JSON. ApiError 404 for one that is not kept."""
         with self._lock:
             return self._entry(tenant, response_id).response
 
@@ -75,14 +80,13 @@ class KeptResponses:
 
     def messages(self, tenant: str, response_id: str | None) -> list[Fields]:
         """Return the messages of a response and of all before it. ApiError 404 if one of them is not kept."""
-        chain = list[KeptResponse]()
+        chain, first = list[KeptResponse](), response_id
         with self._lock:
             while response_id is not None:
                 chain.append(self._entry(tenant, response_id, "previous_response_id"))
                 response_id = chain[-1].previous
-            if chain:
-                self._touch(tenant, chain[0].response["id"])
-        return [message for response in reversed(chain) for message in response.messages]
+            self._touch(tenant, first)
+        return [message for response in reversed(chain) for message in pydantic_core.from_json(response.messages)]
 
     def _entry(self, tenant: str, response_id: str, param: str | None = None) -> KeptResponse:
         response = self._kept.get((tenant, response_id))

@@ -59,6 +59,8 @@ class SealKeys:
                 if match is None:
                     raise ValueError(f"line {number} of {path} must be an id and 64 hexadecimal digits")
                 keys.append((match[1], bytes.fromhex(match[2])))
+        if not keys:
+            raise ValueError(f"{path} must hold at least one key, got none")
         return cls(tuple(keys))
 
     @property

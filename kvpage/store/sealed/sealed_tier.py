@@ -44,6 +44,11 @@ class SealedTier(Tier):
         self._lock = threading.Lock()
         self._locked: dict[Key, None] = {}
 
+    @property
+    def within(self) -> Tier:
+        """The tier that keeps the sealed records."""
+        return self._tier
+
     def watch(self, note: Note | None) -> None:
         self._tier.watch(note)
 

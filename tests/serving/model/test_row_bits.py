@@ -98,6 +98,9 @@ def test_grouped_products(dtype: torch.dtype) -> None:
         (lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3), "aten::_scaled_dot_product"),
         (lambda x: x.softmax(0), "along axis 0"),
         (lambda x: torch.add(x, x, alpha=0.3), "with alpha=0.3"),
+        (lambda x: x.index_add(0, torch.arange(4), x, alpha=0.3), "with alpha=0.3"),
+        (lambda x: x // x, "aten::floor_divide of floats"),
+        (lambda x: torch.div(x, 3, rounding_mode="floor"), "aten::div of floats"),
         (lambda x: x.double() @ x.double(), "of torch.float64"),
         (lambda x: torch.addmm(x, x, x, alpha=2), "with alpha"),
         (lambda x: x.pow(x), "of several tensors"),
@@ -107,6 +110,12 @@ def test_grouped_products(dtype: torch.dtype) -> None:
 def test_other_operators_are_refused_by_name(call: Callable[[torch.Tensor], torch.Tensor], words: str) -> None:
     with pytest.raises(OptionError, match=f"^same_bits must be False for Model: it calls .*{words}"), mode():
         call(torch.eye(4))
+
+
+def test_quotients_of_integers_and_of_floats_are_as_torch_has_them() -> None:
+    with mode():
+        floored, quotients = torch.arange(7) // 3, torch.ones(5) / 4
+    assert floored.tolist() == [0, 0, 0, 1, 1, 1, 2] and quotients.tolist() == [0.25] * 5
 
 
 def test_it_is_left_out_where_torch_may_compute_as_it_comes() -> None:

@@ -1,5 +1,7 @@
 """SealKeys: keys of a file, and what is refused. No secret is shown."""
 
+import re
+
 import pytest
 
 from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, SealKeys
@@ -22,7 +24,7 @@ def test_a_file_names_ids_and_secrets(tmp_path):
 def test_other_files_are_refused_without_their_text(tmp_path, text):
     path = tmp_path / "keys"
     path.write_text(text)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(str(path))) as error:
         SealKeys.from_file(path)
     assert SECRET.hex()[:8] not in str(error.value)
 

@@ -14,6 +14,7 @@ from typing import Any
 import regex
 
 from kvpage.server.answers.calls.answer_parser import BLANKS, AnswerParser, Asked, Pattern, Wait
+from kvpage.server.answers.calls.said import as_utf8
 
 LIST_END = regex.compile(r"\]")
 MAX_WHOLE = 4096  # characters of a call that waits for its end: its fields come in another order
@@ -87,15 +88,16 @@ class JsonCalls(AnswerParser):
         if not isinstance(arguments, dict | str) or not isinstance(name := call.get("name"), str) or not name:
             self._add_content(match.group())
             return
-        self._begin_call(name)
-        self._add_arguments(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        self._begin_call(as_utf8(name))
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        self._add_arguments(as_utf8(text))
         yield from self._skip_blanks()
 
 
 def _unescaped(name: str) -> str:
     """Return a name as JSON means it; as it is, where it is no string of JSON."""
     try:
-        return str(json.loads(f'"{name}"'))
+        return as_utf8(str(json.loads(f'"{name}"')))
     except ValueError:
         return name
 

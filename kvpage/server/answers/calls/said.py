@@ -56,3 +56,12 @@ class Said:
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
+
+
+def as_utf8(text: str) -> str:
+    """Return a text with each half of a character, which JSON can name and UTF-8 has not, as an escape.
+
+    Args:
+        text: Out of parsed JSON.
+    """
+    return text.encode("utf-8", "backslashreplace").decode()

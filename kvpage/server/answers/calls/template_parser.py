@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvpage.server.answers.calls.answer_parser import AnswerParser, Asked, Wait
+from kvpage.server.answers.calls.said import as_utf8
 
 THOUGHTS = frozenset({"reasoning_content", "reasoning", "thinking"})
 CALLS = "tool_calls"
@@ -66,7 +67,15 @@ class TemplateParser(AnswerParser):
 
     def _add_calls(self, value: Any) -> None:
         functions = [call.get("function", call) for call in (value if isinstance(value, list) else [value])]
-        calls = [(function["name"], function.get("arguments", {})) for function in functions]
-        for name, arguments in calls:
+        for name, arguments in [_call(function) for function in functions]:
             self._begin_call(name)
-            self._add_arguments(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+            self._add_arguments(arguments)
+
+
+def _call(function: dict[str, Any]) -> tuple[str, str]:
+    """Return name and arguments. Raises ValueError or LookupError without a name."""
+    name, value = function["name"], function.get("arguments", {})
+    arguments = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if not isinstance(name, str) or not name:
+        raise ValueError("name must be a text")
+    return as_utf8(name), as_utf8(arguments)

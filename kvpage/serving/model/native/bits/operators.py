@@ -42,7 +42,9 @@ PRODUCTS = frozenset(("_grouped_mm", "addmm", "baddbmm", "bmm", "mm"))
 
 LAST_AXIS_ONLY = frozenset(("_log_softmax", "_softmax"))
 """Reductions that are rows' own along the last axis alone."""
-SCALED = frozenset(("add", "add_", "rsub", "sub", "sub_"))
+SCALED = frozenset(("add", "add_", "index_add", "index_add_", "rsub", "sub", "sub_"))
 """Sums of which one part may have a factor. Factors but 1 and -1 are rounded in one formula, and not in another."""
+FLOORED = frozenset(("div", "div_", "floor_divide"))
+"""Quotients that may be rounded to integers: of floats by one formula in whole vectors, and by another at their end."""
 EXACT_POWERS = frozenset((1, 2, 3))
 """Exponents that torch takes by products alone."""

@@ -23,6 +23,7 @@ from kvpage.serving.model.native.bits.fixed_products import UnfixedProduct, prod
 from kvpage.serving.model.native.bits.operators import (
     EXACT,
     EXACT_POWERS,
+    FLOORED,
     FUNCTIONS,
     LAST_AXIS_ONLY,
     PRODUCTS,
@@ -94,7 +95,7 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
         if space != "aten":
             return name, self._refuse
         if name in EXACT:
-            return name, self._scaled if name in SCALED else None
+            return name, self._scaled if name in SCALED else self._divide if name in FLOORED else None
         for names, rule in ((REDUCTIONS, self._reduce), (PRODUCTS, self._multiply)):
             if name in names:
                 return name, rule
@@ -112,6 +113,12 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
     def _scaled(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("alpha", 1) not in (1, -1):
             return self._refuse(function, name, args, kwargs, f"with alpha={kwargs['alpha']}")
+        return function(*args, **kwargs)
+
+    def _divide(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        is_floored = name == "floor_divide" or kwargs.get("rounding_mode") is not None
+        if is_floored and any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in args):
+            return self._refuse(function, name, args, kwargs, "of floats")
         return function(*args, **kwargs)
 
     def _reduce(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
