@@ -8,9 +8,9 @@
 The bound is a copy of as many bytes as the keys and values have that are read once, read and written ones counted.
 "plan us" is the host's time for a plan. All results are compared before anything is timed. Contenders take turns,
 which begin with some calls that do not count. On a GPU times are by its own clock, with a cold L2 cache. Target, on a
-CPU with two threads: 32 sequences over 4,096 shared and 128 own tokens are decoded at least 4 times as fast as apart. `--loop`
-measures the whole of an engine's steps, too (shared_prefix_loop.py); its target is 1.5 times as many tokens per second
-as apart.
+CPU with two threads: 32 sequences over 4,096 shared and 128 own tokens are decoded at least 4 times as fast as apart.
+`--loop` measures the whole of an engine's steps, too (shared_prefix_loop.py); its target is 1.5 times as many tokens
+per second as apart.
 
     kvpage bench shared_prefix [--device cuda] [--dtypes bf16 fp32] [--threads 2] [--loop] [--plot PATH]
 """
