@@ -59,7 +59,7 @@ class Keys:
                 matched = key
         if matched is None or scheme.lower() != "bearer":
             headers = {"www-authenticate": "Bearer"}
-            message = "the header Authorization must be: Bearer, and a key of this server"
+            message = "a key of this server must be in the header Authorization, as Bearer KEY, or in X-Api-Key"
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
         return matched
 
