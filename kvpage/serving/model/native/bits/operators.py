@@ -15,9 +15,9 @@ VIEWS = """
 COPIES = """
     _local_scalar_dense _to_copy _unique2 arange argsort cat clone constant_pad_nd copy copy_ embedding empty
     empty_like empty_strided eye fill fill_ flip full full_like gather index index_copy index_copy_ index_fill
-    index_fill_ index_put index_put_ index_select masked_fill masked_fill_ new_empty new_empty_strided new_full new_ones new_zeros
-    nonzero ones ones_like repeat repeat_interleave roll scalar_tensor scatter scatter_ searchsorted sort stack
-    topk tril tril_ triu triu_ where zero_ zeros zeros_like
+    index_fill_ index_put index_put_ index_select masked_fill masked_fill_ new_empty new_empty_strided new_full
+    new_ones new_zeros nonzero ones ones_like repeat repeat_interleave roll scalar_tensor scatter scatter_
+    searchsorted sort stack topk tril tril_ triu triu_ where zero_ zeros zeros_like
 """
 ARITHMETIC = """
     abs abs_ add add_ addcmul addcmul_ all any bincount bitwise_and bitwise_and_ bitwise_not bitwise_or bitwise_or_
