@@ -33,6 +33,8 @@ ALLOWED: dict[str, tuple[tuple[str, ...], str]] = {
     "kvpage/serving/generate/kv_page_cache.py": (("self._finalizer.atexit",), "weakref.finalize asks for it"),
     "kvpage/store/load/result_pool.py": (("finalizer.atexit",), "weakref.finalize asks for it"),
     "kvpage/server/app.py": (("app.state.",), "starlette's place for the parts of an application"),
+    "kvpage/serving/assembly/parts.py": (("cache.numerics",), "of caches made there"),
+    "kvpage/store/disk/segment.py": (("call.argtypes",), "ctypes' way to declare a call"),
     "kvpage/serving/assembly/model_files.py": (("tokenizer.chat_template",), "of a tokenizer made there"),
     "kvpage/serving/model/native/joined.py": (("parameter.data",), "torch's way to give a parameter other memory"),
     "kvpage/serving/model/view.py": (("config._attn_implementation_internal",), "of a copy of the model's config"),

@@ -51,6 +51,10 @@ class Choice:
         self._detokenizer, self._rules = detokenizer, rules
         self._held, self._num_shown = "", 0
 
+    def note_calls(self, num_calls: int) -> None:
+        """Note the calls of tools in a piece of its text."""
+        self.has_calls |= num_calls > 0
+
     def take(self, token_ids: Sequence[int]) -> str:
         """Take tokens after which the sample goes on; return the text that can be shown."""
         self.num_tokens += len(token_ids)

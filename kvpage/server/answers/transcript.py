@@ -144,7 +144,7 @@ class Transcript:
         said = parser.feed(text)
         if is_last:
             said.add(parser.finish())
-        choice.has_calls |= bool(said.calls)
+        choice.note_calls(len(said.calls))
         return said
 
     def _piece(self, choice: Choice, outputs: Sequence[StepOutput]) -> Piece | None:

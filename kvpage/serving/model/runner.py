@@ -78,7 +78,7 @@ class ModelRunner:
     def know_operators(self) -> None:
         """Leave `row_bits` out of forwards from now on, where it has replaced nothing so far."""
         if self._row_bits is not None:
-            self._row_bits.checked_version = self.view_version
+            self._row_bits.know(self.view_version)
 
     @property
     def view(self) -> PreTrainedModel:

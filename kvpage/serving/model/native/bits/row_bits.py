@@ -69,6 +69,10 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
                 raise OptionError(f"same_bits must be False: {why}")
         return cls(name, threads)
 
+    def know(self, version: int) -> None:
+        """Take it that all operators of a view are known. version: of the view."""
+        self.checked_version = version
+
     def is_needed(self, version: int) -> bool:
         """Return whether a forward of a view needs the mode.
 
