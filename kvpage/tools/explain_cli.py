@@ -30,7 +30,7 @@ def explain(
     except (OSError, ValueError) as error:
         raise SystemExit(f"kvpage explain: {error}") from error
     for url in store:
-        with opened(url, inspection.view_tier) as tier:
+        with opened(url, inspection.view_tier, "kvpage explain") as tier:
             reach = tier_reach(tier, ids, model, name)
         shown = TierURL.parse(url).text
         print(json.dumps({"store": shown, **_plain(asdict(reach))}) if as_json else told(shown, reach, len(ids)))

@@ -24,8 +24,8 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @contextmanager
-def opened(url: str, open_tier: Callable[[str], Tier]) -> Iterator[Tier]:
-    """Yield the tier. Its errors end the command with one line. Other owners are named on standard error."""
+def opened(url: str, open_tier: Callable[[str], Tier], command: str = "kvpage store") -> Iterator[Tier]:
+    """Yield the tier. Its errors end the `command` with one line. Other owners are named on standard error."""
     try:
         tier = open_tier(url)
         for owner in inspection.owners_of(tier):
@@ -35,7 +35,7 @@ def opened(url: str, open_tier: Callable[[str], Tier]) -> Iterator[Tier]:
         finally:
             tier.close()
     except (ValueError, OSError, TierError) as error:
-        raise SystemExit(f"kvpage store: {error}") from error
+        raise SystemExit(f"{command}: {error}") from error
 
 
 @store_app.command()

@@ -211,4 +211,4 @@ def test_explain_tells_what_a_tier_has_of_a_prompt(tmp_path):
     (tmp_path / "prompt").write_text("one two")
     for wrong in (["--store", url, "--tokens", str(tmp_path / "prompt")], ["--store", "none://", "--tokens", "-"]):
         result = CliRunner().invoke(app, ["explain", *wrong], input="1 2")
-        assert result.exit_code == 1 and "kvpage" in str(result.exception)
+        assert result.exit_code == 1 and "kvpage explain" in str(result.exception)

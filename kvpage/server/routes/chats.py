@@ -2,6 +2,7 @@
 
 import time
 from contextlib import ExitStack
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -11,10 +12,8 @@ from kvpage.server.answers.formats import ChatFormat
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.routes.bodies import body_of, large_answer
 from kvpage.server.routes.generation import answer_id, respond
-from kvpage.server.routes.prompts import prompt_of
-from kvpage.server.running.sampling import check_limits
+from kvpage.server.routes.prompts import chat_prompts, checked_model, prompt_of
 from kvpage.server.service import Service
-from kvpage.server.text.text_service import Prompt
 
 router = APIRouter()
 
@@ -26,15 +25,11 @@ async def chat_completions(request: Request) -> Response:
     with ExitStack() as stack:
         open_request = stack.enter_context(service.open_request())
         body = await body_of(request, ChatRequest, open_request)
-        model = service.check_model(body.model)
-        check_limits(body, service.config, service.max_num_waiting)
-        service.runner.check_room(1)
-
-        async def prompts() -> list[Prompt]:
-            return [await prompt_of(service, body)]
+        model = checked_model(service, body)
+        service.runner.check_room(body.num_prompts)
 
         answer_format = ChatFormat(answer_id(request, body, "chatcmpl-"), int(time.time()), model)
-        return await respond(request, body, answer_format, prompts, stack)
+        return await respond(request, body, answer_format, partial(chat_prompts, service, body), stack)
 
 
 @router.post("/v1/chat/completions/render")
@@ -43,7 +38,6 @@ async def render(request: Request) -> Response:
     service = Service.of(request)
     with service.open_request() as open_request:
         body = await body_of(request, ChatRequest, open_request)
-        model = service.check_model(body.model)
-        check_limits(body, service.config, service.max_num_waiting)
+        model = checked_model(service, body)
         prompt = await prompt_of(service, body)
         return await large_answer({"model": model, "prompt": prompt.text, "token_ids": prompt.token_ids})

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import ExitStack
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -11,8 +12,7 @@ from kvpage.server.answers.formats import CompletionFormat
 from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.routes.bodies import body_of, large_answer
 from kvpage.server.routes.generation import answer_id, respond
-from kvpage.server.routes.prompts import prompts_of
-from kvpage.server.running.sampling import check_limits
+from kvpage.server.routes.prompts import checked_model, prompts_of
 from kvpage.server.service import Service
 
 router = APIRouter()
@@ -25,11 +25,10 @@ async def completions(request: Request) -> Response:
     with ExitStack() as stack:
         open_request = stack.enter_context(service.open_request())
         body = await body_of(request, CompletionRequest, open_request)
-        model = service.check_model(body.model)
-        check_limits(body, service.config, service.max_num_waiting)
+        model = checked_model(service, body)
         service.runner.check_room(body.num_prompts)
         answer_format = CompletionFormat(answer_id(request, body, "cmpl-"), int(time.time()), model)
-        return await respond(request, body, answer_format, lambda: prompts_of(service, body), stack)
+        return await respond(request, body, answer_format, partial(prompts_of, service, body), stack)
 
 
 @router.post("/v1/completions/render")
@@ -38,8 +37,7 @@ async def render(request: Request) -> Response:
     service = Service.of(request)
     with service.open_request() as open_request:
         body = await body_of(request, CompletionRequest, open_request)
-        model = service.check_model(body.model)
-        check_limits(body, service.config, service.max_num_waiting)
+        model = checked_model(service, body)
         prompts = await prompts_of(service, body)
         return await large_answer(
             [{"model": model, "prompt": prompt.text or None, "token_ids": prompt.token_ids} for prompt in prompts]

@@ -13,10 +13,8 @@ from kvpage.server.protocol.errors import renamed_params
 from kvpage.server.protocol.messages_request import NAMES, CountRequest, messages_chat
 from kvpage.server.routes.bodies import answer, ignored_fields, read_body
 from kvpage.server.routes.generation import respond
-from kvpage.server.routes.prompts import prompt_of
-from kvpage.server.running.sampling import check_limits
+from kvpage.server.routes.prompts import chat_prompts, checked_model, prompt_of
 from kvpage.server.service import Service
-from kvpage.server.text.text_service import Prompt
 
 router = APIRouter()
 
@@ -28,14 +26,16 @@ async def messages(request: Request) -> Response:
     with renamed_params(NAMES), ExitStack() as stack:
         open_request = stack.enter_context(service.open_request())
         body = await read_body(request, partial(messages_chat, ignored=ignored_fields(request)), open_request)
-        model = service.check_model(body.model)
-        check_limits(body, service.config, service.max_num_waiting)
-        service.runner.check_room(1)
+        model = checked_model(service, body)
+        service.runner.check_room(body.num_prompts)
 
-        async def prompts() -> list[Prompt]:
-            return [await prompt_of(service, body)]
-
-        return await respond(request, body, MessagesFormat(f"msg_{secrets.token_hex(12)}", model), prompts, stack)
+        return await respond(
+            request,
+            body,
+            MessagesFormat(f"msg_{secrets.token_hex(12)}", model),
+            partial(chat_prompts, service, body),
+            stack,
+        )
 
 
 @router.post("/v1/messages/count_tokens")

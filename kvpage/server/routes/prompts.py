@@ -3,11 +3,19 @@
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.protocol.errors import bad_request
+from kvpage.server.running.sampling import check_limits
 from kvpage.server.service import Service
 from kvpage.server.text.chat_template import Chat
 from kvpage.server.text.text_service import Prompt, too_long
 
 AnyRequest = CompletionRequest | ChatRequest
+
+
+def checked_model(service: Service, body: AnyRequest) -> str:
+    """Return the name of the model for the answer to a request within the server's limits. ApiError 400 or 404."""
+    model = service.check_model(body.model)
+    check_limits(body, service.config, service.max_num_waiting)
+    return model
 
 
 async def prompts_of(service: Service, body: CompletionRequest) -> list[Prompt]:
@@ -37,6 +45,11 @@ async def prompt_of(service: Service, body: ChatRequest) -> Prompt:
     prompt = _checked(service, body, rendered)
     _check_sum(service, body, len(prompt.token_ids), 1)
     return prompt
+
+
+async def chat_prompts(service: Service, body: ChatRequest) -> list[Prompt]:
+    """Return the prompt of a chat, as the only one."""
+    return [await prompt_of(service, body)]
 
 
 def chat_of(body: ChatRequest) -> Chat:

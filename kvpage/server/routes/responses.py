@@ -18,10 +18,8 @@ from kvpage.server.protocol.errors import bad_request, renamed_params
 from kvpage.server.protocol.responses_request import NAMES, Asked
 from kvpage.server.routes.bodies import answer, ignored_fields, read_body
 from kvpage.server.routes.generation import respond
-from kvpage.server.routes.prompts import prompt_of
-from kvpage.server.running.sampling import check_limits
+from kvpage.server.routes.prompts import chat_prompts, checked_model
 from kvpage.server.service import Service, caller_of
-from kvpage.server.text.text_service import Prompt
 
 router = APIRouter()
 
@@ -36,12 +34,8 @@ async def responses(request: Request) -> Response:
         tenant, previous = caller_of(request).tenant, asked.body.previous_response_id
         if body is None:
             body = await asyncio.to_thread(lambda: asked.chat(service.responses.messages(tenant, previous)))
-        model = service.check_model(body.model)
-        check_limits(body, service.config, service.max_num_waiting)
-        service.runner.check_room(1)
-
-        async def prompts() -> list[Prompt]:
-            return [await prompt_of(service, body)]
+        model = checked_model(service, body)
+        service.runner.check_room(body.num_prompts)
 
         def keep(response: dict[str, Any], message: dict[str, Any]) -> None:
             if asked.body.store:
@@ -49,7 +43,9 @@ async def responses(request: Request) -> Response:
 
         settings = settings_of(asked, body, model)
         check_numbers(settings)
-        return await respond(request, body, ResponsesFormat(settings, keep), prompts, stack)
+        return await respond(
+            request, body, ResponsesFormat(settings, keep), partial(chat_prompts, service, body), stack
+        )
 
 
 @router.get("/v1/responses/{response_id}")
