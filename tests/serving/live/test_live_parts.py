@@ -135,6 +135,7 @@ def test_requests_that_wait_are_counted_once():
     with admission.arriving():
         queued.append("a")
         asker.start()
+        asker.join(0.1)  # it waits for the lock; without one it would count the request twice
     asker.join()
     assert not refused and admission.num_arriving == 1
     admission.enter("c", lambda: None)
