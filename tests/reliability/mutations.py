@@ -10,6 +10,7 @@ import argparse
 import importlib
 import json
 import os
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -121,8 +122,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", choices=SUITES, metavar="FILE", help=", ".join(SUITES))
     parser.add_argument("--only", default="", help="mutants whose description contains this")
+    parser.add_argument("--sample", type=int, default=sys.maxsize, help="so many mutants, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=40, help="of each test with parameters")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of tests that a mutant is tried with")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, for the tests that a mutant is tried with")
     parser.add_argument("--operations", type=int, default=20_000, help="of the native program, with each of its seeds")
     parser.add_argument("--failures", type=int, default=16_000, help="of allocations in the native program")
     parser.add_argument("--stage", choices=["program", "python", "both"], default="both", help="who is asked of C++")
@@ -138,20 +141,23 @@ def main() -> int:
 
     results, explained = Results(), Explained.read()
 
-    def is_wanted(mutant: Mutant) -> bool:
-        is_known = options.again and (results.has(mutant) or mutant in explained)
-        return options.only in str(mutant) and not is_known
+    def drawn(mutants: list[Mutant]) -> list[int]:
+        indices = [index for index, mutant in enumerate(mutants) if options.only in str(mutant)]
+        return sorted(random.Random(options.seed).sample(indices, min(options.sample, len(indices))))
+
+    def is_known(mutant: Mutant) -> bool:
+        return results.has(mutant) or mutant in explained
 
     def indices_of(mutants: list[Mutant]) -> list[int]:
-        return [index for index, mutant in enumerate(mutants) if is_wanted(mutant)]
+        return [index for index in drawn(mutants) if not (options.again and is_known(mutants[index]))]
 
     try_files = try_native if options.files[0].endswith(".cpp") else try_python
     mutants, killed_by = try_files(options, indices_of)
     results.add([mutants[index] for index, killer in killed_by.items() if killer])
     if options.again:
         before = "noticed before"
-        known = [i for i, each in enumerate(mutants) if i not in killed_by and (results.has(each) or each in explained)]
-        killed_by |= {i: before if results.has(mutants[i]) else None for i in known}
+        known = [index for index in drawn(mutants) if index not in killed_by and is_known(mutants[index])]
+        killed_by |= {index: before if results.has(mutants[index]) else None for index in known}
     return 1 if report(mutants, killed_by, explained) else 0
 
 

@@ -24,6 +24,7 @@ from mutation.mutant import Mutant
 NOT_APPLIED, CRASHED, ENDLESS = 252, 253, 254
 MEMORY_BYTES = 4 << 30  # that a mutant may take
 LEAST_SECONDS = 10.0  # before it counts as one that does not end
+POLL_SECONDS = 0.005
 
 
 class Mutants(Protocol):
@@ -168,22 +169,32 @@ def _spread(cases: list[pytest.Item], num: int) -> list[pytest.Item]:
 
 def _in_fork(run: Callable[[], int], seconds: float | None) -> int:
     """What `run` returns in a process of its own, silent; another number if it crashes, or ENDLESS: after so many
-    seconds of the processor, or ten times as many of waiting.
+    seconds of the processor, or ten times as many asleep. A busy machine does not count as either.
     """
     child = os.fork()
     if child == 0:
         _as_child(run, seconds)
-    deadline = None if seconds is None else time.monotonic() + 10 * seconds
+    asleep = 0.0
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             _kill_group(child)
             return os.waitstatus_to_exitcode(status)
-        if deadline is not None and time.monotonic() > deadline:
+        if seconds is not None and asleep > 10 * seconds:
             _kill_group(child)
             os.waitpid(child, 0)
             return ENDLESS
-        time.sleep(0.005)
+        time.sleep(POLL_SECONDS)
+        asleep += POLL_SECONDS * _is_asleep(child)
+
+
+def _is_asleep(process: int) -> bool:
+    """Whether all threads wait for something else than a processor."""
+    try:
+        stats = [thread.read_text() for thread in Path(f"/proc/{process}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)
 
 
 def _as_child(run: Callable[[], int], seconds: float | None) -> NoReturn:

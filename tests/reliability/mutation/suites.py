@@ -5,6 +5,7 @@ MANAGER = [
     "tests/blocks/test_block_manager_edges.py",
     "tests/blocks/test_block_manager_refusals.py",
     "tests/blocks/test_block_manager_swaps.py",
+    "tests/blocks/test_block_manager_interrupts.py",
     "tests/blocks/test_companions.py",
     "tests/blocks/test_load_or_compute.py",
     "tests/blocks/test_block_space.py",
@@ -17,8 +18,12 @@ GROUPS = [
     "tests/blocks/hybrid/test_hybrid_manager.py",
     "tests/blocks/hybrid/test_hybrid_refusals.py",
     "tests/blocks/hybrid/test_hybrid_tiers.py",
+    "tests/blocks/hybrid/test_checkpoint_budget.py",
+    "tests/blocks/hybrid/test_marks_together.py",
+    "tests/blocks/hybrid/test_parting.py",
     "tests/blocks/test_explain.py",
     "tests/blocks/groups/test_group_life.py",
+    "tests/blocks/groups/test_windowed_manager.py",
 ]
 ENGINE_STATES = ["tests/serving/states/test_state_pass.py", "tests/serving/states/test_engine_states.py"]
 MODEL_STATES = [
@@ -39,6 +44,7 @@ STORE = [
     "tests/store/test_several_tiers.py",
     "tests/store/test_store_blocks.py",
     "tests/store/load/test_layer_load.py",
+    "tests/store/test_store_life.py",
 ]
 RECORD = ["tests/store/records/test_record.py", "tests/store/records/test_codec.py"]
 STATES = ["tests/store/states/test_state_records.py", "tests/store/states/test_state_index.py"]
@@ -58,6 +64,8 @@ TOKENS = ["tests/native/test_native_kinds.py"]
 
 SUITES = {
     "kvpage/blocks/manager.py": MANAGER,
+    "kvpage/blocks/load_or_compute.py": ["tests/blocks/test_load_or_compute.py", "tests/blocks/test_explain.py"],
+    "kvpage/blocks/drafted_manager.py": ["tests/blocks/groups/test_drafted_manager.py"],
     "kvpage/blocks/space.py": MANAGER,
     "kvpage/blocks/sequences/growth.py": MANAGER,
     "kvpage/blocks/sequences/sequences.py": MANAGER,
@@ -104,6 +112,7 @@ SUITES = {
     "csrc/slots/slot_tree.cpp": SLOTS,
     "csrc/states/slot_pool.cpp": ["tests/blocks/hybrid/test_slot_pool.py"],
     "csrc/tree/prefix_tree.cpp": TREE,
+    "csrc/tree/prefix_tree_entries.cpp": [*TREE, "tests/blocks/test_tree_entries.py"],
     "csrc/tree/prefix_tree_insert.cpp": TREE,
     "csrc/tree/prefix_tree_forget.cpp": TREE,
     "csrc/tree/prefix_tree_tiers.cpp": TREE,
