@@ -9,13 +9,11 @@ DEAR = {  # batteries of which the smallest part takes seconds
     "a disk that fails": "it waits for tiers that do not answer",
     "compiled kernels": "test_compiled_*.py run such kernels",
     "end to end": "it begins live engines and servers",
-    "hybrids under each condition": "it makes an engine for each condition",
     "native core": "it compiles the core with sanitizers",
     "native memory": "as above",
     "native numbers": "as above",
     "native threads": "as above",
     "redis in trouble": "it waits for a server that does not answer",
-    "windows under each condition": "it makes an engine for each condition",
 }
 BATTERIES = {battery.name: battery for battery in all_batteries()}
 
