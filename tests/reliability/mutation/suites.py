@@ -46,7 +46,11 @@ STORE = [
     "tests/store/load/test_layer_load.py",
     "tests/store/test_store_life.py",
 ]
-RECORD = ["tests/store/records/test_record.py", "tests/store/records/test_codec.py"]
+RECORD = [
+    "tests/store/records/test_record.py",
+    "tests/store/records/test_codec.py",
+    "tests/store/sealed/test_sealed_tier.py",
+]
 STATES = ["tests/store/states/test_state_records.py", "tests/store/states/test_state_index.py"]
 TREE = [
     "tests/blocks/test_tree_edges.py",

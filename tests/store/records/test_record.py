@@ -99,6 +99,18 @@ def test_records_shorter_than_any(num_bytes):
             RecordHead.unpack(data, num_bytes)
 
 
+@pytest.mark.parametrize("num_there", [0, 1, 111])
+def test_less_than_a_header_of_a_record_that_is_said_to_be_whole(num_there):
+    with pytest.raises(CorruptRecord, match="a record has at least 128 bytes"):
+        RecordHead.unpack(HEAD.pack()[:num_there], HEAD.num_bytes)
+
+
+@pytest.mark.parametrize("num_more", [-1, 1, 64])
+def test_a_record_of_another_length_than_its_head_says(num_more):
+    with pytest.raises(CorruptRecord):
+        RecordHead.unpack(HEAD.pack(), HEAD.num_bytes + num_more)
+
+
 def test_meta_that_reaches_beyond_what_is_there():
     packed = HEAD.pack()
     for num_meta, message in ((17, "meta of 17 bytes does not fit"), (LONGEST_META + 1, "meta of 65537 bytes does")):
