@@ -157,7 +157,7 @@ def test_a_client_goes_away() -> None:
     with raw_server(slow) as server:
         outcome = asyncio.run(ask(target_of(server.url), ServeRequest([11], 50, leaves_after=2)))
         assert outcome.status == "aborted"
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while not server.num_left and time.monotonic() < deadline:
             time.sleep(0.01)
         assert server.num_left == 1
@@ -176,7 +176,7 @@ def test_cancellation_ends_a_load_at_once() -> None:
 
     with raw_server(slow) as server:
         asyncio.run(cancelled(server.url))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while not server.num_left and time.monotonic() < deadline:
             time.sleep(0.01)
     assert (len(server.requests), server.num_left) == (1, 1)

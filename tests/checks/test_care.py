@@ -52,5 +52,5 @@ def test_an_end_comes_on_another_thread():
         ended.set()
 
     close_later(close)
-    assert ended.wait(30)
+    assert ended.wait(120)
     assert threads[0] is not threading.current_thread() and not threads[0].daemon

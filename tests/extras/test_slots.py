@@ -68,58 +68,6 @@ def test_an_allocator_without_init_raises():
 # --- PrefixCacheManager: what it says ---
 
 
-def test_eviction_takes_the_least_recently_used_from_its_end():
-    cache = PrefixCacheManager(8)
-    for slot, tokens in enumerate(([1, 2, 3, 4], [1, 2, 5, 6], [7, 8])):
-        cache.insert(tokens, slot, 1)
-        cache.release(tokens)
-    assert cache.num_tokens == 8
-    cache.find([1, 2, 3, 4])
-    cache.insert([9, 9, 9], 3, 1)
-    # 5 6 is the oldest and goes, and then the 8 of 7 8; slot 1 holds what is left of its sequence.
-    assert [cache.find(t).prefix_len for t in ([1, 2, 3, 4], [1, 2, 5, 6], [7, 8], [9, 9, 9])] == [4, 2, 1, 3]
-    assert cache.num_slots == 4 and cache.num_over == 0
-    cache.check()
-
-
-def test_release_gives_back_the_whole_path_of_exactly_one():
-    cache = PrefixCacheManager(4)
-    cache.insert([1, 2, 3, 4], 0, 1)
-    assert cache.pin([1, 2, 9]) == (2, 0, 1)
-    assert cache.pin([8]) == (0, None, None)  # takes none
-    cache.release([])
-    assert cache.num_pins == 2
-    cache.release([1, 2, 3, 4])
-    cache.insert([5, 6], 1, 1)  # 3 4 can go; 1 2 are pinned
-    assert cache.find([1, 2, 3]).prefix_len == 2 and cache.num_over == 0
-    cache.release([1, 2])
-    cache.insert([7, 7], 2, 1)
-    assert cache.find([1, 2]).prefix_len == 0 and cache.num_over == 0
-    for tokens in ([5, 6], [7, 7]):
-        cache.release(tokens)
-    assert cache.num_pins == 0
-
-
-def test_with_all_pinned_it_goes_over_capacity_and_comes_back():
-    cache = PrefixCacheManager(3)
-    assert cache.insert([1, 2, 3], 0, 1) == 0
-    assert cache.insert([4, 5], 1, 1) == cache.num_over == 2
-    assert cache.find([1, 2, 3]) == (3, 0, 1) and cache.find([4, 5]) == (2, 1, 1)
-    cache.release([1, 2, 3])
-    assert (cache.num_tokens, cache.num_over) == (3, 0)
-    assert cache.find([1, 2, 3]) == (1, 0, 1) and cache.find([4, 5]) == (2, 1, 1)
-    cache.release([4, 5])
-    assert cache.num_pins == 0 and cache.num_tokens == 3
-
-
-def test_no_capacity_keeps_what_is_pinned_only():
-    cache = PrefixCacheManager(0)
-    assert cache.insert([1, 2], 0, 1) == 2 and cache.find([1]) == (1, 0, 1)
-    cache.release([1, 2])
-    assert (cache.num_tokens, cache.num_nodes, cache.num_slots) == (0, 0, 0)
-    assert cache.find([1]) == (0, None, None)
-
-
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda t: np.array(t, np.int32)])
 def test_kinds_of_token_ids(kind):
     cache = PrefixCacheManager(10_000)

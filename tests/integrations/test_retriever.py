@@ -266,7 +266,7 @@ class Held:
     def get(self, tokens, namespace=b""):
         with self.lock:
             self.calls.append((namespace, tuple(tokens.tolist())))
-        assert self.go.wait(30)
+        assert self.go.wait(120)
         if self.error:
             raise self.error
 
@@ -281,7 +281,7 @@ def test_retrieval_is_asynchronous_and_fetches_a_segment_once():
         waiting.join(0.05)
         assert waiting.is_alive()
         source.go.set()
-        waiting.join(30)
+        waiting.join(120)
         assert not waiting.is_alive() and task.result(0).k is None
         assert sorted(source.calls) == [(b"a", (1, 9)), (b"a", (2, 9)), (b"b", (1, 9))]
 

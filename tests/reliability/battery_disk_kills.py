@@ -130,7 +130,7 @@ def _kill_once(path: Path, capacity: int, expected: Expected, notes: Notes, rng:
     child = os.fork()
     if child == 0:
         _write_until_killed(path, capacity, dict(expected.tried), notes, seed)
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 120.0
     while notes.num_begun < num_notes and time.monotonic() < end:
         time.sleep(0.0002)
     time.sleep(delay)

@@ -121,12 +121,8 @@ def test_native_mutants_are_noticed_or_not(tmp_path):
     subprocess.run([*command, str(tmp_path / "sample.cpp"), str(mutation / "mutants.cpp")], check=True)
     left = []
     for index, (line, change) in enumerate(changes):
-        try:
-            variables = {"KVPAGE_MUTANT": str(index)}
-            code = subprocess.run([program], env=variables, capture_output=True, timeout=5).returncode
-        except subprocess.TimeoutExpired:
-            code = 1
-        if code == 0:
+        command = ["sh", "-c", 'ulimit -t 2 && exec "$0"', program]  # seconds of the processor: some do not end
+        if subprocess.run(command, env={"KVPAGE_MUTANT": str(index)}, capture_output=True).returncode == 0:
             left.append((line, change))
     assert subprocess.run([program], capture_output=True, text=True, env={}).stdout == "1 < 2\n"
     of_the_function = [(line, change) for line, change in left if line < 12]

@@ -296,11 +296,11 @@ def test_hash_tables_over_what_others_choose_are_seeded():
 
 
 def in_child(work) -> str:
-    """What `work` raised in a forked child, as text; it is killed after 20 s."""
+    """What `work` raised in a forked child, as text; it is killed after 120 s."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:  # nothing of the test run must go on here
-        signal.alarm(20)
+        signal.alarm(120)
         try:
             work()
             os.write(write, b"nothing")

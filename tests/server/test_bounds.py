@@ -101,7 +101,7 @@ def test_the_loop_goes_on_while_a_long_body_is_read(server, monkeypatch):
     is_answered = threading.Event()
 
     def slow(body: bytes) -> Any:
-        assert is_answered.wait(30), "the event loop waits for a body"
+        assert is_answered.wait(120), "the event loop waits for a body"
         return parse_json(body)
 
     async def ask() -> list[int]:

@@ -91,7 +91,7 @@ def test_a_client_that_goes_before_its_prompt_is_read_is_noticed(stream):
             "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "root_path": "",
             "headers": [(b"content-type", b"application/json")], "app": server.app,
         }  # fmt: skip
-        await asyncio.wait_for(server.app(scope, receive, send), 20)
+        await asyncio.wait_for(server.app(scope, receive, send), 120)
         return sent
 
     with running_server(ServerConfig([NAME], num_tokenizer_threads=1)) as server:

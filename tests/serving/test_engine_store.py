@@ -50,7 +50,7 @@ def test_what_is_being_stored_can_be_waited_for() -> None:
         assert engine.saves_under_way() == []
         engine.step()
         (save,) = engine.saves_under_way()
-        assert save.result(30) == 5 * C == store.lookup(PROMPTS[0])
+        assert save.result(120) == 5 * C == store.lookup(PROMPTS[0])
         engine.close()
         assert engine.saves_under_way() == []
 

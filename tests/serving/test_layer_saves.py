@@ -17,7 +17,7 @@ from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.model import attention
 from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
-SOON = 60.0
+SOON = 120.0
 NUM_LAYERS = 3
 PARAMS = SamplingParams(max_tokens=6)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -100,7 +100,7 @@ def test_loaded_from_a_store(tmp_path: Path):
         first.generate([PROMPT], params)
         first.close()
         lookup = store.lookup
-        store.lookup = lambda *args, **kwargs: held.wait(30) and lookup(*args, **kwargs)
+        store.lookup = lambda *args, **kwargs: held.wait(120) and lookup(*args, **kwargs)
         second.use_store(store)
         second.add_request(PROMPT, params)
         second.add_request([1, 2, 3], SamplingParams(max_tokens=1))  # so that the step waits for nothing

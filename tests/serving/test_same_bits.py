@@ -70,7 +70,7 @@ def test_layers_that_arrive_one_by_one(dtype: torch.dtype) -> None:
             assert output.num_cached_tokens == num_cached
             assert outcome(output) == alone(model, [Asked(prompt, PARAMS)])[0]
             for save in engine.saves_under_way():
-                save.result(30)
+                save.result(120)
             engine.reset_prefix_cache()
         engine.close()
 

@@ -234,7 +234,7 @@ def test_what_is_removed_while_it_is_being_written_back_is_gone(change: str) -> 
     slow.then = lambda: (remover.start(), remover.join(0.5), at_work.set())
     slow.begin()
     store.store(tokens, kv_of(tokens))
-    assert at_work.wait(20)
+    assert at_work.wait(120)
     remover.join()
     store.flush()
     assert store.lookup(tokens) == 0
@@ -246,7 +246,7 @@ def test_a_slow_tier_that_is_written_back_keeps_nobody_waiting(call: str) -> Non
     go, is_slow = threading.Event(), threading.Event()
     fast, middle = (MemoryTier(1 << 20, pin_memory=False) for _ in range(2))
     slow = Between("commit", after=False)
-    slow.then = lambda: (is_slow.set(), go.wait(20))
+    slow.then = lambda: (is_slow.set(), go.wait(120))
     store = make(tiers=[Placed(fast), Placed(middle), Placed(slow, is_written_back=True)])
     tokens, others = list(range(C)), list(range(100, 100 + C))
     store.store(others, kv_of(others))
@@ -254,7 +254,7 @@ def test_a_slow_tier_that_is_written_back_keeps_nobody_waiting(call: str) -> Non
     fast.clear()
     slow.begin()
     store.store(tokens, kv_of(tokens))
-    assert is_slow.wait(20)
+    assert is_slow.wait(120)
     done = []
     calls = {
         "store": lambda: done.append(store.store([7] * C, kv_of([7] * C)).result() == 1),
@@ -262,7 +262,7 @@ def test_a_slow_tier_that_is_written_back_keeps_nobody_waiting(call: str) -> Non
     }
     thread = threading.Thread(target=calls[call], daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(120)
     assert done == [True]
     go.set()
     store.flush()

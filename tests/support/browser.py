@@ -68,7 +68,7 @@ class Browser:
 
     def __exit__(self, *error: object) -> None:
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(120)
         os.close(self._to_read)
         os.close(self._to_write)
 

@@ -26,7 +26,7 @@ def serving(app: Any, live: AsyncEngine, port: int = 0) -> Iterator[str]:
         finally:
             live.close()  # ends the feeds of watchers, for which uvicorn would wait
             runs.should_exit = True
-            thread.join(20)
+            thread.join(120)
             assert not thread.is_alive(), "the server does not end"
 
 

@@ -39,7 +39,7 @@ class Launched:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
         for process in self._running:
-            process.wait(30)
+            process.wait(120)
 
     def logs(self, num_lines: int = 15) -> str:
         """Return the ends of all logs, for messages."""

@@ -15,7 +15,7 @@ from support.ports import free_port
 
 MISSING = shutil.which("redis-server") is None
 needs_redis = pytest.mark.skipif(MISSING, reason="needs redis-server (Debian's package redis-server)")
-START_SECONDS = 20
+START_SECONDS = 120
 
 
 class RedisServer:

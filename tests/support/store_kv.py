@@ -97,5 +97,5 @@ def written_back(small_records: int):
     large = MemoryTier(1 << 20, pin_memory=False, name="large")
     store = make(tiers=[Placed(small), Placed(large, is_written_back=True)])
     go = threading.Event()
-    stack_of(store).threads.later(lambda: int(go.wait(20)))
+    stack_of(store).threads.later(lambda: int(go.wait(120)))
     return store, small, large, go

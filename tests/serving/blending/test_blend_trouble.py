@@ -46,7 +46,7 @@ class Troubled(MemorySegments):
     def find(self, tokens: np.ndarray, namespace: bytes = b"") -> SegmentKV | None:
         if self.raises:
             raise OSError("gone")
-        self.open.wait(10)
+        self.open.wait(120)
         return super().find(tokens, namespace)
 
     def wants(self, *args: object) -> bool:
@@ -87,7 +87,7 @@ class SlowToKeep(MemorySegments):
             self.go.set()
 
     def keep(self, tokens: np.ndarray, segment: SegmentKV, namespace: bytes = b"") -> None:
-        self.go.wait(20)
+        self.go.wait(120)
         self.longest = max(self.longest, self.num_waiting())
         super().keep(tokens, segment, namespace)
 

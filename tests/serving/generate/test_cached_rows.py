@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.seeds import seed_of
 
 from kvpage import BlockManager, CacheConfig, CacheEngine, ModelConfig, OutOfBlocks, ops
 from kvpage.serving.generate.cached_rows import CachedRows, RowSlots
@@ -252,9 +253,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_random_batches(layout: dict[str, str], num_host_blocks: int) -> None:
     """Several batches at once over few blocks, which also are evicted and come back from the host."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    choose = random.Random(seed)
+    choose = random.Random(seed_of(num_host_blocks))
     model = Model(40, num_host_blocks, **layout)
     batches: list[SimpleNamespace] = []
     counts = dict.fromkeys(("found", "crop", "select", "lacking"), 0)

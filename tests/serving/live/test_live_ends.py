@@ -59,7 +59,7 @@ def test_abort_from_any_thread_keeps_what_there_is():
 
 def test_a_request_ends_at_its_deadline_also_while_it_waits():
     with make_live(max_num_seqs=1) as live:
-        runs, waits = live.submit(PROMPT, LONG, timeout=0.3), live.submit(OTHER, SHORT, timeout=0.01)
+        runs, waits = live.submit(PROMPT, LONG), live.submit(OTHER, SHORT, timeout=0.01)
         outputs = [one for each in waits for one in each]
         assert (outputs[-1].finish_reason, outputs[-1].error, waits.output.error) == ("abort", "deadline", "deadline")
         assert waits.output.token_ids == []

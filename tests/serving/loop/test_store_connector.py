@@ -1,7 +1,6 @@
 """An engine with a store of chunks: what one computed, another loads; whatever the store does, tokens are right."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -121,11 +120,9 @@ def test_a_late_store_is_not_waited_for_and_writes_into_blocks_of_its_own(expect
     gate = threading.Event()
     store.trouble = lambda name: gate.wait() if name == slow else None
     engine = make_engine(store=store, load_or_compute=False, store_deadline=0.05)
-    begin = time.monotonic()
-    outputs = engine.generate(PROMPTS, PARAMS)
+    outputs = engine.generate(PROMPTS, PARAMS)  # it would wait for ever: the gate is closed
     assert [output.token_ids for output in outputs] == expected
     assert [output.num_cached_tokens for output in outputs] == [0, 0, 0, 0]
-    assert time.monotonic() - begin < 30
     assert engine.stats().store.num_late == 3
     gate.set()
     engine.close()

@@ -118,7 +118,7 @@ def test_closing_tells_what_is_left() -> None:
     events = []
 
     def slow(some) -> None:
-        assert go.wait(20)
+        assert go.wait(120)
         events.extend(some)
 
     store.follow(slow)
@@ -197,7 +197,7 @@ def test_a_listener_that_waits_costs_no_more_than_so_many_events(max_waiting: in
 
     def slow(notes: list[TierNote]) -> None:
         is_blocked.set()
-        assert go.wait(20)
+        assert go.wait(120)
         told_keys.extend(note.key for note in notes)
 
     feed = TierFeed([Placed(tier)], max_waiting)

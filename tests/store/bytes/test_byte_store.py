@@ -248,7 +248,7 @@ class SlowTier(MemoryTier):
 
     def create(self, key, num_bytes):
         self.entered.set()
-        assert self.go.wait(20)
+        assert self.go.wait(120)
         return super().create(key, num_bytes)
 
 
@@ -256,7 +256,7 @@ def test_closing_waits_for_calls_and_futures() -> None:
     tier = SlowTier()
     store, source = opened(tier), bytearray(b"x" * 100)
     futures = [store.later.put([key_of(number)], [source]) for number in range(3)]
-    assert tier.entered.wait(20)
+    assert tier.entered.wait(120)
     closing = threading.Thread(target=store.close)
     closing.start()
     while not store.gate._is_closed:
@@ -265,7 +265,7 @@ def test_closing_waits_for_calls_and_futures() -> None:
         store.later.contains([b"k"])
     assert closing.is_alive() and not futures[0].done()
     tier.go.set()
-    closing.join(20)
+    closing.join(120)
     assert [future.result() for future in futures] == [[True]] * 3
 
 
@@ -287,7 +287,7 @@ def test_a_cancelled_future_does_not_hold_the_store_open() -> None:
     tier = SlowTier()
     store = opened(tier)
     first, second = store.later.put([b"a"], [b"1"]), store.later.put([b"b"], [b"2"])
-    assert tier.entered.wait(20) and second.cancel()
+    assert tier.entered.wait(120) and second.cancel()
     tier.go.set()
     assert first.result() == [True] and store.contains([b"b"]) == [False]
     store.close()
@@ -299,14 +299,14 @@ def test_look_ups_and_touches_wait_for_no_read() -> None:
     class Slow(MemoryTier):
         def open(self, keys, timeout=None):
             entered.release()
-            assert go.wait(20)
+            assert go.wait(120)
             return super().open(keys, timeout)
 
     with opened(Slow(1 << 20, pin_memory=False)) as store:
         store.put([b"a"], [b"1"])
         reads = [store.later.get_into([b"a"], [room(1)]) for _ in range(8)]
-        assert entered.acquire(timeout=20)
-        assert store.later.contains([b"a"]).result(20) == store.later.touch([b"a"]).result(20) == [True]
+        assert entered.acquire(timeout=120)
+        assert store.later.contains([b"a"]).result(120) == store.later.touch([b"a"]).result(120) == [True]
         assert not any(read.done() for read in reads)
         go.set()
         assert [read.result() for read in reads] == [[True]] * 8

@@ -86,7 +86,7 @@ class Slow(MemoryTier):
 
     def _bytes(self, entry, begin, end):
         if self.is_slow and begin > 700 and end - begin > 200:
-            self.go.wait(20)
+            self.go.wait(120)
             if self.fails:
                 raise TierError("gone")
         return super()._bytes(entry, begin, end)
@@ -103,21 +103,21 @@ def slow_load():
 def test_the_first_layer_is_there_before_the_second() -> None:
     store, tier, load = slow_load()
     with store, load:
-        assert load.wait(0, timeout=10) == C
+        assert load.wait(0, timeout=120) == C
         with pytest.raises(TimeoutError, match="layer 1 has not come within 0.05 s"):
             load.wait(1, timeout=0.05)
         tier.go.set()
-        assert load.result(timeout=10) == C
+        assert load.result(timeout=120) == C
 
 
 def test_closing_ends_it() -> None:
     store, tier, load = slow_load()
     with store:
-        assert load.wait(0, timeout=10) == C
+        assert load.wait(0, timeout=120) == C
         closer = threading.Thread(target=load.close)
         closer.start()
         tier.go.set()
-        closer.join(10)
+        closer.join(120)
         assert not closer.is_alive() and nobody_reads(tier)
         with pytest.raises(ValueError, match="the load is closed"):
             load.wait(L - 1)
@@ -130,10 +130,10 @@ def test_a_store_is_closed_when_its_loads_are_over() -> None:
     closer = threading.Thread(target=store.close)
     closer.start()
     closer.join(0.3)
-    assert load.wait(0, timeout=10) == C and closer.is_alive()
+    assert load.wait(0, timeout=120) == C and closer.is_alive()
     tier.go.set()
-    closer.join(10)
-    assert load.result(timeout=10) == C and not closer.is_alive()
+    closer.join(120)
+    assert load.result(timeout=120) == C and not closer.is_alive()
     assert nobody_reads(tier)
 
 

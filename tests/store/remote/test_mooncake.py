@@ -17,7 +17,7 @@ from kvpage.store.tiers.tier import TierError
 
 K = [key(i) for i in range(8)]
 DATA = {k: record(k, 1000 + i, seed=i) for i, k in enumerate(K)}
-SOON = 30.0
+SOON = 120.0
 
 
 class Fake:

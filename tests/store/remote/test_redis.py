@@ -18,7 +18,7 @@ from kvpage.store.tiers.tier import TierError  # noqa: E402
 pytestmark = needs_redis
 K = [key(i) for i in range(12)]
 DATA = {k: record(k, 1000 + i, seed=i) for i, k in enumerate(K)}
-SOON = 20.0
+SOON = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_paused_it_keeps_the_deadline_and_recovers(tier, server):
         assert within(timeout, lambda t: put(tier, DATA, t)) is None
         assert within(timeout, lambda t: tier.remove(K, t)) is None
     threads = set(threading.enumerate()) - others
-    end = time.monotonic() + 10.0  # their connections are closed: they wait neither for the server nor for a timeout
+    end = time.monotonic() + SOON  # their connections are closed: they wait neither for the server nor for a timeout
     for thread in threads:
         thread.join(max(end - time.monotonic(), 0.0))
     assert not any(thread.is_alive() for thread in threads)

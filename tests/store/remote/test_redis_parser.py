@@ -57,7 +57,7 @@ def parser_of(data: bytes, rng: random.Random) -> tuple[BulkParser, socket.socke
                 at += step
 
     threading.Thread(target=send, daemon=True).start()
-    near.settimeout(20)
+    near.settimeout(120)
     parser = BulkParser(1 << 16)
     parser.on_connect(SimpleNamespace(_sock=near))
     return parser, near
@@ -135,11 +135,11 @@ def test_can_read():
         parser.on_connect(SimpleNamespace(_sock=near))
         assert not parser.can_read()
         far.sendall(b":1\r\n:2\r\n")
-        assert parser.can_read(20) and parser.read_response() == 1
+        assert parser.can_read(120) and parser.read_response() == 1
         assert parser.can_read() and parser.read_response() == 2  # from what has come already
         assert not parser.can_read(0.001)
         far.close()
-        assert parser.can_read(20)  # the end
+        assert parser.can_read(120)  # the end
         parser.on_disconnect()
         with pytest.raises(redis.ConnectionError):
             parser.can_read()

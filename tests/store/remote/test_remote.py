@@ -12,7 +12,7 @@ from kvpage.store.remote.remote_tier import RemoteTier
 from kvpage.store.tiers.tier import RecordInfo, TierError
 
 K = [key(i) for i in range(8)]
-SOON = 20.0
+SOON = 120.0
 
 
 class Plain(Backend):

@@ -17,7 +17,7 @@ from kvpage.store.tiers.tier import TierError  # noqa: E402
 
 K = [key(i) for i in range(10)]
 DATA = {k: record(k, 1000 + i, seed=i) for i, k in enumerate(K)}
-SOON = 20.0
+SOON = 120.0
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from kvpage import CacheConfig
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
-SOON = 60.0
+SOON = 120.0
 CONFIG = EngineConfig(CacheConfig(block_size=B, num_gpu_blocks=64), load_or_compute=False, store_deadline=SOON)
 
 
