@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=sys.maxsize, help="so many mutants, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=40, help="of each test with parameters")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, for the tests that a mutant is tried with")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, with the tests of a mutant")
     parser.add_argument("--operations", type=int, default=20_000, help="of the native program, with each of its seeds")
     parser.add_argument("--failures", type=int, default=16_000, help="of allocations in the native program")
     parser.add_argument("--stage", choices=["program", "python", "both"], default="both", help="who is asked of C++")

@@ -9,6 +9,8 @@ MANAGER = [
     "tests/blocks/test_companions.py",
     "tests/blocks/test_load_or_compute.py",
     "tests/blocks/test_block_space.py",
+    "tests/blocks/test_block_config.py",
+    "tests/blocks/test_every_manager.py",
     "tests/native/test_left_over.py",
 ]
 GROUPS = [
