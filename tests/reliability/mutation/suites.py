@@ -66,6 +66,7 @@ TREE = [
 COPIES = ["tests/ops/test_copy_plan_edges.py", "tests/ops/test_copy_plan_overlap.py", "tests/ops/test_copy_plan.py"]
 LAUNCHES = ["tests/kernels/test_attention_plan.py", "tests/kernels/test_attention_arguments.py"]
 SLOTS = ["tests/extras/test_slots.py"]
+SEQUENCES = [*MANAGER, "tests/blocks/test_sequence_rows.py", "tests/native/test_no_memory.py"]
 TOKENS = ["tests/native/test_native_kinds.py"]
 
 SUITES = {
@@ -114,6 +115,11 @@ SUITES = {
     "kvpage/store/kv_store.py": STORE,
     "kvpage/store/states/state_index.py": STATES,
     "kvpage/store/states/state_records.py": STATES,
+    "csrc/pool/block_pool.cpp": ["tests/blocks/test_block_pool.py", *TREE],
+    "csrc/sequences/sequence_commit.cpp": SEQUENCES,
+    "csrc/sequences/sequence_growth.cpp": SEQUENCES,
+    "csrc/sequences/sequence_inputs.cpp": SEQUENCES,
+    "csrc/sequences/sequence_rows.cpp": SEQUENCES,
     "csrc/slots/slot_allocator.cpp": SLOTS,
     "csrc/slots/slot_tree.cpp": SLOTS,
     "csrc/states/slot_pool.cpp": ["tests/blocks/hybrid/test_slot_pool.py"],
