@@ -273,7 +273,7 @@ def test_a_save_that_raises_costs_a_step(lfm2: torch.nn.Module, expected: list[l
     with make_store() as store:
         engine = make_engine(lfm2, save_generated=True)
         engine.use_store(store)
-        works, calls = getattr(engine._connectors, where), []
+        works, calls = getattr(engine.debug.connectors, where), []
 
         def fails(*args: object) -> None:
             calls.append(where)
@@ -281,7 +281,7 @@ def test_a_save_that_raises_costs_a_step(lfm2: torch.nn.Module, expected: list[l
                 raise KeyboardInterrupt
             works(*args)
 
-        setattr(engine._connectors, where, fails)
+        setattr(engine.debug.connectors, where, fails)
         ids = [engine.add_request(prompt, PARAMS) for prompt in PROMPTS]
         outputs, num_raised = {}, 0
         while engine.has_unfinished:
