@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.ctrl_c import pythons_handler  # noqa: F401, a fixture for all that is here
+from support.insides import refuses_calls
 from support.store_kv import (
     KV,
     TOKENS,
@@ -39,7 +40,7 @@ def test_closing_waits_for_calls_and_refuses_others(call: str) -> None:
 
     def close() -> None:
         closer.start()
-        closer.join(0.3)
+        until(lambda: refuses_calls(store))
         for other in calls.values():
             with pytest.raises(ValueError, match="the store is closed") as error:
                 other()

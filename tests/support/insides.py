@@ -9,6 +9,7 @@ import kvpage._C as _C
 from kvpage import BlockManager
 from kvpage.blocks.sequences.sequences import Sequences
 from kvpage.store import KVStore
+from kvpage.store.stack.call_gate import HasGate
 from kvpage.store.stack.tier_stack import TierStack
 from kvpage.store.tiered_store import TieredStore
 from kvpage.store.tiers.memory_tier import MemoryTier
@@ -17,6 +18,11 @@ from kvpage.store.tiers.memory_tier import MemoryTier
 def sequences_of(manager: BlockManager) -> Sequences:
     """The sequences on the device and off it."""
     return manager._sequences
+
+
+def refuses_calls(store: HasGate) -> bool:
+    """Whether a store refuses calls from now on, though some may be under way."""
+    return store.gate._is_closed
 
 
 def stack_of(store: TieredStore) -> TierStack:

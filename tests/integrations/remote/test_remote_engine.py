@@ -149,11 +149,13 @@ class Silent:
 def test_aborts_deadlines_and_full_queues_end_the_streams() -> None:
     silent = Silent()
     with live(silent, max_num_waiting=2) as engine:
-        aborted, late = engine.submit([1], PARAMS), engine.submit([1], PARAMS, timeout=0.05)
+        both = [engine.submit([1], PARAMS) for _ in range(2)]
         with pytest.raises(QueueFull):
             engine.submit([1], PARAMS)
-        aborted.abort()
-        assert read(aborted)[1].finish_reason == "abort" and read(late)[1].error == "deadline"
+        for aborted in both:
+            aborted.abort()
+            assert read(aborted)[1].finish_reason == "abort"
+        assert read(engine.submit([1], PARAMS, timeout=0.05))[1].error == "deadline"
         engine.submit([1], PARAMS)  # and nobody reads it
     assert silent.num_open == 0
 

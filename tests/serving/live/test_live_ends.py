@@ -1,13 +1,14 @@
 """Requests of an AsyncEngine that end before their last token, and the ends of the AsyncEngine itself."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -69,20 +70,31 @@ def test_a_request_ends_at_its_deadline_also_while_it_waits():
         check_nothing_left(live)
 
 
+@contextlib.contextmanager
+def held(live: AsyncEngine) -> Iterator[None]:
+    """Let the engine do nothing meanwhile."""
+    gate = threading.Event()
+    live.call(lambda engine: gate.wait())
+    try:
+        yield
+    finally:
+        gate.set()
+
+
 @pytest.mark.parametrize("way", ["break", "raise", "cancel", "drop", "drop reader", "cancel generate", "wait_for"])
 def test_a_request_ends_when_its_consumer_goes(way):
     async def consume(live):
+        if way == "wait_for":
+            with held(live), pytest.raises(asyncio.TimeoutError):
+                request = live.submit(PROMPT, LONG)
+                await asyncio.wait_for(anext(aiter(request)), 0.01)
+            return request
         request = live.submit(PROMPT, LONG)
         if way == "drop":
             return
         if way == "drop reader":
             await anext(aiter(request))
             return
-        if way == "wait_for":
-            live.call(lambda engine: time.sleep(0.3))
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(anext(aiter(request)), 0.01)
-            return request
         async for _ in request:
             if way == "raise":
                 raise ZeroDivisionError
@@ -94,8 +106,10 @@ def test_a_request_ends_when_its_consumer_goes(way):
         async with make_live(num_blocks=256) as live:
             task = asyncio.create_task(live.generate(PROMPT, LONG) if way == "cancel generate" else consume(live))
             if way.startswith("cancel"):
-                await asyncio.sleep(0.02)
-                task.cancel()
+                await asyncio.sleep(0)  # until it has sent its request
+                with held(live):
+                    await asyncio.sleep(0.02)
+                    task.cancel()
             done = (await asyncio.gather(task, return_exceptions=True))[0]
             assert not isinstance(done, AssertionError)
             await asyncio.to_thread(check_nothing_left, live)

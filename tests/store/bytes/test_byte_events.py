@@ -174,7 +174,7 @@ def test_a_listener_cannot_close_the_store(is_closing: bool, caplog: pytest.LogC
     def listener(events: list[ByteEvent]) -> None:
         if is_closing:
             closer.start()
-            until(lambda: store.gate._is_closed)
+            until(lambda: refuses_calls(store))
         with pytest.raises(RuntimeError, match="close must not be called by a listener") as error:
             store.close()
         refused.append(error)

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_stores import HEADER, MEMORY, SIZES, as_kinds, data_of, disk, in_pieces, key_of, opened, room
-from support.insides import names_of
+from support.insides import names_of, refuses_calls
+from support.waiting import until
 
 from kvpage.store import ByteStore, ByteStoreConfig, Placed
 from kvpage.store.tiers.memory_tier import MemoryTier
@@ -259,8 +260,7 @@ def test_closing_waits_for_calls_and_futures() -> None:
     assert tier.entered.wait(120)
     closing = threading.Thread(target=store.close)
     closing.start()
-    while not store.gate._is_closed:
-        pass
+    until(lambda: refuses_calls(store))
     with pytest.raises(ValueError, match="closed"):
         store.later.contains([b"k"])
     assert closing.is_alive() and not futures[0].done()
