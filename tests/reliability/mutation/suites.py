@@ -70,12 +70,12 @@ SEQUENCES = [*MANAGER, "tests/blocks/test_sequence_rows.py", "tests/native/test_
 TOKENS = ["tests/native/test_native_kinds.py"]
 
 SUITES = {
-    "kvpage/blocks/manager.py": MANAGER,
+    "kvpage/blocks/manager.py": [*MANAGER, *GROUPS],
     "kvpage/blocks/load_or_compute.py": ["tests/blocks/test_load_or_compute.py", "tests/blocks/test_explain.py"],
     "kvpage/blocks/drafted_manager.py": ["tests/blocks/groups/test_drafted_manager.py"],
     "kvpage/blocks/space.py": MANAGER,
-    "kvpage/blocks/sequences/growth.py": MANAGER,
-    "kvpage/blocks/sequences/sequences.py": MANAGER,
+    "kvpage/blocks/sequences/growth.py": [*MANAGER, *GROUPS],
+    "kvpage/blocks/sequences/sequences.py": [*MANAGER, *GROUPS],
     "kvpage/blocks/groups/all_groups.py": GROUPS,
     "kvpage/blocks/groups/group.py": GROUPS,
     "kvpage/blocks/groups/window_group.py": GROUPS,

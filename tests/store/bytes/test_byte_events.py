@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from support.byte_stores import MEMORY, data_of, disk, key_of, opened, room
-from support.insides import names_of
+from support.insides import names_of, refuses_calls
 from support.store_kv import corrupt
 from support.waiting import until
 
