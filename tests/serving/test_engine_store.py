@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.engines import PATIENCE
 from support.insides import stack_of
 from support.models import generate_each, make_model, make_prompts
 
@@ -18,7 +19,7 @@ PROMPTS = make_prompts([5 * C + 3, 3 * C, C + 1, 3])
 def make_engine(num_blocks: int = 128, kind: str = "llama", **fields: object) -> Engine:
     options = {name: fields.pop(name) for name in ("load_or_compute", "kv_scales") if name in fields}
     config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, **fields)
-    return Engine.from_model(make_model(kind), EngineConfig(config, **options))
+    return Engine.from_model(make_model(kind), EngineConfig(config, **{**PATIENCE, **options}))
 
 
 def serve(engine: Engine, store: KVStore) -> tuple[list[list[int]], list[int]]:

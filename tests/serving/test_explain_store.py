@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.dict_store import StandIn
+from support.engines import PATIENCE
 from support.models import make_model, make_prompts
 from support.state_models import make_state_model
 
@@ -32,7 +33,9 @@ def lfm2() -> torch.nn.Module:
 
 
 def make_engine(model: torch.nn.Module, **fields: Any) -> Engine:
-    return Engine.from_model(model, EngineConfig(CacheConfig(B, 64), **{"load_or_compute": False, **fields}))
+    return Engine.from_model(
+        model, EngineConfig(CacheConfig(B, 64), **{"load_or_compute": False, **PATIENCE, **fields})
+    )
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from support.engines import PATIENCE
 from support.models import generate_each, make_model, make_prompts
 from support.store_engines import B, C
 from transformers import PreTrainedModel
@@ -37,7 +38,7 @@ def store(model) -> Iterator[KVStore]:
 
 def make_worker(model: PreTrainedModel, store: KVStore, num_layers: int = 1, num_blocks: int = 64, **fields) -> Engine:
     settings = {"save_portions": True, "load_or_compute": False, **fields}
-    engine = Engine.from_model(model, EngineConfig(CacheConfig(B, num_blocks), **settings))
+    engine = Engine.from_model(model, EngineConfig(CacheConfig(B, num_blocks), **{**PATIENCE, **settings}))
     engine.use_store(LayerwiseStore(store, engine.cache, num_layers))
     return engine
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 import transformers as tf
+from support.engines import PATIENCE
 from support.models import VOCAB
 from support.state_loop import POISON
 
@@ -17,7 +18,7 @@ B = 4
 def make_engine(model: tf.PreTrainedModel, num_blocks: int = 96, num_host_blocks: int = 0, **fields) -> Engine:
     """An engine whose free slots, and blocks, are poisoned."""
     cache = CacheConfig(B, num_blocks, num_cpu_blocks=num_host_blocks)
-    engine = Engine.from_model(model, EngineConfig(cache, **{"max_num_seqs": 4, **fields}))
+    engine = Engine.from_model(model, EngineConfig(cache, **{"max_num_seqs": 4, **PATIENCE, **fields}))
     poison(engine)
     for layer in engine.cache.gpu_cache:
         layer.fill_(torch.nan)

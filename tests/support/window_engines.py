@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 import transformers as tf
+from support.engines import PATIENCE
 from support.family_configs import make_config
 from support.models import make_model
 from support.state_engines import finished, greedy
@@ -33,7 +34,7 @@ def make_engine(
 ) -> Engine:
     """An engine whose blocks are poisoned. num_window_blocks: None for one table of all layers."""
     cache = CacheConfig(B, num_blocks, num_cpu_blocks=num_host_blocks)
-    config = EngineConfig(cache, num_window_blocks=num_window_blocks, **{"max_num_seqs": 4, **fields})
+    config = EngineConfig(cache, num_window_blocks=num_window_blocks, **{"max_num_seqs": 4, **PATIENCE, **fields})
     engine = Engine.from_model(model, config)
     poison(engine)
     return engine

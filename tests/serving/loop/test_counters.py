@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from support.dict_store import DictStore
+from support.engines import PATIENCE
 from support.managers import manager_of_states
 from support.models import make_model
 from support.scheduler_steps import B
@@ -194,7 +195,7 @@ def numbers_of(registry: CollectorRegistry) -> dict[Any, float]:
 def engine_of(store: DictStore, num_blocks: int, num_host_blocks: int = 0) -> Engine:
     cache = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
     options = {"load_or_compute": False, "max_num_seqs": 4, "save_generated": True, "residency_sample_rate": 1.0}
-    return Engine.from_model(make_model("llama"), EngineConfig(cache, **options), store=store)
+    return Engine.from_model(make_model("llama"), EngineConfig(cache, **{**PATIENCE, **options}), store=store)
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 30])

@@ -25,7 +25,7 @@ from kvpage.store import BlockStore, KVStore, KVStoreConfig, metadata_of
 from kvpage.store.load import block_chunks
 from kvpage.store.tiers.memory_tier import MemoryTier
 
-B, CHUNK, MAX_TOKENS, PATIENCE = 4, 8, 6, 30
+B, CHUNK, MAX_TOKENS, PATIENCE = 4, 8, 6, 120
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
 PROMPTS = make_prompts([5 * CHUNK + 3, 3 * CHUNK, CHUNK + 1, 3])
 
@@ -113,7 +113,8 @@ def make_engine(
     store: LateStore, is_beside: bool = True, num_blocks: int = 64, num_host_blocks: int = 0, **options
 ) -> Engine:
     config = CacheConfig(block_size=B, num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks)
-    engine = Engine.from_model(make_model("llama"), EngineConfig(config, load_or_compute=False, **options), store=store)
+    fields = {"load_or_compute": False, "store_deadline": 600.0, **options}
+    engine = Engine.from_model(make_model("llama"), EngineConfig(config, **fields), store=store)
     engine.debug.transfers._is_beside = is_beside
     store.of(engine.cache)
     for layer in engine.cache.gpu_cache:

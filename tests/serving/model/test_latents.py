@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from support.engines import PATIENCE
 from support.insides import stack_of
 from support.latent_models import KINDS, MLA, make_latent_model
 from support.models import generate_each, make_model, make_prompts
@@ -58,7 +59,9 @@ def make_engine(kind: str = "deepseek_v3", num_blocks: int = 128, num_host_block
     """An engine whose blocks hold NaN where nothing has been written: what is read without being owned shows."""
     fields = {name: options.pop(name) for name in ("cache_dtype", "layer_layout", "backend") if name in options}
     config = CacheConfig(B, num_blocks, num_host_blocks, **{"backend": "mla", **fields})
-    engine = Engine.from_model(options.pop("model", None) or model_of(kind), EngineConfig(config, **options))
+    engine = Engine.from_model(
+        options.pop("model", None) or model_of(kind), EngineConfig(config, **{**PATIENCE, **options})
+    )
     if not engine.cache.layout.has_token_scales:
         for layer in (*engine.cache.gpu_cache, *engine.cache.cpu_cache):
             layer.fill_(float("nan"))

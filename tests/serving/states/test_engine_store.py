@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.dict_store import StandIn
+from support.engines import PATIENCE
 from support.models import generate_each
 from support.state_engines import states_for
 from support.state_loop import random_tokens
@@ -32,7 +33,9 @@ ENDS = [len(prompt) - 1 for prompt in PROMPTS]
 def make_engine(model: torch.nn.Module, num_blocks: int = 96, **fields: object) -> Engine:
     """What nobody has written is NaN in all blocks, tails and slots."""
     config = CacheConfig(B, num_blocks)
-    engine = Engine.from_model(model, EngineConfig(config, **{"max_num_seqs": 4, "load_or_compute": False, **fields}))
+    engine = Engine.from_model(
+        model, EngineConfig(config, **{"max_num_seqs": 4, "load_or_compute": False, **PATIENCE, **fields})
+    )
     assert engine.states is not None
     engine.states.slots.fill_(0xFF)
     for layer in engine.cache.gpu_cache:
