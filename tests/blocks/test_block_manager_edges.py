@@ -212,6 +212,7 @@ def test_the_name_of_a_sequence_that_is_off_the_device_is_in_use():
     for call in (lambda: manager.allocate(1, OTHERS), lambda: manager.fork(2, 1)):
         with pytest.raises(ValueError, match="seq_id must not be in use, 1 is"):
             call()
+    assert [seq_id in manager for seq_id in (1, 2, 3)] == [True, True, False]
     manager.check()
 
 
