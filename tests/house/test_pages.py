@@ -68,6 +68,12 @@ def test_named_tests_exist(page: Path) -> None:
     assert named <= set(re.findall(r"^ *def (\w+)\(", security, re.MULTILINE)), "tests without a file are of security"
 
 
+def test_every_test_of_a_promise_of_security_is_named() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (pages.ROOT / "docs" / "security.md").read_text()))
+    security = (pages.ROOT / "tests" / "reliability" / "test_security.py").read_text()
+    assert set(re.findall(r"^def (test_\w+)\(", security, re.MULTILINE)) == named
+
+
 def test_links_lead_somewhere(page: Path) -> None:
     for target in pages.links(page.read_text()):
         if target.startswith(("http://", "https://")):
