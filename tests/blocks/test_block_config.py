@@ -3,6 +3,7 @@
 import pytest
 
 from kvpage import BlockConfig, BlockManager, CacheConfig, HostPolicy, Window
+from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.serving import EngineConfig
 
 
@@ -28,7 +29,9 @@ def test_other_options_are_refused(options, error, message):
 @pytest.mark.parametrize("is_caching", [True, False])
 def test_a_manager_has_the_options_of_its_config(is_caching):
     config = BlockConfig(8, 4, is_caching, num_host_blocks=3, host_policy=HostPolicy(1), pin_quota=2)
-    manager = BlockManager.of(config)
+    rule = LoadOrCompute(1, 4, bytes_per_second=1.0)
+    manager = BlockManager.of(config, rule=rule)
+    assert manager.space.rule is rule and BlockManager.of(config).space.rule is not rule
     assert (manager.num_blocks, manager.block_size, manager.enable_prefix_caching) == (8, 4, is_caching)
     assert manager.share_parts is is_caching
     assert manager.space.host_pool.num_blocks == 3 and manager.space.host_policy == HostPolicy(1)
