@@ -268,7 +268,7 @@ def draining(monkeypatch):
                 await work(client)
             await serving
 
-    def run(work, drain_timeout: float = 30.0) -> list[int]:
+    def run(work, drain_timeout: float = 300.0) -> list[int]:
         assert threading.current_thread() is threading.main_thread(), "signals come to the main thread"
         with running_server() as server:
             asyncio.run(beside(server, work, drain_timeout))

@@ -74,7 +74,7 @@ def make_engine(
         "check_layer", "metric", "filters", "seam", "separator", "boundaries", "max_bytes", "deadline",
         "uses_sensitivity",
     )  # fmt: skip
-    fields.setdefault("check_layer", 1)
+    fields = {"check_layer": 1, "deadline": 600.0, **fields}  # seconds: a busy machine is no reason to compute
     config = BlendConfig(ratio=ratio, **{name: fields.pop(name) for name in names if name in fields})
     cache = CacheConfig(block_size=B, num_gpu_blocks=num_blocks)
     return Engine.from_model(model_of(family), EngineConfig(cache, blend=config, **fields), segments=segments)
