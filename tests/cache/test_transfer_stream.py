@@ -236,7 +236,7 @@ pairs = torch.tensor([[6, 0]])
 
 
 def run(code, folder) -> str:
-    done = subprocess.run([sys.executable, "-c", USE + code], text=True, capture_output=True, timeout=120, cwd=folder)
+    done = subprocess.run([sys.executable, "-c", USE + code], text=True, capture_output=True, timeout=600, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout

@@ -122,7 +122,7 @@ def run(code: str) -> list[str]:
         [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{END}{code}"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()

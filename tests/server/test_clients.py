@@ -32,7 +32,7 @@ def served() -> Iterator[tuple[str, Server]]:
 
 @pytest.fixture
 def client(served) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{served[0]}/v1", api_key=KEY, max_retries=0, timeout=60) as found:
+    with openai.OpenAI(base_url=f"{served[0]}/v1", api_key=KEY, max_retries=0, timeout=300) as found:
         yield found
 
 
@@ -107,7 +107,7 @@ HEADERS = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
 def test_the_bytes_of_a_stream(served):
     """Each event is one line and an empty one; the connection serves the next request."""
     url, server = served
-    connection = http.client.HTTPConnection("127.0.0.1", httpx.URL(url).port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", httpx.URL(url).port, timeout=300)
     for _ in range(2):
         connection.request("POST", "/v1/chat/completions", body_of(stream=True), HEADERS)
         response = connection.getresponse()
@@ -127,5 +127,5 @@ def test_curl(served):
     url, _ = served
     headers = [part for name, value in HEADERS.items() for part in ("-H", f"{name}: {value}")]
     command = ["curl", "-sN", "--noproxy", "*", "--max-time", "60", *headers, "-d", "@-", f"{url}/v1/chat/completions"]
-    done = subprocess.run(command, input=body_of(stream=True), capture_output=True, check=True, timeout=90)
+    done = subprocess.run(command, input=body_of(stream=True), capture_output=True, check=True, timeout=600)
     assert done.stdout.startswith(b"data: {") and done.stdout.endswith(b"\n\ndata: [DONE]\n\n")

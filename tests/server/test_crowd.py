@@ -41,7 +41,7 @@ async def one_stream(client: Any, number: int, wanted: list[list[int]]) -> bool:
 
 
 async def one_round(url: str, wanted: list[list[int]]) -> int:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         return sum(await asyncio.gather(*(one_stream(client, number, wanted) for number in range(NUM_STREAMS))))
 
 

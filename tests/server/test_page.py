@@ -168,13 +168,13 @@ def test_a_watcher_that_does_not_read_is_dropped(monkeypatch):
         feed = server.app.state.service.feed
         until(lambda: feed.num_watchers == 1)
         until(lambda: feed.num_watchers == 0)
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=300).status_code == 200
 
 
 def test_a_watcher_that_goes_is_watched_for_no_more():
     with listening_server() as (url, server):
         feed = server.app.state.service.feed
-        with httpx.stream("GET", f"{url}/kvpage/live", timeout=20) as response:
+        with httpx.stream("GET", f"{url}/kvpage/live", timeout=300) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             lines = response.iter_lines()
             assert next(lines).startswith("data: {") and feed.num_watchers == 1

@@ -217,12 +217,12 @@ def test_a_process_serves_from_its_greeting_to_sigterm(folder):
                 r"kvpage serves tiny \(LlamaForCausalLM, .*, cpu; 64 blocks of 8 tokens, \d+ MiB\) at http", greeting
             )
             page = re.search(r"and a page at (http://127.0.0.1:\d+/); try:", greeting).group(1)
-            assert "<title>" in httpx.get(page).text
+            assert "<title>" in httpx.get(page, timeout=300).text
             url, path = re.search(r"curl -N (http://127.0.0.1:\d+)(/v1/\S+)", command).groups()
             assert path == "/v1/chat/completions" and 'Bearer $KVPAGE_API_KEY"' in command
             body = json.loads(re.search(r"-d '(.*)'$", command.strip()).group(1))
-            assert httpx.post(url + path, json=body).status_code == 401
-            answer = httpx.post(url + path, json=body, headers={"authorization": "Bearer secret"}, timeout=60)
+            assert httpx.post(url + path, json=body, timeout=300).status_code == 401
+            answer = httpx.post(url + path, json=body, headers={"authorization": "Bearer secret"}, timeout=300)
             assert events_of(answer.text)[-1]["choices"][0]["finish_reason"] in ("length", "stop")
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0, process.stderr.read()
@@ -264,7 +264,7 @@ def draining(monkeypatch):
             runs = DrainingServer(settings, server.app.state.service, drain_timeout, ready.set)
             serving = asyncio.ensure_future(runs.serve([bound]))
             await ready.wait()
-            async with httpx.AsyncClient(base_url=url_of("127.0.0.1", bound).removesuffix("/v1"), timeout=60) as client:
+            async with httpx.AsyncClient(base_url=url_of("127.0.0.1", bound).removesuffix("/v1"), timeout=300) as client:
                 await work(client)
             await serving
 
@@ -376,7 +376,7 @@ def test_a_folder_that_is_none_is_refused_before_anything_large_is_imported():
         "import sys; from kvpage.tools.serve_cli import serve; from pathlib import Path\ntry: serve(Path('/nowhere'))\n"
     )
     code += "except SystemExit as error: print(error); assert 'transformers' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("kvpage serve: MODEL must be a folder")
 

@@ -202,7 +202,7 @@ def test_a_process_that_does_not_close_ends_all_the_same(tmp_path) -> None:
         "from kvpage.observe.telemetry import Telemetry\n"
         f"telemetry = Telemetry(PrefixTree(BlockPool(1), 1), EventConfig({FREE!r}, {FREE!r}), 0.0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
 
 

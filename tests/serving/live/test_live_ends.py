@@ -329,6 +329,6 @@ def test_a_program_ends_though_nothing_was_closed():
     paths = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
-        timeout=120,
+        timeout=600,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "")
