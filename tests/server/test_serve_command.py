@@ -264,7 +264,8 @@ def draining(monkeypatch):
             runs = DrainingServer(settings, server.app.state.service, drain_timeout, ready.set)
             serving = asyncio.ensure_future(runs.serve([bound]))
             await ready.wait()
-            async with httpx.AsyncClient(base_url=url_of("127.0.0.1", bound).removesuffix("/v1"), timeout=300) as client:
+            url = url_of("127.0.0.1", bound).removesuffix("/v1")
+            async with httpx.AsyncClient(base_url=url, timeout=300) as client:
                 await work(client)
             await serving
 
