@@ -56,11 +56,12 @@ def test_fork_copies_the_shared_block_once_per_writer_but_one():
     manager.check()
 
 
-@pytest.mark.parametrize("count", [np.int64(2), np.int32(2), [np.int64(2)], np.array([2]), (2,)])
+@pytest.mark.parametrize("count", [2, np.int64(2), np.int32(2), [np.int64(2)], np.array([2]), (2,)])
 def test_append_takes_any_integers(count):
     manager = BlockManager(16, B)
     manager.allocate(0, [1] * B)
     manager.append([0], count)
+    manager.append([0], 0)
     assert len(manager.block_ids(0)) == 2
     assert len(manager.slot_mapping(0, np.int32(B), np.int64(B + 2))) == 2
     with pytest.raises(ValueError, match="positions"):

@@ -47,6 +47,16 @@ def test_options(options, text):
         manager_of_states(8, B, **options)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 9])
+def test_one_more_mark(num_tokens):
+    manager = manager_of()
+    begin(manager, 0, range(2 * B))
+    before = manager.stats()
+    with pytest.raises(ValueError, match=rf"num_tokens must be in \[1, 8\], got {num_tokens}"):
+        manager.mark(0, num_tokens)
+    assert manager.stats() == before
+
+
 @pytest.mark.parametrize("start, end", [(-1, 3), (3, 2), (0, 9)])
 def test_portions(start, end):
     manager = manager_of()
