@@ -38,6 +38,9 @@ SCHEDULER = [
     "tests/serving/loop/test_scheduler_queue.py",
     "tests/serving/loop/test_scheduler_states.py",
     "tests/serving/loop/test_scheduler.py",
+    "tests/serving/loop/test_prompt_logprobs.py",
+    "tests/serving/states/test_engine_states.py",
+    "tests/serving/windows/test_window_scheduler.py",
 ]
 STORE = [
     "tests/store/load/test_known_dtype.py",
