@@ -75,7 +75,11 @@ TOKENS = ["tests/native/test_native_kinds.py"]
 
 SUITES = {
     "kvpage/blocks/manager.py": [*MANAGER, *GROUPS],
-    "kvpage/blocks/load_or_compute.py": ["tests/blocks/test_load_or_compute.py", "tests/blocks/test_explain.py"],
+    "kvpage/blocks/load_or_compute.py": [
+        "tests/blocks/test_load_or_compute.py",
+        "tests/blocks/test_block_space.py",
+        "tests/blocks/test_explain.py",
+    ],
     "kvpage/blocks/drafted_manager.py": ["tests/blocks/groups/test_drafted_manager.py"],
     "kvpage/blocks/space.py": MANAGER,
     "kvpage/blocks/sequences/growth.py": [*MANAGER, *GROUPS],

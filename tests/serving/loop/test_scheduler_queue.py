@@ -53,7 +53,10 @@ def test_the_last_in_order_is_preempted_first():
     assert preempted == ["r2", "r0", "r3", "r1"] and ids(scheduler.waiting) == preempted[::-1]
 
 
-@pytest.mark.parametrize(("num_blocks", "max_num_seqs", "num_left"), [(64, 3, 2), (8, 8, 2), (64, 8, 3)])
+@pytest.mark.parametrize(
+    ("num_blocks", "max_num_seqs", "num_left"),
+    [(64, 3, 2), (64, 4, 3), (8, 8, 2), (10, 8, 2), (11, 8, 3), (64, 8, 3)],
+)
 def test_a_waiting_request_preempts_only_those_after_it_and_only_if_it_must(num_blocks, max_num_seqs, num_left):
     """There are too few places, too few blocks (2 each, and one to go on), or enough."""
     scheduler = scheduler_of(num_blocks, max_num_seqs, enable_prefix_caching=False)
@@ -67,7 +70,9 @@ def test_a_waiting_request_preempts_only_those_after_it_and_only_if_it_must(num_
     scheduler.requeue([request for request in scheduler.running if request.request_id == "r3"])
     scheduler.add(ranked(4, 0))
     assert scheduler.has_urgent
+    before = scheduler.preemptions[0]
     step(scheduler)
+    assert scheduler.preemptions[0] - before == 3 - num_left
     assert "r4" in ids(scheduler.running)
     assert [one for one in ids(scheduler.running) if one in {"r0", "r1", "r2"}] == ["r0", "r1", "r2"][:num_left]
     while scheduler.running or scheduler.waiting:
