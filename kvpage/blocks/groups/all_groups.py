@@ -108,6 +108,8 @@ class AllGroups:
         for group in self._groups:
             group.check_settled(seq_id)
             group.check_swap_out(seq_id)
+        for group in self._groups:
+            group.move_on(seq_id)
         self._sequences.swap_out(seq_id)
         for group in self._groups:
             group.swap_out(seq_id)

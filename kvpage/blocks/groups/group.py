@@ -161,6 +161,9 @@ class GroupManager(ABC, Generic[C]):
     def check_swap_out(self, seq_id: SeqId) -> None:
         """Raise OutOfBlocks or ValueError where `swap_out` cannot be done."""
 
+    def move_on(self, seq_id: SeqId) -> None:
+        """Follow the committed tokens, since rows commit tokens without a word to the groups."""
+
     @abstractmethod
     def swap_out(self, seq_id: SeqId) -> None:
         """Free what the sequence holds on the device. The manager's blocks are swapped out already."""
