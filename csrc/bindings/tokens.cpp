@@ -26,6 +26,7 @@ bool read_small(PyObject* list, int32_t* out) {
   bool all_small = true;
   for (Py_ssize_t i = 0; i < size && all_small; i += kStep) {
     const Py_ssize_t end = std::min(i + kStep, size);
+#pragma GCC unroll 8
     for (Py_ssize_t j = i; j < end; ++j) {
       const bool is_plain = PyLong_CheckExact(items[j]);
       all_small &= is_plain && is_small(items[j]);

@@ -26,6 +26,7 @@ from kvpage.server.answers.transcript import Shown, Transcript
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import CompletionRequest
 from kvpage.server.protocol.errors import ApiError, checked, failed
+from kvpage.server.routes.prompts import AnyRequest
 from kvpage.server.running.answer_rules import AnswerRules
 from kvpage.server.running.guides import CompiledGuide, compiled_guide, form_guide
 from kvpage.server.running.runner import Job, abort_all
@@ -35,7 +36,6 @@ from kvpage.server.text.text_service import Prompt
 from kvpage.serving import Detokenizer, LiveRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
-AnyRequest = CompletionRequest | ChatRequest
 FEW_TOKENS = 1024  # whose answer is written at once
 
 

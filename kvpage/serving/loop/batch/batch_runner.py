@@ -144,8 +144,9 @@ class BatchRunner:
         self._transfers.run()
         full = self._manager.rows.inputs(decodes.rows)
         self._transfers.expected.wait(full.block_tables)
-        inputs = DecodeInputs(full) if self._groups is None else self._groups.decodes(decodes.seq_ids, full)
-        return inputs._replace(rows=decodes.rows)
+        if self._groups is None:
+            return DecodeInputs(full, rows=decodes.rows)
+        return self._groups.decodes(decodes.seq_ids, full)._replace(rows=decodes.rows)
 
     def _of_tokens(self, inputs: DecodeInputs, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
         """Return the logits of a step without a capture; see `decode`."""
