@@ -38,13 +38,18 @@ def forked(trial: ConditionTrial) -> None:
 
 
 def wholly_cached(trial: ConditionTrial) -> None:
-    """A prompt comes again, and then its answer before a further question."""
+    """A prompt comes again, and then its answer before a further question.
+
+    Mixers with limits compute an answer by another rule than a prompt: these answers are private, see States.
+    """
     for length in (3 * B, 7 * B + 3):
         engine, prompt = trial.make_engine(), trial.prompt(length)
         answer = trial.ask(engine, prompt, 0)
         trial.ask(engine, prompt, trial.found_at(length - 1))
-        longer = [*prompt, *answer]
-        trial.ask(engine, [*longer, 3, 5], trial.found_at(len(longer) - 1))  # its last token was never computed
+        longer, states = [*prompt, *answer], engine.manager.states
+        shares_answers = states is None or states.options.shares_answers
+        num_shared = len(longer) - 1 if shares_answers else length - 1  # its last token was never computed
+        trial.ask(engine, [*longer, 3, 5], trial.found_at(num_shared))
         trial.check(engine)
 
 

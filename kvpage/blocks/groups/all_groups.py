@@ -94,7 +94,7 @@ class AllGroups:
         )
         match = self._match(prompt)
         try:
-            if self._should_return(seq_id, prompt, match.tier_block_ids()):
+            if self._should_return(seq_id, prompt, match):
                 return self._return(seq_id, prompt, match)
             hit = self._hit(prompt, match)
         except BaseException:
@@ -205,10 +205,15 @@ class AllGroups:
             return agree(self._groups, ids, prompt, min(prompt.most, num_blocks * size + size - 1))
         return agree(self._groups, ids, prompt, min(prompt.most // size, num_blocks) * size)
 
-    def _should_return(self, seq_id: SeqId, prompt: Prompt, ids: PathIds) -> bool:
+    def _should_return(self, seq_id: SeqId, prompt: Prompt, match: Match) -> bool:
         """Return whether all that a sequence had is there, and worth its way back."""
-        own_ids = self._sequences.own_host_ids(seq_id, ids.shape[1])
-        if own_ids is None or not all(group.can_return(seq_id, ids) for group in self._groups):
+        own_ids = self._sequences.own_host_ids(seq_id, match.num_blocks)
+        if own_ids is None:
+            return False
+        if not self._groups and self._space.rule is None:
+            return True
+        ids = match.tier_block_ids()
+        if not all(group.can_return(seq_id, ids) for group in self._groups):
             return False
         if self._space.rule is None:
             return True

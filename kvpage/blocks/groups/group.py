@@ -228,6 +228,8 @@ def agree(groups: Groups, ids: PathIds, prompt: Prompt, most: int) -> Agreement:
     Each round asks the groups that have claimed more than the least. Positions only fall, so it ends, at 0 at last.
     """
     claims = [group.claim(ids, prompt, most) for group in groups]
+    if len(claims) == 1:
+        return Agreement(claims[0].num_tokens, claims)
     least = min([most, *(claim.num_tokens for claim in claims)])
     while any(claim.num_tokens > least for claim in claims):
         claims = [
