@@ -16,8 +16,8 @@ namespace kvpage {
 
 namespace {
 
-// Writes the numbers up to the first that is no plain one of at most 30 bits, and returns whether there is none. It runs
-// no code of Python's, so the list stays as it is.
+// Writes the numbers up to the first that is no plain one of at most 30 bits, and returns whether there is none. It
+// runs no code of Python's, so the list stays as it is.
 bool read_small(PyObject* list, int32_t* out) {
   const Py_ssize_t size = PyList_GET_SIZE(list);
   PyObject** items = reinterpret_cast<PyListObject*>(list)->ob_item;

@@ -12,7 +12,8 @@ Everything happens inside `step` and `compute`: between two of them the caller's
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -150,7 +151,7 @@ class ServingLoop:
 
     def try_step(self) -> Exception | None:
         """Compute one batch; return its exception if that is worth a second try. Its outputs stay where they are."""
-        with HeldInterrupts():  # Ctrl-C is raised after the step, but for one that comes while the model computes
+        with HeldInterrupts():  # as `_stepping`, whose generator would cost each step a microsecond
             self._begin_step()
             try:
                 if self.requests:
@@ -224,6 +225,16 @@ class ServingLoop:
             work()
 
     # --- a step ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Inside, other calls are held back. Ctrl-C is raised after it, but for one while the model computes."""
+        with HeldInterrupts():
+            self._begin_step()
+            try:
+                yield
+            finally:
+                self._end_step()
 
     def _begin_step(self) -> None:
         """Hold other calls back from now on: requests leave the scheduler only as the step wants."""
