@@ -127,9 +127,9 @@ class Asked:
 def first_items(items: Sequence[Item]) -> list[int]:
     """Return the place of the first item of each message that `messages_of` makes."""
     messages, places = list[Item](), list[int]()
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         _add_item(messages, item)
-        places += [place] * (len(messages) - len(places))
+        places += [index] * (len(messages) - len(places))
     return places
 
 

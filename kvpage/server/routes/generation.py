@@ -24,9 +24,8 @@ from kvpage.server.answers.logprobs import ChatLogprobs, CompletionLogprobs, Tok
 from kvpage.server.answers.responses import EventStream, WholeAnswer, end_tasks, until_gone
 from kvpage.server.answers.transcript import Shown, Transcript
 from kvpage.server.protocol.chat_request import ChatRequest
-from kvpage.server.protocol.completion_request import CompletionRequest
+from kvpage.server.protocol.completion_request import AnyRequest, CompletionRequest
 from kvpage.server.protocol.errors import ApiError, checked, failed
-from kvpage.server.routes.prompts import AnyRequest
 from kvpage.server.running.answer_rules import AnswerRules
 from kvpage.server.running.guides import CompiledGuide, compiled_guide, form_guide
 from kvpage.server.running.runner import Job, abort_all

@@ -80,7 +80,7 @@ async def fitting_prompts(service: Service, body: ChatRequest) -> list[Prompt]:
 
     Messages before the first turn and the last turn stay. ApiError 400 where they alone are too long.
     """
-    starts = [place for place, message in enumerate(body.messages) if message.role == "user"]
+    starts = [index for index, message in enumerate(body.messages) if message.role == "user"]
     prompts = await _prompts_if_they_fit(service, body)
     if prompts is not None or len(starts) < 2:
         return prompts or await chat_prompts(service, body)
