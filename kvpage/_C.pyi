@@ -607,20 +607,6 @@ class BlockPool:
         Raises:
             ValueError: The id is out of range.
         """
-    def generations(self, block_ids: _Integers) -> npt.NDArray[np.uint32]:
-        """Return each block's generation, which grows when the block is handed out and when it becomes free.
-
-        It is odd while the block is in use. An id with its generation names one use of the block.
-
-        Args:
-            block_ids: Block ids.
-
-        Returns:
-            uint32 [number of ids], in a new array. A generation begins again at 0 after 2**32 changes.
-
-        Raises:
-            ValueError: An id is out of range.
-        """
     @property
     def num_free(self) -> int:
         """Number of blocks without a reference, which `allocate` can hand out."""

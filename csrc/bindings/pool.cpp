@@ -63,14 +63,6 @@ PyObject* release_one(PyObject* self, PyObject* block_id) {
   });
 }
 
-py::array_t<uint32_t> generations(const BlockPool& pool, const py::object& block_ids) {
-  Integers integers(block_ids, "block_ids");
-  const auto ids = integers.ids();
-  py::array_t<uint32_t> found(static_cast<py::ssize_t>(ids.size()));
-  pool.copy_generations(ids, {found.mutable_data(), ids.size()});
-  return found;
-}
-
 // A method whose one argument may be named, or one whose arguments cannot.
 PyCFunction vector_call(_PyCFunctionFastWithKeywords function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -112,7 +104,6 @@ void bind_pool(py::module_& m) {
   add_fast_pool_methods(pool);
   pool.def(py::init<int64_t>(), py::arg("num_blocks"), doc("BlockPool.__init__"))
       .def("ref_count", &BlockPool::ref_count, py::arg("block_id"), doc("BlockPool.ref_count"))
-      .def("generations", &generations, py::arg("block_ids"), doc("BlockPool.generations"))
       .def_property_readonly("num_free", &BlockPool::num_free, doc("BlockPool.num_free"))
       .def_property_readonly("num_blocks", &BlockPool::num_blocks, doc("BlockPool.num_blocks"))
       .def("check", &BlockPool::check_invariants, py::call_guard<py::gil_scoped_release>(), doc("BlockPool.check"));

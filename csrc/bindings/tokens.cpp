@@ -16,23 +16,17 @@ namespace kvpage {
 
 namespace {
 
-constexpr Py_ssize_t kStep = 64;
-
-// Writes the numbers, and returns whether all are plain ones of at most 30 bits. It runs no code of Python's, so the
-// list stays as it is.
+// Writes the numbers up to the first that is no plain one of at most 30 bits, and returns whether there is none. It
+// runs no code of Python's, so the list stays as it is.
 bool read_small(PyObject* list, int32_t* out) {
   const Py_ssize_t size = PyList_GET_SIZE(list);
   PyObject** items = reinterpret_cast<PyListObject*>(list)->ob_item;
-  bool all_small = true;
-  for (Py_ssize_t i = 0; i < size && all_small; i += kStep) {
-    const Py_ssize_t end = std::min(i + kStep, size);
-    for (Py_ssize_t j = i; j < end; ++j) {
-      const bool is_plain = PyLong_CheckExact(items[j]);
-      all_small &= is_plain && is_small(items[j]);
-      out[j] = is_plain ? static_cast<int32_t>(small_value(items[j])) : 0;
-    }
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* item = items[i];
+    if (!PyLong_CheckExact(item) || !is_small(item)) return false;
+    out[i] = static_cast<int32_t>(small_value(item));
   }
-  return all_small;
+  return true;
 }
 
 py::object small_ints(const py::list& list) {

@@ -11,7 +11,7 @@ namespace kvpage {
 BlockPool::BlockPool(int64_t num_blocks) : num_free_(num_blocks) {
   check(num_blocks >= 0 && num_blocks <= std::numeric_limits<int32_t>::max(),
         "num_blocks must be between 0 and 2**31 - 1, got ", num_blocks);
-  blocks_.resize(static_cast<size_t>(num_blocks));
+  counts_.resize(static_cast<size_t>(num_blocks));
   free_.resize(static_cast<size_t>(num_blocks));
   for (int64_t i = 0; i < num_blocks; ++i) free_[i] = static_cast<int32_t>(num_blocks - 1 - i);
 }
@@ -27,7 +27,7 @@ void BlockPool::allocate(std::span<int32_t> ids) {
   if (needed > num_free_) throw OutOfBlocks(ids.size(), static_cast<size_t>(num_free_));
   std::reverse_copy(free_.begin() + (num_free_ - needed), free_.begin() + num_free_, ids.begin());
   num_free_ -= needed;
-  for (int32_t id : ids) hand_out(id, 1);
+  for (int32_t id : ids) counts_[id] = 1;
 }
 
 void BlockPool::check_id(int64_t block_id) const {
@@ -36,7 +36,7 @@ void BlockPool::check_id(int64_t block_id) const {
 }
 
 uint32_t BlockPool::count_or_zero(int32_t block_id) const {
-  return static_cast<uint32_t>(block_id) < blocks_.size() ? blocks_[block_id].count : 0;
+  return static_cast<uint32_t>(block_id) < counts_.size() ? counts_[block_id] : 0;
 }
 
 // `count` is the block's count before this step of the call; earlier steps are included.
@@ -51,11 +51,11 @@ void BlockPool::share(std::span<const int32_t> ids) {
   std::lock_guard lock(mutex_);
   for (size_t i = 0; i < ids.size(); ++i) {
     const auto id = static_cast<uint32_t>(ids[i]);  // a negative id is out of range, too
-    if (id < blocks_.size() && blocks_[id].count != 0 && blocks_[id].count < kCached - 1) [[likely]] {
-      ++blocks_[id].count;
+    if (id < counts_.size() && counts_[id] != 0 && counts_[id] < kCached - 1) [[likely]] {
+      ++counts_[id];
       continue;
     }
-    for (size_t done = 0; done < i; ++done) --blocks_[ids[done]].count;
+    for (size_t done = 0; done < i; ++done) --counts_[ids[done]];
     refuse(ids[i], count_or_zero(ids[i]), "share");
   }
 }
@@ -69,36 +69,22 @@ void BlockPool::release_locked(std::span<const int32_t> ids) {
   const int64_t num_free_before = num_free_;
   for (size_t i = ids.size(); i-- > 0;) {
     const auto id = static_cast<uint32_t>(ids[i]);
-    if (id < blocks_.size() && blocks_[id].count != 0 && blocks_[id].count < kCached) [[likely]] {
-      if (--blocks_[id].count > 0) continue;
-      ++blocks_[id].generation;
+    if (id < counts_.size() && counts_[id] != 0 && counts_[id] < kCached) [[likely]] {
+      if (--counts_[id] > 0) continue;
       free_[num_free_++] = ids[i];
       continue;
     }
     const uint32_t count = count_or_zero(ids[i]);
-    take_back(num_free_before);
-    for (size_t done = i + 1; done < ids.size(); ++done) ++blocks_[ids[done]].count;
+    num_free_ = num_free_before;
+    for (size_t done = i + 1; done < ids.size(); ++done) ++counts_[ids[done]];
     refuse(ids[i], count, "release");
   }
-}
-
-// Undoes the pushes of a call: the ids are above the stack again, and were never free.
-void BlockPool::take_back(int64_t num_free_before) noexcept {
-  while (num_free_ > num_free_before) --blocks_[free_[--num_free_]].generation;
 }
 
 int64_t BlockPool::ref_count(int64_t block_id) const {
   check_id(block_id);
   std::lock_guard lock(mutex_);
-  return blocks_[block_id].count & ~kCached;
-}
-
-void BlockPool::copy_generations(std::span<const int32_t> ids, std::span<uint32_t> generations) const {
-  std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < ids.size(); ++i) {
-    check_id(ids[i]);
-    generations[i] = blocks_[ids[i]].generation;
-  }
+  return counts_[block_id] & ~kCached;
 }
 
 void BlockPool::adopt(std::span<const int32_t> fresh, std::span<const int32_t> surplus) {
@@ -110,9 +96,9 @@ void BlockPool::check_adoptable(std::span<const int32_t> fresh, std::span<const 
   std::lock_guard lock(mutex_);
   const int64_t num_free_before = num_free_;
   adopt_locked(fresh, surplus);
-  take_back(num_free_before);
-  for (int32_t id : surplus) ++blocks_[id].count;
-  for (int32_t id : fresh) blocks_[id].count = 1;
+  num_free_ = num_free_before;
+  for (int32_t id : surplus) ++counts_[id];
+  for (int32_t id : fresh) counts_[id] = 1;
 }
 
 void BlockPool::adopt_locked(std::span<const int32_t> fresh, std::span<const int32_t> surplus) {
@@ -120,13 +106,13 @@ void BlockPool::adopt_locked(std::span<const int32_t> fresh, std::span<const int
   try {
     for (int32_t id : fresh) {
       check_id(id);
-      if (blocks_[id].count != 1) refuse(id, blocks_[id].count, "cache");
-      blocks_[id].count = 1 | kCached;  // so that the same id, named again, is refused
+      if (counts_[id] != 1) refuse(id, counts_[id], "cache");
+      counts_[id] = 1 | kCached;  // so that the same id, named again, is refused
       ++num_adopted;
     }
     release_locked(surplus);
   } catch (...) {
-    for (int32_t id : fresh.first(num_adopted)) blocks_[id].count = 1;
+    for (int32_t id : fresh.first(num_adopted)) counts_[id] = 1;
     throw;
   }
 }
@@ -136,7 +122,7 @@ int64_t BlockPool::adopt_free(std::span<int32_t> ids) noexcept {
   const int64_t count = std::min(static_cast<int64_t>(ids.size()), num_free_);
   for (int64_t i = 0; i < count; ++i) {
     ids[i] = free_[--num_free_];
-    hand_out(ids[i], 1 | kCached);
+    counts_[ids[i]] = 1 | kCached;
   }
   return count;
 }
@@ -144,33 +130,28 @@ int64_t BlockPool::adopt_free(std::span<int32_t> ids) noexcept {
 void BlockPool::drop(std::span<const int32_t> ids) noexcept {
   std::lock_guard lock(mutex_);
   for (size_t i = ids.size(); i-- > 0;) {
-    blocks_[ids[i]].count = 0;
-    ++blocks_[ids[i]].generation;
+    counts_[ids[i]] = 0;
     free_[num_free_++] = ids[i];
   }
 }
 
 bool BlockPool::all_cached(std::span<const int32_t> ids) const {
   std::lock_guard lock(mutex_);
-  return std::all_of(ids.begin(), ids.end(), [&](int32_t id) { return blocks_[id].count == (1 | kCached); });
+  return std::all_of(ids.begin(), ids.end(), [&](int32_t id) { return counts_[id] == (1 | kCached); });
 }
 
 void BlockPool::check_invariants() const {
   std::lock_guard lock(mutex_);
-  std::vector<bool> is_free(blocks_.size());
+  std::vector<bool> is_free(counts_.size());
   for (int64_t i = 0; i < num_free_; ++i) {
     const int32_t id = free_[i];
     if (is_free[id]) throw std::runtime_error("block " + std::to_string(id) + " is free twice");
-    if (blocks_[id].count != 0) throw std::runtime_error("block " + std::to_string(id) + " is free and has references");
+    if (counts_[id] != 0) throw std::runtime_error("block " + std::to_string(id) + " is free and has references");
     is_free[id] = true;
   }
-  for (size_t id = 0; id < blocks_.size(); ++id)
-    if (blocks_[id].generation % 2 == is_free[id])
-      throw std::runtime_error("block " + std::to_string(id) + " has the generation of " +
-                               (is_free[id] ? "a block in use" : "a free block"));
-  for (size_t id = 0; id < blocks_.size(); ++id) {
-    if (blocks_[id].count == 0 && !is_free[id]) throw std::runtime_error("block " + std::to_string(id) + " is lost");
-    if ((blocks_[id].count & kCached) && blocks_[id].count != (1 | kCached))
+  for (size_t id = 0; id < counts_.size(); ++id) {
+    if (counts_[id] == 0 && !is_free[id]) throw std::runtime_error("block " + std::to_string(id) + " is lost");
+    if ((counts_[id] & kCached) && counts_[id] != (1 | kCached))
       throw std::runtime_error("block " + std::to_string(id) + " is cached and shared");
   }
 }

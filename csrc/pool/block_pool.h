@@ -9,9 +9,6 @@
 // A fresh pool hands out ascending ids. Blocks that are released together come back in the same order when they are
 // allocated again, so that runs of neighbouring blocks, which copies merge, survive.
 //
-// A block's generation grows whenever it becomes free, and when it is handed out: it is odd while the block is in use.
-// So an (id, generation) names one use of the block, and is never found again in a later one.
-//
 // A cached block has exactly one reference, its tree's. No caller can share or release it (pin a Match instead). So
 // evicting it is certain to free it, and a caller who releases a block twice cannot take it from the tree.
 //
@@ -30,7 +27,7 @@ class BlockPool {
   // Throws InvalidArgument unless 0 <= num_blocks < 2^31.
   explicit BlockPool(int64_t num_blocks);
 
-  int64_t num_blocks() const { return static_cast<int64_t>(blocks_.size()); }
+  int64_t num_blocks() const { return static_cast<int64_t>(counts_.size()); }
   int64_t num_free() const;
 
   // Fills `ids` with blocks of one reference each, or throws OutOfBlocks.
@@ -45,9 +42,6 @@ class BlockPool {
 
   // References on the block: 0 if it is free, 1 if it is cached. InvalidArgument if out of range.
   int64_t ref_count(int64_t block_id) const;
-
-  // Fills the generation of each block. InvalidArgument for an id that is out of range.
-  void copy_generations(std::span<const int32_t> ids, std::span<uint32_t> generations) const;
 
   // Throws std::runtime_error that names the broken invariant. O(num_blocks).
   void check_invariants() const;
@@ -73,21 +67,14 @@ class BlockPool {
  private:
   void check_id(int64_t block_id) const;
   void release_locked(std::span<const int32_t> ids);
-  void hand_out(int32_t id, uint32_t count) noexcept { blocks_[id] = {count, blocks_[id].generation + 1}; }
-  void take_back(int64_t num_free_before) noexcept;
   void adopt_locked(std::span<const int32_t> fresh, std::span<const int32_t> surplus);
   uint32_t count_or_zero(int32_t block_id) const;
   [[noreturn]] void refuse(int32_t block_id, uint32_t count, const char* verb) const;
 
   static constexpr uint32_t kCached = 1u << 31;  // beside the count, which is 1
 
-  struct Block {
-    uint32_t count = 0;
-    uint32_t generation = 0;
-  };
-
   mutable std::mutex mutex_;
-  std::vector<Block> blocks_;     // [num_blocks]
+  std::vector<uint32_t> counts_;  // [num_blocks]
   std::vector<int32_t> free_;     // [num_blocks], of which the first num_free_ are the stack
   int64_t num_free_;
 };

@@ -215,8 +215,11 @@ class DraftedManager:
         drafts, tree = self.drafts, self.drafts.tree
         if seq_id in drafts:
             raise ValueError(f"seq_id must not be in use, {seq_id!r} is")
-        match, _ = drafts.space.match(places, name, num_left_over=1 if drafts.enable_prefix_caching else len(places))
+        num_left_over = 1 if drafts.enable_prefix_caching else len(places)
+        match = tree.match(places, name, num_left_over=num_left_over, is_hit=False)
         try:
+            if not drafts.space.should_load(match.num_blocks - match.num_device_blocks):
+                tree.trim(match)
             num_needed = -(-len(places) // drafts.block_size) - match.num_device_blocks
             part = tree.match_part(match, places) if drafts.share_parts else None
             num_part = 0

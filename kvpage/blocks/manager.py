@@ -259,7 +259,9 @@ class BlockManager:
         """Return the smallest number of tokens that `fork` takes of the sequence."""
         seq = self._sequences.state(seq_id)
         fewest = min(max(seq.first_own * self.block_size, 1), seq.num_tokens)
-        return max([fewest, *(group.first_forkable(seq_id, seq.num_tokens) for group in self._groups)])
+        if not self._groups:
+            return fewest
+        return max(fewest, *(group.first_forkable(seq_id, seq.num_tokens) for group in self._groups))
 
     def give_back_room(self, seq_id: SeqId) -> None:
         """Free the blocks that the sequence has beyond its committed tokens, in all groups.
@@ -408,7 +410,10 @@ class BlockManager:
         tokens = some_tokens(tokens)
         if not self.enable_prefix_caching:
             return 0
-        return self._all_groups.position(self.tree.look(tokens[:-1], namespace)[0], Prompt(tokens, namespace, 0, 1))
+        ids = self.tree.look(tokens[:-1], namespace)[0]
+        if not self._groups and self.space.rule is None:
+            return int(ids.shape[1]) * self.block_size
+        return self._all_groups.position(ids, Prompt(tokens, namespace, 0, 1))
 
     @uninterrupted
     def hold_cached(self, tokens: Tokens, namespace: bytes = b"") -> HeldBlocks:

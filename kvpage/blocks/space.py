@@ -6,7 +6,6 @@ Sequences get their blocks by native calls, which add their moves to the same li
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from kvpage._C import BlockPool, Match, PrefixTree
@@ -166,21 +165,6 @@ class BlockSpace:
         """Free host blocks."""
         self.host_pool.release(host_ids)
 
-    def match(self, tokens: Ids, namespace: bytes, priority: int = 0, num_left_over: int = 1) -> tuple[Match, int]:
-        """Return the cached prefix of `tokens`, which does not count as a hit yet.
-
-        num_left_over: At least that many tokens are left to compute.
-
-        Returns:
-            The match, and how many host blocks were left out of it: they are likely computed faster than loaded.
-        """
-        match = self.tree.match(tokens, namespace, priority, num_left_over, is_hit=False)
-        num_host = match.num_blocks - match.num_device_blocks if self._has_host_tier else 0
-        if self.should_load(num_host):
-            return match, 0
-        self.tree.trim(match)
-        return match, num_host
-
     def should_load(self, num_host: int, num_tokens: int | None = None) -> bool:
         """Return whether host blocks are worth their way back. num_tokens: that this saves; None for theirs."""
         return num_host <= 0 or self.rule is None or self.rule.should_load(num_host, num_tokens)
@@ -289,7 +273,7 @@ class BlockSpace:
         """Return the counters, and the state of the host tier now."""
         names = "evicted_blocks", "demoted_blocks", "written_blocks", "promoted_blocks", "host_evicted_blocks"
         return SpaceStats(
-            **{f"{name}_tokens": count for name, count in asdict(self._counts).items()},
+            **{f"{name}_tokens": count for name, count in self._counts._asdict().items()},
             **dict(zip(names, self.tree.counts, strict=True)),
             num_host_blocks=self.host_pool.num_blocks,
             num_free_host_blocks=self.host_pool.num_free,

@@ -14,8 +14,7 @@ class Query(NamedTuple):
     num_refused: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PromptCounts:
+class PromptCounts(NamedTuple):
     """Tokens of prompts; see SpaceStats. All change at once: another thread may read them."""
 
     query: int = 0

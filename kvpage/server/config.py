@@ -76,7 +76,7 @@ class ServerConfig:
         max_stop_characters: Characters of one of them at most.
         max_logprobs: Likeliest tokens beside each chosen one at most, at most 20.
         max_kept_responses: Answers of `/v1/responses` that are kept in memory at most, for requests that name them by
-            `previous_response_id`. Those that were not used for longest are forgotten first.
+            `previous_response_id`. Where room lacks, the tenant that has most forgets its oldest.
         max_kept_bytes: Bytes of all of them at most.
         num_tokenizer_threads: Threads that tokenize and render chats.
         return_tokens_as_ids: Show tokens in `logprobs` as "token_id:17", unless a request says otherwise.

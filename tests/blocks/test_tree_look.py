@@ -1,4 +1,4 @@
-"""What an index beside the tree asks of it: generations, ids in both tiers, names. Beside a model: TreeLife."""
+"""What an index beside the tree asks of it: ids in both tiers, names. Beside a model: TreeLife."""
 
 import numpy as np
 import pytest
@@ -13,23 +13,6 @@ def filled(num_host_blocks=0):
     tree = PrefixTree(pool, B, BlockPool(num_host_blocks) if num_host_blocks else None)
     tree.release(tree.insert(tokens, pool.allocate(3)))
     return pool, tree, tokens
-
-
-def test_a_generation_is_odd_in_use_and_grows_with_each_change():
-    pool = BlockPool(3)
-    assert pool.generations([0, 1, 2]).tolist() == [0, 0, 0] and pool.generations([]).dtype == np.uint32
-    ids = pool.allocate(2)
-    pool.share(ids[:1])
-    assert pool.generations([0, 1, 2]).tolist() == [1, 1, 0]
-    pool.release([0, 1])
-    assert pool.generations([0, 1, 2]).tolist() == [1, 2, 0]
-    pool.release_one(0)
-    assert pool.generations([0]).tolist() == [2] and pool.allocate_one() == 0
-    assert pool.generations([0, 0]).tolist() == [3, 3]
-    for wrong in ([3], [-1]):
-        with pytest.raises(ValueError, match="block id must be between 0"):
-            pool.generations(wrong)
-    pool.check()
 
 
 def test_ids_in_both_tiers():

@@ -17,7 +17,7 @@ CALM_STEPS = 60  # of a life before its calls are made wrong, too: blocks are ca
 WRONG_SHARE = 0.2  # of the calls
 PARTS = ("pool", "tree", "space", "windows", "states", "rows")  # of a part, whose calls are made wrong, too
 READS = frozenset(  # which leave all as it was, also when they are taken
-    ["block_ids", "block_tables", "check", "explain", "first_forkable", "generations", "has_room", "inputs"]
+    ["block_ids", "block_tables", "check", "explain", "first_forkable", "has_room", "inputs"]
     + ["is_free", "is_swapped", "look", "lookup", "num_pinned_only_by", "of", "ref_count", "retrieve"]
     + ["slot_mapping", "slot_of", "slots", "state", "stats", "tables", "version"]
 )

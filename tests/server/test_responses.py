@@ -203,6 +203,36 @@ def test_fields_of_clients_are_taken(server):
     assert posted(server, frobnicate=1, max_output_tokens=1).headers["x-ignored-fields"] == "frobnicate"
 
 
+def test_the_first_turns_are_left_out_if_a_client_asks_for_that(server, monkeypatch):
+    turns = [{"role": role, "content": f"{number} words"} for number in range(20) for role in ("user", "assistant")]
+    turns.append({"role": "user", "content": "and now?"})
+    fields = {"instructions": "be brief", "max_output_tokens": 1}
+    expected = response(server, input=turns[-5:], **fields).usage.input_tokens
+    assert response(server, input=turns, truncation="auto", **fields).usage.input_tokens > 4 * expected
+    monkeypatch.setattr(server.app.state.service, "max_prompt_tokens", expected)
+    for items in (turns, turns[-7:], turns[-5:]):
+        answer = response(server, input=items, truncation="auto", **fields)
+        assert (answer.usage.input_tokens, answer.truncation) == (expected, "auto")
+    monkeypatch.setattr(server.app.state.service, "max_prompt_tokens", 3)
+    for truncation in ("auto", "disabled", None):
+        refused = posted(server, input=turns, truncation=truncation, **fields)
+        assert refused.json()["error"]["code"] == "context_length_exceeded", refused.text
+
+
+def test_errors_name_the_items_of_the_client(server):
+    user, call = {"role": "user", "content": "x"}, {"type": "function_call", "name": "f", "arguments": "{}"}
+    wrong = {"role": "", "content": "x"}
+    first = response(server, max_output_tokens=1).id
+    for fields, name in (
+        ({"input": [wrong]}, "input.0.role"),
+        ({"input": [user, call, call, wrong], "instructions": "be brief"}, "input.3.role"),
+        ({"input": [user, wrong], "instructions": "be brief", "previous_response_id": first}, "input.1.role"),
+        ({"instructions": [wrong]}, "instructions.role"),
+    ):
+        error = posted(server, **fields).json()["error"]
+        assert error["message"].startswith(f"{name} ") and error["param"] == name.partition(".")[0], error
+
+
 def test_an_error_within_a_stream_is_an_event(server, monkeypatch):
     monkeypatch.setattr("kvpage.server.answers.transcript.Transcript.take", lambda *_: 1 / 0)
     last = events(server)
@@ -265,9 +295,8 @@ def test_kept_responses_are_bounded_and_chains_outlive_others():
         kept.response("t", "c")
     assert [message["content"] for message in kept.messages("t", "b")] == ["a", "b"]
     kept.forget("t", "b")
-    assert kept.messages("t", None) == [] and kept.num_bytes == sum(
-        response.num_bytes for response in kept._kept.values()
-    )
+    assert kept.messages("t", None) == []
+    assert kept.num_bytes == len('{"id":"a"}[{"content":"a"}]') + len('{"id":"y"}[{"content":"y"}]')
     for limits in ((0, 10**6), (3, 0), (3, 40)):
         none = KeptResponses(*limits)
         none.keep("t", {"id": "a", "text": "x" * 50}, [], None)
@@ -275,6 +304,18 @@ def test_kept_responses_are_bounded_and_chains_outlive_others():
     kept.keep("t", {"id": "large", "text": "x" * 10**6}, [], None)
     assert len(kept) == 2, "a response too large for all room pushes no other one out"
     assert json.loads(kept.response("t", "a")) == {"id": "a"}
+
+
+@pytest.mark.parametrize("limits", [(4, 10**6), (100, 400)])
+def test_a_tenant_pushes_out_its_own_responses_first(limits):
+    kept = KeptResponses(*limits)
+    kept.keep("small", {"id": "a", "text": "x" * 50}, [], None)
+    for number in range(10):
+        kept.keep("large", {"id": str(number), "text": "x" * 50}, [], None)
+    assert json.loads(kept.response("small", "a"))["id"] == "a" and json.loads(kept.response("large", "9"))["id"] == "9"
+    assert len(kept) <= limits[0] and kept.num_bytes <= limits[1]
+    with pytest.raises(ApiError):
+        kept.response("large", "0")
 
 
 def test_bytes_bound_the_memory_of_responses_that_are_kept():

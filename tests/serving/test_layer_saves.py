@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 from support.engines import PATIENCE
+from support.group_memory import free_blocks
 from support.models import generate_each, make_model, make_prompts
 from support.store_engines import B, C
 from transformers import PreTrainedModel
@@ -155,8 +156,7 @@ def rows_of(cache: CacheEngine, table: list[int], num_tokens: int) -> torch.Tens
 
 def poison(engine: Engine) -> None:
     """Spoil the blocks that nobody owns."""
-    pool, num_blocks = engine.manager.space.pool, engine.cache.num_gpu_blocks
-    is_free = torch.from_numpy(pool.generations(list(range(num_blocks))) % 2 == 0)
+    is_free = torch.from_numpy(free_blocks(engine.manager.space.pool))
     free = is_free.nonzero().flatten().repeat_interleave(B) * B + torch.arange(B).repeat(int(is_free.sum()))
     for cache in engine.cache.bound_caches:
         rows = torch.full((len(free), cache.layout.num_kv_heads, cache.layout.head_size), float("nan"))

@@ -1,5 +1,7 @@
 """DraftMemory: cells of a draft model's blocks that hold the tokens they depend on: those up to the successor's."""
 
+from support.group_memory import free_blocks
+
 from kvpage import BlockManager
 from kvpage.blocks.drafted_manager import positions
 from kvpage.blocks.sequence_state import Allocation
@@ -28,8 +30,7 @@ class DraftMemory:
     def poison(self) -> None:
         """Overwrite what is free."""
         for name, pool in (("device", self.manager.pool), ("host", self.manager.space.host_pool)):
-            is_free = pool.generations(list(range(pool.num_blocks))) % 2 == 0
-            for block_id in is_free.nonzero()[0].tolist():
+            for block_id in free_blocks(pool).nonzero()[0].tolist():
                 self.cells[name][block_id * self.size : (block_id + 1) * self.size] = [POISON] * self.size
 
     def write(self, seq_id: object, tokens: list[int], namespace: bytes, start: int, end: int) -> None:

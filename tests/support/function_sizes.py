@@ -1,15 +1,19 @@
 """Function: a function of a source file with its length in lines, decorators not counted; Python, C++ and CUDA.
 
 The reader of C++ relies on clang-format's layout: a function ends at the first brace that is indented like its head.
+
+`python tests/support/function_sizes.py` prints the files and lines of each room.
 """
 
 import ast
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+PROJECT = Path(__file__).resolve().parents[2]
 NATIVE_SUFFIXES = (".cpp", ".h", ".cu", ".cuh")
 # A brace that opens something else than a function's body.
 NO_FUNCTION = re.compile(
@@ -73,3 +77,22 @@ def first_line(lines: list[str], end: int) -> int:
         if depth <= 0 and not continues or first == 0:
             return first
         first -= 1
+
+
+def print_rooms() -> None:
+    """Print the files and lines of each room, and of each folder that has rooms."""
+    num_files, num_lines = Counter[str](), Counter[str]()
+    for folder in ("kvpage", "csrc", "kernels", "benchmarks", "tests"):
+        for path in (PROJECT / folder).rglob("*.*"):
+            parts = path.relative_to(PROJECT).parts
+            if path.suffix not in (".py", ".pyi", *NATIVE_SUFFIXES) or path.parent.resolve() != path.parent:
+                continue  # folders that an editable install has linked into the package count where they are
+            for room in {folder, "/".join(parts[:2]) if len(parts) > 2 else folder}:
+                num_files[room] += 1
+                num_lines[room] += len(path.read_text().splitlines())
+    for room in sorted(num_lines):
+        print(f"{room:<24} {num_files[room]:>5} files {num_lines[room]:>7} lines")
+
+
+if __name__ == "__main__":
+    print_rooms()

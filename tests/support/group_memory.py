@@ -18,6 +18,11 @@ from kvpage.blocks.space import BlockSpace
 POISON = -1
 
 
+def free_blocks(pool: BlockPool) -> np.ndarray:
+    """Whether nobody owns a block, by id: bool [num_blocks]."""
+    return np.array([pool.ref_count(block_id) == 0 for block_id in range(pool.num_blocks)], bool)
+
+
 class Prefixes:
     """Numbers of prefixes. A prefix is a namespace, or another one with a token more."""
 
@@ -91,7 +96,7 @@ class GroupMemory:
         for tier, each in self.blocks.items():
             for owner, cells in zip(self.owners, each, strict=True):
                 pool = pool_of(owner, tier)
-                is_free = pool.generations(np.arange(pool.num_blocks, dtype=np.int32)) % 2 == 0
+                is_free = free_blocks(pool)
                 cells[: pool.num_blocks][is_free] = POISON
                 for slot, checkpoint in enumerate(self._checkpoints(tier)):
                     num_tail_tokens = checkpoint.num_tokens % self.size if checkpoint else 0

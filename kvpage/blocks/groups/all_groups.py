@@ -23,12 +23,14 @@ class PrefixHit(NamedTuple):
 
     Attributes:
         match: Its blocks, pinned until the match is released.
+        ids: The tree's ids of these blocks.
         num_tokens: Tokens that need not be computed again.
         claims: A claim of each group, all at `num_tokens`.
         num_refused: Host blocks that are likely computed faster than loaded.
     """
 
     match: Match
+    ids: PathIds
     num_tokens: int
     claims: Sequence[Any]
     num_refused: int
@@ -92,7 +94,7 @@ class AllGroups:
         )
         match = self._match(prompt)
         try:
-            if self._should_return(seq_id, prompt, match.tier_block_ids()):
+            if self._should_return(seq_id, prompt, match):
                 return self._return(seq_id, prompt, match)
             hit = self._hit(prompt, match)
         except BaseException:
@@ -108,6 +110,8 @@ class AllGroups:
         for group in self._groups:
             group.check_settled(seq_id)
             group.check_swap_out(seq_id)
+        for group in self._groups:
+            group.move_on(seq_id)
         self._sequences.swap_out(seq_id)
         for group in self._groups:
             group.swap_out(seq_id)
@@ -170,15 +174,17 @@ class AllGroups:
     def _hit(self, prompt: Prompt, match: Match) -> PrefixHit:
         """Return the hit of a match, which is shortened to it, or released if this raises."""
         try:
-            (num_tokens, claims), num_refused = self._agreed(match.tier_block_ids(), prompt)
+            ids = match.tier_block_ids()
+            (num_tokens, claims), num_refused = self._agreed(ids, prompt)
             claims = [
                 group.look_beyond(match, prompt, claim) for group, claim in zip(self._groups, claims, strict=True)
             ]
-            self._space.tree.shorten(match, num_tokens // self._space.block_size)
+            num_blocks = num_tokens // self._space.block_size
+            self._space.tree.shorten(match, num_blocks)
         except BaseException:
             self._space.tree.release(match)
             raise
-        return PrefixHit(match, num_tokens, claims, num_refused)
+        return PrefixHit(match, ids[:, :num_blocks], num_tokens, claims, num_refused)
 
     def _agreed(self, ids: PathIds, prompt: Prompt) -> tuple[Agreement, int]:
         """Return where a prompt begins, and how many host blocks were left out since they are not worth loading."""
@@ -199,10 +205,15 @@ class AllGroups:
             return agree(self._groups, ids, prompt, min(prompt.most, num_blocks * size + size - 1))
         return agree(self._groups, ids, prompt, min(prompt.most // size, num_blocks) * size)
 
-    def _should_return(self, seq_id: SeqId, prompt: Prompt, ids: PathIds) -> bool:
+    def _should_return(self, seq_id: SeqId, prompt: Prompt, match: Match) -> bool:
         """Return whether all that a sequence had is there, and worth its way back."""
-        own_ids = self._sequences.own_host_ids(seq_id, ids.shape[1])
-        if own_ids is None or not all(group.can_return(seq_id, ids) for group in self._groups):
+        own_ids = self._sequences.own_host_ids(seq_id, match.num_blocks)
+        if own_ids is None:
+            return False
+        if not self._groups and self._space.rule is None:
+            return True
+        ids = match.tier_block_ids()
+        if not all(group.can_return(seq_id, ids) for group in self._groups):
             return False
         if self._space.rule is None:
             return True
@@ -215,7 +226,7 @@ class AllGroups:
         num_tail, num_host = hit.num_tokens - num_matched, num_blocks - hit.match.num_device_blocks
         try:
             for group, claim in zip(self._groups, hit.claims, strict=True):
-                group.check_begin(hit.match.tier_block_ids(), claim)
+                group.check_begin(hit.ids, claim)
             block_ids = self._sequences.resume(
                 seq_id,
                 hit.match,
@@ -231,7 +242,8 @@ class AllGroups:
             if not hit.match.is_released:
                 self._space.tree.release(hit.match)
             raise
-        ids = self._sequences.path(seq_id)
+        # With a host tier, blocks have come back, and copies of others may be gone.
+        ids = self._sequences.path(seq_id) if self._space.tree.has_host_tier else hit.ids
         for group, claim in zip(self._groups, hit.claims, strict=True):
             group.begin(seq_id, prompt, ids, claim, block_ids[num_blocks:])
         if seq_id in self._sequences.swapped:

@@ -161,6 +161,9 @@ class GroupManager(ABC, Generic[C]):
     def check_swap_out(self, seq_id: SeqId) -> None:
         """Raise OutOfBlocks or ValueError where `swap_out` cannot be done."""
 
+    def move_on(self, seq_id: SeqId) -> None:
+        """Follow the committed tokens, since rows commit tokens without a word to the groups."""
+
     @abstractmethod
     def swap_out(self, seq_id: SeqId) -> None:
         """Free what the sequence holds on the device. The manager's blocks are swapped out already."""
@@ -225,6 +228,8 @@ def agree(groups: Groups, ids: PathIds, prompt: Prompt, most: int) -> Agreement:
     Each round asks the groups that have claimed more than the least. Positions only fall, so it ends, at 0 at last.
     """
     claims = [group.claim(ids, prompt, most) for group in groups]
+    if len(claims) == 1:
+        return Agreement(claims[0].num_tokens, claims)
     least = min([most, *(claim.num_tokens for claim in claims)])
     while any(claim.num_tokens > least for claim in claims):
         claims = [

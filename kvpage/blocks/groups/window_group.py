@@ -168,9 +168,9 @@ class WindowGroup(GroupManager[Claim]):
     # --- off the device and back ---
 
     def check_swap_out(self, seq_id: SeqId) -> None:
-        """Raise OutOfBlocks unless the host has room for the blocks that are not cached."""
-        self.move_on(seq_id)
-        num_own = self._tables[seq_id].num_own(self._written(seq_id))
+        """Raise OutOfBlocks unless the host has room for the blocks that are not cached once it has moved on."""
+        state = self._sequences.state(seq_id)
+        num_own = self._tables[seq_id].num_own(state.num_written, state.num_cached_blocks)
         if num_own > self.blocks.num_free_host:
             raise OutOfBlocks(num_own, self.blocks.num_free_host)
 

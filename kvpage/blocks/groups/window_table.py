@@ -112,9 +112,14 @@ class WindowTable:
         self.ids += self._blocks.take(max(end - self.end, 0))
         self.num_cached, self.num_arriving = max(self.num_cached, self.first), num_tokens
 
-    def num_own(self, num_written: int) -> int:
-        """Return how many blocks with committed tokens are not cached."""
-        return max(min(-(-num_written // self._blocks.block_size), self.end) - max(self.num_cached, self.first), 0)
+    def num_own(self, num_written: int, num_in_tree: int = 0) -> int:
+        """Return how many blocks with committed tokens are not cached, nor before the window.
+
+        num_in_tree: The tree's blocks, of which `cache` has maybe not been told yet.
+        """
+        size = self._blocks.block_size
+        first = self._blocks.first_block(num_written // size * size)
+        return max(min(-(-num_written // size), self.end) - max(self.num_cached, num_in_tree, self.first, first), 0)
 
     def swap_out(self, num_written: int) -> SwappedWindow:
         """Give all blocks back. Those that are not cached go to the host, where there is room for them."""

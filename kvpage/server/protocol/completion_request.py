@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator, model_validator
 
+from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.errors import bad_request
 from kvpage.server.protocol.sampling_fields import Count, Positive, SamplingFields, within
 
@@ -69,3 +70,7 @@ class CompletionRequest(SamplingFields):
         if self.best_of is not None and self.best_of != self.n:
             raise bad_request(f"best_of must equal n={self.n}, got {self.best_of}", param="best_of")
         return self
+
+
+AnyRequest = CompletionRequest | ChatRequest
+"""A body of a route that generates text."""

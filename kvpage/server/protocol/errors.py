@@ -22,6 +22,7 @@ MESSAGE_TYPES = {
     429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
 UNKNOWN_FIELD = "unknown_field"
+CONTEXT_LENGTH = "context_length_exceeded"
 TOO_LONG = "prompt and max_tokens must fit into"  # the begin of an engine's refusal
 Result = TypeVar("Result")
 REFUSED = (ValueError, TypeError, QueueFull, EngineClosed)
@@ -143,5 +144,5 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineClosed):
         return busy(f"the server takes no more requests: {error}", 5)
     text = str(error)
-    code = "context_length_exceeded" if text.startswith(TOO_LONG) else None
+    code = CONTEXT_LENGTH if text.startswith(TOO_LONG) else None
     return bad_request(text, KNOWN.get(text.partition(" ")[0]), code)  # messages begin with the field's name

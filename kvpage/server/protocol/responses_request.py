@@ -7,13 +7,14 @@
 Fields that chats have beyond OpenAI's are those of /v1/chat/completions.
 """
 
+import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from kvpage.server.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatRequest
-from kvpage.server.protocol.errors import bad_request
+from kvpage.server.protocol.errors import ApiError, bad_request
 from kvpage.server.protocol.request_model import RequestModel, leave_aside, read_model
 from kvpage.server.protocol.sampling_fields import Count, MaxTokens
 
@@ -51,7 +52,7 @@ class ResponsesRequest(RequestModel):
     text: TextForm | None = None
     include: list[str] = []
     max_tool_calls: Count | None = None
-    truncation: str | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
     store: bool = True
     metadata: dict[str, Any] | None = None
     stream: bool = False
@@ -88,22 +89,48 @@ class Asked:
         self._shared = {name: value for name, value in fields.items() if name not in left_out}
         items = [{"role": "user", "content": self.body.input}] if isinstance(self.body.input, str) else self.body.input
         self.new_messages = messages_of(items)
+        self._items = items
 
     def chat(self, earlier: Sequence[Item]) -> ChatRequest:
         """Return the chat. earlier: the messages of the responses before."""
         body = self.body
         instructions = body.instructions or []
         first = [{"role": SYSTEM, "content": instructions}] if isinstance(instructions, str) else instructions
+        opening = messages_of(first)
         fields = {
             **self._shared,
-            "messages": [*messages_of(first), *earlier, *self.new_messages],
+            "messages": [*opening, *earlier, *self.new_messages],
             "max_completion_tokens": body.max_output_tokens,
             "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
             "response_format": None if body.text is None else _form(body.text.format),
             "stream": body.stream,
             "stream_options": {"include_usage": True},
         }
-        return read_model(ChatRequest, fields, ignored=self._ignored)
+        try:
+            return read_model(ChatRequest, fields, ignored=self._ignored)
+        except ApiError as error:
+            self._name_item(error, len(opening), len(earlier))
+            raise
+
+    def _name_item(self, error: ApiError, num_opening: int, num_earlier: int) -> None:
+        """Name the client's own item in an error of a message, since others stand before it in the chat."""
+        match = re.match(r"messages\.(\d+)", error.message)
+        if match is None:
+            return
+        index = int(match[1]) - num_opening - num_earlier
+        if index >= 0:
+            error.message = f"messages.{first_items(self._items)[index]}{error.message[match.end() :]}"
+        elif int(match[1]) < num_opening:
+            error.param, error.message = "instructions", f"instructions{error.message[match.end() :]}"
+
+
+def first_items(items: Sequence[Item]) -> list[int]:
+    """Return the place of the first item of each message that `messages_of` makes."""
+    messages, places = list[Item](), list[int]()
+    for index, item in enumerate(items):
+        _add_item(messages, item)
+        places += [index] * (len(messages) - len(places))
+    return places
 
 
 def messages_of(items: Sequence[Item]) -> list[Item]:
@@ -115,22 +142,26 @@ def messages_of(items: Sequence[Item]) -> list[Item]:
     """
     messages = list[Item]()
     for item in items:
-        kind = item.get("type", "message")
-        if kind == "message":
-            _add_message(messages, item)
-        elif kind == "function_call":
-            call = {"id": item.get("call_id") or item.get("id"), "type": "function",
-                    "function": {"name": item.get("name"), "arguments": item.get("arguments")}}  # fmt: skip
-            _turn(messages).setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            output = item.get("output")
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-        elif kind == "reasoning":
-            if thought := _thought(item):
-                _turn(messages, begins=True)["reasoning_content"] = thought
-        else:
-            raise bad_request(f"input: items of the type {str(kind)[:40]!r} are not served", param="input")
+        _add_item(messages, item)
     return messages
+
+
+def _add_item(messages: list[Item], item: Item) -> None:
+    kind = item.get("type", "message")
+    if kind == "message":
+        _add_message(messages, item)
+    elif kind == "function_call":
+        call = {"id": item.get("call_id") or item.get("id"), "type": "function",
+                "function": {"name": item.get("name"), "arguments": item.get("arguments")}}  # fmt: skip
+        _turn(messages).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = item.get("output")
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind == "reasoning":
+        if thought := _thought(item):
+            _turn(messages, begins=True)["reasoning_content"] = thought
+    else:
+        raise bad_request(f"input: items of the type {str(kind)[:40]!r} are not served", param="input")
 
 
 def _add_message(messages: list[Item], item: Item) -> None:

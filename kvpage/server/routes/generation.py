@@ -24,7 +24,7 @@ from kvpage.server.answers.logprobs import ChatLogprobs, CompletionLogprobs, Tok
 from kvpage.server.answers.responses import EventStream, WholeAnswer, end_tasks, until_gone
 from kvpage.server.answers.transcript import Shown, Transcript
 from kvpage.server.protocol.chat_request import ChatRequest
-from kvpage.server.protocol.completion_request import CompletionRequest
+from kvpage.server.protocol.completion_request import AnyRequest, CompletionRequest
 from kvpage.server.protocol.errors import ApiError, checked, failed
 from kvpage.server.running.answer_rules import AnswerRules
 from kvpage.server.running.guides import CompiledGuide, compiled_guide, form_guide
@@ -35,7 +35,6 @@ from kvpage.server.text.text_service import Prompt
 from kvpage.serving import Detokenizer, LiveRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
-AnyRequest = CompletionRequest | ChatRequest
 FEW_TOKENS = 1024  # whose answer is written at once
 
 

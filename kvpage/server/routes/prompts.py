@@ -1,14 +1,12 @@
 """Prompts: the inputs of requests, as token ids that fit into the model."""
 
 from kvpage.server.protocol.chat_request import ChatRequest
-from kvpage.server.protocol.completion_request import CompletionRequest
+from kvpage.server.protocol.completion_request import AnyRequest, CompletionRequest
 from kvpage.server.protocol.errors import bad_request
 from kvpage.server.running.sampling import check_limits
 from kvpage.server.service import Service
 from kvpage.server.text.chat_template import Chat
 from kvpage.server.text.text_service import Prompt, too_long
-
-AnyRequest = CompletionRequest | ChatRequest
 
 
 def checked_model(service: Service, body: AnyRequest) -> str:

@@ -14,12 +14,13 @@ from starlette.responses import Response
 
 from kvpage.server.answers.responses_format import ResponsesFormat
 from kvpage.server.protocol.chat_request import ChatRequest
-from kvpage.server.protocol.errors import bad_request, renamed_params
+from kvpage.server.protocol.errors import CONTEXT_LENGTH, ApiError, bad_request, renamed_params
 from kvpage.server.protocol.responses_request import NAMES, Asked
 from kvpage.server.routes.bodies import answer, ignored_fields, read_body
 from kvpage.server.routes.generation import respond
 from kvpage.server.routes.prompts import chat_prompts, checked_model
 from kvpage.server.service import Service, caller_of
+from kvpage.server.text.text_service import Prompt
 
 router = APIRouter()
 
@@ -43,8 +44,9 @@ async def responses(request: Request) -> Response:
 
         settings = settings_of(asked, body, model)
         check_numbers(settings)
+        make_prompts = fitting_prompts if asked.body.truncation == "auto" else chat_prompts
         return await respond(
-            request, body, ResponsesFormat(settings, keep), partial(chat_prompts, service, body), stack
+            request, body, ResponsesFormat(settings, keep), partial(make_prompts, service, body), stack
         )
 
 
@@ -71,6 +73,40 @@ def asked_chat(fields: dict[str, Any], ignored: set[str] | None) -> tuple[Asked,
     """
     asked = Asked(fields, ignored)
     return asked, asked.chat([]) if asked.body.previous_response_id is None else None
+
+
+async def fitting_prompts(service: Service, body: ChatRequest) -> list[Prompt]:
+    """Return the prompt of a chat without its first turns, as few as make it fit into the model.
+
+    Messages before the first turn and the last turn stay. ApiError 400 where they alone are too long.
+    """
+    starts = [index for index, message in enumerate(body.messages) if message.role == "user"]
+    prompts = await _prompts_if_they_fit(service, body)
+    if prompts is not None or len(starts) < 2:
+        return prompts or await chat_prompts(service, body)
+    fewest, most = 1, len(starts) - 1
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if await _prompts_if_they_fit(service, _shortened(body, starts, middle)) is None:
+            fewest = middle + 1
+        else:
+            most = middle
+    return await chat_prompts(service, _shortened(body, starts, fewest))
+
+
+async def _prompts_if_they_fit(service: Service, body: ChatRequest) -> list[Prompt] | None:
+    try:
+        return await chat_prompts(service, body)
+    except ApiError as error:
+        if error.code != CONTEXT_LENGTH:
+            raise
+        return None
+
+
+def _shortened(body: ChatRequest, starts: list[int], num_turns: int) -> ChatRequest:
+    """Return a chat without its first turns, which begin at `starts`."""
+    messages = [*body.messages[: starts[0]], *body.messages[starts[num_turns] :]]
+    return body.model_copy(update={"messages": messages})
 
 
 def check_numbers(settings: dict[str, Any]) -> None:
@@ -111,5 +147,5 @@ def settings_of(asked: Asked, body: ChatRequest, model: str) -> dict[str, Any]:
         "tool_choice": body.tool_choice or "auto",
         "tools": fields.tools or [],
         "top_p": body.top_p,
-        "truncation": "disabled",
+        "truncation": fields.truncation,
     }

@@ -1,12 +1,14 @@
-"""KeptResponses: the last responses, for those that follow them.
+"""KeptResponses: the last responses of each tenant, for those that follow them.
 
-A response keeps its own messages, and the id of the one before it. The ones that were used last stay; an earlier one of
-a chain outlives the later ones.
+A response keeps its own messages, and the id of the one before it. Where room lacks, the tenant that has most forgets
+the one that it used longest ago: no tenant's work pushes out the few responses of another. An earlier one of a chain
+outlives the later ones.
 """
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pydantic_core
@@ -36,36 +38,68 @@ class KeptResponse:
         return len(self.response) + len(self.messages)
 
 
+@dataclass(slots=True)
+class TenantResponses:
+    """The responses of one tenant.
+
+    Attributes:
+        by_id: The responses, least recently used first.
+        num_bytes: Bytes of all of them.
+    """
+
+    by_id: OrderedDict[str, KeptResponse] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
+
+    def add(self, response_id: str, response: KeptResponse) -> None:
+        """Add a response."""
+        self.by_id[response_id] = response
+        self.num_bytes += response.num_bytes
+
+    def remove(self, response_id: str) -> None:
+        """Remove a response."""
+        self.num_bytes -= self.by_id.pop(response_id).num_bytes
+
+    def touch(self, response_id: str | None) -> None:
+        """Note that a response and those before it were used, the first one as the last."""
+        while response_id is not None and (response := self.by_id.get(response_id)) is not None:
+            self.by_id.move_to_end(response_id)
+            response_id = response.previous
+
+
 class KeptResponses:
     """The last responses of all tenants. Any thread may call it: long answers are written beside the event loop.
 
     Args:
         max_responses: Responses at most.
         max_bytes: Bytes of all of them at most.
-
-    Attributes:
-        num_bytes: Bytes of all of them.
     """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
-        self._max_responses, self._max_bytes, self.num_bytes = max_responses, max_bytes, 0
-        self._kept: OrderedDict[tuple[str, str], KeptResponse] = OrderedDict()
+        self._max_responses, self._max_bytes = max_responses, max_bytes
+        self._tenants: dict[str, TenantResponses] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(len(tenant.by_id) for tenant in self._tenants.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(tenant.num_bytes for tenant in self._tenants.values())
 
     def keep(self, tenant: str, response: Fields, messages: list[Fields], previous: str | None) -> None:
-        """Keep a response, and forget those that were not used for longest. One that is too large is not kept."""
+        """Keep a response, and forget others where room lacks. One that is too large is not kept."""
         entry = KeptResponse(pydantic_core.to_json(response), pydantic_core.to_json(messages), previous)
         if entry.num_bytes > self._max_bytes:
             return
         with self._lock:
-            self._kept[tenant, response["id"]] = entry
-            self.num_bytes += entry.num_bytes
-            self._touch(tenant, response["id"])
-            while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
-                self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+            responses = self._tenants.setdefault(tenant, TenantResponses())
+            responses.add(response["id"], entry)
+            responses.touch(response["id"])
+            while len(self) > self._max_responses:
+                self._make_room(lambda name: len(self._tenants[name].by_id))
+            while self.num_bytes > self._max_bytes:
+                self._make_room(lambda name: self._tenants[name].num_bytes)
 
     def response(self, tenant: str, response_id: str) -> bytes:
         """Return a response as JSON. ApiError 404 for one that is not kept."""
@@ -75,8 +109,8 @@ class KeptResponses:
     def forget(self, tenant: str, response_id: str) -> None:
         """Forget a response. ApiError 404 for one that is not kept."""
         with self._lock:
-            self.num_bytes -= self._entry(tenant, response_id).num_bytes
-            del self._kept[tenant, response_id]
+            self._entry(tenant, response_id)
+            self._remove(tenant, response_id)
 
     def messages(self, tenant: str, response_id: str | None) -> list[Fields]:
         """Return the messages of a response and of all before it. ApiError 404 if one of them is not kept."""
@@ -85,18 +119,24 @@ class KeptResponses:
             while response_id is not None:
                 chain.append(self._entry(tenant, response_id, "previous_response_id"))
                 response_id = chain[-1].previous
-            self._touch(tenant, first)
+            if tenant in self._tenants:
+                self._tenants[tenant].touch(first)
         return [message for response in reversed(chain) for message in pydantic_core.from_json(response.messages)]
 
     def _entry(self, tenant: str, response_id: str, param: str | None = None) -> KeptResponse:
-        response = self._kept.get((tenant, response_id))
+        responses = self._tenants.get(tenant)
+        response = None if responses is None else responses.by_id.get(response_id)
         if response is None:
             message = f"the response {response_id[:80]!r} is not kept here, or no more"
             raise ApiError(404, message, param=param, code="response_not_found")
         return response
 
-    def _touch(self, tenant: str, response_id: str | None) -> None:
-        """Note that a response and those before it were used, the first one as the last."""
-        while response_id is not None and (response := self._kept.get((tenant, response_id))) is not None:
-            self._kept.move_to_end((tenant, response_id))
-            response_id = response.previous
+    def _make_room(self, share_of: Callable[[str], int]) -> None:
+        """Forget the oldest response of the tenant with the largest share."""
+        tenant = max(self._tenants, key=share_of)
+        self._remove(tenant, next(iter(self._tenants[tenant].by_id)))
+
+    def _remove(self, tenant: str, response_id: str) -> None:
+        self._tenants[tenant].remove(response_id)
+        if not self._tenants[tenant].by_id:
+            del self._tenants[tenant]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvpage.blocks.groups.states.marks import MIN_SAVED
-from kvpage.server.protocol.errors import ApiError, bad_request
+from kvpage.server.protocol.errors import CONTEXT_LENGTH, ApiError, bad_request
 from kvpage.server.text.chat_template import Chat, ChatTemplate
 
 Result = TypeVar("Result")
@@ -112,7 +112,7 @@ class TextService:
         if len(text) > self._max_cut_characters:
             most = self._max_cut_characters
             message = f"prompt must have at most {most} characters with truncate_prompt_tokens, got {len(text)}"
-            raise bad_request(message, param="prompt", code="context_length_exceeded")
+            raise bad_request(message, param="prompt", code=CONTEXT_LENGTH)
         return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
 
 
@@ -128,4 +128,4 @@ def _num_before(tokenizer: Any, encoding: Any, begin: str, add_special_tokens: b
 def too_long(length: str, max_tokens: int) -> ApiError:
     """Return the error of a prompt that is longer than the model takes."""
     message = f"prompt must have at most {max_tokens} tokens, got {length}"
-    return bad_request(message, param="prompt", code="context_length_exceeded")
+    return bad_request(message, param="prompt", code=CONTEXT_LENGTH)

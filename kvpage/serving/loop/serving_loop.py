@@ -151,22 +151,26 @@ class ServingLoop:
 
     def try_step(self) -> Exception | None:
         """Compute one batch; return its exception if that is worth a second try. Its outputs stay where they are."""
-        with self._stepping():
-            if self.requests:
-                self._batch_runner.check()
-            batch = self._next_batch()
-            untaken = batch.requests
+        with HeldInterrupts():  # as `_stepping`, whose generator would cost each step a microsecond
+            self._begin_step()
             try:
+                if self.requests:
+                    self._batch_runner.check()
+                batch = self._next_batch()
+                untaken = batch.requests
                 try:
-                    if len(batch):
-                        self._take_batch(batch, untaken)
-                finally:
-                    self._connectors.end_step()
-            except BaseException as error:  # an interrupt too must leave no request without its blocks, or a token
-                requests = self._put_back(untaken)
-                if isinstance(error, RankLost) or not isinstance(error, Exception):
-                    raise  # from here: a call that raised it would hold it, and its frames, in a cycle
-                return self._blame(requests, error)
+                    try:
+                        if len(batch):
+                            self._take_batch(batch, untaken)
+                    finally:
+                        self._connectors.end_step()
+                except BaseException as error:  # an interrupt too must leave no request without its blocks, or a token
+                    requests = self._put_back(untaken)
+                    if isinstance(error, RankLost) or not isinstance(error, Exception):
+                        raise  # from here: a call that raised it would hold it, and its frames, in a cycle
+                    return self._blame(requests, error)
+            finally:
+                self._end_step()
         return None
 
     def step_until(self, sink: deque[StepOutput], requests: Sequence[Request]) -> None:
@@ -224,25 +228,29 @@ class ServingLoop:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        """Inside, other calls are held back: requests leave the scheduler only as it wants.
+        """Inside, other calls are held back. Ctrl-C is raised after it, but for one while the model computes."""
+        with HeldInterrupts():
+            self._begin_step()
+            try:
+                yield
+            finally:
+                self._end_step()
 
-        Ctrl-C is raised after it, too, but for one that comes while the model computes.
-        """
+    def _begin_step(self) -> None:
+        """Hold other calls back from now on: requests leave the scheduler only as the step wants."""
         self._process.check()
         self.thread.check()
         if self._is_stepping:
             raise RuntimeError("a step must not begin before the one under way has ended")
-        with HeldInterrupts():
-            if self._dropped:
-                self._abort_dropped()
-            self._is_stepping = True
-            try:
-                yield
-            finally:
-                self._is_stepping = False
-                if self._dropped:
-                    self._abort_dropped()
-                self._telemetry.tell()
+        if self._dropped:
+            self._abort_dropped()
+        self._is_stepping = True
+
+    def _end_step(self) -> None:
+        self._is_stepping = False
+        if self._dropped:
+            self._abort_dropped()
+        self._telemetry.tell()
 
     def _abort_dropped(self) -> None:
         with HeldInterrupts():

@@ -124,14 +124,13 @@ class ModelRunner:
             step.states.check_done()
         return logits if inputs.wanted is None or self._selects_logits else logits[inputs.wanted]
 
-    @contextmanager
-    def _limited(self) -> Iterator[None]:
-        """Limit torch's threads, and its operators, as the view and `row_bits` need it."""
+    def _limited(self) -> AbstractContextManager[object]:
+        """Return the limits of torch's threads, and of its operators, that the view and `row_bits` need."""
         bits = self._row_bits
-        if bits is None:
-            with self._view.one_thread_in_torch():
-                yield
-            return
+        return self._view.one_thread_in_torch() if bits is None else self._with_row_bits(bits)
+
+    @contextmanager
+    def _with_row_bits(self, bits: RowBits) -> Iterator[None]:
         with bits.threads.limited(), bits if bits.is_needed(self._view.version) else NOTHING:
             yield
 
@@ -146,16 +145,20 @@ class ModelRunner:
             arguments["kvpage"] = step
         return arguments
 
-    @contextmanager
-    def _around(self, step: Step) -> Iterator[None]:
+    def _around(self, step: Step) -> AbstractContextManager[object]:
         """Have attention know the step, where it is no argument, and let Ctrl-C come through, where no rank waits."""
-        token = None if self._passes_step else current_step.set(step)
+        if not self._passes_step:
+            return self._known_step(step)
+        return NOTHING if self._holds_interrupts else interruptible()
+
+    @contextmanager
+    def _known_step(self, step: Step) -> Iterator[None]:
+        token = current_step.set(step)
         try:
             with NOTHING if self._holds_interrupts else interruptible():
                 yield
         finally:
-            if token is not None:
-                current_step.reset(token)
+            current_step.reset(token)
 
     def check(self) -> None:
         """Raise ValueError if the model is in training mode."""

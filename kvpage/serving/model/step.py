@@ -271,7 +271,7 @@ class Step:
         arrays: list[npt.NDArray[Any]] = [inputs.slots, inputs.block_tables, inputs.seq_lens]
         if query_lens is not None:
             arrays.append(query_lens)
-        plan = _plan(engine, inputs, num_decodes(queries))
+        plan = _plan(engine, inputs, queries)
         if plan is not None:
             arrays.append(plan)
         sent = packed.arrays() if packed is not None and device.type != "cpu" else []
@@ -362,10 +362,10 @@ def _no_cache(device: torch.device) -> BoundCache:
     return BoundCache(empty, _NO_LAYOUT)
 
 
-def _plan(engine: CacheEngine, inputs: StepInputs, num_planned: int) -> npt.NDArray[np.int64] | None:
+def _plan(engine: CacheEngine, inputs: StepInputs, query_lens: list[int]) -> npt.NDArray[np.int64] | None:
     """Return a plan for the first sequences, which have one query each; None where no keys are to be shared."""
     cache = next(iter(engine.bound_layers.values()), None)
-    if num_planned < 2 or cache is None or not takes_plans(cache):
+    if cache is None or not takes_plans(cache) or (num_planned := num_decodes(query_lens)) < 2:
         return None
     plan = np.empty((len(PlanRow), num_planned), np.int64)
     tables = np.ascontiguousarray(inputs.block_tables[:num_planned])

@@ -163,6 +163,26 @@ def test_without_room_on_the_host_a_swap_changes_nothing():
     life.check()
 
 
+def test_a_swap_that_another_group_refuses_gives_no_block_back():
+    """Blocks before the window are given back when the sequence moves on, which rows leave for later."""
+    manager = BlockManager(8, B, num_host_blocks=8, groups=[Window(B, 8, 8), States(2, num_host_slots=0)])
+    prompt = tokens_of(2 * B - 1)
+    manager.allocate("a", prompt)
+    manager.windows.open(["a"], [len(prompt)])
+    manager.commit("a", prompt)
+    rows = manager.rows.of(["a"])
+    manager.rows.append(rows)
+    manager.windows.open(["a"], [2 * B])
+    manager.rows.commit(rows, [99])
+    window, before = manager.windows[0], manager.stats()
+    stats, num_held = window.blocks.stats(), window.num_held_by("a")
+    with pytest.raises(OutOfBlocks):
+        manager.swap_out("a")
+    assert (manager.stats(), window.blocks.stats(), window.num_held_by("a")) == (before, stats, num_held)
+    manager.check()
+    assert window.num_held_by("a") > (window.move_on("a"), window.num_held_by("a"))[1]
+
+
 def test_pins_keep_the_last_window_of_their_prefix():
     life = with_host(2 * B, num_window_blocks=6, num_host=0, num_host_window_blocks=0, pin_quota=4)
     prompt = tokens_of(4 * B)

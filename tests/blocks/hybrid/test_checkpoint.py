@@ -61,11 +61,11 @@ def test_a_family() -> None:
     for child in (second, other):
         child.go_on_from(first)
     third.go_on_from(second)
-    assert first.children == {second, other} and second.children == {third}
+    assert list(first.children) == [second, other] and list(second.children) == [third]
     assert [one.num_saved for one in (second, third, other)] == [20, 1, 40]
     second.leave()
-    assert (second.parent, second.children) == (None, set())
-    assert first.children == {third, other} and third.parent is first and third.num_saved == 21
+    assert (second.parent, second.children) == (None, {})
+    assert set(first.children) == {third, other} and third.parent is first and third.num_saved == 21
     first.leave()
     assert third.parent is None and other.parent is None
     assert (first.num_saved, third.num_saved, other.num_saved) == (10, 31, 50)

@@ -17,6 +17,9 @@ import numpy as np
 from kvpage.blocks.groups.states.checkpoint import Anchor
 from kvpage.blocks.sequence_state import COMPANION, PathIds
 
+FEW_BLOCKS = 32
+"""The last blocks, among which the longest checkpoint most often stands."""
+
 
 class Anchors:
     """The anchors of all namespaces. Not thread-safe."""
@@ -38,9 +41,14 @@ class Anchors:
         return self._roots.get(namespace)
 
     def on_path(self, ids: PathIds) -> Iterator[Anchor]:
-        """Return the anchors of a match's blocks, the last first."""
-        companions = ids[COMPANION]
-        return (self._at[companion] for companion in companions[self._is_anchor[companions]][::-1].tolist())
+        """Yield the anchors of a match's blocks, the last first. Most callers take the first alone."""
+        companions, num_looked_at = ids[COMPANION], FEW_BLOCKS
+        end = len(companions)
+        while end > 0:
+            last = companions[max(end - num_looked_at, 0) : end]
+            for companion in last[self._is_anchor[last]][::-1].tolist():
+                yield self._at[companion]
+            end, num_looked_at = end - len(last), 8 * num_looked_at
 
     def last(self, ids: PathIds, namespace: bytes) -> Anchor | None:
         """Return the anchor of a match's last block, or of the start of a namespace for a match without blocks."""

@@ -104,7 +104,7 @@ class Checkpoint:
         kind: Why it was taken.
         priority: 0 to 7, of the sequence that made it.
         parent: The checkpoint that it goes on from, if that is still there.
-        children: Those that go on from it.
+        children: Those that go on from it, in order, so that evictions do not depend on addresses.
         floor: What the last evicted one was worth when this one was last used.
         num_uses: How often it was used, and how often its kind is, times PER_USE.
         is_dropped: Whether it is gone.
@@ -118,7 +118,7 @@ class Checkpoint:
     priority: int
     is_on_host: bool = False
     parent: "Checkpoint | None" = None
-    children: set["Checkpoint"] = field(default_factory=set)
+    children: dict["Checkpoint", None] = field(default_factory=dict)
     floor: int = 0
     num_uses: int = 0
     is_dropped: bool = False
@@ -145,12 +145,12 @@ class Checkpoint:
         """Set the checkpoint before it."""
         self.parent = parent
         if parent is not None:
-            parent.children.add(self)
+            parent.children[self] = None
 
     def leave(self) -> None:
         """Take it out of the family: those after it go on from the one before it."""
         if self.parent is not None:
-            self.parent.children.discard(self)
+            self.parent.children.pop(self, None)
         for child in self.children:
             child.go_on_from(self.parent)
         self.children.clear()

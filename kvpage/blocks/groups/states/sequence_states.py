@@ -102,10 +102,13 @@ class SequenceStates:
 
     def tails(self, seq_id: SeqId, tokens: Ids) -> dict[int, bytes]:
         """Return the tails, by position, of the reserved marks that a commit of these tokens passes."""
+        reserved = self.running[seq_id].reserved
+        if not reserved:  # as in most commits
+            return {}
         seq, size = self._sequences.state(seq_id), self._sequences.block_size
         begin = seq.num_written - len(seq.pending)
         known = np.concatenate([seq.pending, tokens])
-        end, reserved = begin + len(known), self.running[seq_id].reserved
+        end = begin + len(known)
         passed = [position for position in reserved if seq.num_written < position <= end]
         return {position: known[position - position % size - begin : position - begin].tobytes() for position in passed}
 

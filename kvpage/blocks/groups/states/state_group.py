@@ -170,13 +170,13 @@ class StateGroup(GroupManager[StateClaim]):
     def look_beyond(self, match: Match, prompt: Prompt, claim: StateClaim) -> StateClaim:
         """Return the claim with the number of cached tokens, in blocks or in a tail."""
         if claim.checkpoint is not None and claim.num_tokens >= prompt.most:
-            return replace(claim, diverged_at=prompt.most)
+            return StateClaim(claim.num_tokens, claim.checkpoint, prompt.most)
         num_after = self._num_tail_tokens(match, prompt)
         part = self._blocks.tree.match_part(match, prompt.tokens, prompt.num_left_over)
         if part is not None:
             self._blocks.tree.release(part.match)
             num_after = max(num_after, part.num_tokens)
-        return replace(claim, diverged_at=match.num_tokens + num_after)
+        return StateClaim(claim.num_tokens, claim.checkpoint, match.num_tokens + num_after)
 
     def check_begin(self, ids: PathIds, claim: StateClaim) -> None:
         """Raise OutOfSlots where neither a slot nor that of the checkpoint itself can be had."""

@@ -16,7 +16,7 @@ import secrets
 import string
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import regex
 
@@ -24,6 +24,7 @@ from kvpage.server.answers.calls.said import Said
 
 Pattern = Any  # of the library regex, which knows partial matches
 Wait = Generator[None, None, Any]
+Marks = TypeVar("Marks")
 BLANKS = r"\s{0,8}"
 """Blanks beside marks. They are few, so that text of blanks does not wait without end."""
 OPEN_THOUGHT = regex.compile(BLANKS + "<think>")
@@ -211,3 +212,16 @@ class AnswerParser:
         if self.asked.short_ids:
             return "".join(secrets.choice(LETTERS) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
+
+
+class MarkedCalls(AnswerParser, Generic[Marks]):
+    """Parses answers whose calls stand between marks.
+
+    Args:
+        asked: The facts of the request.
+        marks: How calls are written.
+    """
+
+    def __init__(self, asked: Asked, marks: Marks) -> None:
+        self._marks = marks
+        super().__init__(asked)

@@ -13,7 +13,7 @@ from typing import Any
 
 import regex
 
-from kvpage.server.answers.calls.answer_parser import BLANKS, AnswerParser, Asked, Pattern, Wait
+from kvpage.server.answers.calls.answer_parser import BLANKS, AnswerParser, Asked, MarkedCalls, Pattern, Wait
 from kvpage.server.answers.calls.said import as_utf8
 
 LIST_END = regex.compile(r"\]")
@@ -38,17 +38,8 @@ class JsonMarks:
     first_only: bool = False
 
 
-class JsonCalls(AnswerParser):
-    """Parses answers with such calls.
-
-    Args:
-        asked: The facts of the request.
-        marks: How calls are written.
-    """
-
-    def __init__(self, asked: Asked, marks: JsonMarks) -> None:
-        self._marks = marks
-        super().__init__(asked)
+class JsonCalls(MarkedCalls[JsonMarks]):
+    """Parses answers with such calls."""
 
     def _answer(self) -> Wait:
         marks = self._marks

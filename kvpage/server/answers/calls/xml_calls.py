@@ -14,7 +14,7 @@ from typing import Any
 import pydantic_core
 import regex
 
-from kvpage.server.answers.calls.answer_parser import BLANKS, AnswerParser, Asked, Pattern, Wait
+from kvpage.server.answers.calls.answer_parser import BLANKS, AnswerParser, Asked, MarkedCalls, Pattern, Wait
 
 PYTHON = {"True": "true", "False": "false", "None": "null"}
 
@@ -38,17 +38,8 @@ class XmlMarks:
     skips_line: bool
 
 
-class XmlCalls(AnswerParser):
-    """Parses answers with such calls.
-
-    Args:
-        asked: The facts of the request.
-        marks: How calls are written.
-    """
-
-    def __init__(self, asked: Asked, marks: XmlMarks) -> None:
-        self._marks = marks
-        super().__init__(asked)
+class XmlCalls(MarkedCalls[XmlMarks]):
+    """Parses answers with such calls."""
 
     def _answer(self) -> Wait:
         while match := (yield from self._until(self._marks.begin, self._add_content)):

@@ -92,7 +92,7 @@ class BatchRunner:
             if self.graphs is not None and (replayed := self.graphs.run(inputs, packed.token_ids)) is not None:
                 self._count(inputs.num_seqs)
                 return replayed.logits
-            return self._forward(*self._newest_of(inputs, packed))
+            return self._forward(self._newest(inputs, packed), packed, self._plan_of(inputs, packed))
         if self.graphs is not None and len(batch.decodes):
             self.graphs.miss("prompts are computed beside it")
         if self._groups is not None:
@@ -102,7 +102,7 @@ class BatchRunner:
         rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
         step, plan = self._begin(np.concatenate([batch.decodes.rows, rows]), packed)
         step.tell(written)
-        return self._forward(step, plan)
+        return self._forward(step, packed, plan)
 
     def _of_groups(
         self, seq_ids: Sequence[Hashable], packed: PackedTokens, num_decodes: int, nums_prompt: Sequence[int | None]
@@ -117,7 +117,7 @@ class BatchRunner:
         arrival = self._transfers.start()
         full = self._full_blocks(self._manager.rows.of(seq_ids), packed)
         plan = StepPlan(packed, [full, *self._groups.blocks(seq_ids, starts, ends)], rows)
-        return self._forward(self._step(plan, arrival), plan)
+        return self._forward(self._step(plan, arrival), packed, plan)
 
     def decode(
         self, decodes: Decodes, token_ids: npt.NDArray[np.int32] | torch.Tensor, choose: Choose | None = None
@@ -144,8 +144,9 @@ class BatchRunner:
         self._transfers.run()
         full = self._manager.rows.inputs(decodes.rows)
         self._transfers.expected.wait(full.block_tables)
-        inputs = DecodeInputs(full) if self._groups is None else self._groups.decodes(decodes.seq_ids, full)
-        return inputs._replace(rows=decodes.rows)
+        if self._groups is None:
+            return DecodeInputs(full, rows=decodes.rows)
+        return self._groups.decodes(decodes.seq_ids, full)._replace(rows=decodes.rows)
 
     def _of_tokens(self, inputs: DecodeInputs, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> torch.Tensor:
         """Return the logits of a step without a capture; see `decode`."""
@@ -157,7 +158,7 @@ class BatchRunner:
             self._count(num_seqs)
             return logits
         packed = PackedTokens(token_ids, ends - 1, ends, np.arange(num_seqs), is_decode=True)
-        return self._forward(*self._newest_of(inputs, packed))
+        return self._forward(self._newest(inputs, packed), packed, self._plan_of(inputs, packed))
 
     def run(self, items: Sequence[BatchItem], blender: Blender | None = None) -> Computed:
         """Compute one forward pass over any sequences, as `compute`; return the logits of the wanted tokens.
@@ -169,7 +170,8 @@ class BatchRunner:
             return Computed(self._of_groups(seq_ids, packed, 0, [None] * len(seq_ids)), [])
         rows = self._manager.rows.of(seq_ids)
         if not any(item.reuse for item in items):
-            return Computed(self._forward(*self._begin(rows, packed)), [])
+            step, plan = self._begin(rows, packed)
+            return Computed(self._forward(step, packed, plan), [])
         assert blender is not None, "a request is admitted with reused segments only where there is a blender"
         self._transfers.run()  # blending writes to all layers before the first one computes
         self._transfers.expected.wait()
@@ -180,10 +182,12 @@ class BatchRunner:
         self._count(len(packed.token_ids) - sum(counts.num_reused for counts in blended))
         return Computed(logits, blended)
 
-    def _newest_of(self, inputs: DecodeInputs, packed: PackedTokens) -> tuple[Step, StepPlan]:
-        """Return a step that computes the last token of each sequence, and what other ranks are told of it."""
+    def _plan_of(self, inputs: DecodeInputs, packed: PackedTokens) -> StepPlan | None:
+        """Return what other ranks are told of a step of decodes; None where there are none."""
+        if self._others is None:
+            return None
         blocks = [GroupBlocks(group.slots, group.block_tables) for group in (inputs.full, *inputs.windows)]
-        return self._newest(inputs, packed), StepPlan(packed, blocks, inputs.state_rows())
+        return StepPlan(packed, blocks, inputs.state_rows())
 
     def _newest(self, inputs: DecodeInputs, packed: PackedTokens | None = None) -> Step:
         """Return a step that computes the last token of each sequence. packed: see Step.make."""
@@ -192,14 +196,14 @@ class BatchRunner:
             self._groups.add_decodes(step, inputs)
         return step
 
-    def _forward(self, step: Step, plan: StepPlan) -> torch.Tensor:
-        if self._others is None:
-            logits = self._runner.forward(plan.packed, step)
+    def _forward(self, step: Step, packed: PackedTokens, plan: StepPlan | None) -> torch.Tensor:
+        if self._others is None or plan is None:
+            logits = self._runner.forward(packed, step)
         else:
             self._runner.check()
             with self._others.computing(plan):
-                logits = self._runner.forward(plan.packed, step)
-        self._count(len(plan.packed.token_ids))
+                logits = self._runner.forward(packed, step)
+        self._count(len(packed.token_ids))
         return logits
 
     def _begin(self, rows: Rows, packed: PackedTokens) -> tuple[Step, StepPlan]:
