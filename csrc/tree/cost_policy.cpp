@@ -8,9 +8,8 @@ namespace kvpage {
 namespace {
 
 constexpr double kNanosPerTick = 1e6;      // ages are in milliseconds
-constexpr double kPrior = 1.0 / 20'000;    // blocks found at each age before any evidence, as a part of the window
+constexpr double kPrior = 0.1;             // blocks of evidence for least recently used, as a part of the window
 constexpr double kEvenDepth = 131'072;     // tokens before a block, from which on attention costs as much as all else
-constexpr double kFirstDepth = 4'096;      // tokens; each further class of depth is twice as deep
 
 double begin_of(int age) { return std::exp2(0.5 * age); }
 
@@ -25,8 +24,8 @@ CostPolicy::CostPolicy(int64_t num_blocks, int64_t block_size)
 }
 
 int CostPolicy::class_of(const TreeNode& node) const {
-  const double depth = static_cast<double>(node.start) * static_cast<double>(block_size_) / kFirstDepth;
-  const int kind = depth < 1 ? 0 : std::min(kNumDepths - 1, 1 + std::ilogb(depth));
+  const int num_bits = static_cast<int>(std::bit_width(static_cast<uint32_t>(node.start)));
+  const int kind = std::min(kNumDepths - 1, (num_bits + 1) / 2);  // four times as deep as the one before
   return node.next_use > 0 ? kNumLearned + kind : kind * kNumHits + std::min(node.num_hits, kNumHits - 1);
 }
 

@@ -90,8 +90,8 @@ class EvictionOrder {
     list.use.remove(node);
   }
 
-  // A listed node that is pinned next: it is found again.
-  void reuse(const TreeNode* node) noexcept {
+  // A node that was listed is pinned next: it is found again.
+  void reuse(TreeNode* node) noexcept {
     if (ranks_) ranks_->reuse(node, clock_.now());
   }
 

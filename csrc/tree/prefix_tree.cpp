@@ -220,8 +220,8 @@ void PrefixTree::list(TreeNode* node) noexcept {
 }
 
 void PrefixTree::unlist(TreeNode* node) noexcept {
-  order_.reuse(node);
   order_.remove(node);
+  order_.reuse(node);
   num_evictable_ -= node->num_device_blocks();
   num_host_evictable_ -= node->num_host_blocks;
 }

@@ -31,8 +31,11 @@ class RankedOrder {
   void list(TreeNode* node, int64_t now) noexcept;
   void unlist(TreeNode* node) noexcept;
 
-  // A listed node is found again: before `unlist`.
-  void reuse(const TreeNode* node, int64_t now) noexcept { policy_->reused(*node, now); }
+  // A node is found again, after `unlist`. Who was expected has come, unless several paths go on from it.
+  void reuse(TreeNode* node, int64_t now) noexcept {
+    policy_->reused(*node, now);
+    if (node->num_children <= 1) node->next_use = 0;
+  }
   void forget(const TreeNode* node, int64_t num_blocks, int64_t now) noexcept {
     policy_->forgotten(*node, num_blocks, now);
   }

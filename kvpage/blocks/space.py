@@ -41,7 +41,8 @@ class BlockSpace:
         self.pool = BlockPool(config.num_blocks)
         self.host_pool = BlockPool(config.num_host_blocks)
         self._has_host_tier = config.num_host_blocks > 0
-        self.tree = PrefixTree(self.pool, config.block_size, self.host_pool if self._has_host_tier else None)
+        host_pool = self.host_pool if self._has_host_tier else None
+        self.tree = PrefixTree(self.pool, config.block_size, host_pool, eviction=config.eviction)
         self.block_size = config.block_size
         self.host_policy = config.host_policy or HostPolicy()
         self.rule = rule
@@ -284,6 +285,24 @@ class BlockSpace:
         """
         return self.tree.put_first(as_tokens(tokens), namespace, num_kept)
 
+    def set_next_use(self, tokens: Tokens, namespace: bytes = b"", *, seconds: float) -> int:
+        """Tell when a request for `tokens` is expected, such as the one after a tool's answer.
+
+        The eviction "cost" heeds it: what is needed last goes first. The others do not.
+
+        Args:
+            tokens: Token ids of a prompt, as far as it is cached.
+            namespace: Where to search.
+            seconds: From now on. Of several that are told for a block, the earliest that is not over counts.
+
+        Returns:
+            The number of tokens in the blocks that have the time now.
+
+        Raises:
+            ValueError: seconds is negative, or 1e9 or more.
+        """
+        return self.tree.set_next_use(as_tokens(tokens), namespace, seconds=seconds)
+
     def clear(self) -> None:
         """Forget all cached blocks, in both tiers, and end all pins.
 
@@ -314,6 +333,7 @@ class BlockSpace:
             num_free_host_blocks=self.host_pool.num_free,
             num_cached_host_blocks=self.tree.num_host_cached,
             num_pinned_blocks=self.pins.num_blocks,
+            eviction=self.tree.eviction,
         )
 
     def check_host(self, owned_ids: list[int]) -> None:
