@@ -357,8 +357,8 @@ void bind_tree(py::module_& m) {
   def("num_pinned_only_by", &num_pinned_only_by, doc("PrefixTree.num_pinned_only_by"), py::arg("matches"));
   def("drop", &drop, doc("PrefixTree.drop"), py::arg("tokens"), in_namespace);
   def("put_first", &put_first, doc("PrefixTree.put_first"), py::arg("tokens"), in_namespace, py::arg("num_kept") = 0);
-  def("set_next_use", &set_next_use, doc("PrefixTree.set_next_use"), py::arg("tokens"), in_namespace,
-      py::kw_only(), py::arg("seconds"));
+  def("set_next_use", &set_next_use, doc("PrefixTree.set_next_use"), py::arg("tokens"), in_namespace, py::kw_only(),
+      py::arg("seconds"));
   const auto set_time = [](SharedTree& t, double seconds) { t.run(kQuick, [&] { t.set_time(seconds); }); };
   def("set_time", set_time, doc("PrefixTree.set_time"), py::arg("seconds"));
   def("clear", [](SharedTree& t) { return t.run(kLong, [&] { return t.clear(); }); }, doc("PrefixTree.clear"));

@@ -9,7 +9,7 @@ namespace {
 
 constexpr double kNanosPerTick = 1e6;      // ages are in milliseconds
 constexpr double kPrior = 0.1;             // blocks of evidence for least recently used, as a part of the window
-constexpr double kEvenDepth = 131'072;     // tokens before a block, from which on attention costs as much as all else
+constexpr double kEvenDepth = 131'072;  // tokens before a block, from which on attention costs as much as all else
 
 double begin_of(int age) { return std::exp2(0.5 * age); }
 
@@ -19,7 +19,10 @@ double place_of(double age) { return 2 * std::log2(std::max(age, 1.0)); }
 }  // namespace
 
 CostPolicy::CostPolicy(int64_t num_blocks, int64_t block_size)
-    : block_size_(block_size), num_window_(4.0 * static_cast<double>(num_blocks) + 1024) {
+    : num_window_(4.0 * static_cast<double>(num_blocks) + 1024) {
+  cost_.fill(1.0);
+  for (int kind = 1; kind < kNumDepths; ++kind)
+    cost_[static_cast<size_t>(kind)] += std::exp2(2 * (kind - 1)) * static_cast<double>(block_size) / kEvenDepth;
   learn();
 }
 
@@ -30,9 +33,9 @@ int CostPolicy::class_of(const TreeNode& node) const {
 }
 
 double CostPolicy::worth(const TreeNode& node, int64_t now) const {
-  const double depth = static_cast<double>(node.start) * static_cast<double>(block_size_);
-  const double cost = 1 + depth / kEvenDepth;
-  if (node.next_use == 0) return cost * learned(node.rank_class, age_of(node, now));
+  const int kind = node.rank_class;
+  const double cost = cost_[static_cast<size_t>(kind < kNumLearned ? kind / kNumHits : kind - kNumLearned)];
+  if (node.next_use == 0) return cost * learned(kind, age_of(node, now));
   const double distance = std::abs(static_cast<double>(node.next_use - now)) / kNanosPerTick;
   return cost / std::max(distance, 1.0);
 }

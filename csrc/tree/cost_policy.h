@@ -1,4 +1,5 @@
-// CostPolicy: a block is worth what it costs to compute, divided by the time that it will lie there for one use.
+// CostPolicy: a block is worth what it costs to compute, divided by the time that it will lie there for one use. Blocks
+// are of one size. The cost is that of the first block of a class of depths, each four times as deep as the one before.
 //
 // With a hint that time is |next use - now|: the longer a use is overdue, the longer it is expected to take. Without
 // one it is learned, as LHD does (Beckmann et al., NSDI 2018): of nodes of the same depth that were found as often,
@@ -36,9 +37,9 @@ class CostPolicy final : public EvictionPolicy {
   void learn() noexcept;
   double learned(int kind, double age) const;
 
-  const int64_t block_size_;
   const double num_window_;  // blocks that are counted between two lessons
   double num_counted_ = 0;
+  std::array<double, kNumDepths> cost_;  // of a block, by depth; 1 for the first
   std::array<Ages, kNumLearned> hits_{}, gone_{}, worth_{};
 };
 

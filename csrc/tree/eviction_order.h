@@ -5,9 +5,10 @@
 //        first on device                  ^
 //        host_use           | h | h | h |       | hd |       | h | hd |              those with host blocks, same order
 //
-// (d: has device blocks, h: has host blocks.) Lower priorities go first; below all of them is what was put first. Both orders are orders of last use and nothing
-// else: a block that moves from the device to the host keeps its place. That costs O(1) since it is the first on the
-// device: all before it are on the host, so its place in `host_use` is right after its neighbour.
+// (d: has device blocks, h: has host blocks.) Lower priorities go first; below all of them is what was put first. Both
+// orders are orders of last use and nothing else: a block that moves from the device to the host keeps its place. That
+// costs O(1) since it is the first on the device: all before it are on the host, so its place in `host_use` is right
+// after its neighbour.
 //
 // "First on device" only moves forward, since nodes get device blocks while they are pinned and are then the newest:
 // each node is passed once.
@@ -96,7 +97,7 @@ class EvictionOrder {
   }
 
   // A listed node is about to lose that many blocks for ever, since room is needed.
-  void forget(const TreeNode* node, int64_t num_blocks) noexcept {
+  void forget(TreeNode* node, int64_t num_blocks) noexcept {
     if (ranks_) ranks_->forget(node, num_blocks, clock_.now());
   }
 

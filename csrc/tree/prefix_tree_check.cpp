@@ -202,9 +202,9 @@ void PrefixTree::check_ranks(const std::unordered_set<const TreeNode*>& listed) 
     require(RankedOrder::is_ranked_on_device(&node) ==
                 (is_listed && node.num_device_blocks() > 0 && node.num_device_children == 0),
             "a node that may leave the device is not ranked, or one that may not is");
-    require(RankedOrder::is_ranked_on_host(&node) ==
-                (is_listed && node.num_host_blocks > 0 && node.num_host_children == 0),
-            "a node that may leave the host is not ranked, or one that may not is");
+    require(
+        RankedOrder::is_ranked_on_host(&node) == (is_listed && node.num_host_blocks > 0 && node.num_host_children == 0),
+        "a node that may leave the host is not ranked, or one that may not is");
   });
 }
 

@@ -36,8 +36,10 @@ class RankedOrder {
     policy_->reused(*node, now);
     if (node->num_children <= 1) node->next_use = 0;
   }
-  void forget(const TreeNode* node, int64_t num_blocks, int64_t now) noexcept {
+  void forget(TreeNode* node, int64_t num_blocks, int64_t now) noexcept {
     policy_->forgotten(*node, num_blocks, now);
+    policy_->listed(*node, -num_blocks);
+    node->num_listed_blocks -= static_cast<int32_t>(num_blocks);
   }
 
   // Tells whether the node has blocks in each tier now.

@@ -1,5 +1,5 @@
-// SlruPolicy: a node that was found again outlives those that were not, the least recently used of each kind first. Once
-// the found ones are more than four fifths of the unpinned blocks, theirs go first: segmented LRU.
+// SlruPolicy: a node that was found again outlives those that were not, the least recently used of each kind first.
+// Once the found ones are more than four fifths of the unpinned blocks, theirs go first: segmented LRU.
 #pragma once
 
 #include "tree/eviction_policy.h"

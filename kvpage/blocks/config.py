@@ -6,7 +6,6 @@ from typing import Any
 from kvpage.checks.values import as_integer, check_at_least, check_flag
 from kvpage.layout.config import CacheConfig
 
-
 EVICTIONS = "lru", "slru", "cost"
 """The policies of eviction, as PrefixTree names them."""
 

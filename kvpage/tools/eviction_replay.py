@@ -7,7 +7,7 @@ after the other; so a request waits for those before it. A session's job takes i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +16,9 @@ from kvpage._C import BlockPool, PrefixTree
 from kvpage.tools.eviction_rules import Belady, Pbkv, RuleCache, Ttl
 from kvpage.tools.replay import TraceRequest
 
-NAMES = "lru", "slru", "cost", "hinted", "ttl", "pbkv", "belady"
-"""What can be compared. hinted: cost, told when a session's next request is expected, and which one is its last."""
+NAMES = "lru", "slru", "cost", "hinted", "exact", "ttl", "pbkv", "belady"
+"""What can be compared. hinted: cost, told when a session's next request is expected, and which one is its last. exact:
+the same, told when it will come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def make_cache(name: str, num_blocks: int, requests: Sequence[TraceRequest], tok
     Raises:
         ValueError: The name is none of them.
     """
-    if name == "hinted":
+    if name in ("hinted", "exact"):
         return TreeCache(num_blocks, "cost", is_hinted=True)
     if name in ("lru", "slru", "cost"):
         return TreeCache(num_blocks, name)
@@ -138,6 +139,23 @@ def make_cache(name: str, num_blocks: int, requests: Sequence[TraceRequest], tok
     if name not in NAMES:
         raise ValueError(f"eviction must be one of {', '.join(NAMES)}, got {name!r}")
     return RuleCache(num_blocks, rules[name]())
+
+
+def with_exact_hints(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Return the requests, told when the next one of their session comes.
+
+    Args:
+        requests: The trace.
+    """
+    told, upcoming = [], dict[int, int]()
+    for request in reversed(requests):
+        next_use = None
+        if request.session is not None:
+            if request.session in upcoming:
+                next_use = (upcoming[request.session] - request.timestamp) / 1000
+            upcoming[request.session] = request.timestamp
+        told.append(replace(request, next_use=next_use))
+    return told[::-1]
 
 
 def replay_eviction(
@@ -158,6 +176,8 @@ def replay_eviction(
     if num_blocks < 1 or not tokens_per_second > 0:
         raise ValueError(f"num_blocks and tokens_per_second must be positive, got {num_blocks}, {tokens_per_second}")
     fitting = [request for request in requests if len(request.hash_ids) <= num_blocks]
+    if name == "exact":
+        fitting = with_exact_hints(fitting)
     cache, clock = make_cache(name, num_blocks, fitting, tokens_per_second), SimulatedClock(tokens_per_second)
     num_hits = num_tokens = 0
     for index, request in enumerate(fitting):

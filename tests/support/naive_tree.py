@@ -282,13 +282,20 @@ class NaiveTree:
 
     def next_keys(self, key: Key) -> list[Key]:
         size = len(key[1])
-        return [k for k in self.blocks if k[0] == key[0] and len(k[1]) == size + self.block_size and k[1][:size] == key[1]]
+        return [
+            k for k in self.blocks if k[0] == key[0] and len(k[1]) == size + self.block_size and k[1][:size] == key[1]
+        ]
 
     def put_first(self, tokens: Sequence[int], namespace: bytes, num_kept: int) -> int:
         keys, num_first, below = self.cached(tokens, namespace), 0, []
         for key in reversed(keys[-(-num_kept // self.block_size) :]):
             block = self.blocks[key]
-            if block.pins or block.priority < 0 or self.next_keys(key) != below or block.use != self.blocks[keys[-1]].use:
+            if (
+                block.pins
+                or block.priority < 0
+                or self.next_keys(key) != below
+                or block.use != self.blocks[keys[-1]].use
+            ):
                 break
             below = [key]
             num_first += self.block_size
