@@ -89,10 +89,10 @@ def test_policies_against_sorting(name: str, seed: int) -> None:
             policy.remove(one)
             for table in (born, used, count):
                 del table[one]
-        num_read = sum(times > 1 for times in count.values())
+        is_over = 5 * sum(times > 1 for times in count.values()) > 4 * len(born)
         order = {
             "lru": used.__getitem__,
-            "slru": lambda one: ((count[one] > 1) != (5 * num_read > 4 * len(born)), used[one]),
+            "slru": lambda one, is_over=is_over: ((count[one] > 1) != is_over, used[one]),
             "fifo": born.__getitem__,
             "lfu": lambda one: (count[one], used[one]),
         }[name]
