@@ -31,12 +31,14 @@ int32_t count_blocks(std::span<const int32_t> ids) {
 }  // namespace
 
 PrefixTree::PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, std::shared_ptr<BlockPool> host_pool,
-                       uint64_t hash_mask)
+                       uint64_t hash_mask, std::string_view eviction)
     : pool_(std::move(pool)),
       host_pool_(std::move(host_pool)),
       block_size_(block_size),
+      eviction_(eviction),
       children_(block_size, random_seed(), hash_mask),
-      siblings_(block_size) {
+      siblings_(block_size),
+      order_(EvictionPolicy::make(eviction, pool_->num_blocks(), block_size)) {
   check(block_size > 0, "block_size must be positive, got ", block_size);
   check(block_size <= kMaxBlockSize, "block_size must be at most ", kMaxBlockSize, ", got ", block_size);
   check(pool_ != host_pool_, "host_pool must not be the device's pool");
@@ -219,6 +221,7 @@ void PrefixTree::list(TreeNode* node) noexcept {
 
 void PrefixTree::unlist(TreeNode* node) noexcept {
   order_.remove(node);
+  order_.reuse(node);
   num_evictable_ -= node->num_device_blocks();
   num_host_evictable_ -= node->num_host_blocks;
 }
@@ -227,11 +230,12 @@ void PrefixTree::unlist(TreeNode* node) noexcept {
 void PrefixTree::pin_path(TreeNode* end, const TreeNode* stop, int priority) noexcept {
   for (TreeNode* node = end; node != stop; node = node->parent) {
     if (node->num_pins++ == 0 && !node->is_root()) unlist(node);
-    if (node->priority < priority) node->priority = static_cast<uint8_t>(priority);
+    if (node->priority < priority) node->priority = static_cast<int8_t>(priority);
   }
 }
 
 void PrefixTree::unpin_path(TreeNode* end, const TreeNode* stop) noexcept {
+  order_.begin_use();
   for (TreeNode* node = end; node != stop;) {
     TreeNode* parent = node->parent;
     if (--node->num_pins == 0) {
@@ -317,6 +321,7 @@ TreeNode* PrefixTree::split(TreeNode* node, int64_t num_upper_blocks) {
   upper->parent = parent;
   upper->point = ++last_point_;
   upper->hash = node->hash;
+  upper->start = node->start;
   upper->num_pins = node->num_pins;
   upper->num_hits = node->num_hits;
   upper->priority = node->priority;
@@ -335,13 +340,14 @@ TreeNode* PrefixTree::split(TreeNode* node, int64_t num_upper_blocks) {
   children_.insert(upper);
   siblings_.insert(parent, upper);
   link_child(upper, node);
-  if (node->num_pins == 0) order_.split(node, upper, had_host_blocks);
+  order_.split(node, upper, had_host_blocks);
   return upper;
 }
 
 // Requires room in the table.
 void PrefixTree::link_child(TreeNode* parent, TreeNode* child) noexcept {
   child->parent = parent;
+  child->start = parent->start + parent->num_blocks;
   child->hash = children_.hash(parent->point, TokenView(child->tokens.data(), child->tokens.size()), 0);
   children_.insert(child);
   siblings_.insert(parent, child);

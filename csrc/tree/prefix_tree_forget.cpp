@@ -24,6 +24,62 @@ int64_t PrefixTree::drop(const TokenView& tokens, std::string_view name) {
   return num_dropped * block_size_;
 }
 
+// A node's children go before it: they are put first before.
+int64_t PrefixTree::put_first(const TokenView& tokens, std::string_view name, int64_t num_kept) {
+  std::lock_guard lock(mutex_);
+  check(num_kept >= 0, "num_kept must not be negative, got ", num_kept);
+  TreeNode* root = find_root(name);
+  if (!root) return 0;
+  const Place place = walk(root, tokens, tokens.size() / block_size_);
+  if (place.in_edge < place.node->num_blocks) return 0;
+  const int64_t num_kept_blocks = num_kept / block_size_ + (num_kept % block_size_ > 0);
+  const std::vector<TreeNode*> path = used_alone(place.node, place.num_blocks - num_kept_blocks);
+  int64_t num_blocks = 0;
+  order_.begin_use();
+  for (TreeNode* node : path) {
+    order_.remove(node);
+    node->priority = kFirstToGo;
+    order_.push_newest(node);
+    num_blocks += node->num_blocks;
+  }
+  return num_blocks * block_size_;
+}
+
+int64_t PrefixTree::set_next_use(const TokenView& tokens, std::string_view name, double seconds) {
+  std::lock_guard lock(mutex_);
+  check(seconds >= 0 && seconds < kForever, "seconds must be between 0 and ", kForever, ", got ", seconds);
+  TreeNode* root = find_root(name);
+  if (!root) return 0;
+  const Place place = walk(root, tokens, tokens.size() / block_size_);
+  const bool is_whole = place.in_edge == place.node->num_blocks;
+  const int64_t next_use = order_.clock().now() + static_cast<int64_t>(seconds * 1e9);
+  for (TreeNode* node = is_whole ? place.node : place.node->parent; !node->is_root(); node = node->parent)
+    order_.set_next_use(node, next_use);
+  return (place.num_blocks - (is_whole ? 0 : place.in_edge)) * block_size_;
+}
+
+void PrefixTree::set_time(double seconds) {
+  std::lock_guard lock(mutex_);
+  check(seconds >= 0 && seconds < kForever, "seconds must be between 0 and ", kForever, ", got ", seconds);
+  order_.set_time(static_cast<int64_t>(seconds * 1e9));
+}
+
+// Returns the nodes of the last `num_blocks` blocks before the end of `end`, from there up to the first that is pinned,
+// goes on elsewhere, was used later, or was put first.
+std::vector<TreeNode*> PrefixTree::used_alone(TreeNode* end, int64_t num_blocks) {
+  std::vector<TreeNode*> path;
+  uint64_t used_at = end->used_at;
+  for (TreeNode* node = end; num_blocks > 0; node = node->parent) {
+    const bool is_free = node->num_pins == 0 && node->num_children == (path.empty() ? 0 : 1);
+    if (!is_free || node->priority == kFirstToGo || !EvictionOrder::of_one_use(used_at, node)) break;
+    if (node->num_blocks > num_blocks) split(node, node->num_blocks - num_blocks);
+    used_at = node->used_at;
+    num_blocks -= node->num_blocks;
+    path.push_back(node);
+  }
+  return path;
+}
+
 // Forgets an unpinned node's descendants, which are on the host only and unpinned, too.
 void PrefixTree::forget_below(TreeNode* node) noexcept {
   for (TreeNode* at = node;;) {
@@ -41,6 +97,7 @@ void PrefixTree::forget_below(TreeNode* node) noexcept {
 
 // Forgets a node's end as forget_end does, and remembers that.
 void PrefixTree::evict_end(TreeNode* node, int64_t num_blocks) noexcept {
+  order_.forget(node, node->num_blocks - num_blocks);
   if (num_blocks == 0) {
     evicted_.add(node->hash);
   } else if (num_blocks < node->num_blocks) {
@@ -76,6 +133,7 @@ void PrefixTree::remove_leaf(TreeNode* node) noexcept {
   children_.erase(node);
   siblings_.erase(parent, node);
   order_.remove(node);
+  order_.leave_tree(node);
   arena_.give_back(node);
   --parent->num_children;
   if (parent->is_root()) drop_unused_root(parent);

@@ -6,6 +6,15 @@ from typing import Any
 from kvpage.checks.values import as_integer, check_at_least, check_flag
 from kvpage.layout.config import CacheConfig
 
+EVICTIONS = "lru", "slru", "cost"
+"""The policies of eviction, as PrefixTree names them."""
+
+
+def check_eviction(eviction: object) -> None:
+    """Raise ValueError unless it names a policy of eviction."""
+    if eviction not in EVICTIONS:
+        raise ValueError(f"eviction must be one of {', '.join(EVICTIONS)}, got {eviction!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class HostPolicy:
@@ -40,9 +49,11 @@ class BlockConfig:
             shares.
         host_policy: When cached blocks are copied to the host; None for HostPolicy's own rule.
         pin_quota: How many blocks `space.pin` may keep.
+        eviction: Which cached blocks go first where room is needed, in both tiers: "lru", "slru" or "cost". See the
+            page on serving.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A number is out of range, or eviction is none of these.
         TypeError: An option is of another type.
     """
 
@@ -53,6 +64,7 @@ class BlockConfig:
     share_parts: bool = True
     host_policy: HostPolicy | None = None
     pin_quota: int = 0
+    eviction: str = "lru"
 
     @classmethod
     def of_cache(cls, cache: CacheConfig, **options: Any) -> "BlockConfig":
@@ -79,3 +91,4 @@ class BlockConfig:
         if self.host_policy is not None and not isinstance(self.host_policy, HostPolicy):
             raise TypeError(f"host_policy must be a HostPolicy, got {type(self.host_policy).__name__}")
         check_at_least("pin_quota", self.pin_quota, 0)
+        check_eviction(self.eviction)

@@ -51,6 +51,7 @@ class GroupReach:
         below: State: the last checkpoint's position, at which the prompt can begin; None without one.
         above: State: the next position that has or had a checkpoint and cannot be used; None where none is known. Of a
             GAP, where it ends.
+        eviction: KV_EVICTED: the policy of eviction, where it is known.
     """
 
     group: str
@@ -61,11 +62,14 @@ class GroupReach:
     cached_token: int | None = None
     below: int | None = None
     above: int | None = None
+    eviction: str | None = None
 
     def __str__(self) -> str:
         text = f"{self.group}: {self.num_tokens} tokens, then {self.ending}"
         if self.ending is Ending.DIFFERENT:
             text += f" (token {self.differs_at} is {self.token}, cached is {self.cached_token})"
+        if self.ending is Ending.KV_EVICTED and self.eviction is not None:
+            text += f" (eviction: {self.eviction})"
         if self.ending is Ending.GAP:
             text += f" (at token {self.above} on)"
         if self.group == "state":
@@ -164,9 +168,10 @@ def reach_of_attention(space: BlockSpace, tokens: Ids, namespace: bytes, shares_
         ending = Ending.KV_EVICTED
     if reach >= most_found(len(tokens), size, shares_parts):
         ending = Ending.PROMPT
+    eviction = space.tree.eviction if ending is Ending.KV_EVICTED else None
     if cached is None or num_common == len(tokens):
-        return GroupReach("attention", reach, ending)
-    return GroupReach("attention", reach, ending, num_common, int(tokens[num_common]), cached)
+        return GroupReach("attention", reach, ending, eviction=eviction)
+    return GroupReach("attention", reach, ending, num_common, int(tokens[num_common]), cached, eviction=eviction)
 
 
 def longest_elsewhere(tree: PrefixTree, tokens: Ids, namespace: bytes, num_tokens: int) -> tuple[bytes, int] | None:

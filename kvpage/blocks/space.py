@@ -40,7 +40,8 @@ class BlockSpace:
         self.pool = BlockPool(config.num_blocks)
         self.host_pool = BlockPool(config.num_host_blocks)
         self._has_host_tier = config.num_host_blocks > 0
-        self.tree = PrefixTree(self.pool, config.block_size, self.host_pool if self._has_host_tier else None)
+        host_pool = self.host_pool if self._has_host_tier else None
+        self.tree = PrefixTree(self.pool, config.block_size, host_pool, eviction=config.eviction)
         self.block_size = config.block_size
         self.host_policy = config.host_policy or HostPolicy()
         self.rule = rule
@@ -249,6 +250,43 @@ class BlockSpace:
             watcher.blocks_dropped(tokens, namespace)
         return num_dropped
 
+    def put_first(self, tokens: Tokens, namespace: bytes = b"", num_kept: int = 0) -> int:
+        """Evict the blocks of `tokens` before all others, as soon as room is needed, where nobody else needs them.
+
+        A block that is pinned, that another cached prompt goes on from, or that another one has used since, stays where
+        it is in line, and so do those before it. The next request that finds a block ends it.
+
+        Args:
+            tokens: Token ids of a prompt that nobody comes back to.
+            namespace: Where to search.
+            num_kept: Its first tokens that another prompt shares: their blocks stay, too.
+
+        Returns:
+            The number of tokens in these blocks.
+
+        Raises:
+            ValueError: num_kept is negative.
+        """
+        return self.tree.put_first(as_tokens(tokens), namespace, num_kept)
+
+    def set_next_use(self, tokens: Tokens, namespace: bytes = b"", *, seconds: float) -> int:
+        """Tell when a request for `tokens` is expected, such as the one after a tool's answer.
+
+        The eviction "cost" heeds it: what is needed last goes first. The others do not.
+
+        Args:
+            tokens: Token ids of a prompt, as far as it is cached.
+            namespace: Where to search.
+            seconds: From now on. Of several that are told for a block, the earliest that is not over counts.
+
+        Returns:
+            The number of tokens in the blocks that have the time now.
+
+        Raises:
+            ValueError: seconds is negative, or 1e9 or more.
+        """
+        return self.tree.set_next_use(as_tokens(tokens), namespace, seconds=seconds)
+
     def clear(self) -> None:
         """Forget all cached blocks, in both tiers, and end all pins.
 
@@ -279,6 +317,7 @@ class BlockSpace:
             num_free_host_blocks=self.host_pool.num_free,
             num_cached_host_blocks=self.tree.num_host_cached,
             num_pinned_blocks=self.pins.num_blocks,
+            eviction=self.tree.eviction,
         )
 
     def check_host(self, owned_ids: list[int]) -> None:

@@ -68,6 +68,7 @@ class SpaceStats:
         num_cached_host_blocks: Host blocks in the tree.
         num_pinned_blocks: Blocks that users have pinned. A block of two pins counts twice.
         host_evicted_blocks: Cached blocks that have left the host, also those that were dropped.
+        eviction: The policy of eviction, of both tiers.
     """
 
     query_tokens: int
@@ -84,6 +85,7 @@ class SpaceStats:
     num_cached_host_blocks: int
     num_pinned_blocks: int
     host_evicted_blocks: int
+    eviction: str = "lru"
 
     @property
     def miss_tokens(self) -> int:

@@ -42,7 +42,7 @@ class EngineConfig:
         max_num_batched_tokens: Tokens that one step computes at most. Longer prompts are computed in portions.
         max_model_len: Tokens of a request at most, generated ones included. None means all that the model allows.
         enable_prefix_caching: Requests find the blocks of others. See BlockManager.
-        share_parts: As of BlockConfig. So are host_policy and pin_quota.
+        share_parts: As of BlockConfig. So are host_policy, pin_quota and eviction.
         load_or_compute: Leave blocks on the host that are faster to compute than to load, by the measured speeds.
         kv_scales: For a cache of 8-bit floats: one of each layer, or "calibrate" to compute them from the model's K
             and V of `calibration_tokens`. None means 1. They are fixed before the first request.
@@ -106,6 +106,7 @@ class EngineConfig:
     host_policy: HostPolicy | None = None
     load_or_compute: bool = True
     pin_quota: int = 0
+    eviction: str = "lru"
     kv_scales: Sequence[KVScales] | Literal["calibrate"] | None = None
     calibration_tokens: Tokens | None = None
     events: EventConfig | None = None
@@ -153,7 +154,7 @@ class EngineConfig:
 
     def block_config(self) -> BlockConfig:
         """Return the options of the block manager."""
-        names = "enable_prefix_caching", "share_parts", "host_policy", "pin_quota"
+        names = "enable_prefix_caching", "share_parts", "host_policy", "pin_quota", "eviction"
         return BlockConfig.of_cache(self.cache_config, **{name: getattr(self, name) for name in names})
 
     def _check_flags(self) -> None:

@@ -120,7 +120,7 @@ def demo(
 
 @app.command()
 def replay(
-    trace: Annotated[str, typer.Argument(help="JSON lines in Mooncake's format; - for standard input")],
+    trace: Annotated[str, typer.Argument(help="JSON lines in Mooncake's format; - for standard input; agents:SEED")],
     device_blocks: Annotated[int | None, typer.Option(min=1, help="blocks of the device tier")] = None,
     device_gib: Annotated[float | None, typer.Option(help="memory of the device tier; needs --model-config")] = None,
     host_blocks: Annotated[int | None, typer.Option(min=0, help="blocks of the host tier")] = None,
@@ -133,6 +133,9 @@ def replay(
     policy: Annotated[
         str, typer.Option(help="when blocks are copied to the host: on_eviction or at_once")
     ] = "on_eviction",
+    eviction: Annotated[
+        str | None, typer.Option(help="compare on the device: lru, slru, cost, hinted, exact, ttl, pbkv, belady")
+    ] = None,
     outputs: Annotated[bool, typer.Option("--outputs", help="generated tokens occupy blocks, too")] = False,
     prefill: Annotated[
         float | None,
@@ -150,6 +153,7 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
 ) -> None:
     """Replay a production trace against pool, tree and tiers, and print how much memory of this size finds again."""
+    from kvpage.tools import eviction_report
     from kvpage.tools import replay_report as report
     from kvpage.tools.picture_file import check_picture
     from kvpage.tools.replay import ReplayConfig, read_trace
@@ -173,8 +177,14 @@ def replay(
         )  # fmt: skip
         policies = report.with_policies(config, checkpoint_every or [])
         configs = [point for policy in policies for point in (swept.configs(policy) if swept else [policy])]
-        with sys.stdin if trace == "-" else open(trace) as lines:
-            requests = list(read_trace(lines))
+        requests = eviction_report.generated(trace, hash_tokens)
+        if requests is None:
+            with sys.stdin if trace == "-" else open(trace) as lines:
+                requests = list(read_trace(lines))
+        if eviction is not None:
+            names = eviction_report.parse_names(eviction)
+            eviction_report.give(eviction_report.compare(names, requests, configs), plot, as_json)
+            return
         reports = report.replay_all(requests, configs, Console(stderr=True))
     except (ValueError, OSError) as error:
         raise SystemExit(f"kvpage replay: {error}") from error

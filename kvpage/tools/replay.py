@@ -35,12 +35,20 @@ class TraceRequest:
         input_length: Tokens of the prompt.
         output_length: Generated tokens.
         hash_ids: Ids of the prompt's contents, one for each `hash_tokens` tokens.
+        session: The number of the session that it is of; None where the trace names none.
+        next_use: Seconds after its arrival in which the session's next request is expected; None where nobody knows.
+        tool: The kind of tool that the session pauses for after it; None where nobody knows.
+        is_last: Whether it is known to be its session's last one.
     """
 
     timestamp: int
     input_length: int
     output_length: int
     hash_ids: list[int]
+    session: int | None = None
+    next_use: float | None = None
+    tool: str | None = None
+    is_last: bool = False
 
 
 class TraceError(ValueError):

@@ -103,6 +103,7 @@ def engine_config(options: ServeOptions) -> EngineConfig:
         max_model_len=options.max_model_len,
         enable_prefix_caching=options.enable_prefix_caching,
         pin_quota=options.pin_quota,
+        eviction=options.eviction,
         kv_scales="calibrate" if options.kv_cache_dtype.startswith("fp8") else None,
         events=event_config(options),
         generation_config=cast(GenerationDefaults, options.generation_config),

@@ -52,6 +52,7 @@ class ServeOptions:
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 1024
     pin_quota: int = 0
+    eviction: str = "lru"
     tenant_pin_quota: int | None = None
     max_retain_priority: int = MAX_HINTED_PRIORITY
     min_priority: int | None = None

@@ -45,8 +45,9 @@ class DiskTier(Tier):
     calls: no system call limits the time that a disk takes. In a forked child the tier is closed.
 
     capacity: bytes that all segments together may grow to; None for the segments that are there: then no
-    file or directory is made or deleted. policy: lru, lfu or fifo; after opening, records are in the order of writing,
-    and `infos` reports the time of writing until they are used. segment_bytes: of a file; no record can be larger.
+    file or directory is made or deleted. policy: lru, slru, lfu or fifo; after opening, records are in the order of
+    writing, and `infos` reports the time of writing until they are used. segment_bytes: of a file; no record can be
+    larger.
     retry_seconds: after an error of a directory the others are preferred for this long, and it does not grow.
 
     Raises ValueError for a directory that is open in another process or of another version, and for less space than the

@@ -80,7 +80,7 @@ class _MemoryWriter(Writer):
 
 
 class MemoryTier(Tier):
-    """Records in a slab of host memory of `capacity` bytes. policy: lru, lfu or fifo.
+    """Records in a slab of host memory of `capacity` bytes. policy: lru, slru, lfu or fifo.
 
     pin_memory: pin the slab, so that a GPU's copies run beside the computation; by default if there is a GPU. prefault:
     have the system give the whole slab when the tier is made, which takes about 0.1 s for a GiB. Otherwise it gives

@@ -1,4 +1,4 @@
-"""Policies of eviction: the least recently used record goes, the least often used one, or the oldest."""
+"""Policies of eviction: which record goes first. `lru` and `slru` are as of blocks in the prefix tree."""
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -84,11 +84,49 @@ class LFU(Policy):
         self._keys.setdefault(count, OrderedDict())[key] = None
 
 
-POLICIES: dict[str, type[Policy]] = {"lru": LRU, "lfu": LFU, "fifo": FIFO}
+class SLRU(Policy):
+    """The least recently used record goes first; those that were read go after the others, up to four fifths of all.
+
+    new    [e c f]        the first to go
+    read   [a d b]        first once they are more than four fifths
+    """
+
+    def __init__(self) -> None:
+        self._new, self._read = LRU(), LRU()
+        self._is_read: dict[bytes, bool] = {}
+        self._num_read = 0
+
+    def add(self, key: bytes) -> None:
+        self._new.add(key)
+        self._is_read[key] = False
+
+    def use(self, key: bytes) -> None:
+        if self._is_read[key]:
+            self._read.use(key)
+            return
+        self._new.remove(key)
+        self._read.add(key)
+        self._is_read[key] = True
+        self._num_read += 1
+
+    def remove(self, key: bytes) -> None:
+        is_read = self._is_read.pop(key)
+        self._num_read -= is_read
+        (self._read if is_read else self._new).remove(key)
+
+    def victims(self) -> Iterator[bytes]:
+        parts = [self._new, self._read]
+        if 5 * self._num_read > 4 * len(self._is_read):
+            parts.reverse()
+        for part in parts:
+            yield from part.victims()
+
+
+POLICIES: dict[str, type[Policy]] = {"lru": LRU, "slru": SLRU, "lfu": LFU, "fifo": FIFO}
 
 
 def make_policy(name: str) -> Policy:
-    """Return a new policy. Raises ValueError for a name that is not lru, lfu or fifo."""
+    """Return a new policy. Raises ValueError for a name that is not lru, slru, lfu or fifo."""
     if name not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
     return POLICIES[name]()
