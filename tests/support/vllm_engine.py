@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-PLUGIN = {"spec_name": "CpuTieringSpec", "spec_module_path": "support.vllm_cpu"}
+PLUGIN = {"spec_name": "CpuTieringSpec", "spec_module_path": "kvpage.integrations.vllm"}
 
 
 def engine_id() -> str:

@@ -85,7 +85,7 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         self.locality = Locality(config.locality) if config.locality else None
         whole, offloading = engine_config(), offloading_spec.config
         is_persistent = self._is_persistent(config, whole)
-        weights = weights_name(offloading.model.name, config.weights) if is_persistent else "of one process"
+        weights = weights_name(offloading.model.name, config.weights, whole) if is_persistent else "of one process"
         header = header_of(offloading, facts_of(whole), weights, rows.num_bytes, vllm_version(), device_kind())
         warn_of_random_keys(whole)
         self._store = ByteStore(config.of_store(f"dp{offloading.parallel.data_parallel_index}"), header)
