@@ -34,7 +34,14 @@ from kvpage.checks.started_pool import begun
 from kvpage.integrations.vllm.block_events import BlockEvents
 from kvpage.integrations.vllm.chunk_rows import ChunkRows
 from kvpage.integrations.vllm.config import StoreTierConfig
-from kvpage.integrations.vllm.engine_facts import device_kind, engine_config, facts_of, is_dummy, warn_of_random_keys
+from kvpage.integrations.vllm.engine_facts import (
+    device_kind,
+    engine_config,
+    facts_of,
+    is_dummy,
+    torch_dtype,
+    warn_of_random_keys,
+)
 from kvpage.integrations.vllm.header import header_of
 from kvpage.integrations.vllm.interface import vllm_version
 from kvpage.integrations.vllm.jobs import FinishedJob, Jobs
@@ -88,7 +95,8 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         weights = weights_name(offloading.model.name, config.weights, whole) if is_persistent else "of one process"
         header = header_of(offloading, facts_of(whole), weights, rows.num_bytes, vllm_version(), device_kind())
         warn_of_random_keys(whole)
-        self._store = ByteStore(config.of_store(f"dp{offloading.parallel.data_parallel_index}"), header)
+        rank, dtype = f"dp{offloading.parallel.data_parallel_index}", torch_dtype(offloading.model.dtype)
+        self._store = ByteStore(config.of_store(rank, dtype), header)
         self._prefix = PERSISTENT if is_persistent else secrets.token_bytes(len(PERSISTENT))
         self._forgets, self._drain_seconds = config.on_reset == "forget", config.load_patience + config.store_patience
         later, patience = self._store.later, config.lookup_patience
