@@ -3,7 +3,8 @@
 stdin: a path a line, such as life-1 ─► a child: it reads life-1.json, writes life-1.answer, and prints into life-1.log
 stdout: its exit status. vLLM is imported once, before the first child: that takes longer than a life.
 
-settings: model, llm (arguments of vLLM's LLM), tier (one entry of secondary_tiers, or null), host_bytes, and waves:
+settings: model, llm (arguments of vLLM's LLM), tier (one entry of secondary_tiers, or null), host_bytes, offloading
+          (more keys beside secondary_tiers), and waves:
           lists of requests that are added at once, [tokens, max_tokens, steps after which it is aborted or null];
           or {"signal": [process, number]}, {"remove": folder}, {"forget": true}: the device's cached blocks
 answer:   for each request its tokens, cached tokens and seconds to the first token; the tier's metrics
@@ -36,7 +37,7 @@ def make_llm(settings: dict[str, Any]) -> Any:
         "disable_log_stats": False,
     }  # fmt: skip
     if settings.get("tier"):
-        extra = {**PLUGIN, "cpu_bytes_to_use": settings.get("host_bytes", 64 << 20)}
+        extra = {**PLUGIN, "cpu_bytes_to_use": settings.get("host_bytes", 64 << 20), **settings.get("offloading", {})}
         extra["secondary_tiers"] = [settings["tier"]]
         given["kv_transfer_config"] = KVTransferConfig(
             kv_connector="OffloadingConnector",

@@ -109,7 +109,9 @@ def _check(name: str, differences_of: Callable[[], Iterator[str]]) -> None:
     if differences:
         raise ImportError(f"{_refusal(name, version)}: {'; '.join(differences)}")
     if not version.startswith(tuple(f"{tested}." for tested in TESTED)):
-        logger.warning("vLLM %s was not tested with kvpage's %s; its interface is that of %s", version, name, TESTED[-1])
+        logger.warning(
+            "vLLM %s was not tested with kvpage's %s; its interface is that of %s", version, name, TESTED[-1]
+        )
 
 
 def vllm_version() -> str:

@@ -45,13 +45,13 @@ from kvpage.integrations.vllm.engine_facts import (
 from kvpage.integrations.vllm.header import header_of
 from kvpage.integrations.vllm.interface import vllm_version
 from kvpage.integrations.vllm.jobs import FinishedJob, Jobs
-from kvpage.integrations.vllm.lookups import Lookups, RequestLog
+from kvpage.integrations.vllm.lookups import LOGGER, Lookups, RequestLog
 from kvpage.integrations.vllm.metrics import MetricsWriter, StatsReader, TierCounts, definitions
 from kvpage.integrations.vllm.touches import Touches
 from kvpage.integrations.vllm.weights import weights_name
 from kvpage.store import ByteStore
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(LOGGER)
 
 STATS_SECONDS = 1.0
 PERSISTENT = bytes(16)

@@ -271,9 +271,7 @@ class TierStack:
         finally:
             self.copies.end(back.copy)
 
-    def _copy_to(
-        self, at: int, key: Key, reader: Reader, copy: RecordCopy, kind: RecordKind | None = None
-    ) -> bool:
+    def _copy_to(self, at: int, key: Key, reader: Reader, copy: RecordCopy, kind: RecordKind | None = None) -> bool:
         """Copy a record as it is; one of a known kind with the codec that the tier wants."""
         try:
             made = recoded(reader, kind, self._way(at, kind)) if kind is not None else None

@@ -52,9 +52,7 @@ class Comparison:
     def __init__(self, lives: Lives, model: Path, folder: Path, num_tokens: int, num_prompts: int) -> None:
         rng = random.Random(num_tokens)
         self._lives, self._model, self._folder, self.num_tokens = lives, model, folder, num_tokens
-        self._waves = [
-            [([rng.randrange(10, 8000) for _ in range(num_tokens)], 2, None)] for _ in range(num_prompts)
-        ]
+        self._waves = [[([rng.randrange(10, 8000) for _ in range(num_tokens)], 2, None)] for _ in range(num_prompts)]
         self._arms = arms(folder)
         self.seconds: dict[str, list[float]] = {name: [] for name in ("computed", *self._arms)}
         self.read_seconds: dict[str, list[float]] = {name: [] for name in self._arms}

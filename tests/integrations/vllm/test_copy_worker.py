@@ -65,7 +65,13 @@ def places(spec, chunks, blocks_per_chunk: int):
             for index in group:
                 before = sum(PAGES[:index]) * blocks_per_chunk
                 begin_byte = before + at % blocks_per_chunk * PAGES[index]
-                yield index, block, chunks.block_ids[first + at // blocks_per_chunk], begin_byte, PAGES[index] - 8 * index
+                yield (
+                    index,
+                    block,
+                    chunks.block_ids[first + at // blocks_per_chunk],
+                    begin_byte,
+                    PAGES[index] - 8 * index,
+                )
         first += -(-(offset + size) // blocks_per_chunk) if size else 0
 
 
