@@ -18,7 +18,7 @@ import numpy as np
 from support.fake_modules import install
 
 VERSION = "0.32.0"
-MADE_OF_VLLM = tuple(f"kvpage.integrations.vllm.{name}" for name in ("tier", "copy_worker", "cpu_spec"))
+MADE_OF_VLLM = tuple(f"kvpage.integrations.vllm.{name}" for name in ("tier", "cpu.copy_worker", "cpu.tiering_spec"))
 
 
 class Medium(Enum):

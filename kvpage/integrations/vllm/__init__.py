@@ -13,7 +13,7 @@ from kvpage.integrations.vllm.config import StoreTierConfig
 from kvpage.integrations.vllm.interface import check_interface, check_worker_interface
 
 if TYPE_CHECKING:
-    from kvpage.integrations.vllm.cpu_spec import CpuTieringSpec
+    from kvpage.integrations.vllm.cpu.tiering_spec import CpuTieringSpec
     from kvpage.integrations.vllm.tier import KVPageTier
 
 __all__ = ["CpuTieringSpec", "KVPageTier", "StoreTierConfig"]
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
         return KVPageTier
     if name == "CpuTieringSpec":
         check_worker_interface()
-        from kvpage.integrations.vllm.cpu_spec import CpuTieringSpec
+        from kvpage.integrations.vllm.cpu.tiering_spec import CpuTieringSpec
 
         return CpuTieringSpec
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,7 +34,7 @@ from kvpage.checks.started_pool import begun
 from kvpage.integrations.vllm.block_events import BlockEvents
 from kvpage.integrations.vllm.chunk_rows import ChunkRows
 from kvpage.integrations.vllm.config import StoreTierConfig
-from kvpage.integrations.vllm.engine_facts import (
+from kvpage.integrations.vllm.identity.engine_facts import (
     device_kind,
     engine_config,
     facts_of,
@@ -42,13 +42,13 @@ from kvpage.integrations.vllm.engine_facts import (
     torch_dtype,
     warn_of_random_keys,
 )
-from kvpage.integrations.vllm.header import header_of
+from kvpage.integrations.vllm.identity.header import header_of
+from kvpage.integrations.vllm.identity.weights import weights_name
 from kvpage.integrations.vllm.interface import vllm_version
 from kvpage.integrations.vllm.jobs import FinishedJob, Jobs
 from kvpage.integrations.vllm.lookups import LOGGER, Lookups, RequestLog
 from kvpage.integrations.vllm.metrics import MetricsWriter, StatsReader, TierCounts, definitions
 from kvpage.integrations.vllm.touches import Touches
-from kvpage.integrations.vllm.weights import weights_name
 from kvpage.store import ByteStore
 
 logger = logging.getLogger(LOGGER)

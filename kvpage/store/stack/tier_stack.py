@@ -275,9 +275,14 @@ class TierStack:
         """Copy a record as it is; one of a known kind with the codec that the tier wants."""
         try:
             made = recoded(reader, kind, self._way(at, kind)) if kind is not None else None
-            num_bytes, fill = reader.num_bytes, partial(copy_record, reader, key=key)
-            if made is not None:
-                num_bytes, fill = made[0].num_bytes, lambda writer: write_record(writer, *made)
+            num_bytes = reader.num_bytes if made is None else made[0].num_bytes
+
+            def fill(writer: Writer) -> None:
+                if made is None:
+                    copy_record(reader, writer, key)
+                else:
+                    write_record(writer, *made)
+
             return self.ask(self.tiers[at], self._fill, at, key, num_bytes, fill, copy) or False
         except (CorruptRecord, UnreadableRecord):  # its next reader reports it
             return False

@@ -2,8 +2,8 @@
 
     python tests/integrations/vllm/compare_fs.py --rounds 5
 
-For each length, one process stores prompts in each tier. Then the tiers take turns, each in a process of its own that is
-warm, and another one is the first in each round. Tokens must be those that were computed, or it ends with an error.
+For each length, one process stores prompts in each tier. Then the tiers take turns, each in a warm process of its own,
+and another one is the first in each round. Tokens must be those that were computed, or it ends with an error.
 It prints medians and ranges of milliseconds: to the first token, and of the tier's own reads; and bytes on disk.
 """
 

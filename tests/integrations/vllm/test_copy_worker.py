@@ -29,11 +29,11 @@ class Region:
 
 @pytest.fixture(params=[1, 2, 3])
 def made(request, monkeypatch):
-    """A worker of so many blocks a chunk, its region, and the tensors of the caches: the second one's pages are padded."""
+    """A worker of so many blocks a chunk, its region, and tensors of caches: the second one's pages are padded."""
     fake_vllm.installed(monkeypatch)
     from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
-    from kvpage.integrations.vllm.copy_worker import CopyWorker
+    from kvpage.integrations.vllm.cpu.copy_worker import CopyWorker
 
     tensors = [torch.randint(-128, 128, (NUM_BLOCKS, size), dtype=torch.int8) for size in PAGES]
     caches = CanonicalKVCaches(

@@ -8,7 +8,7 @@ from support import fake_vllm
 from support.fake_tiering import Tiering, config_of, disk, make_model, whole
 from support.insides import store_of
 
-from kvpage.integrations.vllm.engine_facts import FACTS, engine_config, facts_of
+from kvpage.integrations.vllm.identity.engine_facts import FACTS, engine_config, facts_of
 
 KEYS = [bytes([number]) * 36 for number in range(1, 9)]
 

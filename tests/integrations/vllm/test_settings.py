@@ -11,8 +11,8 @@ from support import fake_vllm
 from kvpage.integrations import vllm
 from kvpage.integrations.vllm import StoreTierConfig
 from kvpage.integrations.vllm.chunk_rows import ChunkRows
+from kvpage.integrations.vllm.identity.weights import weights_name
 from kvpage.integrations.vllm.interface import check_interface
-from kvpage.integrations.vllm.weights import weights_name
 
 MEMORY = ("memory://?size=1MiB",)
 

@@ -5,7 +5,7 @@ from typing import Any
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvpage.integrations.vllm.copy_worker import CopyWorker
+from kvpage.integrations.vllm.cpu.copy_worker import CopyWorker
 
 
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc, unused-ignore]  # vLLM has no types for mypy
@@ -22,6 +22,7 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc, unused-ignore
         if config.canonical_layout:
             raise ValueError("canonical_layout must be off in CpuTieringSpec, got on")
         super().__init__(config)
+        self._copy_worker: CopyWorker | None = None
 
     def get_worker(self, kv_caches: Any) -> Any:
         """Return the worker, made at the first call.
@@ -29,9 +30,9 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc, unused-ignore
         Args:
             kv_caches: vLLM's CanonicalKVCaches.
         """
-        if not self._worker:
-            self._worker = self.create_worker(kv_caches)
-        return self._worker
+        if self._copy_worker is None:
+            self._copy_worker = self.create_worker(kv_caches)
+        return self._copy_worker
 
     def create_worker(self, kv_caches: Any) -> CopyWorker:
         """Return a worker over these caches, with host memory that vLLM's scheduler sees, too."""
