@@ -4,7 +4,7 @@
 
 For each length, one process stores prompts in each tier. Then the tiers take turns, each in a warm process of its own,
 and another one is the first in each round. Tokens must be those that were computed, or it ends with an error.
-It prints medians and ranges of milliseconds: to the first token, and of the tier's own reads; and bytes on disk.
+It prints medians and ranges of milliseconds to the first token, and bytes on disk.
 """
 
 import argparse
@@ -30,7 +30,6 @@ TALL = {
 }  # fmt: skip
 TOKEN_BYTES = 16 * 2 * 8 * 64 * 4  # layers, K and V, heads, numbers, bytes of a number
 BLOCK = 128
-READ_TIME = "kv_offload_tiering_read_time"
 
 
 def arms(folder: Path) -> dict[str, dict[str, Any]]:
@@ -55,7 +54,6 @@ class Comparison:
         self._waves = [[([rng.randrange(10, 8000) for _ in range(num_tokens)], 2, None)] for _ in range(num_prompts)]
         self._arms = arms(folder)
         self.seconds: dict[str, list[float]] = {name: [] for name in ("computed", *self._arms)}
-        self.read_seconds: dict[str, list[float]] = {name: [] for name in self._arms}
         answer = self._live(None)
         self._expected, self.seconds["computed"] = answer.tokens, answer.seconds
         for name in self._arms:
@@ -67,14 +65,11 @@ class Comparison:
         for name in names[number % len(names) :] + names[: number % len(names)]:
             answer = self._checked(name)
             self.seconds[name] += answer.seconds[1:]  # the first one warms the engine up
-            self.read_seconds[name].append(answer.metric(READ_TIME) / len(self._waves))
 
     def print(self) -> None:
         """Print the figures."""
         for name, values in self.seconds.items():
             print(f"{self.num_tokens:6} tokens, first token, {name:9} {_shown(values)}")
-        for name, values in self.read_seconds.items():
-            print(f"{self.num_tokens:6} tokens, reads of      {name:9} {_shown(values)}")
         num_bytes = len(self._waves) * self.num_tokens // BLOCK * BLOCK * TOKEN_BYTES
         for name in self._arms:
             num = num_disk_bytes(self._folder / name)
