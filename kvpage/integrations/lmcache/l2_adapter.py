@@ -24,6 +24,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvpage.checks.started_pool import begun
 from kvpage.store import ByteStore, ByteStoreConfig
+from kvpage.store.bytes.header import Value
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
@@ -129,7 +130,7 @@ class KVPageL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore] 
     def __init__(self, settings: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
         checked = L2AdapterSettings.from_dict(settings)
-        header = {"engine": f"lmcache {__version__}", "format": FORMAT, "weights": checked.weights}
+        header: dict[str, Value] = {"engine": f"lmcache {__version__}", "format": FORMAT, "weights": checked.weights}
         self._store = ByteStore(checked.store_config(), header)
         self._stores, self._lookups, self._loads = _Results(), _Results(), _Results()
         self._lock, self._num_tasks = threading.Lock(), 0
