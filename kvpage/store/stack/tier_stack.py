@@ -177,35 +177,30 @@ class TierStack:
 
     def _put_one(self, write: _Write, index: int) -> bool:
         """Return whether a tier has the record that had not, or will have it."""
+        if write.limit.is_over:
+            return False
         key, change, is_new = write.keys[index], write.copy.change, False
-        made: dict[str | None, tuple[RecordHead, Source]] = {}
-        for at in write.lacking[index] if not write.limit.is_over else ():
+        kind, source = write.record(index)
+        made: dict[str, tuple[RecordHead, Source]] = {}  # by the names of codecs
+        for at in write.lacking[index]:
             if self.tiers[at].is_written_back and at:
                 if change:
                     self._remove(at, [key])
-                back = self._keep(at, key, change, write.record(index)[0])
+                back = self._keep(at, key, change, kind)
                 if back is not None:
                     write.backs.append(back)
                     continue
-            head, payload = self._made(at, write.record, index, made)
+            way = self._way(at, kind)
+            name = kind.written_by(way)
+            if name not in made:
+                made[name] = encoded(kind, source, way)
             if change:
                 self.copies.settle(at)
-            is_written = self._write(at, head, payload, write)
+            is_written = self._write(at, *made[name], write)
             if change and not is_written:
                 self._remove(at, [key])
             is_new = is_written or is_new
         return is_new
-
-    def _made(
-        self, at: int, record: Record, index: int, made: dict[str | None, tuple[RecordHead, Source]]
-    ) -> tuple[RecordHead, Source]:
-        """Return the record as the tier wants it. made: it, by the names of codecs, for the next tiers."""
-        kind, source = record(index)
-        way = self._way(at, kind)
-        name = kind.written_by(way)
-        if name not in made:
-            made[name] = encoded(kind, source, way)
-        return made[name]
 
     def _way(self, at: int, kind: RecordKind) -> str | None:
         """Return the codec that the tier wants; None for the kind's own."""
