@@ -71,9 +71,11 @@ class TierURL:
 class KVStoreConfig:
     """The configuration of a store.
 
-    Every tier's URL takes four options. `write=through`, the default: `store` returns when the record is there;
+    Every tier's URL takes five options. `write=through`, the default: `store` returns when the record is there;
     `write=back`: it is written in the background. `promote=yes` or `no`: whether records that slower tiers have are
     copied here. `deadline=0.5`: seconds of one call. `seal_key_file=PATH`: records are encrypted there, see `SealKeys`.
+    `codec=raw`, `split` or `zstd`: how records are written there; `auto`, the default but for memory: `split` where
+    reads turn out so slow that it gains, else `codec` below.
 
     Attributes:
         chunk_size: tokens of a chunk.
@@ -172,6 +174,8 @@ class ByteStoreConfig:
         tiers: URLs as in `KVStoreConfig`, the fastest first; reading asks them in this order. A single text is one.
         num_threads: threads for the records of one call; None for torch's number.
         deadline: seconds of a call on a tier whose URL names none; None for no limit.
+        dtype: of the numbers in the records, such as "bfloat16", for tiers with a codec; None for other bytes. Records
+            that were coded are read by stores with the same dtype.
 
     Raises:
         ValueError: a field breaks a rule.
@@ -181,12 +185,15 @@ class ByteStoreConfig:
     tiers: tuple[str, ...] = ("memory://?size=1GiB",)
     num_threads: int | None = None
     deadline: float | None = None
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", checked_tiers(self.tiers))
         if self.num_threads is not None:
             check_at_least("num_threads", self.num_threads, 1)
         check_deadline(self.deadline)
+        if self.dtype is not None and not isinstance(self.dtype, str):
+            raise TypeError(f"dtype must be the name of one, such as bfloat16, got {type(self.dtype).__name__}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ByteStoreConfig":

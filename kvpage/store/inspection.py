@@ -13,12 +13,12 @@ from kvpage.store.disk.lock import DiskOwner
 from kvpage.store.placement import paths_of, place_tiers, sealed
 from kvpage.store.records.keys import decode_meta
 from kvpage.store.records.record import (
-    BYTES_CODEC,
     INDEX_CODEC,
     SEALED_CODEC,
     STATE_CODEC,
     CorruptRecord,
     UnreadableRecord,
+    is_bytes,
 )
 from kvpage.store.records.record_io import read_head, verify_record
 from kvpage.store.sealed.sealed_tier import SealedTier
@@ -72,7 +72,7 @@ def _summary(info: RecordInfo, reader: Reader, now: float, tier: str) -> RecordS
     age = None if info.last_used is None else now - info.last_used
     try:
         head, _ = read_head(reader)
-        if head.codec in (BYTES_CODEC, SEALED_CODEC):
+        if is_bytes(head.codec) or head.codec == SEALED_CODEC:
             return RecordSummary(
                 info.key.hex(), info.num_bytes, f"({head.codec})", b"", None, head.codec, "", age, tier
             )

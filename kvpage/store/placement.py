@@ -9,7 +9,8 @@ from kvpage.store.tiers.tier import Tier
 
 Factory = Callable[[TierURL], Tier]
 FOREIGN_PATH = re.compile(r"/?[A-Za-z]:|/?~|.*\\")
-COMMON_OPTIONS = ("write", "promote", "deadline", "seal_key_file")
+COMMON_OPTIONS = ("write", "promote", "deadline", "seal_key_file", "codec")
+CODECS = ("auto", "raw", "zstd", "split")
 
 
 def _memory(url: TierURL) -> Tier:
@@ -156,7 +157,11 @@ def _place(url: TierURL, config: TierChoice) -> Placed:
     promotes = _choice(url, "promote", {"yes": True, "no": False}, "yes")
     deadline = url.option("deadline")
     seconds = config.deadline if deadline is None else _seconds(deadline)
-    return Placed(make_tier(url), write, promotes, seconds)
+    codec = url.option("codec")
+    if codec not in (None, *CODECS):
+        raise ValueError(f"codec of a tier must be one of {', '.join(CODECS)}, got {codec!r}")
+    tier = make_tier(url)
+    return Placed(tier, write, promotes, seconds, codec if codec or tier.is_in_memory else "auto")
 
 
 def make_tier(url: TierURL) -> Tier:

@@ -24,6 +24,7 @@ from kvpage.store.records.record import (
     STATE_CODEC,
     CorruptRecord,
     UnreadableRecord,
+    is_bytes,
 )
 from kvpage.store.records.record_io import read_head, verify_record
 from kvpage.store.tiers.tier import Key, Reader, RecordGone, Tier, TierError
@@ -142,6 +143,8 @@ def _kind(reader: Reader) -> tuple[str | None, bytes]:
     """Return None and the metadata of a chunk's record, or the kind of another one. Raises RecordGone."""
     try:
         head, _ = read_head(reader)
+        if is_bytes(head.codec):
+            return BYTES_CODEC, b""
         if head.codec in OTHERS:
             return head.codec, b""
         facts = decode_meta(head.meta)

@@ -8,6 +8,9 @@ from kvpage.store.tiers.tier import TierStats
 COUNTERS = ("query_tokens", "hit_tokens", "stored_chunks", "corrupt_records", "tier_errors", "promoted_chunks")
 
 
+MEASURED_BYTES = 64 << 20  # of reads, from which their speed counts
+
+
 @dataclass(slots=True)
 class TierUse:
     """Records that a store read from a tier and wrote to it, since the store was made: see ByteTierStats.
@@ -22,6 +25,11 @@ class TierUse:
     written: int = 0
     written_bytes: int = 0
     write_seconds: float = 0.0
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """Of reads; None until enough were measured."""
+        return self.read_bytes / self.read_seconds if self.read_bytes >= MEASURED_BYTES else None
 
     def note_hit(self, num_bytes: int, seconds: float) -> None:
         """Count a record that was read; or one that is there, with no bytes."""

@@ -18,7 +18,7 @@ import numpy as np
 from support.fake_modules import install
 
 VERSION = "0.32.0"
-TIER = "kvpage.integrations.vllm.tier"
+MADE_OF_VLLM = tuple(f"kvpage.integrations.vllm.{name}" for name in ("tier", "cpu.copy_worker", "cpu.tiering_spec"))
 
 
 class Medium(Enum):
@@ -208,6 +208,55 @@ class SecondaryTierManager(ABC):
         return None
 
 
+class GPULoadStoreSpec:
+    def __init__(self, block_ids: list[int], group_sizes: Any, block_indices: Any) -> None:
+        self.block_ids, self.group_sizes = np.array(block_ids, np.int32), group_sizes
+        self.block_indices = block_indices
+
+
+@dataclass
+class CanonicalKVCacheTensor:
+    tensor: Any
+    page_size_bytes: int
+
+
+@dataclass
+class CanonicalKVCacheRef:
+    tensor_idx: int
+    page_size_bytes: int
+
+
+@dataclass
+class CanonicalKVCaches:
+    tensors: list[CanonicalKVCacheTensor]
+    group_data_refs: list[list[CanonicalKVCacheRef]]
+
+
+@dataclass
+class TransferResult:
+    job_id: int
+    success: bool
+    transfer_size: int | None = None
+    transfer_time: float | None = None
+
+
+class OffloadingWorker(ABC):
+    @abstractmethod
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool: ...
+
+    @abstractmethod
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool: ...
+
+    @abstractmethod
+    def get_finished(self) -> list[TransferResult]: ...
+
+    @abstractmethod
+    def wait(self, job_ids: set[int]) -> None: ...
+
+    def shutdown(self) -> None:
+        return
+
+
 @dataclass
 class OffloadingConnectorStats:
     """Keeps what was told: counters as sums, gauges as they are."""
@@ -232,9 +281,10 @@ class current_platform:  # noqa: N801  # vLLM's name
 MODULES: dict[str, tuple[Any, ...]] = {
     "vllm.platforms": (current_platform,),
     "vllm.v1.kv_offload.base": (
-        Locality, LookupResult, Medium, OffloadPolicy, OffloadingCounterMetadata, OffloadingEvent,
-        OffloadingGaugeMetadata, OffloadingKVEventsConfig, ReqContext,
-        RequestOffloadingContext, ScheduleEndContext,
+        CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec, Locality, LookupResult,
+        Medium, OffloadPolicy, OffloadingCounterMetadata, OffloadingEvent, OffloadingGaugeMetadata,
+        OffloadingKVEventsConfig, OffloadingWorker, ReqContext, RequestOffloadingContext, ScheduleEndContext,
+        TransferResult,
     ),
     "vllm.v1.kv_offload.config": (
         OffloadingCacheConfig, OffloadingConfig, OffloadingGroupConfig, OffloadingModelConfig, OffloadingParallelConfig,
@@ -248,7 +298,8 @@ def installed(monkeypatch: Any, version: str = VERSION) -> None:
     """Let `import vllm...` find these modules until the end of the test."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, TIER, types.ModuleType(TIER))  # at the end of the test it goes again
-    del sys.modules[TIER]
+    for name in MADE_OF_VLLM:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))  # at the end of the test it goes again
+        del sys.modules[name]
     install(monkeypatch, {name: {one.__name__: one for one in members} for name, members in MODULES.items()})
     monkeypatch.setattr("kvpage.integrations.vllm.interface.vllm_version", lambda: version)

@@ -3,7 +3,8 @@
 stdin: a path a line, such as life-1 ─► a child: it reads life-1.json, writes life-1.answer, and prints into life-1.log
 stdout: its exit status. vLLM is imported once, before the first child: that takes longer than a life.
 
-settings: model, llm (arguments of vLLM's LLM), tier (one entry of secondary_tiers, or null), host_bytes, and waves:
+settings: model, llm (arguments of vLLM's LLM), tier (one entry of secondary_tiers, or null), host_bytes, offloading
+          (more keys beside secondary_tiers), and waves:
           lists of requests that are added at once, [tokens, max_tokens, steps after which it is aborted or null];
           or {"signal": [process, number]}, {"remove": folder}, {"forget": true}: the device's cached blocks
 answer:   for each request its tokens, cached tokens and seconds to the first token; the tier's metrics
@@ -18,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-PLUGIN = {"spec_name": "CpuTieringSpec", "spec_module_path": "support.vllm_cpu"}
+PLUGIN = {"spec_name": "CpuTieringSpec", "spec_module_path": "kvpage.integrations.vllm"}
 
 
 def engine_id() -> str:
@@ -36,7 +37,7 @@ def make_llm(settings: dict[str, Any]) -> Any:
         "disable_log_stats": False,
     }  # fmt: skip
     if settings.get("tier"):
-        extra = {**PLUGIN, "cpu_bytes_to_use": settings.get("host_bytes", 64 << 20)}
+        extra = {**PLUGIN, "cpu_bytes_to_use": settings.get("host_bytes", 64 << 20), **settings.get("offloading", {})}
         extra["secondary_tiers"] = [settings["tier"]]
         given["kv_transfer_config"] = KVTransferConfig(
             kv_connector="OffloadingConnector",
@@ -69,7 +70,10 @@ class Life:
             open_names.add(name)
         step = 0
         while open_names:
-            for output in self.engine.step():
+            outputs = self.engine.step()
+            if not outputs:
+                time.sleep(0.001)  # as a server's loop does: threads of the tiers get their turn
+            for output in outputs:
                 answer = names[output.request_id]
                 answer["tokens"] = list(output.outputs[0].token_ids)
                 answer["cached"] = output.num_cached_tokens

@@ -5,13 +5,12 @@ SGLang's configuration ─► where the weights are ─► a folder, or a snapsh
 """
 
 import hashlib
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
+from kvpage.integrations.weight_files import files_name, hub_name
 
 SETTINGS = (
     "load_format", "model_loader_extra_config", "model_impl", "json_model_override_args", "dtype", "quantization",
@@ -24,11 +23,6 @@ PLACES = (
 )  # fmt: skip
 ELSEWHERE = ("dummy", "remote", "remote_instance", "private")
 """Formats that name other weights than the path's."""
-WHOLE_BYTES = 1 << 20
-"""Of files that are read whole. Larger ones are read at NUM_SAMPLES places, and have their time in the name."""
-NUM_SAMPLES, SAMPLE_BYTES = 8, 1 << 14
-BLOBS = "blobs"
-"""A folder of the hub's cache, in which each file is named by a digest of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +57,7 @@ class ServedModel:
         """Return a digest of the settings that K and V depend on, and of their scales."""
         values = self.values or {}
         scales = values.get("quantization_param_path")
-        parts = [str(values.get(name)) for name in SETTINGS] + [_file_name(Path(scales)) if scales else "none"]
+        parts = [str(values.get(name)) for name in SETTINGS] + [str(files_name(Path(scales))) if scales else "none"]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def weights(self) -> str:
@@ -85,15 +79,11 @@ class ServedModel:
 
     def _at(self, path_name: str, revision: str) -> str:
         values = self.values or {}
-        path = Path(values[path_name])
-        if path.is_file():
-            return f"file {_file_name(path)}"
-        if path.is_dir():
-            return _folder_name(path)
-        commit = _snapshot(str(values[path_name]), values.get(revision), values.get("download_dir"))
-        if commit is None:
-            raise _unnamed(f"{path_name} {values[path_name]} is no folder here, nor in the hub's cache")
-        return f"hub {values[path_name]} {commit}"
+        model = str(values[path_name])
+        name = files_name(Path(model)) or hub_name(model, values.get(revision), values.get("download_dir"))
+        if name is None:
+            raise _unnamed(f"{path_name} {model} is no folder here, nor in the hub's cache")
+        return name
 
 
 def _leaf(leaf: Any, name: str) -> Any:
@@ -105,47 +95,3 @@ def _leaf(leaf: Any, name: str) -> Any:
 
 def _unnamed(why: str) -> ValueError:
     return ValueError(f"model must be named in the extra config where {why}, got None")
-
-
-def _snapshot(repository: str, revision: str | None, cache: str | None) -> str | None:
-    """Return the commit of the hub that this revision is here; None if there is none."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-    except ImportError:
-        return None
-    try:
-        config_path = try_to_load_from_cache(repository, "config.json", cache_dir=cache, revision=revision)
-    except HFValidationError:  # a URL, or a path that is not there
-        return None
-    return Path(config_path).parent.name if isinstance(config_path, str) else None
-
-
-def _folder_name(folder: Path) -> str:
-    """Return a digest of the names and contents of all files that are not hidden."""
-    files = sorted(_files(folder))
-    if not files:
-        raise _unnamed(f"the folder {folder} has no files")
-    parts = [f"{file.relative_to(folder)} {_file_name(file)}" for file in files]
-    return f"folder {hashlib.sha256(repr(parts).encode()).hexdigest()}"
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [child for child in folders if not child.startswith(".")]
-        yield from (Path(parent, name) for name in names if not name.startswith(".") and Path(parent, name).is_file())
-
-
-def _file_name(file: Path) -> str:
-    """Return the name that tells a file from others: its digest, or its size, time and parts of its bytes."""
-    real, status = file.resolve(), file.stat()
-    if real.parent.name == BLOBS:
-        return real.name
-    if status.st_size <= WHOLE_BYTES:
-        return xxhash.xxh3_128_hexdigest(real.read_bytes())
-    step = (status.st_size - SAMPLE_BYTES) // (NUM_SAMPLES - 1)
-    digest = xxhash.xxh3_128()
-    with real.open("rb", buffering=0) as opened:
-        for number in range(NUM_SAMPLES):
-            digest.update(os.pread(opened.fileno(), SAMPLE_BYTES, number * step))
-    return f"{status.st_size} {status.st_mtime_ns} {digest.hexdigest()}"

@@ -3,30 +3,37 @@
     vLLM's blocks ── chunks ─► vLLM's host memory ── StoreTier ─► ByteStore: memory, disk, Redis, S3
                   ◄───────────                   ◄────────────  verified, or a miss
 
-vLLM loads the class by its configuration: "type": "KVPageTier", "module_path": "kvpage.integrations.vllm".
+vLLM loads the class by its configuration: "type": "KVPageTier", "module_path": "kvpage.integrations.vllm". In its build
+for CPUs, which does not copy between device and host, "spec_name": "CpuTieringSpec" is here, too.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from kvpage.integrations.vllm.config import StoreTierConfig
-from kvpage.integrations.vllm.interface import check_interface
+from kvpage.integrations.vllm.interface import check_interface, check_worker_interface
 
 if TYPE_CHECKING:
+    from kvpage.integrations.vllm.cpu.tiering_spec import CpuTieringSpec
     from kvpage.integrations.vllm.tier import KVPageTier
 
-__all__ = ["KVPageTier", "StoreTierConfig"]
+__all__ = ["CpuTieringSpec", "KVPageTier", "StoreTierConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return KVPageTier: it is a subclass of a class of vLLM's, so it is made when it is asked for.
+    """Return KVPageTier or CpuTieringSpec: subclasses of classes of vLLM's, so they are made when they are asked for.
 
     Raises:
         ImportError: vLLM is missing, or its interface is not the one that was tested.
         AttributeError: `name` is another one.
     """
-    if name != "KVPageTier":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_interface()
-    from kvpage.integrations.vllm.tier import KVPageTier
+    if name == "KVPageTier":
+        check_interface()
+        from kvpage.integrations.vllm.tier import KVPageTier
 
-    return KVPageTier
+        return KVPageTier
+    if name == "CpuTieringSpec":
+        check_worker_interface()
+        from kvpage.integrations.vllm.cpu.tiering_spec import CpuTieringSpec
+
+        return CpuTieringSpec
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

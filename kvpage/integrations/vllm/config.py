@@ -98,17 +98,18 @@ class StoreTierConfig:
             raise ValueError('tiers must be given, such as ["disk:///var/kv?size=100GiB"], got none')
         return cls(**values)
 
-    def of_store(self, rank: str) -> ByteStoreConfig:
+    def of_store(self, rank: str, dtype: str | None = None) -> ByteStoreConfig:
         """Return the configuration of a replica's store.
 
         Args:
             rank: The replica's name.
+            dtype: Of K and V, for tiers with a codec; None for one that no codec knows.
 
         Returns:
             The configuration.
         """
         tiers = tuple(url.replace("{rank}", rank) for url in self.tiers)
-        return ByteStoreConfig(tiers, self.num_threads, self.deadline)
+        return ByteStoreConfig(tiers, self.num_threads, self.deadline, dtype)
 
 
 def _check_seconds(name: str, seconds: float) -> None:

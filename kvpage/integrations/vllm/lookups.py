@@ -16,7 +16,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-logger = logging.getLogger(__name__)
+LOGGER = "vllm.kvpage"
+"""Below vLLM's logger, which alone writes lines of the level INFO in its processes."""
+logger = logging.getLogger(LOGGER)
 Contains: TypeAlias = Callable[[Sequence[bytes]], "Future[list[bool]]"]
 Outcome: TypeAlias = Literal["there", "absent", "unanswered", "failed"]
 

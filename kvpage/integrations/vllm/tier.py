@@ -34,17 +34,24 @@ from kvpage.checks.started_pool import begun
 from kvpage.integrations.vllm.block_events import BlockEvents
 from kvpage.integrations.vllm.chunk_rows import ChunkRows
 from kvpage.integrations.vllm.config import StoreTierConfig
-from kvpage.integrations.vllm.engine_facts import device_kind, engine_config, facts_of, is_dummy, warn_of_random_keys
-from kvpage.integrations.vllm.header import header_of
+from kvpage.integrations.vllm.identity.engine_facts import (
+    device_kind,
+    engine_config,
+    facts_of,
+    is_dummy,
+    torch_dtype,
+    warn_of_random_keys,
+)
+from kvpage.integrations.vllm.identity.header import header_of
+from kvpage.integrations.vllm.identity.weights import weights_name
 from kvpage.integrations.vllm.interface import vllm_version
 from kvpage.integrations.vllm.jobs import FinishedJob, Jobs
-from kvpage.integrations.vllm.lookups import Lookups, RequestLog
+from kvpage.integrations.vllm.lookups import LOGGER, Lookups, RequestLog
 from kvpage.integrations.vllm.metrics import MetricsWriter, StatsReader, TierCounts, definitions
 from kvpage.integrations.vllm.touches import Touches
-from kvpage.integrations.vllm.weights import weights_name
 from kvpage.store import ByteStore
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(LOGGER)
 
 STATS_SECONDS = 1.0
 PERSISTENT = bytes(16)
@@ -85,10 +92,11 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         self.locality = Locality(config.locality) if config.locality else None
         whole, offloading = engine_config(), offloading_spec.config
         is_persistent = self._is_persistent(config, whole)
-        weights = weights_name(offloading.model.name, config.weights) if is_persistent else "of one process"
+        weights = weights_name(offloading.model.name, config.weights, whole) if is_persistent else "of one process"
         header = header_of(offloading, facts_of(whole), weights, rows.num_bytes, vllm_version(), device_kind())
         warn_of_random_keys(whole)
-        self._store = ByteStore(config.of_store(f"dp{offloading.parallel.data_parallel_index}"), header)
+        rank, dtype = f"dp{offloading.parallel.data_parallel_index}", torch_dtype(offloading.model.dtype)
+        self._store = ByteStore(config.of_store(rank, dtype), header)
         self._prefix = PERSISTENT if is_persistent else secrets.token_bytes(len(PERSISTENT))
         self._forgets, self._drain_seconds = config.on_reset == "forget", config.load_patience + config.store_patience
         later, patience = self._store.later, config.lookup_patience

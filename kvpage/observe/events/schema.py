@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks in a row, each the parent of the next, are in `medium` now. All fields of vLLM 0.32, in its order.
+    """Blocks in a row, each the parent of the next, are in `medium` now. All fields of vLLM 0.33, in its order.
 
     Attributes:
         block_hashes: Unsigned 64-bit numbers.
@@ -42,6 +42,7 @@ class BlockStored:
         locality: "LOCAL" or "REMOTE", seen from the publisher; None says nothing.
         ownership: The name of a second tier that has the blocks; None says nothing.
         session_id: The session that stored the blocks; None says nothing.
+        lookahead_token_ids: Tokens after each block that count in its hash. Always None here: none count.
     """
 
     block_hashes: list[int]
@@ -58,6 +59,7 @@ class BlockStored:
     locality: str | None = None
     ownership: str | None = None
     session_id: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ def split(event: BlockStored) -> list[BlockStored]:
             parent_block_hash=parents[i],
             token_ids=event.token_ids[i * size : (i + 1) * size],
             extra_keys=event.extra_keys and event.extra_keys[i : i + 1],
+            lookahead_token_ids=event.lookahead_token_ids and event.lookahead_token_ids[i : i + 1],
         )
         for i, block_hash in enumerate(event.block_hashes)
     ]
@@ -151,6 +154,8 @@ def _joined(chain: Sequence[BlockStored]) -> BlockStored:
         block_hashes=[event.block_hashes[0] for event in chain],
         token_ids=[token for event in chain for token in event.token_ids],
         extra_keys=first.extra_keys and [key for event in chain for key in event.extra_keys or [None]],
+        lookahead_token_ids=first.lookahead_token_ids
+        and [tokens for event in chain for tokens in event.lookahead_token_ids or [[]]],
     )
 
 

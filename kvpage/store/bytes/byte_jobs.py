@@ -9,9 +9,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from kvpage.checks.values import as_list, as_real, check_flag
 from kvpage.store.bytes.events import ByteEvents
 from kvpage.store.bytes.pieces import Piece, Pieces, RunPayload, check_apart, pieces_of
+from kvpage.store.records.codec import SPLIT_KINDS, ByteSplitCodec, Codec
 from kvpage.store.records.kinds import RecordKind
 from kvpage.store.records.record import BYTES_CODEC, Shape
 from kvpage.store.records.record_io import Source, read_record
@@ -37,10 +40,12 @@ def checked_keys(keys: Sequence[bytes]) -> list[bytes]:
 
 
 class ByteKeys:
-    """Makes the names of records. meta: the encoding of a header."""
+    """Makes the names of records. meta: the encoding of a header. dtype: of the numbers in them; None for bytes."""
 
-    def __init__(self, meta: bytes) -> None:
+    def __init__(self, meta: bytes, dtype: torch.dtype | None = None) -> None:
         self.meta = meta
+        self._split = ByteSplitCodec(dtype) if dtype in SPLIT_KINDS else None
+        self._item_bytes = dtype.itemsize if dtype else 1
         self._seed = hashlib.sha256(meta).digest()
 
     def of(self, keys: Sequence[bytes]) -> list[Key]:
@@ -49,7 +54,10 @@ class ByteKeys:
 
     def kind(self, name: Key, num_bytes: int) -> RecordKind:
         """Return the kind of the record of a name and `num_bytes` bytes."""
-        return RecordKind(name, self.meta, NO_SHAPE, num_bytes, {BYTES_CODEC: None})
+        codecs: dict[str, Codec | None] = {BYTES_CODEC: None}
+        if self._split is not None and num_bytes % self._item_bytes == 0:
+            codecs[self._split.name] = self._split
+        return RecordKind(name, self.meta, NO_SHAPE, num_bytes, codecs)
 
 
 class ByteJobs:

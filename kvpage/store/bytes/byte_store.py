@@ -22,6 +22,7 @@ from kvpage.store.bytes.events import ByteEvents, Follow, Listener
 from kvpage.store.bytes.header import Header, encode_header
 from kvpage.store.config import ByteStoreConfig
 from kvpage.store.placement import placed_tiers
+from kvpage.store.records.codec import as_dtype
 from kvpage.store.stack.call_gate import CallGate, gated
 from kvpage.store.stack.placed import Placed
 from kvpage.store.stack.tier_feed import TierFeed
@@ -56,12 +57,12 @@ class ByteStore(TieredStore):
     def __init__(self, config: ByteStoreConfig, header: Header, tiers: Sequence[Tier | Placed] | None = None) -> None:
         if not isinstance(config, ByteStoreConfig):
             raise TypeError(f"config must be a ByteStoreConfig, got {type(config).__name__}")
-        meta = encode_header(header)
+        keys = ByteKeys(encode_header(header), None if config.dtype is None else as_dtype(config.dtype))
         super().__init__(placed_tiers(config, tiers), config.num_threads, are_given=tiers is not None)
         self.config = config
         self._feed = TierFeed(self._tiers.tiers)
         self._events = ByteEvents(self._feed)
-        self._jobs = ByteJobs(self._tiers, ByteKeys(meta), self._events)
+        self._jobs = ByteJobs(self._tiers, keys, self._events)
         num_readers = max(config.num_threads or torch.get_num_threads(), MIN_READERS)
         self.later = Later(self._jobs, self.gate, num_readers)
         """The same calls, which return futures."""

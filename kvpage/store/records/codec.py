@@ -20,13 +20,17 @@ import numpy as np
 import torch
 
 import kvpage._C as _C
-from kvpage.store.records.record import CorruptRecord, Shape
+from kvpage.store.records.record import BYTES_CODEC, CorruptRecord, Shape
 
 Format = Literal["vllm", "huggingface"]
 SHORT_NAMES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}  # names and suffixes must fit 16 characters
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SPLIT_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}  # csrc's FloatKind
+SPLIT_SIZES = {torch.bfloat16: 0.71, torch.float16: 0.89, torch.float8_e4m3fn: 0.89, torch.float8_e5m2: 0.78}
+"""Of normally distributed numbers, coded; of their bytes."""
+DECODED_PER_SECOND = 12e9  # bytes that split gives back in one thread, measured: kvpage bench codec
+BYTE_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 FP8_SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 SLICE_ELEMENTS = 32767  # from 32,768 on, torch shares the work among threads
 LOSSLESS = ("zstd", "split")  # besides raw
@@ -36,11 +40,14 @@ ZSTD_LEVEL = 1  # of bf16, level 3 is half as fast and no smaller
 class Codec(ABC):
     """An encoding of payloads. Stateless and thread-safe.
 
-    name: at most 16 ASCII characters. is_lossless: whether `decode` returns the bytes that `encode` was given.
+    name: at most 16 ASCII characters. way: what a store's configuration calls it. is_lossless: whether `decode` returns
+    the bytes that `encode` was given. gains_below: bytes a second of a tier's reads, below which coded ones are faster.
     """
 
     name: str
+    way: str
     is_lossless = True
+    gains_below = 0.0
 
     @abstractmethod
     def encode(self, raw: memoryview, shape: Shape) -> memoryview:
@@ -56,6 +63,8 @@ class Codec(ABC):
 
 
 class RawCodec(Codec):
+    way = "raw"
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.name = dtype_name(dtype)
 
@@ -73,6 +82,8 @@ class ZstdCodec(Codec):
     Neighbours have similar signs and exponents: bf16 of normal values shrinks to two thirds. Bytes after the last whole
     element follow unchanged.
     """
+
+    way = "zstd"
 
     def __init__(self, dtype: torch.dtype) -> None:
         try:
@@ -104,12 +115,15 @@ class SplitCodec(Codec):
     8,192 elements are coded by themselves. Where a block would grow, it is stored as it is.
     """
 
+    way = "split"
+
     def __init__(self, dtype: torch.dtype) -> None:
         if dtype not in SPLIT_KINDS:
             names = ", ".join(map(dtype_name, SPLIT_KINDS))
             raise ValueError(f"dtype must be one of {names} for split, got {dtype_name(dtype)}")
         self.name = dtype_name(dtype) + ":split"
         self._kind = SPLIT_KINDS[dtype]
+        self.gains_below = DECODED_PER_SECOND * (1 - SPLIT_SIZES[dtype])
 
     def encode(self, raw: memoryview, shape: Shape) -> memoryview:
         data = np.frombuffer(raw, np.uint8)
@@ -125,6 +139,14 @@ class SplitCodec(Codec):
         return out.data
 
 
+class ByteSplitCodec(SplitCodec):
+    """SplitCodec for records of bytes that are numbers of one dtype. The record's name tells which."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.name = f"{BYTES_CODEC}:{self.way}:{BYTE_KINDS[dtype]}"
+
+
 class Fp8Codec(Codec):
     """Stores elements as 8-bit floats with scales, in half the bytes of bf16. Lossy.
 
@@ -133,6 +155,7 @@ class Fp8Codec(Codec):
     |x| / 16 or s / 1024, whichever is more. Infinities come back as 448 s or the dtype's largest number, NaN as NaN.
     """
 
+    way = "fp8"
     is_lossless = False
 
     def __init__(self, dtype: torch.dtype, fmt: Format = "vllm") -> None:
@@ -200,7 +223,7 @@ def get_codec(name: str, dtype: torch.dtype | str, fmt: Format = "vllm") -> Code
     Raises ValueError for another name or dtype.
     fmt: the order of a payload's dimensions, in which fp8 finds the heads.
     """
-    dtype = _dtype(dtype)
+    dtype = as_dtype(dtype)
     if name == "raw":
         return RawCodec(dtype)
     if name == "zstd":
@@ -218,7 +241,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return SHORT_NAMES.get(name, name)
 
 
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return the dtype, or the one of a name. Raises ValueError for another name, and for one that no record has."""
     torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(torch_dtype, torch.dtype) or len(dtype_name(torch_dtype)) > 11:
         raise ValueError(f"dtype must be one of torch's with a name of at most 11 characters, got {dtype!r}")

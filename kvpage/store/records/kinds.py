@@ -41,9 +41,16 @@ class RecordKind(NamedTuple):
     raw_bytes: int
     codecs: dict[str, Codec | None]
 
-    def head(self, payload_bytes: int, stretch_bytes: int) -> RecordHead:
-        """Return the head of a record of this kind."""
-        name = next(iter(self.codecs))
+    def written_by(self, way: str | None) -> str:
+        """Return the name of the codec that writes records for a tier.
+
+        way: what the tier asks for, such as "split"; None, or one that this kind lacks, for the kind's own codec.
+        """
+        ways = {"raw" if codec is None else codec.way: name for name, codec in reversed(self.codecs.items())}
+        return ways.get(way or "", next(iter(self.codecs)))
+
+    def head(self, payload_bytes: int, stretch_bytes: int, name: str) -> RecordHead:
+        """Return the head of a record of this kind. name: of its codec."""
         return RecordHead(self.key, self.meta, name, self.shape, self.raw_bytes, payload_bytes, stretch_bytes)
 
 

@@ -54,6 +54,11 @@ class UnreadableRecord(Exception):
         self.reason = reason
 
 
+def is_bytes(codec: str) -> bool:
+    """Return whether the codec of a head is one of a ByteStore's records."""
+    return codec.partition(":")[0] == BYTES_CODEC
+
+
 def is_sealed(header: bytes | memoryview) -> bool:
     """Return whether the first bytes of a record are those of a sealed one."""
     return bytes(header[:8]) == MAGIC and bytes(header[CODEC_AT]).rstrip(b"\0") == SEALED_CODEC.encode()

@@ -131,15 +131,38 @@ PIECE_BYTES = 1 << 20
 MIN_RUNS_BYTES = 1 << 20  # of payloads that a file's bytes go to directly: in one piece is as good
 
 
-def encoded(kind: RecordKind, chunk: Source) -> tuple[RecordHead, Source]:
-    """Return the head of the record that the chunk becomes, and its payload."""
-    codec = next(iter(kind.codecs.values()))
+def encoded(kind: RecordKind, chunk: Source, way: str | None = None) -> tuple[RecordHead, Source]:
+    """Return the head of the record that the chunk becomes, and its payload. way: as of RecordKind.written_by."""
+    name = kind.written_by(way)
+    codec = kind.codecs[name]
     if codec is None:
-        return kind.head(kind.raw_bytes, chunk.stretch_bytes), chunk
+        return kind.head(kind.raw_bytes, chunk.stretch_bytes, name), chunk
     raw = memoryview(bytearray(kind.raw_bytes))
     chunk.fill(0, raw, 1, streaming=False)
+    return _coded(kind, codec, raw)
+
+
+def recoded(reader: Reader, kind: RecordKind, way: str | None) -> tuple[RecordHead, Source] | None:
+    """Return head and payload of a record as a tier with another codec writes it; None where it stays as it is.
+
+    Raises CorruptRecord or UnreadableRecord as `read_record`.
+    """
+    head, digests = read_head(reader, kind.meta)
+    codec, name = check_kind(head, kind), kind.written_by(way)
+    to = kind.codecs[name]
+    if name == head.codec or to is None:  # how a raw payload was cut into stretches is not known any more
+        return None
+    if codec is not None:
+        return _coded(kind, to, decode(reader, head, digests, codec))
+    raw = memoryview(bytearray(head.raw_bytes))
+    for begin, end in pieces(head, reader.is_in_memory):
+        read_piece(reader, head, digests, begin, end, BytesSink(raw[begin:end], head.stretch_bytes))
+    return _coded(kind, to, raw)
+
+
+def _coded(kind: RecordKind, codec: Codec, raw: memoryview) -> tuple[RecordHead, Source]:
     coded = EncodedPayload(memoryview(codec.encode(raw, kind.shape)).cast("B"))
-    return kind.head(len(coded.payload), coded.stretch_bytes), coded
+    return kind.head(len(coded.payload), coded.stretch_bytes, codec.name), coded
 
 
 def write_record(writer: Writer, head: RecordHead, chunk: Source, num_threads: int = 1) -> None:

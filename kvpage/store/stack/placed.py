@@ -17,12 +17,15 @@ class Placed:
         is_written_back: whether it is written in the background, from a faster tier.
         promotes: whether records that slower tiers have are copied here.
         deadline: seconds of a call; None for no limit.
+        codec: of records that are put here, such as "split"; "auto" for "split" where reads are so slow that it gains;
+            None for the store's own.
     """
 
     tier: Tier
     is_written_back: bool = False
     promotes: bool = True
     deadline: float | None = None
+    codec: str | None = None
 
     @classmethod
     def of(cls, tier: "Tier | Placed", deadline: float | None) -> "Placed":

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from kvpage.store.records.kinds import RecordKind
 from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord
-from kvpage.store.records.record_io import Source, copy_record, encoded, write_record
+from kvpage.store.records.record_io import Source, copy_record, encoded, recoded, write_record
 from kvpage.store.stack.chunk_threads import ChunkThreads, num_leading
 from kvpage.store.stack.placed import NO_LIMIT, Placed, TimeLimit
 from kvpage.store.stack.record_copies import Change, RecordCopies, RecordCopy
@@ -53,12 +53,15 @@ class _Write(NamedTuple):
 
 
 class _Back(NamedTuple):
-    """A record on its way into a tier that is written back. at: the tier's number. reader: keeps it where it is."""
+    """A record on its way into a tier that is written back. at: the tier's number. reader: keeps it where it is.
+    kind: of the record.
+    """
 
     at: int
     key: Key
     reader: Reader
     copy: RecordCopy
+    kind: RecordKind
 
 
 class _Reads(NamedTuple):
@@ -174,23 +177,39 @@ class TierStack:
 
     def _put_one(self, write: _Write, index: int) -> bool:
         """Return whether a tier has the record that had not, or will have it."""
-        key, change, made, is_new = write.keys[index], write.copy.change, None, False
-        for at in write.lacking[index] if not write.limit.is_over else ():
+        if write.limit.is_over:
+            return False
+        key, change, is_new = write.keys[index], write.copy.change, False
+        kind, source = write.record(index)
+        made: dict[str, tuple[RecordHead, Source]] = {}  # by the names of codecs
+        for at in write.lacking[index]:
             if self.tiers[at].is_written_back and at:
                 if change:
                     self._remove(at, [key])
-                back = self._keep(at, key, change)
+                back = self._keep(at, key, change, kind)
                 if back is not None:
                     write.backs.append(back)
                     continue
-            made = made or encoded(*write.record(index))
+            way = self._way(at, kind)
+            name = kind.written_by(way)
+            if name not in made:
+                made[name] = encoded(kind, source, way)
             if change:
                 self.copies.settle(at)
-            is_written = self._write(at, *made, write)
+            is_written = self._write(at, *made[name], write)
             if change and not is_written:
                 self._remove(at, [key])
             is_new = is_written or is_new
         return is_new
+
+    def _way(self, at: int, kind: RecordKind) -> str | None:
+        """Return the codec that the tier wants; None for the kind's own."""
+        way, codec = self.tiers[at].codec, kind.codecs[kind.written_by("split")]
+        if way != "auto" or next(iter(kind.codecs.values())) is not None:
+            return None if way == "auto" else way
+        with self._lock:
+            speed = self._uses[at].bytes_per_second
+        return None if codec is None or speed is None or speed >= codec.gains_below else "split"
 
     def _write(self, at: int, head: RecordHead, payload: Source, write: _Write) -> bool:
         """Return whether the tier took the record."""
@@ -229,13 +248,13 @@ class TierStack:
             with self.copies.finish(at, copy, key) as is_wanted:
                 return is_wanted and placed.tier.commit([writer], limit.timeout(placed.deadline))[0]
 
-    def _keep(self, at: int, key: Key, change: Change | None) -> _Back | None:
+    def _keep(self, at: int, key: Key, change: Change | None, kind: RecordKind) -> _Back | None:
         """Keep the record in a faster tier until it is written back; return None if none has it."""
         copy = self.copies.begin([key], change)
         for source in self.tiers[:at]:
             for reader in self._open(source, [key]):
                 if reader is not None:
-                    return _Back(at, key, reader, copy)
+                    return _Back(at, key, reader, copy, kind)
         self.copies.end(copy)
         return None
 
@@ -243,14 +262,23 @@ class TierStack:
         """Write the record back, unless it was removed meanwhile; return whether it was written."""
         try:
             with back.reader:
-                return self._copy_to(back.at, back.key, back.reader, back.copy)
+                return self._copy_to(back.at, back.key, back.reader, back.copy, back.kind)
         finally:
             self.copies.end(back.copy)
 
-    def _copy_to(self, at: int, key: Key, reader: Reader, copy: RecordCopy) -> bool:
+    def _copy_to(self, at: int, key: Key, reader: Reader, copy: RecordCopy, kind: RecordKind | None = None) -> bool:
+        """Copy a record as it is; one of a known kind with the codec that the tier wants."""
         try:
-            fill = partial(copy_record, reader, key=key)
-            return self.ask(self.tiers[at], self._fill, at, key, reader.num_bytes, fill, copy) or False
+            made = recoded(reader, kind, self._way(at, kind)) if kind is not None else None
+            num_bytes = reader.num_bytes if made is None else made[0].num_bytes
+
+            def fill(writer: Writer) -> None:
+                if made is None:
+                    copy_record(reader, writer, key)
+                else:
+                    write_record(writer, *made)
+
+            return self.ask(self.tiers[at], self._fill, at, key, num_bytes, fill, copy) or False
         except (CorruptRecord, UnreadableRecord):  # its next reader reports it
             return False
 

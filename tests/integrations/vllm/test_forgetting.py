@@ -8,7 +8,7 @@ from support import fake_vllm
 from support.fake_tiering import Tiering, config_of, disk, make_model, whole
 from support.insides import store_of
 
-from kvpage.integrations.vllm.engine_facts import FACTS, engine_config, facts_of
+from kvpage.integrations.vllm.identity.engine_facts import FACTS, engine_config, facts_of
 
 KEYS = [bytes([number]) * 36 for number in range(1, 9)]
 
@@ -119,7 +119,8 @@ def test_the_configuration_is_found_in_the_calls_under_way(caplog):
     assert set(facts_of(None).values()) == {"unknown"} and "vLLM's configuration was not found" in caplog.text
 
 
-def test_dummy_weights_are_not_those_of_the_folder(tmp_path, model, caplog):
+def test_dummy_weights_are_not_those_of_the_folder(tmp_path, model, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     for named, expected in ((None, False), (None, False), ("run 1", False), ("run 1", True)):
         tiering = tiering_of(whole(load_format="dummy"), model, tiers=[disk(tmp_path)], weights=named)
         assert is_warm(tiering) is expected and ("load_format dummy" in caplog.text) == (named is None)

@@ -1,5 +1,6 @@
 """Lookups against a store whose answers come when the test says so, and a clock of the test's own."""
 
+import logging
 import random
 from concurrent.futures import Future
 
@@ -191,7 +192,8 @@ def test_an_answer_that_came_too_late_is_none(store, lookups):
         (Asked(there=1, failed=2), "1 of the 3 chunks asked for, of 16 tokens each; 2 could not be loaded"),
     ],
 )
-def test_the_line_of_a_request(caplog, asked, text):
+def test_the_line_of_a_request(monkeypatch, caplog, asked, text):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     refused = {"key": 1}
     log = RequestLog(16, lambda: refused)
     refused["damaged"] = 2

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from support import fake_vllm
 from kvpage.integrations import vllm
 from kvpage.integrations.vllm import StoreTierConfig
 from kvpage.integrations.vllm.chunk_rows import ChunkRows
+from kvpage.integrations.vllm.identity.weights import weights_name
 from kvpage.integrations.vllm.interface import check_interface
-from kvpage.integrations.vllm.weights import weights_name
 
 MEMORY = ("memory://?size=1MiB",)
 
@@ -62,10 +63,38 @@ def test_settings_of_json():
     assert dataclasses.is_dataclass(config) and not hasattr(config, "__dict__")
 
 
-def test_a_model_of_a_hub_needs_a_name():
-    with pytest.raises(ValueError, match='weights must be given for a model that is no folder here, such as "a/b@rev'):
+def test_a_model_of_the_hub_has_its_commit_or_needs_a_name(tmp_path):
+    pytest.importorskip("huggingface_hub")
+    with pytest.raises(ValueError, match='weights must be given for a model that is neither .* such as "a/b@rev'):
         weights_name("a/b", None)
     assert weights_name("a/b", "a/b@1") != weights_name("a/b", "a/b@2")
+    place, commits = tmp_path / "models--a--b", ("1" * 40, "2" * 40)
+    for commit in commits:
+        (place / "snapshots" / commit).mkdir(parents=True)
+        (place / "snapshots" / commit / "config.json").write_text("{}")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commits[0])
+    found = [weights_name("a/b", None, hub_config(tmp_path, revision)) for revision in (None, *commits)]
+    assert found == [f"hub a/b {commit}" for commit in (commits[0], *commits)]
+
+
+def test_a_drafting_model_is_named_and_streamed_weights_must_be(tmp_path):
+    (tmp_path / "model").write_bytes(b"1")
+    (tmp_path / "draft").write_bytes(b"2")
+    model, draft, config = str(tmp_path / "model"), str(tmp_path / "draft"), hub_config(None, None)
+    alone = weights_name(model, None, config)
+    config.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(model=model, revision=None))
+    assert weights_name(model, None, config) == alone  # its own last layers draft
+    config.speculative_config.draft_model_config.model = draft
+    assert weights_name(model, None, config) == f"{alone} draft {weights_name(draft, None)}"
+    config.model_config.model_weights = "s3://bucket/model"
+    with pytest.raises(ValueError, match="weights must be given for weights that are streamed from s3://bucket/model"):
+        weights_name(model, None, config)
+
+
+def hub_config(cache, revision):
+    model, load = SimpleNamespace(revision=revision), SimpleNamespace(download_dir=cache)
+    return SimpleNamespace(model_config=model, load_config=load)
 
 
 def test_each_byte_of_the_weights_is_in_their_name(tmp_path):
@@ -141,7 +170,7 @@ def test_another_name_is_an_attribute_error():
 def test_an_untested_version_with_the_same_interface_warns(monkeypatch, caplog):
     fake_vllm.installed(monkeypatch, "0.34.1")
     check_interface()
-    assert "vLLM 0.34.1 was not tested with kvpage's tier" in caplog.text
+    assert "vLLM 0.34.1 was not tested with kvpage's KVPageTier" in caplog.text
 
 
 class _Other:

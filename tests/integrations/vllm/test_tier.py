@@ -373,7 +373,8 @@ def test_of_a_server_only_what_a_job_has_stored_is_told(tmp_path, model):
 
 
 @pytest.mark.parametrize(("publishes", "is_asked"), [(False, False), (True, False), (False, True)])
-def test_events_need_both_switches(publishes, is_asked, model, caplog):
+def test_events_need_both_switches(publishes, is_asked, model, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.WARNING):
         tiering = Tiering(model, tiers=[MEMORY], publishes=publishes, enable_kv_events=is_asked)
     tiering.compute("first", KEYS[:2])
@@ -439,11 +440,12 @@ def test_metrics_tell_only_growth(model):
 
 
 @pytest.mark.parametrize("is_asked_for", [True, False])
-def test_the_log_tells_of_each_request_if_it_is_asked_for(tmp_path, model, caplog, is_asked_for):
+def test_the_log_tells_of_each_request_if_it_is_asked_for(tmp_path, model, monkeypatch, caplog, is_asked_for):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM's own lines end there
     tiering = Tiering(model, tiers=[disk(tmp_path)], log_requests=is_asked_for)
     tiering.compute("first", KEYS[:2])
     flip(tmp_path, KEYS[1])
-    with caplog.at_level(logging.INFO, "kvpage.integrations.vllm.lookups"):
+    with caplog.at_level(logging.INFO, "vllm.kvpage"):
         tiering.load("second", KEYS[:3])
     lines = [message for message in caplog.messages if message.startswith("request second")]
     assert len(lines) == is_asked_for

@@ -105,6 +105,20 @@ def test_the_second_process_is_warm_and_flipped_bits_give_right_tokens_where_vll
     assert again.tokens == plain.tokens and sum(again.cached) > sum(of_kvpage.cached)
 
 
+def test_chunks_of_two_blocks_in_bf16_are_coded_and_come_back(tmp_path, model, lives):
+    asked = prompts(4)
+    engine = {"llm": {"dtype": "bfloat16"}, "offloading": {"block_size": 2 * BLOCK}}
+    plain = lives.live(model, [wave(asked)], **engine)
+    kv = {way: tier(f"disk://{tmp_path / way}?size=64MiB&codec={way}") for way in ("raw", "split")}
+    for way in kv:
+        assert lives.live(model, [wave(asked)], kv[way], **engine).tokens == plain.tokens
+        warm = lives.live(model, [wave(asked)], kv[way], **engine)
+        assert warm.tokens == plain.tokens
+        assert warm.cached == [(len(tokens) - 1) // (2 * BLOCK) * 2 * BLOCK for tokens in asked]
+    sizes = {way: sum(path.stat().st_blocks for path in (tmp_path / way).rglob("*")) for way in kv}
+    assert sizes["split"] < 0.85 * sizes["raw"]  # whole slots of 4 KiB, and small chunks
+
+
 @needs_redis
 def test_a_server_that_pauses_and_dies_amid_requests(tmp_path, model, lives):
     server = RedisServer(tmp_path / "redis")

@@ -211,7 +211,7 @@ def test_wrong_headers_are_refused(header) -> None:
 
 def test_a_configuration_names_what_is_wrong() -> None:
     assert ByteStoreConfig.from_dict({"tiers": MEMORY, "deadline": 2}) == ByteStoreConfig((MEMORY,), deadline=2)
-    with pytest.raises(ValueError, match="keys must be among deadline, num_threads, tiers, got teirs"):
+    with pytest.raises(ValueError, match="keys must be among deadline, dtype, num_threads, tiers, got teirs"):
         ByteStoreConfig.from_dict({"teirs": MEMORY})
     for values in ({"tiers": ()}, {"num_threads": 0}, {"deadline": 0}, {"deadline": True}, {"tiers": ("x",)}):
         with pytest.raises(ValueError, match="must"):

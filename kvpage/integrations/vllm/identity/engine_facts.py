@@ -12,12 +12,15 @@ import sys
 from types import FrameType
 from typing import Any
 
+import torch
+
 from kvpage.store.bytes.header import Value
 
 logger = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
 RANDOM_SEEDED = ("xxhash", "xxhash_cbor")  # hashes that vLLM seeds at random in each process
+FP8_NAMES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 DUMMY = "dummy"  # a format of loading: weights that come later, or never
 FACTS: dict[str, tuple[str, str]] = {
     "compute_dtype": ("model_config", "dtype"),
@@ -70,6 +73,16 @@ def facts_of(config: Any) -> dict[str, Value]:
         )
         return dict.fromkeys(FACTS, UNKNOWN)
     return {name: _text(getattr(getattr(config, part, None), field, None)) for name, (part, field) in FACTS.items()}
+
+
+def torch_dtype(name: str) -> str | None:
+    """Return torch's name of the dtype of K and V; None where it has none.
+
+    Args:
+        name: vLLM's, such as "bfloat16" or "fp8_e4m3".
+    """
+    known = FP8_NAMES.get(name, name.removeprefix("torch."))
+    return known if isinstance(getattr(torch, known, None), torch.dtype) else None
 
 
 def is_dummy(config: Any) -> bool:

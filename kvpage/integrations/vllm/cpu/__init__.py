@@ -1,0 +1,1 @@
+"""vLLM's offloading in its build for CPUs."""
