@@ -149,6 +149,20 @@ def norm_kernels() -> list[str]:
 def has_fast_linear(row_type: int, /) -> bool:
     """Return whether `linear` is to compute this type on this machine: see kvpage.ops.has_fast_linear."""
 
+def recurrence(
+    addresses: tuple[int, int, int, int, int, int, int],  # query, key, value, decay, rates, factor, out; 0: none
+    state: tuple[int, int, int, int, int],  # address; strides of sequence, head, key and column in elements
+    sizes: tuple[int, int, int, int, int, int],  # num_sequences, num_tokens, num_key_heads, num_heads, keys, columns
+    decay: int,  # 0 of a head, 1 of a key, 2 of an element
+    max_threads: int,
+    /,
+    kernel: str = "",
+) -> None:
+    """Pass tokens through linear recurrences, one by one: see kvpage.ops.cpu.recurrence."""
+
+def recurrence_kernels() -> list[str]:
+    """Return the kernels for recurrences that this machine runs, the best first."""
+
 def exponent_kernels() -> list[str]:
     """Return the kernels for floats with their exponents apart that this machine runs, the best first."""
 

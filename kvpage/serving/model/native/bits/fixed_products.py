@@ -3,6 +3,7 @@
 mm, addmm           rows @ weight          the weight is read by columns: as it lies, where a layer has turned it,
 bmm, baddbmm        one for each matrix    or from a copy
 _grouped_mm         one for each expert    of the rows that chose it
+convolution         one for each group     of the columns that a token sees; of one channel, products of two numbers
 """
 
 from collections.abc import Callable, Sequence
@@ -93,10 +94,46 @@ def _grouped(
     return out
 
 
+def _convolution(
+    num_threads: int,
+    columns: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    is_transposed: bool,
+    output_padding: Sequence[int],
+    num_groups: int,
+) -> torch.Tensor:
+    """Return the convolution of columns [n, channels, tokens] with weight [out channels, channels of a group, size]."""
+    if columns.dim() != 3 or is_transposed or {*stride, *dilation} != {1} or columns.dtype not in ROW_TYPES:
+        raise UnfixedProduct("of another form than a causal one")
+    windows = torch.nn.functional.pad(columns, (padding[0], padding[0])).unfold(2, weight.shape[2], 1)
+    if weight.shape[:2] == (columns.shape[1], 1) and num_groups == columns.shape[1]:
+        out = _of_channels(windows, weight[:, 0])
+    else:
+        parts = zip(windows.chunk(num_groups, 1), weight.chunk(num_groups), strict=True)
+        rows = [(part.transpose(1, 2).flatten(2), matrix.flatten(1).t()) for part, matrix in parts]
+        results = [multiply(part.flatten(0, 1), matrix, num_threads=num_threads) for part, matrix in rows]
+        out = torch.cat([part.view(len(columns), -1, part.shape[1]) for part in results], 2).transpose(1, 2)
+    return (out if bias is None else out + bias[:, None]).contiguous()
+
+
+def _of_channels(windows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the sums [n, channels, tokens] of windows [n, channels, tokens, size] times weight [channels, size]."""
+    terms = [windows[..., place].float() * weight[:, place, None].float() for place in range(weight.shape[1])]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total.to(windows.dtype)
+
+
 _PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     "mm": _mm,
     "addmm": _addmm,
     "bmm": _bmm,
     "baddbmm": _baddbmm,
     "_grouped_mm": _grouped,
+    "convolution": _convolution,
 }
