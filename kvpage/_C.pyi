@@ -123,6 +123,26 @@ def linear(
 ) -> None:
     """Compute rows times a weight: see kvpage.ops.linear and kvpage.ops.gated_linear."""
 
+def grouped_linear(
+    x: _Matrix,
+    order: tuple[int, int],  # addresses: int64 the row of x for each row of out, int64 where each group's rows end
+    weight: tuple[int, int, int],  # address, strides of group and row in bytes
+    up: tuple[int, int, int],  # the second weight, read with an activation alone
+    bias: int,  # address of [num_groups, num_columns], 0: none
+    out: _Matrix,
+    sizes: tuple[int, int, int, int],  # rows of x, num_groups, num_columns, size
+    row_type: int,
+    activation: int,  # 0 none, 1 SiLU, 2 GELU by tanh
+    is_turned: bool,  # weights are [size, num_columns]
+    max_threads: int,
+    /,
+    kernel: str = "",
+) -> None:
+    """Compute rows in groups times the weight of each group: see kvpage.ops.cpu.experts."""
+
+def turned_kernels() -> list[str]:
+    """Return the kernels for products with turned weights that this machine runs, the best first."""
+
 def rms_norm(
     x: _Matrix,
     residual: _Matrix,  # zeros: none

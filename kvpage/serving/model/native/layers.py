@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from kvpage.ops.cpu.host_layers import host_rms_norm
+from kvpage.serving.model.native.bits.experts_forward import experts_forward
 from kvpage.serving.model.native.containers import containers_of, is_the_models
 from kvpage.serving.model.native.gated_mlp import GatedForward, activation_of
 from kvpage.serving.model.native.linear import NativeLinear, is_factor, product_of_torch
@@ -28,7 +29,8 @@ from kvpage.serving.model.native.torch_threads import TorchThreads
 class NativeLayers:
     """The native layers of one view. Layers of modules that stay are the same objects at every call.
 
-    is_forced: whether products are native also where torch's are faster, but depend on the number of rows.
+    is_forced: whether products are native also where torch's are faster, but depend on the number of rows. Then those of
+    experts are, too.
     """
 
     def __init__(self, is_forced: bool = False) -> None:
@@ -67,6 +69,10 @@ class NativeLayers:
     def fused_forward(self, module: nn.Module, copy: nn.Module) -> Any:
         """Return a forward for the module's copy with fewer operations; None to leave it as it is."""
         activation = activation_of(module)
+        if activation is None and self._is_forced:
+            experts = experts_forward(module, copy, self.threads)
+            if experts is not None:
+                return experts
         if activation is None:
             return self._rotary.forward_of(module, copy)
         return GatedForward(copy, activation, is_factor, self.threads)

@@ -7,13 +7,14 @@ convolution         one for each group     of the columns that a token sees; of 
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 import kvpage._C as _C
 from kvpage.ops.args.tokens import ROW_TYPES
+from kvpage.ops.cpu.experts import grouped_linear
 from kvpage.ops.cpu.operands import NO_ROWS, as_rows, flat, place_of
 
 
@@ -85,12 +86,16 @@ def _grouped(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return rows [n, size] @ matrices [groups, size, columns], those before ends[i] by the matrix of group i."""
-    if rows.dim() != 2 or matrices.dim() != 3 or ends is None or bias is not None or dtype not in (None, rows.dtype):
+    is_usual = ends is not None and bias is None and dtype in (None, rows.dtype) and rows.dtype in ROW_TYPES
+    if rows.dim() != 2 or matrices.dim() != 3 or ends is None or not is_usual or matrices.dtype != rows.dtype:
         raise UnfixedProduct("of groups of another form")
     out = rows.new_zeros((len(rows), matrices.shape[2]))
-    for group, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
-        if begin < end:
-            out[begin:end] = multiply(rows[begin:end], matrices[group], num_threads=num_threads)
+    is_turned, until = matrices.stride(2) == 1, np.asarray(ends.tolist(), np.int64)
+    weight = matrices if is_turned else matrices.transpose(1, 2)
+    count = int(until[-1])
+    out[:count] = grouped_linear(
+        rows, np.arange(count), until, weight, is_turned=is_turned, num_threads=num_threads
+    )
     return out
 
 
