@@ -33,13 +33,13 @@ class Slab {
   void pass(int64_t sequence, int64_t head, int64_t first) {
     const RecurrentState& all = args_.state;
     const int64_t count = std::min(kRecurrenceColumns, args_.num_columns - first);
-    float* const at =
-        all.data + sequence * all.sequence_stride + head * all.head_stride + first * all.column_stride;
+    float* const at = all.data + sequence * all.sequence_stride + head * all.head_stride + first * all.column_stride;
     for_each(count, [&](int64_t key, int64_t column, float& kept) {
       kept = at[key * all.key_stride + column * all.column_stride];
     });
     fill_rates(head, first, count);
-    for (int64_t token = 0; token < args_.num_tokens; ++token) step(sequence * args_.num_tokens + token, head, first, count);
+    for (int64_t token = 0; token < args_.num_tokens; ++token)
+      step(sequence * args_.num_tokens + token, head, first, count);
     for_each(count, [&](int64_t key, int64_t column, float& kept) {
       at[key * all.key_stride + column * all.column_stride] = kept;
     });

@@ -17,16 +17,16 @@ constexpr int64_t kRecurrenceColumns = 64;  // of a state in scratch, which stay
 
 // Of what a decay is e to the power: each power is 0 or less.
 enum class Decay {
-  kOfHead,     // decay[0]
-  kOfKey,      // decay[k]
+  kOfHead,  // decay[0]
+  kOfKey,  // decay[k]
   kOfElement,  // decay[c] * rates[k, c]
 };
 
 // One run of memory each. Columns past `num_columns` of the state and the rates are zeros.
 struct RecurrenceStep {
-  float* state;        // [num_keys, kRecurrenceColumns]
+  float* state;  // [num_keys, kRecurrenceColumns]
   const float* rates;  // likewise, for kOfElement
-  float* decays;       // scratch [num_keys], for kOfKey
+  float* decays;  // scratch [num_keys], for kOfKey
   const float *query, *key, *decay, *value;
   float* out;
   int64_t num_keys, num_columns;

@@ -79,8 +79,10 @@ def test_a_row_has_the_same_bits_in_every_batch(kernel: str, form: str, dtype: t
     for first, last in ((0, 2), (0, 24), (3, 28), (0, NUM_ROWS)):
         rows = np.arange(first, last)
         found = grouped_linear(
-            rows=np.r_[0, rows, 1], ends=np.array([0, 1, 1 + len(rows), 2 + len(rows), 2 + len(rows)]),
-            **args, num_threads=4,
+            rows=np.r_[0, rows, 1],
+            ends=np.array([0, 1, 1 + len(rows), 2 + len(rows), 2 + len(rows)]),
+            **args,
+            num_threads=4,
         )
         assert torch.equal(found[1:-1], torch.cat(alone[first:last]))
 

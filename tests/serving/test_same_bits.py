@@ -11,7 +11,6 @@ from support.family import make_family_model
 from support.models import make_model, make_prompts
 from support.same_bits import Asked, alone, check_life, live, make_engine, outcome, requests, threads
 from support.seeds import seed_of
-from support.state_models import make_state_model
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig
@@ -47,6 +46,12 @@ def test_a_life(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
 )
 def test_a_life_of_other_blocks(tmp_path: Path, kind: str, dtype: torch.dtype, fields: dict[str, Any]) -> None:
     check_life(make_model(kind).to(dtype), random.Random(seed_of(2)), tmp_path, num_requests=3, **fields)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2", "jamba", "lfm2_moe", "kimi_linear", "falcon_h1"])
+def test_a_life_of_recurrent_layers(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    check_life(make_family_model(kind).to(dtype), random.Random(seed_of(4)), tmp_path, num_requests=3)
 
 
 @pytest.mark.parametrize("offset", [1, 3, 4, 5, 31, 32])
@@ -171,8 +176,8 @@ def test_threads_that_cannot_be_limited_are_refused(monkeypatch) -> None:
 
 
 def test_models_that_are_refused_by_name() -> None:
-    with pytest.raises(OptionError, match="Mamba2ForCausalLM has recurrent layers"):
-        make_engine(make_state_model("mamba2"))
+    with pytest.raises(OptionError, match="RecurrentGemmaRecurrentBlock computes one token by a rule of its own"):
+        make_engine(make_family_model("recurrent_gemma"))
     with pytest.raises(OptionError, match="torch.float64, whose products are torch's"):
         make_engine(make_model("llama").double())
     with pytest.raises(OptionError, match="DeepseekV2ForCausalLM: it calls aten::polar"):

@@ -58,11 +58,21 @@ def recurrence(
     }
     for name, (tensor, shape) in shapes.items():
         _check(name, tensor, tuple(shape))
-    runs = [None if tensor is None else tensor.contiguous() for tensor in (query, key, value, decay, rates, factor)]
+    query, key, value, decay = (tensor.contiguous() for tensor in (query, key, value, decay))
+    rates, factor = (None if tensor is None else tensor.contiguous() for tensor in (rates, factor))
     out = torch.empty(value.shape)
+    of_sequence, of_head, of_key, of_column = state.stride()
     _C.recurrence(
-        (*(0 if run is None else run.data_ptr() for run in runs), out.data_ptr()),
-        (state.data_ptr(), *state.stride()),
+        (
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            decay.data_ptr(),
+            0 if rates is None else rates.data_ptr(),
+            0 if factor is None else factor.data_ptr(),
+            out.data_ptr(),
+        ),
+        (state.data_ptr(), of_sequence, of_head, of_key, of_column),
         (num_sequences, num_tokens, num_key_heads, num_heads, num_keys, num_columns),
         kind,
         num_threads,

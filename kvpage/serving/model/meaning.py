@@ -7,7 +7,6 @@ A wrapped function is made anew with each of its wrappers, each of which holds t
 
 import functools
 import inspect
-from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any
 

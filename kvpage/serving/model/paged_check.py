@@ -83,12 +83,12 @@ def verify_bits(runner: ModelRunner, cache_config: CacheConfig, model_config: Mo
     sequences = [np.arange(row[-1], dtype=np.int32) * 7 % vocab_size(runner.model) for row in bounds]
     blocks_each = -(-num_tokens // cache_config.block_size)
     config = replace(unquantized(cache_config, model_config), num_gpu_blocks=2 * blocks_each, num_cpu_blocks=0)
-    engine, layout = CacheEngine(config, model_config, device_config=DeviceConfig(runner.model.device)), runner.state_layout
+    engine, layout = (
+        CacheEngine(config, model_config, device_config=DeviceConfig(runner.model.device)),
+        runner.state_layout,
+    )
     states = None if layout is None else StateCache(layout, _NUM_SLOTS * len(sequences), device=runner.model.device)
-    whole = [
-        paged_logits(runner, engine, [tokens], blocks_each, states, [(0, len(tokens))])[0]
-        for tokens in sequences
-    ]
+    whole = [paged_logits(runner, engine, [tokens], blocks_each, states, [(0, len(tokens))])[0] for tokens in sequences]
     stepwise, _ = paged_logits(runner, engine, sequences, blocks_each, states, bounds)
     if not torch.equal(torch.cat(whole), stepwise):
         raise OptionError(
@@ -190,9 +190,7 @@ def paged_logits(
     return torch.cat([part for parts in rows for part in parts]), windows
 
 
-def _states_of(
-    states: StateCache, number: int, starts: Sequence[int], ends: Sequence[int], is_cut: bool
-) -> StatePass:
+def _states_of(states: StateCache, number: int, starts: Sequence[int], ends: Sequence[int], is_cut: bool) -> StatePass:
     """Return the states of one step. Its working slots are those of the marks at the end of the step before.
 
     is_cut: whether there is a mark after the first token, where mixers cut the row.

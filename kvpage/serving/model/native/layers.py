@@ -30,8 +30,8 @@ from kvpage.serving.model.native.torch_threads import TorchThreads
 class NativeLayers:
     """The native layers of one view. Layers of modules that stay are the same objects at every call.
 
-    is_forced: whether products are native also where torch's are faster, but depend on the number of rows. Then those of
-    experts are, too.
+    is_forced: whether products are native also where torch's are faster, but depend on the number of rows. Then those
+    of experts are, too.
     """
 
     def __init__(self, is_forced: bool = False) -> None:

@@ -8,6 +8,7 @@ scans here. All compute in fp32, and take what the scans of transformers take.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -35,7 +36,7 @@ class FixedForward:
         self._own: Any = type(copy).forward
         forward = self._own
         for name in scan_names(mixer.module):
-            forward = with_meaning(forward, name, self._meanings()[name])
+            forward = with_meaning(forward, name, partial(SCANS[name], self))
         assert type(forward) is FunctionType, "the mixer is fixed"
         self._forward = MethodType(forward, copy)
 
@@ -51,18 +52,6 @@ class FixedForward:
         state = cache.get_recurrent_state(layer, index)
         self._starts = iter(() if state is None else [state] if state.dim() == 3 else state.unbind(1))
         return self._forward(*args, **kwargs)
-
-    def _meanings(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "torch_chunk_gated_delta_rule": self._delta_rule,
-            "torch_recurrent_gated_delta_rule": self._delta_rule,
-            "chunk_kimi_delta_attention": self._delta_rule,
-            "recurrent_kimi_delta_attention": self._delta_rule,
-            "mamba_selective_scan": self._scan_of_channels,
-            "mamba_selective_state_update": self._step_of_channels,
-            "mamba2_chunk_scan": self._scan_of_heads,
-            "mamba2_selective_state_update": self._step_of_heads,
-        }
 
     @property
     def _num_threads(self) -> int:
@@ -108,7 +97,7 @@ class FixedForward:
         return_final_states: bool = False,
         **_: Any,
     ) -> Any:
-        """hidden_states [n, tokens, heads, size], dt [n, tokens, heads], A, D [heads], B, C [n, tokens, groups, keys]."""
+        """hidden_states [n, tokens, heads, size], dt [n, tokens, heads], A [heads], B, C [n, tokens, groups, keys]."""
         x = hidden_states.float()
         steps = _steps(dt, dt_bias, dt_softplus).clamp(*(self._limits if dt_limit is None else dt_limit))
         shape = x.shape[0], *x.shape[2:], B.shape[3]
@@ -152,7 +141,8 @@ class FixedForward:
             return_final_states=True,
         )
         _keep(state, after)
-        return out[:, 0] if z is None else out[:, 0] * nn.functional.silu(z)  # as models do after a scan
+        result: torch.Tensor = out[:, 0]
+        return result if z is None else result * nn.functional.silu(z)  # as models do after a scan
 
     def _scan_of_channels(
         self,
@@ -172,8 +162,9 @@ class FixedForward:
         start = next(self._starts, None)
         shape = hidden_states.shape[0], *A.shape
         state = torch.zeros(shape) if start is None else start.float()
-        by_token = [None if x is None else x.transpose(1, 2) for x in (hidden_states, dt, B, C, z)]
-        out = self._pass_channels(state, *by_token[:2], A, *by_token[2:4], D, by_token[4], delta_bias, delta_softplus)
+        x, steps, keys, queries = (part.transpose(1, 2) for part in (hidden_states, dt, B, C))
+        gate = None if z is None else z.transpose(1, 2)
+        out = self._pass_channels(state, x, steps, A, keys, queries, D, gate, delta_bias, delta_softplus)
         out = out.transpose(1, 2)
         return (out, state) if return_last_state else out
 
@@ -192,7 +183,8 @@ class FixedForward:
         **_: Any,
     ) -> torch.Tensor:
         """state [n, channels, keys], hidden_states, dt, z [n, channels], B, C [n, keys]."""
-        x, steps, keys, queries, gate = (None if part is None else part[:, None] for part in (hidden_states, dt, B, C, z))
+        x, steps, keys, queries = (part[:, None] for part in (hidden_states, dt, B, C))
+        gate = None if z is None else z[:, None]
         after = state.float()
         out = self._pass_channels(after, x, steps, A, keys, queries, D, gate, dt_bias, dt_softplus)
         _keep(state, after)
@@ -201,11 +193,11 @@ class FixedForward:
     def _pass_channels(
         self,
         state: torch.Tensor,
-        hidden_states: Any,
-        dt: Any,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
         A: torch.Tensor,
-        B: Any,
-        C: Any,
+        B: torch.Tensor,
+        C: torch.Tensor,
         D: torch.Tensor | None,
         z: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -226,24 +218,25 @@ class FixedForward:
         return out if z is None else out * nn.functional.silu(z.float())
 
 
-NAMES = (
-    "torch_chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule",
-    "chunk_kimi_delta_attention",
-    "recurrent_kimi_delta_attention",
-    "mamba_selective_scan",
-    "mamba_selective_state_update",
-    "mamba2_chunk_scan",
-    "mamba2_selective_state_update",
-)
+SCANS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": FixedForward._delta_rule,
+    "torch_recurrent_gated_delta_rule": FixedForward._delta_rule,
+    "chunk_kimi_delta_attention": FixedForward._delta_rule,
+    "recurrent_kimi_delta_attention": FixedForward._delta_rule,
+    "mamba_selective_scan": FixedForward._scan_of_channels,
+    "mamba_selective_state_update": FixedForward._step_of_channels,
+    "mamba2_chunk_scan": FixedForward._scan_of_heads,
+    "mamba2_selective_state_update": FixedForward._step_of_heads,
+}
+"""By the names that mixers call them by."""
 
 
 def scan_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the scans that a mixer's forward calls by names that are known here; none if its forward is not its own."""
+    """Return the names of SCANS that a mixer's forward calls; none if the forward is not its class's."""
     if "forward" in vars(module):
         return ()
     forward: Any = type(module).forward
-    names = tuple(name for name in NAMES if innermost(forward, name) is not None)
+    names = tuple(name for name in SCANS if innermost(forward, name) is not None)
     return names if all(with_meaning(forward, name, len) is not None for name in names) else ()
 
 

@@ -24,7 +24,7 @@ class MixerForward:
     threads: of the view, for mixers that are fixed.
     """
 
-    def __init__(self, mixer: StateMixer, threads: TorchThreads | None, copy: nn.Module) -> None:
+    def __init__(self, mixer: StateMixer, copy: nn.Module, threads: TorchThreads | None = None) -> None:
         self.mixer, self._copy = mixer, copy
         self._fixed = FixedForward(mixer, copy, threads or TorchThreads()) if mixer.is_fixed else None
         self._own: Any = vars(copy).get("forward")
@@ -83,6 +83,6 @@ def view_forwards(
     """Return what a view does with the modules of mixers: see ModelView. threads: of the view."""
     forwards: dict[nn.Module, Callable[[nn.Module], Any] | None] = {}
     for mixer in mixers:
-        forwards[mixer.module] = partial(MixerForward, mixer, threads)
+        forwards[mixer.module] = partial(MixerForward, mixer, threads=threads)
         forwards.update((mixer.module.get_submodule(name), None) for name in mixer.holds)
     return forwards

@@ -63,9 +63,7 @@ class ExpertsForward:
         parts = out[torch.from_numpy(places)].view(*chosen.shape, -1) * factors.unsqueeze(-1)
         return parts.sum(1).to(rows.dtype)
 
-    def _widened(
-        self, rows: torch.Tensor, order: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
-    ) -> torch.Tensor:
+    def _widened(self, rows: torch.Tensor, order: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> torch.Tensor:
         """Return what is between the two products, after the gate or the activation."""
         copy = self._copy
         name = "gate_up_proj" if copy.has_gate else "up_proj"

@@ -93,9 +93,7 @@ def _grouped(
     is_turned, until = matrices.stride(2) == 1, np.asarray(ends.tolist(), np.int64)
     weight = matrices if is_turned else matrices.transpose(1, 2)
     count = int(until[-1])
-    out[:count] = grouped_linear(
-        rows, np.arange(count), until, weight, is_turned=is_turned, num_threads=num_threads
-    )
+    out[:count] = grouped_linear(rows, np.arange(count), until, weight, is_turned=is_turned, num_threads=num_threads)
     return out
 
 
