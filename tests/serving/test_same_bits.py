@@ -19,7 +19,8 @@ from kvpage.ops.cpu import host_layers
 from kvpage.serving import EngineConfig, SamplingParams
 from kvpage.serving.assembly import parts
 from kvpage.serving.model.native import linear
-from kvpage.serving.model.native.bits import row_bits
+from kvpage.serving.model.native.bits import experts_forward
+from kvpage.serving.model.states import fixed_scans
 from kvpage.store import KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
 DTYPES = torch.float32, torch.bfloat16
@@ -117,37 +118,40 @@ def test_scores_without_prompts_and_of_one_token() -> None:
 # --- mutants ----------------------------------------------------------------------------------------------------------
 
 
-def nudged(rows: torch.Tensor | None) -> torch.Tensor | None:
-    """The same rows, one bit off where there are an even number."""
-    if rows is not None and rows.shape[-2] % 2 == 0:
-        rows.view({4: torch.int32, 2: torch.int16}[rows.element_size()]).bitwise_xor_(1)
-    return rows
+def nudged(rows: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
+    """The rows, all a little off where they are of an even number of tokens."""
+    return rows if rows is None or num_tokens % 2 else rows * 1.02
+
+
+MUTATED = {
+    "llama": (linear, "host_product", lambda args: args[0].shape[-2]),
+    "gpt_oss": (experts_forward, "grouped_linear", lambda args: len(args[1]) // 2),  # each token has two experts
+    "qwen3_next": (fixed_scans, "recurrence", lambda args: args[0].shape[1]),
+}
+"""Of models, what computes some of their rows, and how many tokens it is called for."""
 
 
 def mutate(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Make one product depend on the number of rows."""
-    if kind == "llama":
-        product = linear.host_product
-        monkeypatch.setattr(linear, "host_product", lambda *args: nudged(product(*args)))
-    else:
-        grouped = row_bits.product
-        monkeypatch.setattr(row_bits, "product", lambda *args: nudged(grouped(*args)))
+    """Make one product or scan depend on the number of tokens."""
+    module, name, count = MUTATED[kind]
+    function = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **kwargs: nudged(function(*args, **kwargs), count(args)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_a_product_that_depends_on_the_batch_is_refused(monkeypatch, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", MUTATED)
+def test_a_row_that_depends_on_the_batch_is_refused(monkeypatch, kind: str, dtype: torch.dtype) -> None:
     mutate(monkeypatch, kind)
     with pytest.raises(OptionError, match="computed in portions differ"):
-        make_engine(make_model(kind).to(dtype))
+        make_engine(make_family_model(kind).to(dtype))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_a_life_finds_a_product_that_depends_on_the_batch(monkeypatch, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", MUTATED)
+def test_a_life_finds_a_row_that_depends_on_the_batch(monkeypatch, tmp_path: Path, kind: str) -> None:
     mutate(monkeypatch, kind)
     monkeypatch.setattr(parts, "verify_bits", lambda *args: None)
     with pytest.raises(AssertionError):
-        check_life(make_model(kind), random.Random(seed_of(3)), tmp_path, num_requests=4)
+        check_life(make_family_model(kind), random.Random(seed_of(3)), tmp_path, num_requests=4)
 
 
 # --- other machines ---------------------------------------------------------------------------------------------------
