@@ -16,7 +16,7 @@ from kvpage import CacheConfig
 from kvpage.blend import BlendConfig
 from kvpage.checks.errors import OptionError
 from kvpage.ops.cpu import host_layers
-from kvpage.serving import EngineConfig, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.assembly import parts
 from kvpage.serving.model.native import linear
 from kvpage.serving.model.native.bits import experts_forward
@@ -212,6 +212,11 @@ def test_rules_that_torch_applies_are_refused() -> None:
 
 
 # --- stores -----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_any_size_without_attention() -> None:
+    config = EngineConfig(CacheConfig(16, 64), same_bits=True)
+    assert Engine.from_model(make_family_model("mamba2"), config).debug.runner.same_bits
 
 
 def test_records_name_the_arithmetic() -> None:

@@ -81,7 +81,8 @@ def verify_bits(runner: ModelRunner, cache_config: CacheConfig, model_config: Mo
     bounds = _BOUNDS_OF_BITS if max_model_len(runner.model) >= _BOUNDS_OF_BITS[0][-1] else _SHORT_BOUNDS
     num_tokens = max(row[-1] for row in bounds)
     sequences = [np.arange(row[-1], dtype=np.int32) * 7 % vocab_size(runner.model) for row in bounds]
-    blocks_each = -(-num_tokens // cache_config.block_size)
+    block_size = max(PROBE_LENGTHS) if model_config.is_attention_free else cache_config.block_size
+    blocks_each = -(-num_tokens // block_size)  # as `paged_logits` counts them
     config = replace(unquantized(cache_config, model_config), num_gpu_blocks=2 * blocks_each, num_cpu_blocks=0)
     engine, layout = (
         CacheEngine(config, model_config, device_config=DeviceConfig(runner.model.device)),
