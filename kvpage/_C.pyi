@@ -123,6 +123,26 @@ def linear(
 ) -> None:
     """Compute rows times a weight: see kvpage.ops.linear and kvpage.ops.gated_linear."""
 
+def grouped_linear(
+    x: _Matrix,
+    order: tuple[int, int],  # addresses: int64 the row of x for each row of out, int64 where each group's rows end
+    weight: tuple[int, int, int],  # address, strides of group and row in bytes
+    up: tuple[int, int, int],  # the second weight, read with an activation alone
+    bias: int,  # address of [num_groups, num_columns], 0: none
+    out: _Matrix,
+    sizes: tuple[int, int, int, int],  # rows of x, num_groups, num_columns, size
+    row_type: int,
+    activation: int,  # 0 none, 1 SiLU, 2 GELU by tanh
+    is_turned: bool,  # weights are [size, num_columns]
+    max_threads: int,
+    /,
+    kernel: str = "",
+) -> None:
+    """Compute rows in groups times the weight of each group: see kvpage.ops.cpu.experts."""
+
+def turned_kernels() -> list[str]:
+    """Return the kernels for products with turned weights that this machine runs, the best first."""
+
 def rms_norm(
     x: _Matrix,
     residual: _Matrix,  # zeros: none
@@ -148,6 +168,20 @@ def norm_kernels() -> list[str]:
 
 def has_fast_linear(row_type: int, /) -> bool:
     """Return whether `linear` is to compute this type on this machine: see kvpage.ops.has_fast_linear."""
+
+def recurrence(
+    addresses: tuple[int, int, int, int, int, int, int],  # query, key, value, decay, rates, factor, out; 0: none
+    state: tuple[int, int, int, int, int],  # address; strides of sequence, head, key and column in elements
+    sizes: tuple[int, int, int, int, int, int],  # num_sequences, num_tokens, num_key_heads, num_heads, keys, columns
+    decay: int,  # 0 of a head, 1 of a key, 2 of an element
+    max_threads: int,
+    /,
+    kernel: str = "",
+) -> None:
+    """Pass tokens through linear recurrences, one by one: see kvpage.ops.cpu.recurrence."""
+
+def recurrence_kernels() -> list[str]:
+    """Return the kernels for recurrences that this machine runs, the best first."""
 
 def exponent_kernels() -> list[str]:
     """Return the kernels for floats with their exponents apart that this machine runs, the best first."""

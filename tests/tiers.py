@@ -64,8 +64,8 @@ SHOWN: dict[str, dict[str, float]] = {
     },
     "bits do not depend on what else is computed": {
         "tests/serving/test_same_bits.py::test_a_life": 2,
-        "tests/serving/test_same_bits.py::test_a_life_finds_a_product_that_depends_on_the_batch": 1,
-        "tests/serving/test_same_bits.py::test_a_product_that_depends_on_the_batch_is_refused": 1,
+        "tests/serving/test_same_bits.py::test_a_life_finds_a_row_that_depends_on_the_batch": 1,
+        "tests/serving/test_same_bits.py::test_a_row_that_depends_on_the_batch_is_refused": 1,
     },
     "tokens are the model's own": {
         "tests/serving/model/test_families.py::test_a_type": 36,

@@ -28,6 +28,7 @@ void bind_attention(py::module_& m);
 void bind_tokens(py::module_& m);
 void bind_blending(py::module_& m);
 void bind_linear(py::module_& m);
+void bind_recurrence(py::module_& m);
 void bind_block_copies(py::module_& m);
 void bind_chunks(py::module_& m);
 void bind_pool(py::module_& m);

@@ -3,6 +3,7 @@
 #include "bindings/addresses.h"
 #include "bindings/bindings.h"
 #include "linear/fast_types.h"
+#include "linear/grouped_linear.h"
 #include "linear/rms_norm.h"
 
 namespace kvpage {
@@ -12,6 +13,10 @@ namespace {
 using Rows = std::array<int64_t, 2>;  // address, row stride in bytes
 
 Matrix matrix(const Rows& rows) { return {pointer<std::byte>(rows[0]), rows[1]}; }
+
+using Weights = std::array<int64_t, 3>;  // address, strides of group and row in bytes
+
+GroupWeights group_weights(const Weights& w) { return {pointer<std::byte>(w[0]), w[1], w[2]}; }
 
 }  // namespace
 
@@ -27,6 +32,23 @@ void bind_linear(py::module_& m) {
       py::call_guard<py::gil_scoped_release>(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
       py::arg(), py::arg(), py::arg(), py::arg("kernel") = "",
       "See kvpage.ops.linear, which checks what needs a tensor.");
+  m.def(
+      "grouped_linear",
+      [](const Rows& x, const std::array<int64_t, 2>& order, const Weights& w, const Weights& up, int64_t bias,
+         const Rows& out, const std::array<int64_t, 4>& sizes, int type, int activation, bool is_turned,
+         int max_threads, const std::string& kernel) {
+        grouped_linear({matrix(x), matrix(out), pointer<const int64_t>(order[0]), pointer<const int64_t>(order[1]),
+                        group_weights(w), group_weights(up), pointer<const std::byte>(bias), sizes[0], sizes[1],
+                        sizes[2], sizes[3], static_cast<RowType>(type), static_cast<Activation>(activation), is_turned,
+                        max_threads, is_turned ? nullptr : &linear_kernels().named(kernel),
+                        is_turned ? &turned_kernels().named(kernel) : nullptr});
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg(),
+      py::arg(), py::arg(), py::arg(), py::arg(), py::arg(), py::arg("kernel") = "",
+      "See kvpage.ops.cpu.experts, which checks what needs a tensor.");
+  m.def(
+      "turned_kernels", [] { return turned_kernels().names(); },
+      "The kernels for products with turned weights that this machine runs, the best first.");
   m.def(
       "rms_norm",
       [](const Rows& x, const Rows& residual, const Rows& sum, const Rows& out, int64_t weight,

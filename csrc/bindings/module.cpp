@@ -64,6 +64,7 @@ PYBIND11_MODULE(_C, m) {
   bind_transpose(m);
   bind_blending(m);
   bind_linear(m);
+  bind_recurrence(m);
   bind_chunks(m);
   bind_block_copies(m);
   bind_pool(m);

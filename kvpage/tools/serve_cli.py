@@ -46,6 +46,7 @@ def serve(
     tensor_parallel_size: Annotated[int, typer.Option(help="processes, started by torchrun")] = 1,
     attention_backend: Annotated[str, typer.Option(help="on a GPU; as EngineConfig names it")] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="capture no CUDA graphs")] = False,
+    same_bits: Annotated[bool, typer.Option("--same-bits", help="nothing beside a request changes its bits")] = False,
     enable_prefix_caching: Annotated[bool, typer.Option(help="reuse the blocks of other requests")] = True,
     generation_config: Annotated[str, typer.Option(help="defaults: served, model or ignore")] = "served",
     trust_remote_code: Annotated[

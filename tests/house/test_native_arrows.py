@@ -34,6 +34,7 @@ ROOMS = {
     "blend": "rows of tokens rotated and mixed",
     "sampling": "one token for each row of logits",
     "linear": "rows times weights, and norms of rows",
+    "recurrence": "tokens through linear recurrences, one by one",
     "bindings": "the only room that knows Python",
 }
 

@@ -171,6 +171,12 @@ def test_windows_have_blocks_of_their_own_unless_they_are_not_to(folder):
     assert num_window_blocks(num_gpu_blocks=8, num_window_blocks="5") == 5
 
 
+def test_same_bits_are_asked_for(folder):
+    assert not engine_config(ServeOptions(folder)).same_bits
+    assert engine_config(ServeOptions(folder, same_bits=True)).same_bits
+    assert inspect.signature(serve_cli.serve).parameters["same_bits"].default is False
+
+
 def test_models_with_states_get_checkpoints_and_blocks(folder):
     for kind in ("mamba2", "lfm2"):
         model = make_state_model(kind)

@@ -11,16 +11,16 @@ from support.family import make_family_model
 from support.models import make_model, make_prompts
 from support.same_bits import Asked, alone, check_life, live, make_engine, outcome, requests, threads
 from support.seeds import seed_of
-from support.state_models import make_state_model
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig
 from kvpage.checks.errors import OptionError
 from kvpage.ops.cpu import host_layers
-from kvpage.serving import EngineConfig, SamplingParams
+from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.assembly import parts
 from kvpage.serving.model.native import linear
-from kvpage.serving.model.native.bits import row_bits
+from kvpage.serving.model.native.bits import experts_forward
+from kvpage.serving.model.states import fixed_scans
 from kvpage.store import KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
 DTYPES = torch.float32, torch.bfloat16
@@ -47,6 +47,12 @@ def test_a_life(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
 )
 def test_a_life_of_other_blocks(tmp_path: Path, kind: str, dtype: torch.dtype, fields: dict[str, Any]) -> None:
     check_life(make_model(kind).to(dtype), random.Random(seed_of(2)), tmp_path, num_requests=3, **fields)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2", "jamba", "lfm2_moe", "kimi_linear", "falcon_h1"])
+def test_a_life_of_recurrent_layers(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    check_life(make_family_model(kind).to(dtype), random.Random(seed_of(4)), tmp_path, num_requests=3)
 
 
 @pytest.mark.parametrize("offset", [1, 3, 4, 5, 31, 32])
@@ -112,37 +118,46 @@ def test_scores_without_prompts_and_of_one_token() -> None:
 # --- mutants ----------------------------------------------------------------------------------------------------------
 
 
-def nudged(rows: torch.Tensor | None) -> torch.Tensor | None:
-    """The same rows, one bit off where there are an even number."""
-    if rows is not None and rows.shape[-2] % 2 == 0:
-        rows.view({4: torch.int32, 2: torch.int16}[rows.element_size()]).bitwise_xor_(1)
-    return rows
+OFF = {torch.float32: 1 + 1e-5, torch.bfloat16: 1.02}
+"""Of models' dtypes: less than what the check of logits at load allows."""
 
 
-def mutate(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Make one product depend on the number of rows."""
-    if kind == "llama":
-        product = linear.host_product
-        monkeypatch.setattr(linear, "host_product", lambda *args: nudged(product(*args)))
-    else:
-        grouped = row_bits.product
-        monkeypatch.setattr(row_bits, "product", lambda *args: nudged(grouped(*args)))
+def nudged(rows: torch.Tensor | None, num_tokens: int, factor: float) -> torch.Tensor | None:
+    """The rows, all a little off where they are of an even number of tokens."""
+    return rows if rows is None or num_tokens % 2 else rows * factor
+
+
+MUTATED = {
+    "llama": (linear, "host_product", lambda args: args[0].shape[-2]),
+    "gpt_oss": (experts_forward, "grouped_linear", lambda args: len(args[1]) // 2),  # each token has two experts
+    "qwen3_next": (fixed_scans, "recurrence", lambda args: args[0].shape[1]),
+}
+"""Of models, what computes some of their rows, and how many tokens it is called for."""
+
+
+def mutate(monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype) -> None:
+    """Make one product or scan depend on the number of tokens. dtype: of the model."""
+    module, name, count = MUTATED[kind]
+    function = getattr(module, name)
+    monkeypatch.setattr(
+        module, name, lambda *args, **kwargs: nudged(function(*args, **kwargs), count(args), OFF[dtype])
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_a_product_that_depends_on_the_batch_is_refused(monkeypatch, kind: str, dtype: torch.dtype) -> None:
-    mutate(monkeypatch, kind)
+@pytest.mark.parametrize("kind", MUTATED)
+def test_a_row_that_depends_on_the_batch_is_refused(monkeypatch, kind: str, dtype: torch.dtype) -> None:
+    mutate(monkeypatch, kind, dtype)
     with pytest.raises(OptionError, match="computed in portions differ"):
-        make_engine(make_model(kind).to(dtype))
+        make_engine(make_family_model(kind).to(dtype))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_a_life_finds_a_product_that_depends_on_the_batch(monkeypatch, tmp_path: Path, kind: str) -> None:
-    mutate(monkeypatch, kind)
+@pytest.mark.parametrize("kind", MUTATED)
+def test_a_life_finds_a_row_that_depends_on_the_batch(monkeypatch, tmp_path: Path, kind: str) -> None:
+    mutate(monkeypatch, kind, torch.float32)
     monkeypatch.setattr(parts, "verify_bits", lambda *args: None)
     with pytest.raises(AssertionError):
-        check_life(make_model(kind), random.Random(seed_of(3)), tmp_path, num_requests=4)
+        check_life(make_family_model(kind), random.Random(seed_of(3)), tmp_path, num_requests=4)
 
 
 # --- other machines ---------------------------------------------------------------------------------------------------
@@ -171,8 +186,8 @@ def test_threads_that_cannot_be_limited_are_refused(monkeypatch) -> None:
 
 
 def test_models_that_are_refused_by_name() -> None:
-    with pytest.raises(OptionError, match="Mamba2ForCausalLM has recurrent layers"):
-        make_engine(make_state_model("mamba2"))
+    with pytest.raises(OptionError, match="RecurrentGemmaRecurrentBlock computes one token by a rule of its own"):
+        make_engine(make_family_model("recurrent_gemma"))
     with pytest.raises(OptionError, match="torch.float64, whose products are torch's"):
         make_engine(make_model("llama").double())
     with pytest.raises(OptionError, match="DeepseekV2ForCausalLM: it calls aten::polar"):
@@ -203,6 +218,11 @@ def test_rules_that_torch_applies_are_refused() -> None:
 
 
 # --- stores -----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_any_size_without_attention() -> None:
+    config = EngineConfig(CacheConfig(16, 64), same_bits=True)
+    assert Engine.from_model(make_family_model("mamba2"), config).debug.runner.same_bits
 
 
 def test_records_name_the_arithmetic() -> None:

@@ -19,7 +19,7 @@ from kvpage.serving import Engine, EngineConfig  # noqa: E402
 
 BEGIN, END = "<!-- types: tests/support/same_bits_table.py -->", "<!-- end of types -->"
 HOLDS = "the same bits"
-RECURRENT = "recurrent layers"
+OWN_STEP = "a step of its own"
 ROW = re.compile(r"^\| `([^`]+)` \| ([^|]+) \|$", re.MULTILINE)
 
 
@@ -35,7 +35,7 @@ def verdict(kind: str) -> str:
         Engine.from_model(model, EngineConfig(config, same_bits=True))
     except OptionError as error:
         operator = re.search(r"aten::\w+", str(error))
-        return f"refused: {operator[0] if operator else RECURRENT if 'recurrent' in str(error) else error}"
+        return f"refused: {operator[0] if operator else OWN_STEP if 'rule of its own' in str(error) else error}"
     return HOLDS
 
 

@@ -101,6 +101,7 @@ def engine_config(options: ServeOptions) -> EngineConfig:
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=options.max_model_len,
+        same_bits=options.same_bits,
         enable_prefix_caching=options.enable_prefix_caching,
         pin_quota=options.pin_quota,
         eviction=options.eviction,

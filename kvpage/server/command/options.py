@@ -59,6 +59,7 @@ class ServeOptions:
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    same_bits: bool = False
     enable_prefix_caching: bool = True
     generation_config: str = "served"
     trust_remote_code: bool = False

@@ -129,7 +129,8 @@ def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates
     native, row_bits = _native_layers(model, config), None
     if config.same_bits:
         threads = TorchThreads() if native is None else native.threads
-        row_bits = RowBits.of_model(model, threads, has_states=states is not None)
+        row_bits = RowBits.of_model(model, threads)
+        states = None if states is None else states.with_fixed_scans(type(model).__name__)
     runner = ModelRunner(model, native, compiles=compiles, holds_interrupts=size > 1, states=states, row_bits=row_bits)
     with _names_compiler() if compiles else nullcontext():
         if states is None:

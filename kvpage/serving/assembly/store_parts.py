@@ -66,6 +66,7 @@ def _check_bits(config: EngineConfig, store: BlockStore, cache: CacheEngine) -> 
     if (
         config.same_bits
         and store.config is not None
+        and cache.layer_ids  # records of states are raw
         and not get_codec(store.config.codec, cache.layout.dtype).is_lossless
     ):
         raise ValueError(f"codec of the store must be lossless with same_bits, got {store.config.codec!r}")

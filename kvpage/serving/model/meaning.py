@@ -7,7 +7,6 @@ A wrapped function is made anew with each of its wrappers, each of which holds t
 
 import functools
 import inspect
-from collections.abc import Callable
 from types import CellType, FunctionType
 from typing import Any
 
@@ -18,7 +17,7 @@ def innermost(own: object, name: str) -> FunctionType | None:
     return inner if type(inner) is FunctionType and name in inner.__code__.co_names else None
 
 
-def with_meaning(own: object, name: str, meaning: Callable[..., Any]) -> FunctionType | None:
+def with_meaning(own: object, name: str, meaning: object) -> FunctionType | None:
     """Return the same function, wrappers included, in whose innermost code `name` means something else.
 
     None if a wrapper is no function, or holds what it wraps in another way than a decorator does.

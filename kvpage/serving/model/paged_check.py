@@ -81,11 +81,16 @@ def verify_bits(runner: ModelRunner, cache_config: CacheConfig, model_config: Mo
     bounds = _BOUNDS_OF_BITS if max_model_len(runner.model) >= _BOUNDS_OF_BITS[0][-1] else _SHORT_BOUNDS
     num_tokens = max(row[-1] for row in bounds)
     sequences = [np.arange(row[-1], dtype=np.int32) * 7 % vocab_size(runner.model) for row in bounds]
-    blocks_each = -(-num_tokens // cache_config.block_size)
+    block_size = max(PROBE_LENGTHS) if model_config.is_attention_free else cache_config.block_size
+    blocks_each = -(-num_tokens // block_size)  # as `paged_logits` counts them
     config = replace(unquantized(cache_config, model_config), num_gpu_blocks=2 * blocks_each, num_cpu_blocks=0)
-    engine = CacheEngine(config, model_config, device_config=DeviceConfig(runner.model.device))
-    whole = [paged_logits(runner, engine, [tokens], blocks_each, bounds=[(0, len(tokens))])[0] for tokens in sequences]
-    stepwise, _ = paged_logits(runner, engine, sequences, blocks_each, bounds=bounds)
+    engine, layout = (
+        CacheEngine(config, model_config, device_config=DeviceConfig(runner.model.device)),
+        runner.state_layout,
+    )
+    states = None if layout is None else StateCache(layout, _NUM_SLOTS * len(sequences), device=runner.model.device)
+    whole = [paged_logits(runner, engine, [tokens], blocks_each, states, [(0, len(tokens))])[0] for tokens in sequences]
+    stepwise, _ = paged_logits(runner, engine, sequences, blocks_each, states, bounds)
     if not torch.equal(torch.cat(whole), stepwise):
         raise OptionError(
             f"same_bits must be False for {type(runner.model).__name__}: the logits of a prompt that is computed in "
@@ -177,7 +182,7 @@ def paged_logits(
         token_ids = np.concatenate(parts)
         packed = PackedTokens(token_ids, starts, ends, np.arange(len(token_ids)))
         step = Step.make(engine, _slots(tables, starts, ends, block_size), tables, starts, ends)
-        step.use_states(None if states is None else _states_of(states, number, starts, ends))
+        step.use_states(None if states is None else _states_of(states, number, starts, ends, len(bounds[0]) > 2))
         logits = runner.forward(packed, step)
         _check_calls(runner.model, engine, step)
         windows = dict(step.calls)
@@ -186,12 +191,16 @@ def paged_logits(
     return torch.cat([part for parts in rows for part in parts]), windows
 
 
-def _states_of(states: StateCache, number: int, starts: Sequence[int], ends: Sequence[int]) -> StatePass:
-    """Return the states of one step. Its working slots are those of the marks at the end of the step before."""
+def _states_of(states: StateCache, number: int, starts: Sequence[int], ends: Sequence[int], is_cut: bool) -> StatePass:
+    """Return the states of one step. Its working slots are those of the marks at the end of the step before.
+
+    is_cut: whether there is a mark after the first token, where mixers cut the row.
+    """
     rows = []
     for seq, (start, end) in enumerate(zip(starts, ends, strict=True)):
         slot, at_end, inside = (_NUM_SLOTS * seq + (number + turn) % _NUM_SLOTS for turn in range(_NUM_SLOTS))
-        rows.append(StateRow(slot, start, end, [(start + 1, inside), (end, at_end)]))
+        marks = [(start + 1, inside), (end, at_end)]
+        rows.append(StateRow(slot, start, end, marks if is_cut else marks[1:]))
     return StatePass(states, rows)
 
 

@@ -48,7 +48,8 @@ class ModelRunner:
         self.model = model
         self._holds_interrupts = holds_interrupts
         self.state_layout = None if states is None else states.layout
-        forwards = {} if states is None else view_forwards(states.mixers)
+        threads = None if row_bits is None else row_bits.threads
+        forwards = {} if states is None else view_forwards(states.mixers, threads)
         self._view = ModelView(model, native, UNCOMPILED if compiles else IMPLEMENTATION, forwards)
         self._compiled: Any = torch.compile(self._view.module, dynamic=True) if compiles else None
         self._threads = None if native is None else native.threads

@@ -51,10 +51,11 @@ def metadata_of(
     """
     if not hasattr(engine, "gpu_cache"):
         raise TypeError(f"engine must be a CacheEngine, got {type(engine).__name__}")
+    numerics = getattr(engine, "numerics", "")
+    extra = ((NUMERICS, numerics),) if numerics else ()
     if not engine.gpu_cache:
-        return KVStoreMetadata(model_name, world_size, worker_id, fmt, None)
-    layout, numerics = engine.layout, getattr(engine, "numerics", "")
-    digest, extra = scales_digest(engine.kv_scales), ((NUMERICS, numerics),) if numerics else ()
+        return KVStoreMetadata(model_name, world_size, worker_id, fmt, None, extra=extra)
+    layout, digest = engine.layout, scales_digest(engine.kv_scales)
     return KVStoreMetadata(model_name, world_size, worker_id, fmt, layout.dtype, row_layout_of(engine), digest, extra)
 
 

@@ -79,22 +79,28 @@ def test_products(dtype: torch.dtype, turned: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_grouped_products(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("turned", [False, True])
+def test_grouped_products(dtype: torch.dtype, turned: bool) -> None:
     matrices = torch.stack([rows(16, 24, dtype) * scale for scale in (1.0, -0.5, 2.0)])
+    matrices = matrices if turned else matrices.transpose(1, 2).contiguous().transpose(1, 2)
     x = rows(9, 16, dtype)
-    ends = torch.tensor([4, 4, 9], dtype=torch.int32)
+    ends = torch.tensor([[4, 4, 9], [1, 1, 1], [0, 0, 1]], dtype=torch.int32)
     bits = mode()
     with torch.no_grad(), bits:
-        found = torch._grouped_mm(x, matrices, offs=ends)
-        apart = torch.cat([x[row : row + 1] @ matrices[0 if row < 4 else 2] for row in range(9)])
-    assert torch.equal(found, apart)
-    assert bits.replaced == {"_grouped_mm", "mm"}
+        found = torch._grouped_mm(x, matrices, offs=ends[0])
+        apart = [torch._grouped_mm(x[[row]], matrices, offs=ends[1 if row < 4 else 2]) for row in range(9)]
+    assert torch.equal(found, torch.cat(apart))
+    expected = torch.cat([x[:4] @ matrices[0], x[4:] @ matrices[2]])
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    assert bits.replaced == {"_grouped_mm"}
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda x: F.conv1d(x[None], x[None]), "aten::convolution"),
+        (lambda x: F.conv2d(x[None, None], x[None, None]), "aten::convolution of another form"),
+        (lambda x: F.conv1d(x[None], x[None], stride=2), "aten::convolution of another form"),
+        (lambda x: x.cumsum(0), "aten::cumsum of floats"),
         (lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3), "aten::_scaled_dot_product"),
         (lambda x: x.softmax(0), "along axis 0"),
         (lambda x: torch.add(x, x, alpha=0.3), "with alpha=0.3"),
@@ -110,6 +116,19 @@ def test_grouped_products(dtype: torch.dtype) -> None:
 def test_other_operators_are_refused_by_name(call: Callable[[torch.Tensor], torch.Tensor], words: str) -> None:
     with pytest.raises(OptionError, match=f"^same_bits must be False for Model: it calls .*{words}"), mode():
         call(torch.eye(4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_groups", [1, 2, 12])
+def test_a_token_of_a_convolution_is_that_of_its_window_alone(num_groups: int, dtype: torch.dtype) -> None:
+    columns, weight = (rows(*size, dtype) for size in ((12, 30), (12, 12 // num_groups * 4)))
+    weight, bias = weight.view(12, -1, 4), rows(1, 12, dtype)[0]
+    expected = F.conv1d(columns[None], weight, bias, padding=3, groups=num_groups)[0]
+    with torch.no_grad(), mode():
+        found = F.conv1d(columns[None], weight, bias, padding=3, groups=num_groups)[0]
+        alone = [F.conv1d(columns[None, :, at : at + 4], weight, bias, groups=num_groups)[0] for at in range(27)]
+    assert torch.equal(found[:, 3:30], torch.cat(alone, 1))
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 
 def test_quotients_of_integers_and_of_floats_are_as_torch_has_them() -> None:

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from kvpage.ops.cpu.host_layers import host_rms_norm
+from kvpage.serving.model.native.bits.experts_forward import experts_forward
+from kvpage.serving.model.native.bits.router_forward import router_forward, routers_of
 from kvpage.serving.model.native.containers import containers_of, is_the_models
 from kvpage.serving.model.native.gated_mlp import GatedForward, activation_of
 from kvpage.serving.model.native.linear import NativeLinear, is_factor, product_of_torch
@@ -28,7 +30,8 @@ from kvpage.serving.model.native.torch_threads import TorchThreads
 class NativeLayers:
     """The native layers of one view. Layers of modules that stay are the same objects at every call.
 
-    is_forced: whether products are native also where torch's are faster, but depend on the number of rows.
+    is_forced: whether products are native also where torch's are faster, but depend on the number of rows. Then those
+    of experts are, too.
     """
 
     def __init__(self, is_forced: bool = False) -> None:
@@ -41,7 +44,10 @@ class NativeLayers:
 
     def containers(self, copied: Iterable[nn.Module]) -> list[nn.Module]:
         """Return modules that must be copied, too, so that layers inside of them can be native."""
-        return containers_of(copied)
+        copied = [*copied]
+        containers = containers_of(copied)
+        known = {*copied, *containers}
+        return containers + [router for router in routers_of(known) if self._is_forced and router not in known]
 
     def stand_ins(self, copied: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
         """Return the native layers in place of children of copied modules, by the model's own layers."""
@@ -67,9 +73,13 @@ class NativeLayers:
     def fused_forward(self, module: nn.Module, copy: nn.Module) -> Any:
         """Return a forward for the module's copy with fewer operations; None to leave it as it is."""
         activation = activation_of(module)
-        if activation is None:
-            return self._rotary.forward_of(module, copy)
-        return GatedForward(copy, activation, is_factor, self.threads)
+        if activation is not None:
+            return GatedForward(copy, activation, is_factor, self.threads)
+        for fixed in (experts_forward, router_forward) if self._is_forced else ():
+            forward: Any = fixed(module, copy, self.threads)
+            if forward is not None:
+                return forward
+        return self._rotary.forward_of(module, copy)
 
 
 def is_wholly_native(view: nn.Module) -> bool:

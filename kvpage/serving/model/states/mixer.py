@@ -17,6 +17,7 @@ class StateMixer:
     keys: the parts that it reads and writes.
     is_stepwise: whether it reads its state only where it computes one token.
     steps_apart: whether it computes one token after a state by another rule than it computes a prompt; see scan_step.
+    is_fixed: whether its scans are to compute token by token; see fixed_scans.
     holds: submodules that hold states as the module itself does, in attributes; empty where states are in the cache.
     """
 
@@ -26,6 +27,7 @@ class StateMixer:
     keys: frozenset[StateKey]
     is_stepwise: bool = False
     steps_apart: bool = False
+    is_fixed: bool = False
     holds: tuple[str, ...] = ()
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from kvpage.serving.model.attention import StepMissing, current_step
+from kvpage.serving.model.native.torch_threads import TorchThreads
+from kvpage.serving.model.states.fixed_scans import FixedForward
 from kvpage.serving.model.states.held_states import with_held_states
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.states.piece_cache import PieceCache
@@ -18,10 +20,13 @@ class MixerForward:
     """The forward of one copy: it computes the packed row of the current step, with the step's states.
 
     It takes the place of the forward that the copy has when it is made, and calls that one for each piece.
+
+    threads: of the view, for mixers that are fixed.
     """
 
-    def __init__(self, mixer: StateMixer, copy: nn.Module) -> None:
+    def __init__(self, mixer: StateMixer, copy: nn.Module, threads: TorchThreads | None = None) -> None:
         self.mixer, self._copy = mixer, copy
+        self._fixed = FixedForward(mixer, copy, threads or TorchThreads()) if mixer.is_fixed else None
         self._own: Any = vars(copy).get("forward")
         self._scanned = ScannedForward.of(mixer, copy) if mixer.is_stepwise else None
 
@@ -42,6 +47,8 @@ class MixerForward:
         is_answer: Whether its tokens were generated: `generate` computes these one by one.
         """
         args, kwargs = self._with_cache(args, kwargs, cache)
+        if self._fixed is not None:
+            return self._fixed.compute(cache, args, kwargs)
         if self.mixer.steps_apart and not is_answer:
             return self._by_scan()(*args, **kwargs)
         if self._scanned and self._scanned.is_current:
@@ -70,10 +77,12 @@ class MixerForward:
         return args, {**kwargs, self.mixer.cache_name: cache}
 
 
-def view_forwards(mixers: Iterable[StateMixer]) -> dict[nn.Module, Callable[[nn.Module], Any] | None]:
-    """Return what a view does with the modules of mixers: see ModelView."""
+def view_forwards(
+    mixers: Iterable[StateMixer], threads: TorchThreads | None = None
+) -> dict[nn.Module, Callable[[nn.Module], Any] | None]:
+    """Return what a view does with the modules of mixers: see ModelView. threads: of the view."""
     forwards: dict[nn.Module, Callable[[nn.Module], Any] | None] = {}
     for mixer in mixers:
-        forwards[mixer.module] = partial(MixerForward, mixer)
+        forwards[mixer.module] = partial(MixerForward, mixer, threads=threads)
         forwards.update((mixer.module.get_submodule(name), None) for name in mixer.holds)
     return forwards

@@ -13,12 +13,14 @@ from packaging.version import Version
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
+from kvpage.checks.errors import OptionError
 from kvpage.layout.config import ModelConfig
 from kvpage.layout.groups import CacheGroup, GroupKind, StateLayout, StatePart
 from kvpage.serving.model.hf_cache.argument import CACHE_ARGUMENTS, checked_cache_argument
 from kvpage.serving.model.hf_cache.seen_cache import SeenCache, SeenState
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.states.continuation import Continuation
+from kvpage.serving.model.states.fixed_scans import scan_names
 from kvpage.serving.model.states.held_states import held_states, without_own_states
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.states.scan_step import Shapes, limits_of, steps_apart, takes_several
@@ -65,6 +67,24 @@ class ModelStates:
         mixers = _tried(model, _mixers(seen.states), {part.key: part.shape for part in parts})
         model_config = _model_config(model, kv_shape, len(seen.layers))
         return cls(groups, layout, (*mixers, *parts_of_mixers), kv_shape, model_config)
+
+    def with_fixed_scans(self, name: str) -> "ModelStates":
+        """Return the same, whose mixers compute token by token in prompts, too. name: of the model.
+
+        OptionError for mixers that compute one token by a rule of its own, and for states that are rounded
+        where a portion of a prompt ends.
+        """
+        fixed = tuple(replace(mixer, is_fixed=bool(scan_names(mixer.module))) for mixer in self.mixers)
+        dtypes = {part.key: part.dtype for part in self.layout.parts}
+        for mixer in fixed:
+            kind = type(mixer.module).__name__
+            if not mixer.is_fixed and (mixer.is_stepwise or mixer.steps_apart or mixer.holds):
+                raise OptionError(f"same_bits must be False for {name}: {kind} computes one token by a rule of its own")
+            rounded = [key for key in mixer.keys if key[1] == "recurrent" and dtypes[key] != torch.float32]
+            if mixer.is_fixed and rounded:
+                raise OptionError(f"same_bits must be False for {name}: {kind} keeps states in {dtypes[rounded[0]]}")
+        known = (replace(m, is_stepwise=False, steps_apart=False) if m.is_fixed else m for m in fixed)
+        return replace(self, mixers=tuple(known))
 
 
 def are_states_served(first_version: str = FIRST_VERSION) -> bool:

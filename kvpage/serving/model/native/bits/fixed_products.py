@@ -3,16 +3,18 @@
 mm, addmm           rows @ weight          the weight is read by columns: as it lies, where a layer has turned it,
 bmm, baddbmm        one for each matrix    or from a copy
 _grouped_mm         one for each expert    of the rows that chose it
+convolution         one for each group     of the columns that a token sees; of one channel, products of two numbers
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 import kvpage._C as _C
 from kvpage.ops.args.tokens import ROW_TYPES
+from kvpage.ops.cpu.experts import grouped_linear
 from kvpage.ops.cpu.operands import NO_ROWS, as_rows, flat, place_of
 
 
@@ -84,13 +86,50 @@ def _grouped(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return rows [n, size] @ matrices [groups, size, columns], those before ends[i] by the matrix of group i."""
-    if rows.dim() != 2 or matrices.dim() != 3 or ends is None or bias is not None or dtype not in (None, rows.dtype):
+    is_usual = ends is not None and bias is None and dtype in (None, rows.dtype) and rows.dtype in ROW_TYPES
+    if rows.dim() != 2 or matrices.dim() != 3 or ends is None or not is_usual or matrices.dtype != rows.dtype:
         raise UnfixedProduct("of groups of another form")
     out = rows.new_zeros((len(rows), matrices.shape[2]))
-    for group, (begin, end) in enumerate(pairwise([0, *ends.tolist()])):
-        if begin < end:
-            out[begin:end] = multiply(rows[begin:end], matrices[group], num_threads=num_threads)
+    is_turned, until = matrices.stride(2) == 1, np.asarray(ends.tolist(), np.int64)
+    weight = matrices if is_turned else matrices.transpose(1, 2)
+    count = int(until[-1])
+    out[:count] = grouped_linear(rows, np.arange(count), until, weight, is_turned=is_turned, num_threads=num_threads)
     return out
+
+
+def _convolution(
+    num_threads: int,
+    columns: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    is_transposed: bool,
+    output_padding: Sequence[int],
+    num_groups: int,
+) -> torch.Tensor:
+    """Return the convolution of columns [n, channels, tokens] with weight [out channels, channels of a group, size]."""
+    if columns.dim() != 3 or is_transposed or {*stride, *dilation} != {1} or columns.dtype not in ROW_TYPES:
+        raise UnfixedProduct("of another form than a causal one")
+    windows = torch.nn.functional.pad(columns, (padding[0], padding[0])).unfold(2, weight.shape[2], 1)
+    if weight.shape[:2] == (columns.shape[1], 1) and num_groups == columns.shape[1]:
+        out = _of_channels(windows, weight[:, 0])
+    else:
+        parts = zip(windows.chunk(num_groups, 1), weight.chunk(num_groups), strict=True)
+        rows = [(part.transpose(1, 2).flatten(2), matrix.flatten(1).t()) for part, matrix in parts]
+        results = [multiply(part.flatten(0, 1), matrix, num_threads=num_threads) for part, matrix in rows]
+        out = torch.cat([part.view(len(columns), -1, part.shape[1]) for part in results], 2).transpose(1, 2)
+    return (out if bias is None else out + bias[:, None]).contiguous()
+
+
+def _of_channels(windows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the sums [n, channels, tokens] of windows [n, channels, tokens, size] times weight [channels, size]."""
+    terms = [windows[..., place].float() * weight[:, place, None].float() for place in range(weight.shape[1])]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total.to(windows.dtype)
 
 
 _PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
@@ -99,4 +138,5 @@ _PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     "bmm": _bmm,
     "baddbmm": _baddbmm,
     "_grouped_mm": _grouped,
+    "convolution": _convolution,
 }

@@ -38,8 +38,10 @@ EXACT = frozenset((VIEWS + COPIES + ARITHMETIC).split())
 REDUCTIONS = frozenset(SUMS.split())
 FUNCTIONS = frozenset(OF_ELEMENTS.split())
 """Of the first argument alone: all others are numbers."""
-PRODUCTS = frozenset(("_grouped_mm", "addmm", "baddbmm", "bmm", "mm"))
+PRODUCTS = frozenset(("_grouped_mm", "addmm", "baddbmm", "bmm", "convolution", "mm"))
 
+OF_INTEGERS = frozenset(("cumsum",))
+"""Sums that are exact of integers. Of floats they are a step of scans, over tokens that come in one call."""
 LAST_AXIS_ONLY = frozenset(("_log_softmax", "_softmax"))
 """Reductions that are rows' own along the last axis alone."""
 SCALED = frozenset(("add", "add_", "index_add", "index_add_", "rsub", "sub", "sub_"))

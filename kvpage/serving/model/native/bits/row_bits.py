@@ -26,6 +26,7 @@ from kvpage.serving.model.native.bits.operators import (
     FLOORED,
     FUNCTIONS,
     LAST_AXIS_ONLY,
+    OF_INTEGERS,
     PRODUCTS,
     REDUCTIONS,
     SCALED,
@@ -53,15 +54,11 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
         self._rules: dict[Any, tuple[str, Rule | None]] = {}
 
     @classmethod
-    def of_model(cls, model: PreTrainedModel, threads: TorchThreads, has_states: bool) -> "RowBits":
-        """Return the mode of a model's view. OptionError where the kind of model or machine rules it out.
-
-        has_states: whether its layers keep more than K and V.
-        """
+    def of_model(cls, model: PreTrainedModel, threads: TorchThreads) -> "RowBits":
+        """Return the mode of a model's view. OptionError where the kind of model or machine rules it out."""
         name = type(model).__name__
         for is_refused, why in (
             (model.device.type != "cpu", f"{name} is on {model.device}, and only layers on a CPU have such bits"),
-            (has_states, f"{name} has recurrent layers, whose sums begin anew where a portion of a prompt does"),
             (model.dtype not in ROW_TYPES, f"{name} is in {model.dtype}, whose products are torch's"),
             (not threads.can_limit, "torch's threads, which share a row's sums, cannot be limited in this process"),
         ):
@@ -99,7 +96,8 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
         if space != "aten":
             return name, self._refuse
         if name in EXACT:
-            return name, self._scaled if name in SCALED else self._divide if name in FLOORED else None
+            rules = (SCALED, self._scaled), (FLOORED, self._divide), (OF_INTEGERS, self._sum_integers)
+            return name, next((rule for names, rule in rules if name in names), None)
         for names, rule in ((REDUCTIONS, self._reduce), (PRODUCTS, self._multiply)):
             if name in names:
                 return name, rule
@@ -117,6 +115,12 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
     def _scaled(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("alpha", 1) not in (1, -1):
             return self._refuse(function, name, args, kwargs, f"with alpha={kwargs['alpha']}")
+        return function(*args, **kwargs)
+
+    def _sum_integers(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        dtype = kwargs.get("dtype") or args[0].dtype
+        if dtype.is_floating_point:
+            return self._refuse(function, name, args, kwargs, "of floats")
         return function(*args, **kwargs)
 
     def _divide(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

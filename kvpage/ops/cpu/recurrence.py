@@ -1,0 +1,88 @@
+"""Tokens through linear recurrences, one by one, by the C++ core: gated delta rules, and the scans of Mamba.
+
+    S = S * exp(decay) + key ⊗ u           u = value, or factor * (value - key @ (S * exp(decay))), the delta rule
+    out = query @ S
+
+What a token gives is the same, bit by bit, whichever tokens are computed with it. All is in fp32.
+"""
+
+import torch
+
+import kvpage._C as _C
+
+OF_HEAD, OF_KEY, OF_ELEMENT = range(3)
+
+
+def recurrence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    factor: torch.Tensor | None = None,
+    rates: torch.Tensor | None = None,
+    num_threads: int,
+) -> torch.Tensor:
+    """Pass tokens through the recurrence of each sequence and head. `state` becomes that after the last token.
+
+    Args:
+        query: [num_sequences, num_tokens, num_key_heads, num_keys]. num_heads / num_key_heads heads read each of them.
+        key: The same.
+        value: [num_sequences, num_tokens, num_heads, num_columns].
+        decay: What states decay by, as the powers of e, each 0 or less. [num_sequences, num_tokens, num_heads], with
+            num_keys as a fourth size for each key, or with `rates` as value.
+        state: [num_sequences, num_heads, num_keys, num_columns], of any strides.
+        factor: [num_sequences, num_tokens, num_heads] of the delta rule; None to add values as they are.
+        rates: [num_heads, num_keys, num_columns], each times the decay of its column; None for decays of heads or keys.
+        num_threads: How many threads may compute.
+
+    Returns:
+        As value.
+
+    Raises:
+        ValueError: A tensor is not fp32 in host memory, or of another shape.
+    """
+    num_sequences, num_tokens, num_key_heads, num_keys = query.shape
+    num_heads, num_columns = value.shape[2:]
+    rows = num_sequences, num_tokens, num_heads
+    kind = OF_ELEMENT if rates is not None else OF_KEY if decay.dim() == 4 else OF_HEAD
+    shapes = {
+        "query": (query, query.shape),
+        "key": (key, query.shape),
+        "value": (value, (*rows, num_columns)),
+        "decay": (decay, (*rows, *((), (num_keys,), (num_columns,))[kind])),
+        "state": (state, (num_sequences, num_heads, num_keys, num_columns)),
+        "factor": (factor, rows),
+        "rates": (rates, (num_heads, num_keys, num_columns)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        _check(name, tensor, tuple(shape))
+    query, key, value, decay = (tensor.contiguous() for tensor in (query, key, value, decay))
+    rates, factor = (None if tensor is None else tensor.contiguous() for tensor in (rates, factor))
+    out = torch.empty(value.shape)
+    of_sequence, of_head, of_key, of_column = state.stride()
+    _C.recurrence(
+        (
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            decay.data_ptr(),
+            0 if rates is None else rates.data_ptr(),
+            0 if factor is None else factor.data_ptr(),
+            out.data_ptr(),
+        ),
+        (state.data_ptr(), of_sequence, of_head, of_key, of_column),
+        (num_sequences, num_tokens, num_key_heads, num_heads, num_keys, num_columns),
+        kind,
+        num_threads,
+    )
+    return out
+
+
+def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype != torch.float32 or not tensor.is_cpu or tensor.shape != shape:
+        found = f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"{name} must be {shape} of torch.float32 on a CPU, got {found}")
