@@ -4,6 +4,8 @@
               a CPU because neighbours of the tables' order are read together
     apart     the same keys, and each sequence has blocks of its own for them
     sdpa      torch's scaled_dot_product_attention on K and V that lie contiguous, without the gathering that it needs
+    vllm      with --vllm PYTHON, an interpreter that has vLLM's CPU build: its attention on a cache of its own form,
+              over tables that share blocks, in a process that sleeps while others run; "isa" is what it picks
 
 The bound is a copy of as many bytes as the keys and values have that are read once, read and written ones counted.
 "plan us" is the host's time for a plan. All results are compared before anything is timed. Contenders take turns,
@@ -12,7 +14,8 @@ CPU with two threads: 32 sequences over 4,096 shared and 128 own tokens are deco
 `--loop` measures the whole of an engine's steps, too (shared_prefix_loop.py); its target is 1.5 times as many tokens
 per second as apart.
 
-    kvpage bench shared_prefix [--device cuda] [--dtypes bf16 fp32] [--threads 2] [--loop] [--plot PATH]
+    kvpage bench shared_prefix [--device cuda] [--dtypes bf16 fp32] [--threads 2] [--loop] [--vllm PYTHON]
+        [--plot PATH]
 """
 
 import itertools
@@ -26,9 +29,10 @@ import torch.nn.functional as F
 
 from kvpage import CacheLayout, ops
 from kvpage.benchmarks.cells import Row, shown
-from kvpage.benchmarks.figure import Figure, in_turns, seconds
+from kvpage.benchmarks.figure import Figure, in_turns, result, seconds
+from kvpage.benchmarks.peer_process import PeerProcess, vllm_peer
 from kvpage.benchmarks.pictures import curves
-from kvpage.benchmarks.script import DEVICE, finish, option, parse
+from kvpage.benchmarks.script import DEVICE, VLLM, finish, option, parse
 from kvpage.benchmarks.serving_workloads import DTYPES
 from kvpage.benchmarks.shared_prefix_loop import loop_rows
 
@@ -40,7 +44,7 @@ TARGET, TARGET_CASE, LOOP_TARGET = 4.0, (32, 4096, 128), 1.5
 LOOP_COLUMNS = "{loop:<8} {dtype:>5} {ms:>24.1f} {tokens/s:>24.1f} {times:>18.2f}"
 COLUMNS = (
     "{dtype:>5} {seqs:>4} {shared:>6} {own:>5} {shared us:>26.1f} {apart us:>26.1f} {times:>18.2f} {of bound:>18.2f} "
-    "{x sdpa:>18.2f} {plan us:>18.1f}"
+    "{x sdpa:>18.2f} {x vllm:>18.2f} {isa:>5} {plan us:>18.1f}"
 )
 Measure = Callable[[Callable[[], object], int], float]
 
@@ -128,6 +132,13 @@ def settled_seconds(call: Callable[[], object], number: int) -> float:
     return seconds(call, number)
 
 
+def peer_seconds(peer: PeerProcess) -> float:
+    """Return the seconds of a call of vLLM's, after others: its threads fall asleep, too."""
+    for _ in range(SETTLING):
+        peer.ask()
+    return float(peer.ask()["seconds"])
+
+
 def measure_on(device: torch.device) -> Measure:
     """Return what measures a call on a device."""
     if device.type == "cpu":
@@ -135,21 +146,38 @@ def measure_on(device: torch.device) -> Measure:
     return partial(cold_seconds, torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device))
 
 
-def measure(dtype: str, num_seqs: int, shared: int, own: int, device: torch.device, clock: Measure, rounds: int) -> Row:
-    case = Case(num_seqs, shared, own, device, DTYPES[dtype])
+def measure(
+    dtype: str, num_seqs: int, shared: int, own: int, device: torch.device, rounds: int, peer: PeerProcess | None
+) -> Row:
+    case, clock = Case(num_seqs, shared, own, device, DTYPES[dtype]), measure_on(device)
     case.check()
     source, target = torch.ones(2, case.num_bytes // 2, dtype=torch.uint8, device=device)
-    calls: dict[str, Callable[[], object]] = {**case.calls(), "bound": lambda: target.copy_(source)}
-    taken = in_turns(calls, rounds, measure=clock)
+    own_calls: dict[str, Callable[[], object]] = {**case.calls(), "bound": lambda: target.copy_(source)}
+    calls = {name: partial(clock, call, 1) for name, call in own_calls.items()}
+    answer = {}
+    if peer is not None:
+        answer = ask_for(peer, case, shared)
+        calls["vllm"] = partial(peer_seconds, peer)
+    taken = in_turns(calls, rounds, measure=result)
     (planned,) = in_turns({"plan": case.plan}, rounds).values()
     return {
-        **{"dtype": dtype, "seqs": num_seqs, "shared": shared, "own": own},
+        **{"dtype": dtype, "seqs": num_seqs, "shared": shared, "own": own, **answer},
         **{f"{name} us": Figure.of(taken[name], 1e6) for name in calls},
         "times": Figure.ratio(taken["apart"], taken["shared"]),
         "of bound": Figure.ratio(taken["bound"], taken["shared"]),
-        "x sdpa": Figure.ratio(taken["sdpa"], taken["shared"]),
+        **{f"x {name}": Figure.ratio(taken[name], taken["shared"]) for name in ("sdpa", "vllm") if name in taken},
         "plan us": Figure.of(planned, 1e6),
     }
+
+
+def ask_for(peer: PeerProcess, case: Case, shared: int) -> dict[str, str]:
+    """Have vLLM make the same step, and compare it with torch's attention. Return the instructions that it takes."""
+    dtype, num_seqs = str(case.query.dtype).removeprefix("torch."), len(case.lengths)
+    shape = (KV_HEADS, HEADS // KV_HEADS, SIZE)
+    return peer.ask(
+        lengths=case.lengths, queries=[1] * num_seqs, shared=shared, shape=shape, dtype=dtype,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -164,15 +192,18 @@ def main() -> None:
         own=option([128], "tokens of each after them"),
         dtypes=option(["bf16", "fp32"], "of queries and blocks", choices=list(DTYPES)),
         seconds=option(math.inf, "after which no further case begins"),
+        vllm=VLLM,
         loop=option(False, "measure an engine's steps, too; on the CPU"),
     )
     torch.manual_seed(0)
     device = torch.device(options.device)
-    clock = measure_on(device)
     deadline = time.monotonic() + options.seconds
     all_cases = itertools.product(options.dtypes, options.seqs, options.shared, options.own)
     cases = itertools.takewhile(lambda case: time.monotonic() < deadline, all_cases)
-    rows = shown(COLUMNS, (measure(*case, device, clock, options.rounds) for case in cases))
+    python = options.vllm if device.type == "cpu" else None
+    with vllm_peer(python, "attention", options.threads, preloads=True) as peer:
+        rows = shown(COLUMNS, (measure(*case, device, options.rounds, peer) for case in cases))
+        version = peer.hello["vllm"] if peer else None
     aims = [row for row in rows if device.type == "cpu" and (row["seqs"], row["shared"], row["own"]) == TARGET_CASE]
     met = [row["times"].median >= TARGET for row in aims]
     loop = shown(LOOP_COLUMNS, loop_rows(options)) if options.loop else []
@@ -182,6 +213,7 @@ def main() -> None:
         lambda path: curves(
             path, rows, "shared", ["times"], ("dtype", "seqs", "own"), lines=[1.0], ylabel="times as fast as apart"
         ),
+        vllm=version,
         results=rows,
         loop_results=loop,
         targets_met=all(met) if met else None,

@@ -28,11 +28,13 @@ class AttentionStep:
         self, lengths: list[int], queries: list[int], shared: int, shape: list[int], dtype: str, threads: int
     ) -> None:
         from vllm import _custom_ops as vllm_ops
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
         torch.set_num_threads(threads)
         self.ops, self.lengths, self.counts = vllm_ops, lengths, queries
         heads, group, size = shape
         kind = getattr(torch, dtype)
+        self.isa = _get_attn_isa(kind, ATTENTION_BLOCK, size)
         first = shared // ATTENTION_BLOCK
         num_others = [-(-n // ATTENTION_BLOCK) - first for n in lengths]
         ids = torch.randperm(first + sum(num_others)).to(torch.int32)
@@ -46,13 +48,13 @@ class AttentionStep:
         cache = torch.zeros(len(ids), heads, ATTENTION_BLOCK * 2, size, dtype=kind)
         self.key, self.value = cache.chunk(2, dim=2)
         slots = torch.arange(len(ids) * ATTENTION_BLOCK)
-        vllm_ops.cpu_attn_reshape_and_cache(self.rows[0], self.rows[1], self.key, self.value, slots, "vec")
+        vllm_ops.cpu_attn_reshape_and_cache(self.rows[0], self.rows[1], self.key, self.value, slots, self.isa)
         self.starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32)
         self.plan = vllm_ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(lengths), num_heads=heads * group, num_kv_heads=heads, head_dim=size,
             seq_lens=self.seq_lens, dtype=kind, query_start_loc=self.starts, causal=True, sliding_window_size=-1,
-            isa="vec", enable_kv_split=True,
+            isa=self.isa, enable_kv_split=True,
         )  # fmt: skip
 
     def attend(self) -> float:
@@ -79,15 +81,15 @@ class AttentionStep:
 
 
 def attention() -> Answer:
-    """A line with a step makes and checks it; an empty one runs the last step."""
+    """A line with a step makes and checks it, and names its instructions; an empty one runs the last step."""
     steps: list[AttentionStep] = []
 
-    def answer(**asked: Any) -> dict[str, float]:
+    def answer(**asked: Any) -> dict[str, Any]:
         if not asked:
             return {"seconds": steps[-1].attend()}
         steps[:] = [AttentionStep(**asked)]
         steps[-1].check()
-        return {}
+        return {"isa": steps[-1].isa}
 
     return answer
 

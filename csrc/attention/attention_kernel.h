@@ -36,7 +36,7 @@ enum class ElementType { kFloat32, kBfloat16, kFloat16 };
 
 // Keys of a tile, and of a part. Each tile is taken for all heads before the next, so that memory is read nearly in
 // order.
-constexpr int64_t kTileKeys = 64, kPartKeys = 512;
+constexpr int64_t kTileKeys = 128, kPartKeys = 512;
 // Rows in scratch are padded to a multiple of this, whatever the width of a vector.
 constexpr int64_t kRowPadding = 16;
 

@@ -224,7 +224,23 @@ void attend_expanded(const AttentionTask& task, const AttentionScratch& scratch,
   }
 }
 
-void attend_tile(const AttentionTask& task, const AttentionScratch& scratch, const SpanRun& run, int64_t begin) {
+// What is attended after a run: a span, from the tile at `begin` on.
+struct Following {
+  const AttentionSpan* span;  // null: nothing
+  int64_t begin;
+};
+
+// The keys that are read after those of the tile at `begin`, of which the last one is before `end`.
+void find_next(const AttentionTask& task, const AttentionSpan& leader, int64_t begin, int64_t end,
+               const Following& after, TileRows& next) {
+  const int64_t own = begin + kTileKeys, own_end = least(end, leader.key_end);
+  if (own < own_end || !after.span) return next.find(*task.layer, leader.table, own, own, own_end);
+  next.find(*task.layer, after.span->table, after.begin, most(after.span->key_begin, task.key_begin),
+            least(after.span->key_end, task.key_end));
+}
+
+void attend_tile(const AttentionTask& task, const AttentionScratch& scratch, const SpanRun& run, int64_t begin,
+                 const Following& after) {
   const AttentionLayer& layer = *task.layer;
   const AttentionSpan* leader = &task.spans[run.first];  // the one whose keys begin first
   int64_t last = leader->key_end;
@@ -238,7 +254,7 @@ void attend_tile(const AttentionTask& task, const AttentionScratch& scratch, con
   if (rows.is_empty()) return;
   find_ranges(task, run, begin, rows.last, scratch.seen);
   if (layer.expanded_key) return attend_expanded(task, scratch, run, leader->table, rows, begin);
-  next.find(layer, leader->table, begin + kTileKeys, begin + kTileKeys, least(end, leader->key_end));
+  find_next(task, *leader, begin, end, after, next);
   if constexpr (kHasPairs)
     if (multiplies_pairs(layer)) return attend_in_place<Pair, Bf16>(task, scratch, run, rows, next);
   switch (layer.cache_type) {
@@ -271,16 +287,17 @@ void end_part(const AttentionTask& task, const AttentionScratch& scratch, const 
 
 // Attends the spans of a run from the tile at `begin` on: together as long as they share blocks, then each branch of
 // them to its end.
-void attend_run(const AttentionTask& task, const AttentionScratch& scratch, const SpanRun& run, int64_t begin) {
+void attend_run(const AttentionTask& task, const AttentionScratch& scratch, const SpanRun& run, int64_t begin,
+                const Following& after) {
   for (; begin < task.key_end; begin += kTileKeys) {
     const SpanRun part = first_together(task, run, begin);
     if (part.last < run.last) {
-      attend_run(task, scratch, part, begin);
+      attend_run(task, scratch, part, begin, {&task.spans[part.last], begin});
       const SpanRun rest{part.last, run.last, run.row + part.num_rows, run.num_rows - part.num_rows};
-      return attend_run(task, scratch, rest, begin);
+      return attend_run(task, scratch, rest, begin, after);
     }
     if (part.last == run.first + 1 && task.spans[run.first].key_end <= begin) break;
-    attend_tile(task, scratch, run, begin);
+    attend_tile(task, scratch, run, begin, after);
     if ((begin + kTileKeys) % kPartKeys == 0) end_part(task, scratch, run);
   }
   end_part(task, scratch, run);
@@ -296,7 +313,8 @@ void attend(const AttentionTask& task, const AttentionScratch& scratch) {
     case ElementType::kBfloat16: load_queries<Bf16>(task, queries); break;
     case ElementType::kFloat16: load_queries<Fp16>(task, queries); break;
   }
-  attend_run(task, scratch, {0, task.num_spans, 0, task.num_rows}, task.key_begin / kTileKeys * kTileKeys);
+  attend_run(task, scratch, {0, task.num_spans, 0, task.num_rows}, task.key_begin / kTileKeys * kTileKeys,
+             {nullptr, 0});
 }
 
 void merge(const AttentionTask& into, const AttentionState& from) {

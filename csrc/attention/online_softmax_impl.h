@@ -72,18 +72,18 @@ inline void start(const AttentionState& state, int64_t row, int64_t num_rows, in
   for (int64_t i = row; i < row + num_rows; ++i) state.weights[i] = 0, state.maxima[i] = kLowest;
 }
 
-// The vectors of a row's scores that have a key it sees. Scores of others in there become the lowest, and weigh
-// nothing.
-inline TileRange mask_scores(float* scores, TileRange seen) {
-  const TileRange vectors{seen.first / kLanes * kLanes, (seen.last + kLanes - 1) / kLanes * kLanes};
-  for (int32_t j = vectors.first; j < seen.first; ++j) scores[j] = kLowest;
-  for (int32_t j = seen.last; j < vectors.last; ++j) scores[j] = kLowest;
-  return vectors;
+// In the vectors that have a key which a row sees, scores of other keys become the lowest, and weigh nothing.
+inline void mask_scores(float* scores, TileRange seen) {
+  for (int32_t j = seen.first / kLanes * kLanes; j < seen.first; ++j) scores[j] = kLowest;
+  for (int32_t j = seen.last; j % kLanes != 0; ++j) scores[j] = kLowest;
 }
 
 // A score is a product of a query and a key, scaled and capped.
 struct ScoreRule {
   float scale, softcap;  // softcap 0: none
+
+  // Whether scores are the products by a factor that keeps their order.
+  bool is_factor() const { return softcap <= 0 && scale > 0; }
 
   Vec operator()(Vec product) const {
     const Vec score = product * scale;
@@ -91,14 +91,29 @@ struct ScoreRule {
   }
 };
 
-// Turns the products of a row into scores. Returns the largest of each lane.
-inline Vec largest_scores(float* scores, TileRange seen, const ScoreRule& rule) {
+// call(j) for the vectors of a row that have a key it sees. Of a whole tile their number is a constant.
+template <typename Call>
+inline void for_vectors(TileRange seen, const Call& call) {
+  if (seen.first == 0 && seen.last == kTileKeys) {
+    for (int32_t j = 0; j < kTileKeys; j += kLanes) call(j);
+    return;
+  }
+  for (int32_t j = seen.first / kLanes * kLanes; j < seen.last; j += kLanes) call(j);
+}
+
+// Turns the products of a row into scores, where a factor does not do.
+inline void apply_rule(float* scores, TileRange seen, const ScoreRule& rule) {
+  if (is_empty(seen)) return;
+  for_vectors(seen, [&](int32_t j) { store(scores + j, rule(load(scores + j))); });
+}
+
+// Returns the largest score of each lane, which are `scores` by `factor`.
+inline Vec largest_scores(float* scores, TileRange seen, float factor) {
   if (is_empty(seen)) return splat(kLowest);
-  for (int32_t j = seen.first / kLanes * kLanes; j < seen.last; j += kLanes) store(scores + j, rule(load(scores + j)));
-  const TileRange vectors = mask_scores(scores, seen);
+  mask_scores(scores, seen);
   Vec top = splat(kLowest);
-  for (int32_t j = vectors.first; j < vectors.last; j += kLanes) top = max(top, load(scores + j));
-  return top;
+  for_vectors(seen, [&](int32_t j) { top = max(top, load(scores + j)); });
+  return top * factor;
 }
 
 // Writes weight j of a row, whose words are over its scores. Returns what it is worth there: bf16 rounds it.
@@ -114,14 +129,30 @@ inline Vec store_weights(float* row, int64_t j, Vec weights, Pair) {
   return load(reinterpret_cast<const Bf16*>(&rounded));
 }
 
-// Turns a row's scores into weights relative to `maximum`. Returns their total in each lane.
+// The lesser of x and 0, lane by lane; NaN stays.
+inline Vec at_most_zero(Vec x) {
+#if KVPAGE_LANES == 16 && defined(__AVX512F__)
+  return bit_cast<Vec>(_mm512_maskz_min_ps(0xffff, __m512{}, bit_cast<__m512>(x)));
+#elif KVPAGE_LANES == 8 && defined(__AVX2__)
+  return bit_cast<Vec>(_mm256_min_ps(__m256{}, bit_cast<__m256>(x)));
+#elif KVPAGE_LANES == 4 && defined(__SSE2__)
+  return bit_cast<Vec>(_mm_min_ps(__m128{}, bit_cast<__m128>(x)));
+#else
+  return x > 0 ? Vec{} : x;
+#endif
+}
+
+// Turns a row's scores, by `factor`, into weights relative to `maximum`. Returns their total in each lane.
 template <typename Word>
-inline Vec weigh_scores(float* scores, TileRange seen, float maximum) {
+inline Vec weigh_scores(float* scores, TileRange seen, float factor, float maximum) {
   if (is_empty(seen)) return Vec{};
   const float base = maximum == kLowest ? 0.0f : maximum;
   Vec total = {};
-  for (int32_t j = seen.first / kLanes * kLanes; j < seen.last; j += kLanes)
-    total += store_weights(scores, j, exp2_negative(load(scores + j) - base), Word{});
+  for_vectors(seen, [&](int32_t j) {
+    // Rounded as one, the product and the difference may be above 0 where both by themselves are not.
+    const Vec below = at_most_zero(load(scores + j) * factor - base);
+    total += store_weights(scores, j, exp2_negative(below), Word{});
+  });
   return total;
 }
 
@@ -156,9 +187,13 @@ template <typename Word>
 inline void soften_rows(Rows scores, int64_t num_rows, const TileRange* seen, const ScoreRule& rule,
                         const AttentionState& state, int64_t row, int64_t stride, float* factors, float* totals) {
   float *maxima = state.maxima + row, *weights = state.weights + row;
-  combine_each(num_rows, Largest{}, [&](int64_t r) { return largest_scores(scores[r], seen[r], rule); }, factors);
+  const float factor = rule.is_factor() ? rule.scale : 1.0f;
+  if (!rule.is_factor())
+    for (int64_t r = 0; r < num_rows; ++r) apply_rule(scores[r], seen[r], rule);
+  combine_each(num_rows, Largest{}, [&](int64_t r) { return largest_scores(scores[r], seen[r], factor); }, factors);
   raise_maxima(num_rows, maxima, factors);
-  combine_each(num_rows, Sum{}, [&](int64_t r) { return weigh_scores<Word>(scores[r], seen[r], maxima[r]); }, totals);
+  const auto weigh = [&](int64_t r) { return weigh_scores<Word>(scores[r], seen[r], factor, maxima[r]); };
+  combine_each(num_rows, Sum{}, weigh, totals);
   for (int64_t r = 0; r < num_rows; ++r) {
     weights[r] = weights[r] * factors[r] + totals[r];
     float* sums = state.sums + (row + r) * stride;
