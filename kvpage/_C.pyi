@@ -755,13 +755,13 @@ class TreeEntry:
         """Number of live matches that pass through the entry or end at it."""
     @property
     def priority(self) -> int:
-        """The entry's priority, 0 to 7. Entries of lower priority are evicted first."""
+        """The entry's priority, 0 to 7, or -1 if it was put first. Entries of lower priority are evicted first."""
     @property
     def last_used(self) -> int | None:
         """When the entry's last match was released, on a clock of the tree: larger is later. None while it is pinned.
 
-        Of one priority, the entry with the smallest value is evicted first. Entries with equal values share a path;
-        then the one at the path's end goes first.
+        One that was put first has the time of that. Of one priority, the entry with the smallest value is evicted
+        first. Entries with equal values share a path; then the one at the path's end goes first.
         """
 
 @final
@@ -1082,6 +1082,24 @@ class PrefixTree:
 
         Returns:
             How many tokens the forgotten blocks held.
+        """
+    def put_first(self, tokens: _Integers, namespace: bytes = b"", num_kept: int = 0) -> int:
+        """Put blocks of `tokens` first in line: they are evicted before all others, in both tiers.
+
+        They are those after the first `num_kept` tokens, from the last cached one back to the first that others need.
+        Others need a block that is pinned, that another path goes on from, or that was used after the last one was. A
+        later match of a block ends it. Its former priority is forgotten.
+
+        Args:
+            tokens: Token ids of a path that nobody comes back to.
+            namespace: Where to search.
+            num_kept: So many tokens of it are another path's. A block that has one of them stays where it is.
+
+        Returns:
+            How many tokens these blocks hold.
+
+        Raises:
+            ValueError: `num_kept` is negative.
         """
     def clear(self) -> int:
         """Free every unpinned block, in both tiers, and forget which blocks were evicted.

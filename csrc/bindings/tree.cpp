@@ -147,6 +147,13 @@ int64_t drop(SharedTree& tree, const py::object& tokens, const py::bytes& name) 
   return tree.walk(view.size(), [&] { return tree.drop(view, space); });
 }
 
+int64_t put_first(SharedTree& tree, const py::object& tokens, const py::bytes& name, int64_t num_kept) {
+  const Integers integers(tokens, "tokens");
+  const TokenView view = integers.tokens();
+  const std::string_view space(name);
+  return tree.walk(view.size(), [&] { return tree.put_first(view, space, num_kept); });
+}
+
 py::list entries(SharedTree& tree, int64_t limit, const std::optional<py::bytes>& name) {
   std::optional<std::string_view> space;
   if (name) space = std::string_view(*name);
@@ -348,6 +355,7 @@ void bind_tree(py::module_& m) {
   def("release", release, doc("PrefixTree.release"), py::arg("match"));
   def("num_pinned_only_by", &num_pinned_only_by, doc("PrefixTree.num_pinned_only_by"), py::arg("matches"));
   def("drop", &drop, doc("PrefixTree.drop"), py::arg("tokens"), in_namespace);
+  def("put_first", &put_first, doc("PrefixTree.put_first"), py::arg("tokens"), in_namespace, py::arg("num_kept") = 0);
   def("clear", [](SharedTree& t) { return t.run(kLong, [&] { return t.clear(); }); }, doc("PrefixTree.clear"));
   def("entries", &entries, doc("PrefixTree.entries"), py::arg("limit"), py::arg("namespace") = py::none());
   def("look", &look, doc("PrefixTree.look"), py::arg("tokens"), in_namespace);

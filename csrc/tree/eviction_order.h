@@ -5,7 +5,7 @@
 //        first on device                  ^
 //        host_use           | h | h | h |       | hd |       | h | hd |              those with host blocks, same order
 //
-// (d: has device blocks, h: has host blocks.) Lower priorities go first. Both orders are orders of last use and nothing
+// (d: has device blocks, h: has host blocks.) Lower priorities go first; below all of them is what was put first. Both orders are orders of last use and nothing
 // else: a block that moves from the device to the host keeps its place. That costs O(1) since it is the first on the
 // device: all before it are on the host, so its place in `host_use` is right after its neighbour.
 //
@@ -26,8 +26,8 @@ constexpr int kNumPriorities = 8;
 class EvictionOrder {
  public:
   // Of these lists, what is in the first one goes first. No node is in an earlier one than a node beneath it.
-  static constexpr int kNumLists = kNumPriorities;
-  static int list_of(const TreeNode* node) { return node->priority; }
+  static constexpr int kNumLists = kNumPriorities - kFirstToGo;
+  static int list_of(const TreeNode* node) { return node->priority - kFirstToGo; }
 
   // Null if no unpinned node has a block in the tier.
   TreeNode* first_on_device() const { return first(&Class::on_device); }
@@ -45,10 +45,19 @@ class EvictionOrder {
   // The clock counts uses; from now on it also keeps up with the time, if a function is given.
   void keep_time(int64_t (*now)()) { now_ = now; }
 
+  // Begins a use of nodes that push_newest is called for next. It leaves a gap in the clock before them.
+  void begin_use() noexcept {
+    ++clock_;
+    if (now_) clock_ = std::max(clock_, static_cast<uint64_t>(now_()));
+  }
+
+  // Returns whether the use that a node's child was last in, at `used_at`, is the node's last one, too.
+  static bool of_one_use(uint64_t used_at, const TreeNode* node) { return node->used_at <= used_at + 1; }
+
   // The node that was used last of all. Its list stays what it is while it is listed.
   void push_newest(TreeNode* node) noexcept {
     Class& list = of(node);
-    node->used_at = tick();
+    node->used_at = ++clock_;
     list.use.push_newest(node);
     if (node->num_host_blocks > 0) list.host_use.push_newest(node);
     if (!list.on_device && node->num_device_blocks() > 0) list.on_device = node;
@@ -121,12 +130,6 @@ class EvictionOrder {
   }
 
   std::array<Class, kNumLists> classes_;
-  uint64_t tick() noexcept {
-    ++clock_;
-    if (now_) clock_ = std::max(clock_, static_cast<uint64_t>(now_()));
-    return clock_;
-  }
-
   uint64_t clock_ = 0;
   int64_t (*now_)() = nullptr;  // the time, nanoseconds
 };

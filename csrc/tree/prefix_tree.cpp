@@ -227,11 +227,12 @@ void PrefixTree::unlist(TreeNode* node) noexcept {
 void PrefixTree::pin_path(TreeNode* end, const TreeNode* stop, int priority) noexcept {
   for (TreeNode* node = end; node != stop; node = node->parent) {
     if (node->num_pins++ == 0 && !node->is_root()) unlist(node);
-    if (node->priority < priority) node->priority = static_cast<uint8_t>(priority);
+    if (node->priority < priority) node->priority = static_cast<int8_t>(priority);
   }
 }
 
 void PrefixTree::unpin_path(TreeNode* end, const TreeNode* stop) noexcept {
+  order_.begin_use();
   for (TreeNode* node = end; node != stop;) {
     TreeNode* parent = node->parent;
     if (--node->num_pins == 0) {

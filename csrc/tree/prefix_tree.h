@@ -199,6 +199,12 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // from. Returns how many tokens' worth of blocks.
   int64_t drop(const TokenView& tokens, std::string_view name);
 
+  // Puts the blocks of `tokens` behind the first `num_kept` tokens before all others in the order of eviction, from the
+  // last cached one up to the first that others need: that is pinned, that another path goes on from, or that was used
+  // after the last one was. A match on one, or below, ends it. Their priority is forgotten. Returns how many tokens'
+  // worth of blocks. InvalidArgument if num_kept is negative.
+  int64_t put_first(const TokenView& tokens, std::string_view name, int64_t num_kept);
+
   // Frees all that is not pinned, in both tiers, and forgets what was evicted; returns the number of device blocks.
   int64_t clear();
 
@@ -310,6 +316,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   int64_t evict_host_locked(int64_t num_blocks, Demotions* demotions) noexcept;
   int64_t leave_host(TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
   void drop_host(TreeNode* node, int64_t begin) noexcept;
+  std::vector<TreeNode*> used_alone(TreeNode* end, int64_t num_blocks);
   void forget_below(TreeNode* node) noexcept;
   void evict_end(TreeNode* node, int64_t num_blocks) noexcept;
   void forget_end(TreeNode* node, int64_t num_blocks) noexcept;

@@ -24,6 +24,43 @@ int64_t PrefixTree::drop(const TokenView& tokens, std::string_view name) {
   return num_dropped * block_size_;
 }
 
+// A node's children go before it: they are put first before.
+int64_t PrefixTree::put_first(const TokenView& tokens, std::string_view name, int64_t num_kept) {
+  std::lock_guard lock(mutex_);
+  check(num_kept >= 0, "num_kept must not be negative, got ", num_kept);
+  TreeNode* root = find_root(name);
+  if (!root) return 0;
+  const Place place = walk(root, tokens, tokens.size() / block_size_);
+  if (place.in_edge < place.node->num_blocks) return 0;
+  const int64_t num_kept_blocks = num_kept / block_size_ + (num_kept % block_size_ > 0);
+  const std::vector<TreeNode*> path = used_alone(place.node, place.num_blocks - num_kept_blocks);
+  int64_t num_blocks = 0;
+  order_.begin_use();
+  for (TreeNode* node : path) {
+    order_.remove(node);
+    node->priority = kFirstToGo;
+    order_.push_newest(node);
+    num_blocks += node->num_blocks;
+  }
+  return num_blocks * block_size_;
+}
+
+// Returns the nodes of the last `num_blocks` blocks before the end of `end`, from there up to the first that is pinned,
+// goes on elsewhere, was used later, or was put first.
+std::vector<TreeNode*> PrefixTree::used_alone(TreeNode* end, int64_t num_blocks) {
+  std::vector<TreeNode*> path;
+  uint64_t used_at = end->used_at;
+  for (TreeNode* node = end; num_blocks > 0; node = node->parent) {
+    const bool is_free = node->num_pins == 0 && node->num_children == (path.empty() ? 0 : 1);
+    if (!is_free || node->priority == kFirstToGo || !EvictionOrder::of_one_use(used_at, node)) break;
+    if (node->num_blocks > num_blocks) split(node, node->num_blocks - num_blocks);
+    used_at = node->used_at;
+    num_blocks -= node->num_blocks;
+    path.push_back(node);
+  }
+  return path;
+}
+
 // Forgets an unpinned node's descendants, which are on the host only and unpinned, too.
 void PrefixTree::forget_below(TreeNode* node) noexcept {
   for (TreeNode* at = node;;) {

@@ -64,7 +64,7 @@ Match PrefixTree::insert_below(Match& base, const TokenView& tokens, std::span<c
   append_edge(target, tokens, fresh);
   if (child) {
     child->num_pins = 1;
-    child->priority = static_cast<uint8_t>(base.priority_);
+    child->priority = static_cast<int8_t>(base.priority_);
     link_child(end, child.release());
   }
   base.end_ = nullptr;

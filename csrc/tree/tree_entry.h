@@ -15,8 +15,8 @@ struct TreeEntry {
   int64_t parent = -1;   // index in the answer of the entry that it goes on from; -1: it begins the namespace
   int64_t start = 0;     // tokens before its own
   int64_t num_pins = 0;  // live matches that go through it or end at it
-  int64_t priority = 0;
-  int64_t used_at = 0;   // the tree's clock when the last match was released; 0 before the first
+  int64_t priority = 0;  // kFirstToGo for what was put first
+  int64_t used_at = 0;   // the tree's clock when the last match was released, or it was put first; 0 before
   std::vector<int32_t> tokens;
   std::vector<int32_t> device_ids;  // of the first blocks
   std::vector<int32_t> host_ids;    // of every block; kNoBlock where there is none. Empty without a host tier

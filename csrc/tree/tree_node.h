@@ -25,6 +25,7 @@ namespace kvpage {
 struct TreeNode;
 
 constexpr int32_t kNoBlock = -1;
+constexpr int8_t kFirstToGo = -1;  // below every priority; the next match on the node ends it
 
 // Neighbours in an LruList.
 struct LruLinks {
@@ -45,7 +46,7 @@ struct alignas(64) TreeNode {
   uint64_t used_at = 0;  // by the clock of EvictionOrder
   int32_t num_blocks = 0;
   int32_t num_hits = 0;  // matches that found it
-  uint8_t priority = 0;  // the highest that a match on it, or below, had
+  int8_t priority = 0;   // the highest that a match on it, or below, had; kFirstToGo once it was put first
   bool is_live = false;  // false while the arena keeps it for later
 
   alignas(64) Int32Run host_ids;

@@ -297,6 +297,25 @@ class BlockSpace:
             watcher.blocks_dropped(tokens, namespace)
         return num_dropped
 
+    def put_first(self, tokens: Tokens, namespace: bytes = b"", num_kept: int = 0) -> int:
+        """Evict the blocks of `tokens` before all others, as soon as room is needed, where nobody else needs them.
+
+        A block that is pinned, that another cached prompt goes on from, or that another one has used since, stays where
+        it is in line, and so do those before it. The next request that finds a block ends it.
+
+        Args:
+            tokens: Token ids of a prompt that nobody comes back to.
+            namespace: Where to search.
+            num_kept: Its first tokens that another prompt shares: their blocks stay, too.
+
+        Returns:
+            The number of tokens in these blocks.
+
+        Raises:
+            ValueError: num_kept is negative.
+        """
+        return self.tree.put_first(as_tokens(tokens), namespace, num_kept)
+
     def clear(self) -> None:
         """Forget all cached blocks, in both tiers, and end all pins.
 

@@ -34,7 +34,8 @@ class NaiveBlock:
     device: int | None
     host: Host | None = None
     pins: int = 0
-    priority: int = 0
+    priority: int = 0  # -1: put first
+    use: int = 0  # number of the release that came last
     num_hits: int = 0
     companion: int = -1
 
@@ -59,6 +60,7 @@ class NaiveTree:
     blocks: dict[Key, NaiveBlock] = field(default_factory=dict)
     used: list[Key] = field(default_factory=list)  # unpinned ones, least recently used first
     num_free_host: int = 0
+    num_uses: int = 0
     dead: set[int] = field(default_factory=set)  # companions of blocks that are gone
 
     def __post_init__(self) -> None:
@@ -111,9 +113,11 @@ class NaiveTree:
             raise ValueError("released")
 
     def unpin(self, keys: list[Key]) -> None:
+        self.num_uses += 1
         for key in reversed(keys):
             self.blocks[key].pins -= 1
             if self.blocks[key].pins == 0:
+                self.blocks[key].use = self.num_uses
                 self.used.append(key)
 
     def release(self, match: NaiveMatch) -> None:
@@ -250,7 +254,7 @@ class NaiveTree:
 
     def newest_copy(self) -> Key | None:
         """The block of the lowest priority whose host block was used last, if that is a copy of one on the device."""
-        for priority in range(NUM_PRIORITIES):
+        for priority in range(-1, NUM_PRIORITIES):
             keys = [key for key in self.used if self.blocks[key].host and self.blocks[key].priority == priority]
             if keys and self.blocks[keys[-1]].device is not None:
                 return keys[-1]
@@ -295,14 +299,29 @@ class NaiveTree:
         held = {id(block.host) for block in self.blocks.values()}
         return [pair for pair in pairs if id(pair[1]) in held]
 
+    def next_keys(self, key: Key) -> list[Key]:
+        size = len(key[1])
+        return [k for k in self.blocks if k[0] == key[0] and len(k[1]) == size + self.block_size and k[1][:size] == key[1]]
+
+    def put_first(self, tokens: Sequence[int], namespace: bytes, num_kept: int) -> int:
+        keys, num_first, below = self.cached(tokens, namespace), 0, []
+        for key in reversed(keys[-(-num_kept // self.block_size) :]):
+            block = self.blocks[key]
+            if block.pins or block.priority < 0 or self.next_keys(key) != below or block.use != self.blocks[keys[-1]].use:
+                break
+            below = [key]
+            num_first += self.block_size
+        for key in reversed(keys[len(keys) - num_first // self.block_size :]):
+            self.blocks[key].priority = -1
+            self.used.remove(key)
+            self.used.append(key)
+        return num_first
+
     def drop(self, tokens: Sequence[int], namespace: bytes) -> int:
         keys = self.cached(tokens, namespace)
         num_dropped = 0
         for key in reversed(keys):
-            goes_on = any(
-                k[0] == namespace and len(k[1]) > len(key[1]) and k[1][: len(key[1])] == key[1] for k in self.blocks
-            )
-            if goes_on or self.blocks[key].pins:
+            if self.next_keys(key) or self.blocks[key].pins:
                 break
             self.forget(key)
             num_dropped += self.block_size

@@ -78,8 +78,8 @@ class TreeLife(Life):
         return {
             self.allocate: 4, self.share: 1, self.release_ids: 3, self.match: 5, self.match_part: 2, self.pin: 1,
             self.release: 4, self.trim: 1, self.shorten: 1, self.promote: 3, self.write_out: 1, self.insert: 9,
-            self.send_out: 2,
-            self.evict: 1, self.demote: 5, self.evict_host: 1, self.drop: 1, self.clear: 0.2, self.look: 2,
+            self.evict: 1, self.demote: 5, self.evict_host: 1, self.drop: 1, self.put_first: 2, self.clear: 0.2,
+            self.look: 2, self.send_out: 2,
             self.entries: 1, self.hottest: 1, self.pinned_alone: 1, self.give_companions: 2, self.free_companions: 1,
         }  # fmt: skip
 
@@ -381,6 +381,13 @@ class TreeLife(Life):
     def drop(self) -> None:
         tokens, name = self.prompt()
         assert self.tree.drop(self.as_some_kind(tokens), name) == self.naive.drop(tokens, name)
+
+    def put_first(self) -> None:
+        tokens, name = self.prompt()
+        num_kept, kind = self.rng.choice([0, self.rng.randrange(len(tokens) + 2)]), self.as_some_kind(tokens)
+        num_tokens = self.naive.put_first(tokens, name, num_kept)
+        assert self.tree.put_first(kind, name, num_kept) == num_tokens
+        self.figures["first"] += num_tokens > 0
 
     def clear(self) -> None:
         assert self.tree.clear() == self.naive.clear()
