@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvpage._C import PrefixTree
+from kvpage.blocks.edit_cost import EditCost
 from kvpage.blocks.sequence_state import Ids
 from kvpage.blocks.space import BlockSpace
 
@@ -119,6 +120,7 @@ class Explanation:
         groups: What each group has.
         elsewhere: The namespace with the longest match, and its tokens, where it is longer than in the prompt's own.
         store: What an engine's store has; None without one.
+        edits: The last edits of sessions whose text the prompt goes on from, and what they cost.
     """
 
     num_tokens: int
@@ -126,6 +128,7 @@ class Explanation:
     groups: tuple[GroupReach, ...]
     elsewhere: tuple[bytes, int] | None = None
     store: StoreReach | None = None
+    edits: tuple[EditCost, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.num_cached_tokens} of {self.num_tokens} tokens are cached", *map(str, self.groups)]
@@ -133,6 +136,7 @@ class Explanation:
             lines.append(f"another namespace, {self.elsewhere[0]!r}, has {self.elsewhere[1]} tokens")
         if self.store is not None:
             lines.append(str(self.store))
+        lines += map(str, self.edits)
         return "\n  ".join(lines)
 
 

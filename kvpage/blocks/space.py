@@ -297,6 +297,15 @@ class BlockSpace:
             watcher.blocks_dropped(tokens, namespace)
         return num_dropped
 
+    def touch(self, tokens: Tokens, namespace: bytes = b"") -> None:
+        """Note a use of the cached prefix of `tokens`, which is no hit: its blocks are evicted after others again.
+
+        Args:
+            tokens: Token ids of a prompt.
+            namespace: Where to search.
+        """
+        self.tree.release(self._match_all(tokens, namespace))
+
     def put_first(self, tokens: Tokens, namespace: bytes = b"", num_kept: int = 0) -> int:
         """Evict the blocks of `tokens` before all others, as soon as room is needed, where nobody else needs them.
 

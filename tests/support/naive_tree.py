@@ -184,8 +184,8 @@ class NaiveTree:
         pairs = []
         for key in reversed(match.keys):
             block = self.blocks[key]
-            others = [k for k in self.blocks if k not in match.keys and k[0] == key[0] and k[1][: len(key[1])] == key[1]]
-            if block.pins > 1 or others or not self.num_host_blocks:
+            below = [k for k in self.blocks if k[0] == key[0] and k[1][: len(key[1])] == key[1]]
+            if block.pins > 1 or not set(below) <= set(match.keys) or not self.num_host_blocks:
                 break
             if block.device is None:
                 continue

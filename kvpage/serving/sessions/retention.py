@@ -41,8 +41,10 @@ class Pause:
         tier: Where its blocks are meanwhile.
         due: Seconds of the sessions' clock when the next request is expected.
         return_at: When the blocks are to come back; None once they have, or where nothing has to.
+        keep_seconds: How long they are kept at least, in whichever tier.
     """
 
     tier: Tier
     due: float
     return_at: float | None
+    keep_seconds: float

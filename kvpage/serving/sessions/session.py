@@ -1,28 +1,30 @@
 """Session: the state of one conversation between its requests.
 
-    turn ─► supersede ─► [retain] ─► the next turn finds its prefix on the device
-                  │
-                  └─► pause: a tool runs; the blocks go down, and come back shortly before it is due
+turn ─► supersede ─► [retain] ─► the next turn finds its prefix on the device
+              │
+              └─► pause: a tool runs; the blocks go down, and come back shortly before it is due
 
-    main     s s s s q q a a q q a a           branch("try", num_tokens=8)
-    try      s s s s q q a a x x y y           release("try"): x and y go before any other block
+main     s s s s q q a a q q a a           branch("try", num_tokens=8)
+try      s s s s q q a a x x y y           release("try"): x and y go before any other block
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from kvpage.blocks.edit_cost import EditCost, EditMode
 from kvpage.blocks.pins import PinTerms
 from kvpage.blocks.sequence_state import Ids
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_integer, as_real
 from kvpage.serving.sessions.branch import NO_TOKENS, SessionBranch, num_common
-from kvpage.serving.sessions.edit import EditCost, EditMode, edited
+from kvpage.serving.sessions.edit import edited
 from kvpage.serving.sessions.retention import Pause, Retention, Tier
 from kvpage.serving.sessions.session_blocks import SessionBlocks
 
 MAIN = "main"
 MAX_NAME = 256
+RETRY_SECONDS = 0.01
 
 
 class SessionHouse(Protocol):
@@ -227,10 +229,13 @@ class Session:
         seconds = as_real("expected_seconds", expected_seconds)
         if not 0 < seconds < float("inf"):
             raise ValueError(f"expected_seconds must be positive and finite, got {seconds}")
-        num_blocks = max(self._blocks.num_cached_blocks(line.tokens, self.namespace) for line in self._branches.values())
+        num_blocks = max(
+            self._blocks.num_cached_blocks(line.tokens, self.namespace) for line in self._branches.values()
+        )
         lead, now = self._house.lead(num_blocks), self._house.now()
         tier = self._blocks.choose_tier(num_blocks, seconds, lead) if num_blocks else "device"
-        self._pause = Pause(tier, now + seconds, None if tier == "device" else now + seconds - lead)
+        return_at = None if tier == "device" else now + seconds - lead
+        self._pause = Pause(tier, now + seconds, return_at, 2 * seconds)
         self._keep(self._branches.values())
         self._house.changed(self)
         return tier
@@ -257,9 +262,9 @@ class Session:
         pause = self._pause
         if pause is None or pause.return_at is None or now < pause.return_at:
             return
-        has_come = self._bring_back(pause) or now >= pause.due
-        self._pause = replace(pause, return_at=None if has_come else now + max((pause.due - now) / 2, 0.01))
-        self._house.changed(self)
+        self._pause = replace(pause, return_at=None)  # also if a move raises: then the request loads them itself
+        if not self._bring_back(pause) and now < pause.due:
+            self._pause = replace(pause, return_at=now + max((pause.due - now) / 2, RETRY_SECONDS))
 
     # --- branches ----------------------------------------------------------------------------------------------------
 
@@ -314,7 +319,7 @@ class Session:
         return num_released
 
     def forget(self) -> None:
-        """Let go of the blocks, which stay cached as any others, and take no more calls; for whoever has the session."""
+        """Let go of the blocks, which stay cached as any others, and take no more calls. Whoever has it calls this."""
         for line in self._branches.values():
             self._blocks.let_go(line)
         self._is_open, self._pause = False, None
@@ -391,6 +396,8 @@ class Session:
         before, line.tokens = line.tokens, tokens
         lines = [*self._branches.values()]
         self._keep([line])
+        if line.pin is None and len(tokens):
+            self._blocks.touch(tokens, self.namespace)
         num_needed = max((num_common(before, other.tokens) for other in lines), default=0)
         num_released = 0
         if num_needed < len(before):
@@ -417,9 +424,8 @@ class Session:
         terms = retention or Retention()
         ttl, tier, priority = terms.ttl, terms.tier, terms.priority
         if pause is not None:
-            seconds = 2 * max(pause.due - self._house.now(), 0.0)
-            ttl = None if retention is not None and ttl is None else max(seconds, ttl or 0.0)
-            tier = pause.tier
+            ttl = None if retention is not None and ttl is None else max(pause.keep_seconds, ttl or 0.0)
+            tier = "device" if pause.return_at is None else pause.tier
         return PinTerms(ttl, priority, self.owner, self._house.owner_quota), tier
 
     def _bring_back(self, pause: Pause) -> bool:

@@ -79,6 +79,10 @@ class SessionBlocks:
             self._space.unpin(branch.pin)
             branch.pin = None
 
+    def touch(self, tokens: Ids, namespace: bytes) -> None:
+        """Note a use of what is cached of tokens: what was to be evicted before all others no longer is."""
+        self._space.touch(tokens, namespace)
+
     def num_kept(self, branch: SessionBranch) -> int:
         """Return how many blocks are kept of a branch."""
         return 0 if branch.pin is None else self._space.pins.num_blocks_of(branch.pin)
@@ -135,7 +139,14 @@ class SessionBlocks:
 
     def num_to_compute(self, tokens: Ids, namespace: bytes) -> int:
         """Return how many of the tokens a request would compute."""
-        return len(tokens) - self._manager.num_cached(tokens, namespace) if len(tokens) else 0
+        if not len(tokens):
+            return 0
+        manager, size = self._manager, self._manager.block_size
+        num_cached, num_common = manager.num_cached(tokens, namespace), manager.tree.look(tokens, namespace)[1]
+        most = min(num_common, len(tokens) - 1)
+        if manager.share_parts and num_cached // size == most // size:  # a part of the next block is shared, too
+            num_cached = most
+        return len(tokens) - num_cached
 
     @property
     def has_store(self) -> bool:
