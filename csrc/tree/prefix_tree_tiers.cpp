@@ -204,13 +204,14 @@ int64_t PrefixTree::evict_locked(int64_t num_blocks, Demotions* demotions) noexc
   while (num_left > 0) {
     TreeNode* node = order_.first_on_device();
     if (!node) break;
+    Demotions* copies = node->priority < 0 ? nullptr : demotions;  // what was put first takes no other block's place
     const int64_t num_wanted = std::min(num_left, node->num_device_blocks());
-    if (node->num_host_blocks == 0 && node->num_children == 0 && !demotions) {  // nothing of it will be left to keep
+    if (node->num_host_blocks == 0 && node->num_children == 0 && !copies) {  // nothing of it will be left to keep
       evict_end(node, node->num_blocks - num_wanted);
       num_left -= num_wanted;
       continue;
     }
-    const int64_t num_moved = move_to_host(node, num_wanted, demotions);
+    const int64_t num_moved = move_to_host(node, num_wanted, copies);
     num_left -= num_moved;
     if (num_moved > 0) continue;
     forget_below(node);

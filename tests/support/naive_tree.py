@@ -284,7 +284,7 @@ class NaiveTree:
             if key is None:
                 return num_freed, self.alive(pairs)
             block = self.blocks[key]
-            if block.host is None and may_copy and self.find_host():
+            if block.host is None and may_copy and block.priority >= 0 and self.find_host():
                 block.host = Host()
                 self.num_free_host -= 1
                 assert block.device is not None

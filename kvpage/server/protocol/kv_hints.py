@@ -6,7 +6,7 @@
 | action | payload | effect |
 |---|---|---|
 | kv.pin | ttl_seconds | the prompt's blocks are kept for so long, within the quota of pins |
-| kv.retain | directives: priority, 0 to 100, and duration | its blocks are evicted later; for so many seconds kept as by kv.pin |
+| kv.retain | directives: priority of 0 to 100, duration | evicted later; for so many seconds kept as by kv.pin |
 | kv.release | | blocks that only this prompt needs are evicted before all others, once it is answered |
 | kv.demote | | its blocks leave the device for the host, once it is answered |
 | kv.next_use | expected_seconds | the session pauses: see Session.pause |

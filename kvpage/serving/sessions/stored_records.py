@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from kvpage.checks.started_pool import started_pool
 from kvpage.serving.sessions.record import SessionRecord
 from kvpage.store import KVStore
+from kvpage.store.bytes.header import Header
 
-HEADER = {"what": "sessions of kvpage", "version": 1}
+HEADER: Header = {"what": "sessions of kvpage", "version": 1}
 LENGTH_BYTES, DIGEST_BYTES = 8, 32
 MAX_BYTES = 2**30
 

@@ -1,4 +1,4 @@
-"""Random lives of sessions, edits and hints. `KVPAGE_SESSION_STEPS=1000000` makes them as long as that in each world."""
+"""Random lives of sessions, edits and hints. `KVPAGE_SESSION_STEPS=200000` makes so many steps in each world."""
 
 import os
 
