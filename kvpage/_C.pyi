@@ -813,7 +813,13 @@ class PrefixTree:
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, host_pool: BlockPool | None = None, *, _hash_mask: int = ...
+        self,
+        pool: BlockPool,
+        block_size: int,
+        host_pool: BlockPool | None = None,
+        *,
+        _hash_mask: int = ...,
+        eviction: str = "lru",
     ) -> None:
         """Make an empty tree.
 
@@ -821,10 +827,16 @@ class PrefixTree:
             pool: The device tier.
             block_size: Tokens of a block.
             host_pool: The host tier; None for a tree without one.
+            eviction: Which blocks go first, within a priority. "lru": the least recently used. "slru": the same, and
+                those that were found again go later. "cost": those that cost least to compute, for the time until
+                they are expected to be found again; see set_next_use.
 
         Raises:
-            ValueError: Unless 0 < block_size < 2**31, or if the two pools are the same.
+            ValueError: Unless 0 < block_size < 2**31, if the two pools are the same, or for another eviction.
         """
+    @property
+    def eviction(self) -> str:
+        """The policy of eviction: lru, slru or cost."""
     @property
     def has_host_tier(self) -> bool:
         """Whether there is a host pool."""
@@ -1100,6 +1112,32 @@ class PrefixTree:
 
         Raises:
             ValueError: `num_kept` is negative.
+        """
+    def set_next_use(self, tokens: _Integers, namespace: bytes = b"", *, seconds: float) -> int:
+        """Tell when a path is expected to be found again. Only the eviction "cost" heeds it.
+
+        Of several times that are told for a block, the earliest that is not over counts. A block whose descendants are
+        evicted takes over their time.
+
+        Args:
+            tokens: Token ids of a path, as far as it is cached.
+            namespace: Where to search.
+            seconds: From now; at least 0, and less than 1e9.
+
+        Returns:
+            How many tokens of it are in whole entries, which have the time now.
+
+        Raises:
+            ValueError: `seconds` is out of range.
+        """
+    def set_time(self, seconds: float) -> None:
+        """Stop the clock that evictions go by, for a simulation. It stands there until the next call.
+
+        Args:
+            seconds: The time now; at least 0, and less than 1e9.
+
+        Raises:
+            ValueError: `seconds` is out of range.
         """
     def clear(self) -> int:
         """Free every unpinned block, in both tiers, and forget which blocks were evicted.

@@ -154,6 +154,13 @@ int64_t put_first(SharedTree& tree, const py::object& tokens, const py::bytes& n
   return tree.walk(view.size(), [&] { return tree.put_first(view, space, num_kept); });
 }
 
+int64_t set_next_use(SharedTree& tree, const py::object& tokens, const py::bytes& name, double seconds) {
+  const Integers integers(tokens, "tokens");
+  const TokenView view = integers.tokens();
+  const std::string_view space(name);
+  return tree.walk(view.size(), [&] { return tree.set_next_use(view, space, seconds); });
+}
+
 py::list entries(SharedTree& tree, int64_t limit, const std::optional<py::bytes>& name) {
   std::optional<std::string_view> space;
   if (name) space = std::string_view(*name);
@@ -276,6 +283,7 @@ struct Methods {
 static void bind_questions(TreeClass& tree) {
   const auto ask = [&](const char* name, auto get, const char* text) { tree.def_property_readonly(name, get, text); };
   ask("block_size", &SharedTree::block_size, doc("PrefixTree.block_size"));
+  ask("eviction", &SharedTree::eviction, doc("PrefixTree.eviction"));
   ask("has_host_tier", &SharedTree::has_host_tier, doc("PrefixTree.has_host_tier"));
   ask("num_cached", quick(&PrefixTree::num_cached), doc("PrefixTree.num_cached"));
   ask("num_evictable", quick(&PrefixTree::num_evictable), doc("PrefixTree.num_evictable"));
@@ -334,9 +342,9 @@ void bind_tree(py::module_& m) {
   bind_entry(m);
   bind_hot_prefix(m);
   TreeClass tree(m, "PrefixTree", doc("PrefixTree"));
-  tree.def(py::init<std::shared_ptr<BlockPool>, int64_t, std::shared_ptr<BlockPool>, uint64_t>(),
+  tree.def(py::init<std::shared_ptr<BlockPool>, int64_t, std::shared_ptr<BlockPool>, uint64_t, std::string_view>(),
            py::arg("pool").none(false), py::arg("block_size"), py::arg("host_pool") = nullptr, py::kw_only(),
-           py::arg("_hash_mask") = ~uint64_t{0}, doc("PrefixTree.__init__"));
+           py::arg("_hash_mask") = ~uint64_t{0}, py::arg("eviction") = "lru", doc("PrefixTree.__init__"));
   const Methods def{tree};
   const auto in_namespace = py::arg("namespace") = py::bytes();
   const auto left_over = py::arg("num_left_over") = 1;
@@ -356,6 +364,10 @@ void bind_tree(py::module_& m) {
   def("num_pinned_only_by", &num_pinned_only_by, doc("PrefixTree.num_pinned_only_by"), py::arg("matches"));
   def("drop", &drop, doc("PrefixTree.drop"), py::arg("tokens"), in_namespace);
   def("put_first", &put_first, doc("PrefixTree.put_first"), py::arg("tokens"), in_namespace, py::arg("num_kept") = 0);
+  def("set_next_use", &set_next_use, doc("PrefixTree.set_next_use"), py::arg("tokens"), in_namespace,
+      py::kw_only(), py::arg("seconds"));
+  const auto set_time = [](SharedTree& t, double seconds) { t.run(kQuick, [&] { t.set_time(seconds); }); };
+  def("set_time", set_time, doc("PrefixTree.set_time"), py::arg("seconds"));
   def("clear", [](SharedTree& t) { return t.run(kLong, [&] { return t.clear(); }); }, doc("PrefixTree.clear"));
   def("entries", &entries, doc("PrefixTree.entries"), py::arg("limit"), py::arg("namespace") = py::none());
   def("look", &look, doc("PrefixTree.look"), py::arg("tokens"), in_namespace);

@@ -31,12 +31,14 @@ int32_t count_blocks(std::span<const int32_t> ids) {
 }  // namespace
 
 PrefixTree::PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, std::shared_ptr<BlockPool> host_pool,
-                       uint64_t hash_mask)
+                       uint64_t hash_mask, std::string_view eviction)
     : pool_(std::move(pool)),
       host_pool_(std::move(host_pool)),
       block_size_(block_size),
+      eviction_(eviction),
       children_(block_size, random_seed(), hash_mask),
-      siblings_(block_size) {
+      siblings_(block_size),
+      order_(EvictionPolicy::make(eviction, pool_->num_blocks(), block_size)) {
   check(block_size > 0, "block_size must be positive, got ", block_size);
   check(block_size <= kMaxBlockSize, "block_size must be at most ", kMaxBlockSize, ", got ", block_size);
   check(pool_ != host_pool_, "host_pool must not be the device's pool");
@@ -218,6 +220,7 @@ void PrefixTree::list(TreeNode* node) noexcept {
 }
 
 void PrefixTree::unlist(TreeNode* node) noexcept {
+  order_.reuse(node);
   order_.remove(node);
   num_evictable_ -= node->num_device_blocks();
   num_host_evictable_ -= node->num_host_blocks;
@@ -318,6 +321,7 @@ TreeNode* PrefixTree::split(TreeNode* node, int64_t num_upper_blocks) {
   upper->parent = parent;
   upper->point = ++last_point_;
   upper->hash = node->hash;
+  upper->start = node->start;
   upper->num_pins = node->num_pins;
   upper->num_hits = node->num_hits;
   upper->priority = node->priority;
@@ -336,13 +340,14 @@ TreeNode* PrefixTree::split(TreeNode* node, int64_t num_upper_blocks) {
   children_.insert(upper);
   siblings_.insert(parent, upper);
   link_child(upper, node);
-  if (node->num_pins == 0) order_.split(node, upper, had_host_blocks);
+  order_.split(node, upper, had_host_blocks);
   return upper;
 }
 
 // Requires room in the table.
 void PrefixTree::link_child(TreeNode* parent, TreeNode* child) noexcept {
   child->parent = parent;
+  child->start = parent->start + parent->num_blocks;
   child->hash = children_.hash(parent->point, TokenView(child->tokens.data(), child->tokens.size()), 0);
   children_.insert(child);
   siblings_.insert(parent, child);

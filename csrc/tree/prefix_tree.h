@@ -40,6 +40,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -102,15 +103,16 @@ struct PartMatch {
 class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
  public:
   // Throws InvalidArgument unless 0 < block_size < 2^31, and if the two pools are one. Without a host pool there is
-  // only the device tier. `hash_mask` is for tests, see ChildTable.
+  // only the device tier. `hash_mask` is for tests, see ChildTable. `eviction`: as of EvictionPolicy::make.
   PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, std::shared_ptr<BlockPool> host_pool = nullptr,
-             uint64_t hash_mask = ~uint64_t{0});
+             uint64_t hash_mask = ~uint64_t{0}, std::string_view eviction = "lru");
   virtual ~PrefixTree();
   PrefixTree(const PrefixTree&) = delete;
   PrefixTree& operator=(const PrefixTree&) = delete;
 
   int64_t block_size() const { return block_size_; }
   const std::shared_ptr<BlockPool>& pool() const { return pool_; }
+  const std::string& eviction() const { return eviction_; }
   bool has_host_tier() const { return host_pool_ != nullptr; }
   int64_t num_cached() const;          // device blocks
   int64_t num_evictable() const;       // device blocks of unpinned nodes
@@ -204,6 +206,15 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // after the last one was. A match on one, or below, ends it. Their priority is forgotten. Returns how many tokens'
   // worth of blocks. InvalidArgument if num_kept is negative.
   int64_t put_first(const TokenView& tokens, std::string_view name, int64_t num_kept);
+
+  // Tells that the path of `tokens`, as far as it is cached in whole edges, is expected to be used in so many seconds.
+  // An earlier use that another has told counts instead, until its time is over. Only a policy that weighs nodes heeds
+  // it. Returns how many tokens that are. InvalidArgument unless 0 <= seconds < kForever.
+  static constexpr double kForever = 1e9;
+  int64_t set_next_use(const TokenView& tokens, std::string_view name, double seconds);
+
+  // For simulations: the tree's clock stands still at so many seconds, until the next call. InvalidArgument as above.
+  void set_time(double seconds);
 
   // Frees all that is not pinned, in both tiers, and forgets what was evicted; returns the number of device blocks.
   int64_t clear();
@@ -338,12 +349,14 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   void check_siblings();
   void check_roots();
   void check_order();
+  void check_ranks(const std::unordered_set<const TreeNode*>& listed);
   void check_blocks(const BlockPool& pool, bool is_host, int64_t num_cached,
                     std::optional<std::span<const int32_t>> owned_ids);
 
   const std::shared_ptr<BlockPool> pool_;
   const std::shared_ptr<BlockPool> host_pool_;
   const int64_t block_size_;
+  const std::string eviction_;
 
   mutable std::mutex mutex_;
   NodeArena arena_;

@@ -164,11 +164,11 @@ void PrefixTree::check_order() {
       require(order_.list_of(node) == list, "a node is in another list");
       require(node->use.older == older, "the list's links disagree");
       require(!listed.contains(node->parent), "a node is listed after its parent");
-      if (node->num_host_blocks > 0) {
+      if (node->num_host_blocks > 0 && !order_.is_ranked()) {
         require(node == on_host, "the order of use on the host is not the order of use");
         on_host = order_.newer_on_host(on_host);
       }
-      if (!on_device && node->num_device_blocks() > 0) on_device = node;
+      if (!on_device && node->num_device_blocks() > 0 && !order_.is_ranked()) on_device = node;
       num_blocks += node->num_device_blocks();
       num_host_blocks += node->num_host_blocks;
     }
@@ -179,9 +179,33 @@ void PrefixTree::check_order() {
     if (node.is_root()) return;
     require(listed.contains(&node) == (node.num_pins == 0), "an unpinned node is not listed");
   });
+  if (order_.is_ranked()) check_ranks(listed);
   require(num_blocks == num_evictable_, num_evictable_, " blocks count as evictable, ", num_blocks, " are");
   require(num_host_blocks == num_host_evictable_, num_host_evictable_, " host blocks count as evictable, ",
           num_host_blocks, " are");
+}
+
+// A listed node may go from a tier if it has blocks there and none of its children has.
+void PrefixTree::check_ranks(const std::unordered_set<const TreeNode*>& listed) {
+  std::unordered_map<const TreeNode*, int32_t> device_children, host_children;
+  arena_.for_each([&](const TreeNode& node) {
+    if (node.is_root()) return;
+    device_children[node.parent] += node.num_device_blocks() > 0;
+    host_children[node.parent] += node.num_host_blocks > 0;
+    require(node.start == node.parent->start + node.parent->num_blocks, "a node does not know its depth");
+  });
+  arena_.for_each([&](const TreeNode& node) {
+    require(node.num_device_children == device_children[&node] && node.num_host_children == host_children[&node],
+            "a node counts other children in a tier than it has");
+    if (node.is_root()) return;
+    const bool is_listed = listed.contains(&node);
+    require(RankedOrder::is_ranked_on_device(&node) ==
+                (is_listed && node.num_device_blocks() > 0 && node.num_device_children == 0),
+            "a node that may leave the device is not ranked, or one that may not is");
+    require(RankedOrder::is_ranked_on_host(&node) ==
+                (is_listed && node.num_host_blocks > 0 && node.num_host_children == 0),
+            "a node that may leave the host is not ranked, or one that may not is");
+  });
 }
 
 void PrefixTree::check_blocks(const BlockPool& pool, bool is_host, int64_t num_counted,

@@ -45,6 +45,25 @@ int64_t PrefixTree::put_first(const TokenView& tokens, std::string_view name, in
   return num_blocks * block_size_;
 }
 
+int64_t PrefixTree::set_next_use(const TokenView& tokens, std::string_view name, double seconds) {
+  std::lock_guard lock(mutex_);
+  check(seconds >= 0 && seconds < kForever, "seconds must be between 0 and ", kForever, ", got ", seconds);
+  TreeNode* root = find_root(name);
+  if (!root) return 0;
+  const Place place = walk(root, tokens, tokens.size() / block_size_);
+  const bool is_whole = place.in_edge == place.node->num_blocks;
+  const int64_t next_use = order_.clock().now() + static_cast<int64_t>(seconds * 1e9);
+  for (TreeNode* node = is_whole ? place.node : place.node->parent; !node->is_root(); node = node->parent)
+    order_.set_next_use(node, next_use);
+  return (place.num_blocks - (is_whole ? 0 : place.in_edge)) * block_size_;
+}
+
+void PrefixTree::set_time(double seconds) {
+  std::lock_guard lock(mutex_);
+  check(seconds >= 0 && seconds < kForever, "seconds must be between 0 and ", kForever, ", got ", seconds);
+  order_.set_time(static_cast<int64_t>(seconds * 1e9));
+}
+
 // Returns the nodes of the last `num_blocks` blocks before the end of `end`, from there up to the first that is pinned,
 // goes on elsewhere, was used later, or was put first.
 std::vector<TreeNode*> PrefixTree::used_alone(TreeNode* end, int64_t num_blocks) {
@@ -78,6 +97,7 @@ void PrefixTree::forget_below(TreeNode* node) noexcept {
 
 // Forgets a node's end as forget_end does, and remembers that.
 void PrefixTree::evict_end(TreeNode* node, int64_t num_blocks) noexcept {
+  order_.forget(node, node->num_blocks - num_blocks);
   if (num_blocks == 0) {
     evicted_.add(node->hash);
   } else if (num_blocks < node->num_blocks) {
@@ -113,6 +133,7 @@ void PrefixTree::remove_leaf(TreeNode* node) noexcept {
   children_.erase(node);
   siblings_.erase(parent, node);
   order_.remove(node);
+  order_.leave_tree(node);
   arena_.give_back(node);
   --parent->num_children;
   if (parent->is_root()) drop_unused_root(parent);

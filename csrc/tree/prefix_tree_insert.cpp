@@ -67,6 +67,7 @@ Match PrefixTree::insert_below(Match& base, const TokenView& tokens, std::span<c
     child->priority = static_cast<int8_t>(base.priority_);
     link_child(end, child.release());
   }
+  if (!fresh.empty()) order_.fill(target);
   base.end_ = nullptr;
   return Match(base.tree_, target, base.num_blocks_ + static_cast<int64_t>(block_ids.size()), base.priority_);
 }
@@ -137,6 +138,7 @@ void PrefixTree::fill_device(std::span<TreeNode* const> path, std::span<const in
     for (int64_t i = 0; log_ && i < count; ++i) log_->add(ChangeKind::kPromoted, ids[i], host_ids[i]);
     block_ids = block_ids.subspan(ids.size());
     num_cached_ += count;
+    order_.fill(node);
   }
 }
 

@@ -1,16 +1,9 @@
 // PrefixTree: its changes, as a follower sees them.
-#include <chrono>
-
 #include "base/check.h"
 #include "tree/prefix_tree.h"
 
 namespace kvpage {
 namespace {
-
-int64_t steady_now() {
-  const auto since_epoch = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(since_epoch).count();
-}
 
 // A node's block, as the one before another.
 int64_t reference(const TreeNode* node, int64_t block) {
@@ -46,8 +39,8 @@ void PrefixTree::log_changes(int64_t max_bytes) {
   std::lock_guard lock(mutex_);
   check(max_bytes >= 0, "max_bytes must not be negative, got ", max_bytes);
   log_ = max_bytes > 0 ? std::make_unique<TreeLog>(max_bytes) : nullptr;
-  order_.keep_time(max_bytes > 0 ? &steady_now : nullptr);
-  log_begin_ = static_cast<uint64_t>(steady_now());
+  order_.keep_time(max_bytes > 0);
+  log_begin_ = static_cast<uint64_t>(order_.clock().now());
 }
 
 void PrefixTree::lose_changes() {
@@ -65,7 +58,7 @@ TreeChanges PrefixTree::take_changes() {
   } else {
     changes = log_->take();
   }
-  changes.now = steady_now();
+  changes.now = order_.clock().now();
   return changes;
 }
 

@@ -186,6 +186,7 @@ int64_t PrefixTree::clear() {
 // it, through which the same will be done then: among 50,000 leaves an eviction costs two thirds. Always inlined, since
 // the compiler drops a call of a function that does nothing but prefetch.
 [[gnu::always_inline]] inline void PrefixTree::prefetch_victims() const noexcept {
+  if (order_.is_ranked()) return;  // there, the question costs more than it saves
   const TreeNode* next = order_.first_on_device();
   if (!next) return;
   __builtin_prefetch(next->tokens.data());
@@ -296,7 +297,10 @@ bool PrefixTree::set_host_block(TreeNode* node, int64_t block, int32_t id, Demot
   if (log_) log_->add(ChangeKind::kWritten, id, node->device_ids.data()[block]);
   ++num_host_cached_;
   const bool is_first = node->num_host_blocks++ == 0;
-  if (node->num_pins > 0) return true;
+  if (node->num_pins > 0) {
+    order_.fill(node);
+    return true;
+  }
   ++num_host_evictable_;
   if (is_first) order_.enter_host(node);
   return true;

@@ -25,12 +25,20 @@ namespace kvpage {
 struct TreeNode;
 
 constexpr int32_t kNoBlock = -1;
+constexpr int kNumPriorities = 8;
 constexpr int8_t kFirstToGo = -1;  // below every priority; the next match on the node ends it
 
 // Neighbours in an LruList.
 struct LruLinks {
   TreeNode* older = nullptr;
   TreeNode* newer = nullptr;
+};
+
+// Neighbours in a RankTree.
+struct RankLinks {
+  TreeNode* left = nullptr;
+  TreeNode* right = nullptr;
+  TreeNode* above = nullptr;
 };
 
 struct alignas(64) TreeNode {
@@ -60,6 +68,18 @@ struct alignas(64) TreeNode {
   const std::string* namespace_ = nullptr;  // of a root: the key that the tree knows it by
   Int32Run companions;
 
+  // Of RankedOrder; 0 where the policy is lru.
+  RankLinks device_rank;  // among the nodes that may leave the device now
+  RankLinks host_rank;    // and the host
+  int64_t next_use = 0;   // when it is expected, by the clock of EvictionOrder in nanoseconds; 0: not known
+  int32_t num_device_children = 0;  // with blocks on the device
+  int32_t num_host_children = 0;    // and on the host
+  int32_t num_listed_blocks = 0;    // as the policy counts it
+  int32_t start = 0;                // blocks before it on its path
+  uint8_t rank_class = 0;
+  uint8_t rank_flags = 0;
+
+  int64_t rank_key() const { return next_use > 0 ? next_use : static_cast<int64_t>(used_at); }
   bool is_root() const { return parent == nullptr; }
   int64_t num_device_blocks() const { return device_ids.size(); }
   bool is_on_device() const { return device_ids.size() == num_blocks; }
