@@ -9,7 +9,7 @@
 | kv.retain | directives: priority of 0 to 100, duration | evicted later; for so many seconds kept as by kv.pin |
 | kv.release | | blocks that only this prompt needs are evicted before all others, once it is answered |
 | kv.demote | | its blocks leave the device for the host, once it is answered |
-| kv.next_use | expected_seconds | the session pauses: see Session.pause |
+| kv.next_use | expected_seconds | its session pauses; without one, the eviction "cost" heeds it |
 | kv.checkpoint | positions | others will go on there, as `cache_at` says |
 
 Actions of other types or versions, and other fields of payloads, are left aside and counted: a hint is no command.

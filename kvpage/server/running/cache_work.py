@@ -127,7 +127,7 @@ class CacheWork:
             terms = PinTerms(wishes.pin_ttl, 0, wishes.owner(namespace), self._quota)
             self._count("kv.pin", lambda: self._pin(engine, prompt, namespace, terms))
         if wishes.next_use is not None:
-            self._count("kv.next_use", lambda: self._pause(engine, wishes, namespace))
+            self._count("kv.next_use", lambda: self._expect(engine, wishes, prompt, namespace))
         if wishes.releases:
             self._count("kv.release", lambda: bool(space.put_first(prompt, namespace)))
 
@@ -148,11 +148,13 @@ class CacheWork:
         space.unpin(handle)  # nothing of it is cached
         return False
 
-    def _pause(self, engine: Engine, wishes: CacheWishes, namespace: bytes) -> bool:
-        session = None
-        if wishes.session_id is not None:
-            session = engine.sessions.find(wishes.session_id, namespace)
-        if session is None or wishes.next_use is None:
+    def _expect(self, engine: Engine, wishes: CacheWishes, prompt: Sequence[int], namespace: bytes) -> bool:
+        """Have a session pause; without one, tell the order of eviction alone."""
+        assert wishes.next_use is not None
+        if wishes.session_id is None:
+            return engine.manager.tree.set_next_use(prompt, namespace, seconds=wishes.next_use) > 0
+        session = engine.sessions.find(wishes.session_id, namespace)
+        if session is None:
             return False
         session.pause(wishes.next_use)
         return True

@@ -237,6 +237,8 @@ class Session:
         return_at = None if tier == "device" else now + seconds - lead
         self._pause = Pause(tier, now + seconds, return_at, 2 * seconds)
         self._keep(self._branches.values())
+        for line in self._branches.values():
+            self._blocks.expect(line.tokens, self.namespace, seconds)
         self._house.changed(self)
         return tier
 
@@ -408,12 +410,14 @@ class Session:
     def _keep(self, lines: Iterable[SessionBranch]) -> None:
         """Keep what is cached of branches, on the terms that hold now."""
         terms, tier = self._terms()
-        num_refused = 0
+        lines, num_refused = list(lines), 0
         for line in lines:
             if terms is None or not len(line.tokens):
                 self._blocks.let_go(line)
             elif not self._blocks.keep(line, self.namespace, terms, tier):
                 num_refused += 1
+        if tier == "host":
+            self._blocks.send_down(lines)
         self._house.refused(num_refused)
 
     def _terms(self) -> tuple[PinTerms | None, Tier]:

@@ -5,7 +5,7 @@ a pause     ─► choose_tier ─► keep ─► ... ─► bring_back, shortly
 a path that nobody comes back to ─► give_way: its blocks are evicted before all others
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvpage.blocks.load_or_compute import LoadOrCompute
@@ -14,6 +14,9 @@ from kvpage.blocks.pins import PinTerms
 from kvpage.blocks.sequence_state import Ids
 from kvpage.serving.sessions.branch import SessionBranch
 from kvpage.serving.sessions.retention import Tier
+
+MOST_SECONDS = 1e8
+"""More than three years: no later use is told apart."""
 
 
 class SessionStore(Protocol):
@@ -57,7 +60,7 @@ class SessionBlocks:
             branch: The branch.
             namespace: Of its blocks.
             terms: For how long, and for whom.
-            tier: Where. Nothing stays pinned for "store".
+            tier: Where. Nothing stays pinned for "store". For "host", `send_down` is to follow.
         """
         if tier == "store":
             self._save(branch.tokens, namespace)
@@ -69,9 +72,16 @@ class SessionBlocks:
             self.let_go(branch)
             return False
         branch.pin = pin
-        if tier == "host" and self._space.send_out(pin):
-            self._run_moves()
         return True
+
+    def send_down(self, branches: Iterable[SessionBranch]) -> None:
+        """Have the blocks that are kept of branches leave the device for the host, as far as nobody else needs them.
+
+        Args:
+            branches: All of them are kept by now, so that none takes another one's place on the host.
+        """
+        if sum([self._space.send_out(branch.pin) for branch in branches if branch.pin is not None]):
+            self._run_moves()
 
     def let_go(self, branch: SessionBranch) -> None:
         """Keep nothing of a branch: its blocks are cached as any others."""
@@ -109,6 +119,10 @@ class SessionBlocks:
         if store is not None and (store.rule is None or store.rule.should_load(num_blocks)):
             return "store"
         return "device"
+
+    def expect(self, tokens: Ids, namespace: bytes, seconds: float) -> None:
+        """Tell the order of eviction when a path is expected to be used again."""
+        self._manager.tree.set_next_use(tokens, namespace, seconds=min(seconds, MOST_SECONDS))
 
     def load_seconds(self, num_blocks: int) -> float:
         """Return how long blocks take from the host; 0 where that is not known."""
