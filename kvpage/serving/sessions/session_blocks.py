@@ -40,6 +40,7 @@ class SessionBlocks:
         manager: The manager.
         run_moves: Makes the moves that are due; None where the loop makes them before its next step.
         store: Returns the store; it returns None while there is none.
+        named: Returns the namespace of the blocks for that of the requests, as it is now.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class SessionBlocks:
         manager: BlockManager,
         run_moves: Callable[[], object] | None = None,
         store: Callable[[], SessionStore | None] = lambda: None,
+        named: Callable[[bytes], bytes] = lambda namespace: namespace,
     ) -> None:
-        self._manager, self._space = manager, manager.space
+        self._manager, self._space, self._named = manager, manager.space, named
         self._run_moves, self._store = run_moves or (lambda: None), store
 
     # --- kept --------------------------------------------------------------------------------------------------------
@@ -67,7 +69,7 @@ class SessionBlocks:
             self.let_go(branch)
             return True
         try:
-            pin = self._space.pin(branch.tokens, namespace, terms=terms, in_place_of=branch.pin)
+            pin = self._space.pin(branch.tokens, self._named(namespace), terms=terms, in_place_of=branch.pin)
         except ValueError:  # beyond a quota
             self.let_go(branch)
             return False
@@ -91,7 +93,7 @@ class SessionBlocks:
 
     def touch(self, tokens: Ids, namespace: bytes) -> None:
         """Note a use of what is cached of tokens: what was to be evicted before all others no longer is."""
-        self._space.touch(tokens, namespace)
+        self._space.touch(tokens, self._named(namespace))
 
     def num_kept(self, branch: SessionBranch) -> int:
         """Return how many blocks are kept of a branch."""
@@ -102,7 +104,7 @@ class SessionBlocks:
 
         Returns how many tokens' blocks that are.
         """
-        return self._space.put_first(tokens, namespace, num_kept)
+        return self._space.put_first(tokens, self._named(namespace), num_kept)
 
     # --- a pause -----------------------------------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ class SessionBlocks:
 
     def expect(self, tokens: Ids, namespace: bytes, seconds: float) -> None:
         """Tell the order of eviction when a path is expected to be used again."""
-        self._manager.tree.set_next_use(tokens, namespace, seconds=min(seconds, MOST_SECONDS))
+        self._manager.tree.set_next_use(tokens, self._named(namespace), seconds=min(seconds, MOST_SECONDS))
 
     def load_seconds(self, num_blocks: int) -> float:
         """Return how long blocks take from the host; 0 where that is not known."""
@@ -134,28 +136,28 @@ class SessionBlocks:
         if tier == "store":
             store = self._store()
             if store is not None:
-                store.prefetch(tokens, namespace)
+                store.prefetch(tokens, self._named(namespace))
             return True
-        if self._space.prefetch(tokens, namespace):
+        if self._space.prefetch(tokens, self._named(namespace)):
             self._run_moves()
         return not self.num_on_host(tokens, namespace)
 
     def num_on_host(self, tokens: Ids, namespace: bytes) -> int:
         """Return how many of the cached blocks of tokens are on the host alone."""
-        return int((self._manager.tree.look(tokens, namespace)[0][0] < 0).sum())
+        return int((self._manager.tree.look(tokens, self._named(namespace))[0][0] < 0).sum())
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
     def num_cached_blocks(self, tokens: Ids, namespace: bytes) -> int:
         """Return how many blocks of the tokens are cached, in either tier."""
-        num_blocks: int = self._manager.tree.look(tokens, namespace)[0].shape[1]
+        num_blocks: int = self._manager.tree.look(tokens, self._named(namespace))[0].shape[1]
         return num_blocks
 
     def num_to_compute(self, tokens: Ids, namespace: bytes) -> int:
         """Return how many of the tokens a request would compute."""
         if not len(tokens):
             return 0
-        manager, size = self._manager, self._manager.block_size
+        manager, size, namespace = self._manager, self._manager.block_size, self._named(namespace)
         num_cached, num_common = manager.num_cached(tokens, namespace), manager.tree.look(tokens, namespace)[1]
         most = min(num_common, len(tokens) - 1)
         if manager.share_parts and num_cached // size == most // size:  # a part of the next block is shared, too
@@ -170,4 +172,4 @@ class SessionBlocks:
     def _save(self, tokens: Ids, namespace: bytes) -> None:
         store = self._store()
         if store is not None:
-            store.save(tokens, namespace)
+            store.save(tokens, self._named(namespace))
