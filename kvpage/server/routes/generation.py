@@ -31,7 +31,7 @@ from kvpage.server.protocol.sampling_fields import MAX_SESSION_NAME
 from kvpage.server.running.answer_rules import AnswerRules
 from kvpage.server.running.cache_work import CacheWishes
 from kvpage.server.running.guides import CompiledGuide, compiled_guide, form_guide
-from kvpage.server.running.runner import Job, abort_all
+from kvpage.server.running.runner import NO_WISHES, Job, abort_all
 from kvpage.server.running.sampling import sampling_params
 from kvpage.server.service import Service, caller_of
 from kvpage.server.text.text_service import Prompt
@@ -66,7 +66,9 @@ class Generation:
         service.check_priority(body.priority)
         shortest = min(len(prompt.token_ids) for prompt in prompts)
         cache_at = checked(lambda: as_cache_at(body.cache_at or (), shortest))
-        cache_at = sorted({*cache_at, *self._hinted_positions(shortest)})
+        if body.kv_hints is not None:
+            cache_at = sorted({*cache_at, *(place for place in body.kv_hints.positions() if place <= shortest)})
+        asks = body.session_id is not None or body.session_branch is not None or body.kv_hints is not None
         compiled = await self._compiled(prompts[0].text)
         guide = None if compiled is None else compiled.guide
         params = sampling_params(body, [len(prompt.token_ids) for prompt in prompts], guide, service.limits)
@@ -76,7 +78,7 @@ class Generation:
             caller.namespace(body.cache_salt),
             body.priority,
             body.timeout,
-            self._wishes(caller),
+            self._wishes(caller) if asks else NO_WISHES,
             prompts[0].with_borders(cache_at),  # of several prompts none is a chat's
             compiled=compiled,
         )
@@ -96,10 +98,6 @@ class Generation:
         next_use = hints.next_use()
         next_use = None if next_use is None else min(next_use, self._service.config.max_pin_seconds)
         return replace(wishes, pin_ttl=ttl, demotes=demotes, releases=releases, next_use=next_use)
-
-    def _hinted_positions(self, most: int) -> list[int]:
-        hints = self._body.kv_hints
-        return [] if hints is None else [position for position in hints.positions() if position <= most]
 
     async def _compiled(self, prompt: str) -> CompiledGuide | None:
         """Return the form of the answer; None for any form."""
@@ -238,7 +236,9 @@ async def respond(
     make_prompts: called once.
     stack: contexts that end with the request; the answer takes it along.
     """
-    service, body = Service.of(request), with_session_headers(request, body)
+    service = Service.of(request)
+    if "x-session-id" in request.headers:
+        body = with_session_headers(request, body)
     generation = Generation(service, body, answer_format)
     if body.kv_hints is not None:
         record_of(request.scope).ignored.update(body.kv_hints.left_aside())

@@ -1,6 +1,6 @@
 """/v1/sessions/ID: the state of a session, actions on it, and its end.
 
-A session begins with the first request that names it by `session_id`. It is found by its key's tenant and its salt, as
+A session begins with the first request that names it by `session_id`. It is session by its key's tenant and its salt, as
 cached blocks are: the salt is a field of an action, and the header X-Cache-Salt of the others.
 """
 
@@ -27,7 +27,7 @@ Result = dict[str, Any]
 
 
 @router.get("/v1/sessions/{session_id}")
-async def session(request: Request, session_id: str) -> Response:
+async def show(request: Request, session_id: str) -> Response:
     """Return the state of a session."""
     return await _answered(request, session_id, _header_salt(request), lambda _: {})
 
@@ -39,15 +39,17 @@ async def act(request: Request, session_id: str) -> Response:
     with service.open_request() as open_request:
         body = await body_of(request, SessionRequest, open_request)
         tokens = await _tokens(service, body)
-        return await _answered(request, session_id, body.cache_salt, lambda found: _act(service, found, body, tokens))
+        return await _answered(
+            request, session_id, body.cache_salt, lambda session: _act(service, session, body, tokens)
+        )
 
 
 @router.delete("/v1/sessions/{session_id}")
 async def delete(request: Request, session_id: str) -> Response:
     """Close a session: the blocks that only it needs are evicted before all others."""
 
-    def close(found: Session) -> Result:
-        return {"deleted": True, "released_tokens": found.close()}
+    def close(session: Session) -> Result:
+        return {"deleted": True, "released_tokens": session.close()}
 
     return await _answered(request, session_id, _header_salt(request), close)
 
@@ -58,11 +60,11 @@ async def _answered(request: Request, session_id: str, salt: str | None, work: C
     namespace = caller.namespace(salt)
 
     def done(engine: Any) -> Result | None:
-        found = engine.sessions.find(session_id, namespace, caller.tenant.encode() or namespace)
-        if found is None:
+        session = engine.sessions.find(session_id, namespace, caller.tenant.encode() or namespace)
+        if session is None:
             return None
-        result = work(found)
-        return {**shown(found.state()), **result}
+        result = work(session)
+        return {**shown(session.state()), **result}
 
     fields = None
     if service.runner.has_blocks and len(session_id) <= MAX_SESSION_NAME:
@@ -81,24 +83,24 @@ async def _called(service: Service, work: Callable[[Any], Result | None]) -> Res
         raise as_api_error(error) from error
 
 
-def _act(service: Service, found: Session, body: SessionRequest, tokens: Sequence[int]) -> Result:
+def _act(service: Service, session: Session, body: SessionRequest, tokens: Sequence[int]) -> Result:
     """Do an action on the engine's thread."""
     most, branch = service.config.max_pin_seconds, body.branch or MAIN
     if body.action == "retain":
         ttl = min(body.ttl_seconds or most, most)
         priority = min(body.priority, service.config.max_retain_priority)
-        return {"retained_blocks": found.retain(ttl, body.tier, priority)}
+        return {"retained_blocks": session.retain(ttl, body.tier, priority)}
     if body.action == "pause":
-        return {"paused_in": found.pause(min(body.expected_seconds or most, most))}
+        return {"paused_in": session.pause(min(body.expected_seconds or most, most))}
     if body.action == "branch":
-        found.branch(branch, body.source or MAIN, body.num_tokens)
+        session.branch(branch, body.source or MAIN, body.num_tokens)
     elif body.action == "release":
-        return {"released_tokens": found.release(branch)}
+        return {"released_tokens": session.release(branch)}
     elif body.action == "edit":
-        cost = found.edit(body.start or 0, body.end or 0, tokens, branch, body.mode)
+        cost = session.edit(body.start or 0, body.end or 0, tokens, branch, body.mode)
         return {"edit": asdict(cost)}
     else:
-        found.resume()
+        session.resume()
     return {}
 
 

@@ -92,7 +92,8 @@ class Runner:
     async def whole(self, job: Job) -> list[RequestOutput]:
         """Run a job to its end. ApiError if the engine takes it not."""
         arguments = job.arguments()
-        self.work.begin(job.wishes, job.prompts, job.namespace)
+        if job.wishes is not NO_WISHES:
+            self.work.begin(job.wishes, job.prompts, job.namespace)
         works = [
             self._engine.generate(prompt, params, **arguments)
             for prompt, params in zip(job.prompts, job.params, strict=True)
@@ -106,13 +107,15 @@ class Runner:
         for output in outputs:
             self._latencies.ended(output)
             self._page.note(output, job.namespace)
-        self._end(job, outputs)
+        if job.wishes is not NO_WISHES:
+            self._end(job, outputs)
         return outputs
 
     def submit(self, job: Job) -> list[LiveRequest]:
         """Queue all prompts of a job, or none. ApiError if the engine takes one not."""
         requests: list[LiveRequest] = []
-        self.work.begin(job.wishes, job.prompts, job.namespace)
+        if job.wishes is not NO_WISHES:
+            self.work.begin(job.wishes, job.prompts, job.namespace)
         try:
             for prompt, params in zip(job.prompts, job.params, strict=True):
                 requests.append(self._engine.submit(prompt, params, **job.arguments()))
@@ -133,7 +136,8 @@ class Runner:
         finally:
             abort_all(requests)
             self._page.follow(requests, job.namespace)
-        self._end(job, [request.output for request in requests])
+        if job.wishes is not NO_WISHES:
+            self._end(job, [request.output for request in requests])
 
     async def _timed(self, request: LiveRequest) -> AsyncGenerator[list[StepOutput], None]:
         before: float | None = None

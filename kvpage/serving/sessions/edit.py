@@ -10,7 +10,7 @@ edit that leaves what is behind it as it was.
 
 import numpy as np
 
-from kvpage.blocks.edit_cost import MODES, EditMode
+from kvpage.blocks.explain import MODES, EditMode
 from kvpage.blocks.sequence_state import Ids
 
 

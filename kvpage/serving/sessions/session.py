@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvpage.blocks.edit_cost import EditCost, EditMode
+from kvpage.blocks.explain import EditCost, EditMode
 from kvpage.blocks.pins import PinTerms
 from kvpage.blocks.sequence_state import Ids
 from kvpage.checks.tokens import Tokens, as_tokens
