@@ -67,7 +67,7 @@ class Generation:
         shortest = min(len(prompt.token_ids) for prompt in prompts)
         cache_at = checked(lambda: as_cache_at(body.cache_at or (), shortest))
         if body.kv_hints is not None:
-            cache_at = sorted({*cache_at, *(place for place in body.kv_hints.positions() if place <= shortest)})
+            cache_at = sorted({*cache_at, *(end for end in body.kv_hints.positions() if end <= shortest)})
         asks = body.session_id is not None or body.session_branch is not None or body.kv_hints is not None
         compiled = await self._compiled(prompts[0].text)
         guide = None if compiled is None else compiled.guide

@@ -1,7 +1,7 @@
 """/v1/sessions/ID: the state of a session, actions on it, and its end.
 
-A session begins with the first request that names it by `session_id`. It is session by its key's tenant and its salt, as
-cached blocks are: the salt is a field of an action, and the header X-Cache-Salt of the others.
+A session begins with the first request that names it by `session_id`. It belongs to a tenant and a salt, as cached
+blocks do: the salt is a field of an action, and the header X-Cache-Salt of the others.
 """
 
 import asyncio

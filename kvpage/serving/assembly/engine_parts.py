@@ -36,6 +36,7 @@ from kvpage.serving.assembly.parts import (
     check_servable,
     without_autocast,
 )
+from kvpage.serving.assembly.session_parts import make_sessions
 from kvpage.serving.assembly.store_parts import make_store_connector
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
@@ -61,7 +62,6 @@ from kvpage.serving.loop.serving_loop import ServingLoop
 from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.params.defaults import ParamDefaults
-from kvpage.serving.sessions.session_engine import make_sessions
 from kvpage.serving.sessions.sessions import Sessions
 from kvpage.serving.stats.engine_stats import EngineStats
 from kvpage.store import KVStore
