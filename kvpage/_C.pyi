@@ -1044,6 +1044,21 @@ class PrefixTree:
         Returns:
             The copies to make, int64 [num_pairs, 2]: (device block, host block).
         """
+    def send_out(self, match: Match) -> npt.NDArray[np.int64]:
+        """Take the path's blocks off the device that this match alone pins, and give host blocks to those without.
+
+        From its end back to the first block that another path goes on from, as far as there is room on the host, or
+        unpinned blocks there make some. The path stays pinned.
+
+        Args:
+            match: The path.
+
+        Returns:
+            The copies to make, int64 [num_pairs, 2]: (device block, host block).
+
+        Raises:
+            ValueError: `match` is released or belongs to another tree.
+        """
     def evict(self, num_blocks: int) -> int:
         """Free up to `num_blocks` unpinned device blocks.
 

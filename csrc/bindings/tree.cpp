@@ -77,6 +77,12 @@ py::array_t<int64_t> write_out(SharedTree& tree, const Match& match, int64_t min
   return pairs;
 }
 
+py::array_t<int64_t> send_out(SharedTree& tree, const Match& match) {
+  py::array_t<int64_t> pairs = room_for_pairs(tree.has_host_tier() ? match.num_blocks() : 0);
+  fill_pairs(pairs, tree.run(match.num_blocks(), [&] { return tree.send_out(match); }));
+  return pairs;
+}
+
 py::tuple demote(SharedTree& tree, int64_t num_blocks) {
   const int64_t most = std::min(num_blocks, tree.run(kQuick, [&] { return tree.num_evictable(); }));
   py::array_t<int64_t> pairs = room_for_pairs(tree.has_host_tier() ? std::max<int64_t>(most, 0) : 0);
@@ -302,6 +308,7 @@ static void bind_tiers(const Methods& def) {
   def("shorten", shorten, doc("PrefixTree.shorten"), py::arg("match"), py::arg("num_blocks"));
   def("promote", &promote, doc("PrefixTree.promote"), py::arg("match"), py::arg("block_ids"));
   def("write_out", &write_out, doc("PrefixTree.write_out"), py::arg("match"), py::arg("min_hits") = 0);
+  def("send_out", &send_out, doc("PrefixTree.send_out"), py::arg("match"));
   const auto evict = [](SharedTree& t, int64_t num_blocks) {
     return t.run(num_blocks, [&] { return t.evict(num_blocks); });
   };

@@ -170,6 +170,12 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // the host make some: the (device, host) pairs to copy. Only of nodes that `min_hits` matches have found.
   std::vector<TierPair> write_out(const Match& match, int64_t min_hits);
 
+  // Takes the path's blocks off the device that this match alone pins, from its end back to the first block that
+  // another path goes on from, and gives host blocks to those that have none, as far as there is room or unpinned
+  // blocks on the host make some. The path stays pinned. Returns the (device, host) pairs to copy before the device
+  // blocks are written.
+  std::vector<TierPair> send_out(const Match& match);
+
   // Caches tokens[i * block_size, ...) in block_ids[i], below the end of `after` or the namespace's root. Pins the
   // whole path; `after` is consumed. Where the tokens are on the device already, the caller's block is released and the
   // tree's is in the path (the caller may also name it); where they are on the host only, the caller's block becomes
@@ -311,6 +317,7 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
 
   int64_t evict_locked(int64_t num_blocks, Demotions* demotions) noexcept;
   void leave_device(TreeNode* node, int64_t num_blocks) noexcept;
+  int64_t send_end_out(TreeNode* node, Demotions* sent) noexcept;
   int64_t move_to_host(TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
   void make_room_before(const TreeNode* node, int64_t num_blocks, Demotions* demotions) noexcept;
   bool give_host_block(TreeNode* node, int64_t block, Demotions* demotions) noexcept;

@@ -162,6 +162,7 @@ void PrefixTree::give_companions(const Match& match, int64_t start, int64_t end)
   for_each_edge([&](TreeNode* node, int64_t block, int64_t last) {
     for (; block < last; ++block) num_lacking += !has(node, block);
   });
+  if (num_lacking == 0) return;
   const size_t num_free = free_companions_.size();
   const size_t num_new = num_lacking > num_free ? num_lacking - num_free : 0;
   const size_t num_all = static_cast<size_t>(num_companions_) + num_new;

@@ -127,6 +127,34 @@ std::vector<TierPair> PrefixTree::write_out(const Match& match, int64_t min_hits
 
 // --- leaving the device ---
 
+std::vector<TierPair> PrefixTree::send_out(const Match& match) {
+  std::lock_guard lock(mutex_);
+  check_live(match, "match");
+  Demotions sent(pair_of_host_block_);
+  int64_t num_sent = 0;
+  int32_t num_below = 0;  // children on the path
+  for (TreeNode* node = match.end_; host_pool_ && !node->is_root(); node = node->parent) {
+    if (node->num_pins > 1 || node->num_children > num_below) break;
+    num_sent += send_end_out(node, &sent);
+    if (node->num_device_blocks() > 0) break;
+    num_below = 1;
+  }
+  std::vector<TierPair> pairs = sent.take();
+  counts_.num_evicted += num_sent;
+  counts_.num_demoted += static_cast<int64_t>(pairs.size());
+  return pairs;
+}
+
+// Takes the device blocks of a pinned node that have host blocks, or can be given some, from its end back; returns how
+// many.
+int64_t PrefixTree::send_end_out(TreeNode* node, Demotions* sent) noexcept {
+  const int64_t end = node->num_device_blocks();
+  int64_t block = end;
+  while (block > 0 && (node->has_host_block(block - 1) || give_host_block(node, block - 1, sent))) --block;
+  leave_device(node, end - block);
+  return end - block;
+}
+
 int64_t PrefixTree::evict(int64_t num_blocks) {
   std::lock_guard lock(mutex_);
   check(num_blocks >= 0, "num_blocks must not be negative, got ", num_blocks);
@@ -177,13 +205,14 @@ int64_t PrefixTree::evict_locked(int64_t num_blocks, Demotions* demotions) noexc
   while (num_left > 0) {
     TreeNode* node = order_.first_on_device();
     if (!node) break;
+    Demotions* copies = node->priority < 0 ? nullptr : demotions;  // what was put first takes no other block's place
     const int64_t num_wanted = std::min(num_left, node->num_device_blocks());
-    if (node->num_host_blocks == 0 && node->num_children == 0 && !demotions) {  // nothing of it will be left to keep
+    if (node->num_host_blocks == 0 && node->num_children == 0 && !copies) {  // nothing of it will be left to keep
       evict_end(node, node->num_blocks - num_wanted);
       num_left -= num_wanted;
       continue;
     }
-    const int64_t num_moved = move_to_host(node, num_wanted, demotions);
+    const int64_t num_moved = move_to_host(node, num_wanted, copies);
     num_left -= num_moved;
     if (num_moved > 0) continue;
     forget_below(node);
@@ -234,8 +263,9 @@ void PrefixTree::leave_device(TreeNode* node, int64_t num_blocks) noexcept {
   pool_->drop(dropped);
   log_left(ChangeKind::kLeftDevice, node, dropped);
   num_cached_ -= num_blocks;
-  num_evictable_ -= num_blocks;
   node->device_ids.truncate(node->num_device_blocks() - num_blocks);
+  if (node->num_pins > 0) return;
+  num_evictable_ -= num_blocks;
   if (node->num_device_blocks() == 0) order_.leave_device(node);
 }
 

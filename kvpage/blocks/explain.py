@@ -10,12 +10,49 @@ Nothing is pinned by asking, and nothing counts as used.
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal, get_args
 
 from kvpage._C import PrefixTree
 from kvpage.blocks.sequence_state import Ids
 from kvpage.blocks.space import BlockSpace
 
 MOST_NAMESPACES = 1024  # that are searched for a longer match
+
+
+EditMode = Literal["exact", "erratum"]
+MODES: tuple[str, ...] = get_args(EditMode)
+
+
+@dataclass(frozen=True, slots=True)
+class EditCost:
+    """What an edit of a branch costs.
+
+    Attributes:
+        session_id: Of the session.
+        branch: The branch.
+        mode: "exact" or "erratum".
+        start: The first token of the span.
+        end: The token after the span.
+        num_tokens: Tokens of the branch now.
+        num_tokens_to_compute: Of these, those that are not cached: what the next request computes of the branch.
+        num_released_tokens: Tokens of cached blocks that only the old text needed. They are evicted before all others.
+    """
+
+    session_id: str
+    branch: str
+    mode: EditMode
+    start: int
+    end: int
+    num_tokens: int
+    num_tokens_to_compute: int
+    num_released_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"an edit ({self.mode}) of tokens {self.start} to {self.end} of session {self.session_id!r}, branch "
+            f"{self.branch!r}: {self.num_tokens_to_compute} of {self.num_tokens} tokens were to compute, blocks of "
+            f"{self.num_released_tokens} tokens were released"
+        )
 
 
 class Ending(str, Enum):
@@ -123,6 +160,7 @@ class Explanation:
         groups: What each group has.
         elsewhere: The namespace with the longest match, and its tokens, where it is longer than in the prompt's own.
         store: What an engine's store has; None without one.
+        edits: The last edits of sessions whose text the prompt goes on from, and what they cost.
     """
 
     num_tokens: int
@@ -130,6 +168,7 @@ class Explanation:
     groups: tuple[GroupReach, ...]
     elsewhere: tuple[bytes, int] | None = None
     store: StoreReach | None = None
+    edits: tuple[EditCost, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.num_cached_tokens} of {self.num_tokens} tokens are cached", *map(str, self.groups)]
@@ -137,6 +176,7 @@ class Explanation:
             lines.append(f"another namespace, {self.elsewhere[0]!r}, has {self.elsewhere[1]} tokens")
         if self.store is not None:
             lines.append(str(self.store))
+        lines += map(str, self.edits)
         return "\n  ".join(lines)
 
 

@@ -62,10 +62,16 @@ class LoadOrCompute:
         if num_tokens is None or num_tokens == num_blocks * self.block_size:
             fewest = self.fewest_to_load
             return fewest is not None and num_blocks >= fewest
-        if self.bytes_per_second is None or self.tokens_per_second is None:
+        seconds = self.load_seconds(num_blocks)
+        if seconds is None or self.tokens_per_second is None:
             return True
-        seconds = self.latency + num_blocks * self.block_bytes / self.bytes_per_second
         return seconds < num_tokens / self.tokens_per_second
+
+    def load_seconds(self, num_blocks: int) -> float | None:
+        """Return how long loading `num_blocks` blocks in one transfer is expected to take; None while it is unknown."""
+        if self.bytes_per_second is None:
+            return None
+        return self.latency + num_blocks * self.block_bytes / self.bytes_per_second
 
     @property
     def fewest_to_load(self) -> int | None:

@@ -12,7 +12,7 @@ from kvpage._C import BlockPool, Match, PrefixTree
 from kvpage.blocks.config import BlockConfig, HostPolicy
 from kvpage.blocks.load_or_compute import MOST_BLOCKS, LoadOrCompute
 from kvpage.blocks.moves import BlockMove, BlockMoves, Kind
-from kvpage.blocks.pins import UserPins
+from kvpage.blocks.pins import PinTerms, UserPins
 from kvpage.blocks.sequence_state import Ids
 from kvpage.blocks.stats import PromptCounts, Query, SpaceStats
 from kvpage.checks.errors import OutOfBlocks
@@ -182,26 +182,39 @@ class BlockSpace:
 
     # --- hints and pins ---
 
-    def pin(self, tokens: Tokens, namespace: bytes = b"", ttl: float | None = None) -> int:
+    def pin(
+        self,
+        tokens: Tokens,
+        namespace: bytes = b"",
+        ttl: float | None = None,
+        *,
+        terms: PinTerms | None = None,
+        in_place_of: int | None = None,
+    ) -> int:
         """Keep the cached prefix of `tokens`, in either tier.
 
-        Requests come first. Where one fits only without pins, pins end, the oldest first. So no request waits for ever.
+        Requests come first. Where one fits only without pins, pins end: of the lowest priority, the oldest first. So no
+        request waits for ever.
 
         Args:
             tokens: Token ids of a prompt.
             namespace: Where to search.
             ttl: Seconds until the pin ends; None: until `unpin`.
+            terms: All terms, in place of `ttl`.
+            in_place_of: The handle of a pin that ends with this, and does not count in the quotas; None for none.
 
         Returns:
             A handle for `unpin`.
 
         Raises:
-            ValueError: All pins together would exceed the quota, or ttl is not positive.
+            ValueError: All pins together, or those of one owner, would exceed a quota, or ttl is not positive. Nothing
+                has changed.
             TypeError: An argument is of another type.
         """
+        terms = PinTerms(ttl) if terms is None else terms
         match = self._match_all(tokens, namespace)
         try:
-            return self.pins.add(match, ttl)
+            return self.pins.add(match, terms, in_place_of)
         except BaseException:
             self.tree.release(match)
             raise
@@ -213,6 +226,25 @@ class BlockSpace:
             KeyError: The handle was never given.
         """
         self.pins.remove(handle)
+
+    def send_out(self, handle: int) -> int:
+        """Have the device blocks that this pin alone holds leave for the host, where that is worth their way back.
+
+        From the prefix's end back to the first block that something else needs there, as far as the host has room. The
+        pin goes on.
+
+        Args:
+            handle: Of a pin.
+
+        Returns:
+            How many device blocks are free by that.
+        """
+        match = self.pins.match_of(handle)
+        if match is None or not self._keeps_evicted:
+            return 0
+        num_free = self.pool.num_free
+        self._moves.add_from("swap_out", lambda: self.tree.send_out(match))
+        return self.pool.num_free - num_free
 
     def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> int:
         """Bring the host blocks of the tokens' prefix to the device, if there is room.
@@ -249,6 +281,15 @@ class BlockSpace:
         for watcher in self._watchers:
             watcher.blocks_dropped(tokens, namespace)
         return num_dropped
+
+    def touch(self, tokens: Tokens, namespace: bytes = b"") -> None:
+        """Note a use of the cached prefix of `tokens`, which is no hit: its blocks are evicted after others again.
+
+        Args:
+            tokens: Token ids of a prompt.
+            namespace: Where to search.
+        """
+        self.tree.release(self._match_all(tokens, namespace))
 
     def put_first(self, tokens: Tokens, namespace: bytes = b"", num_kept: int = 0) -> int:
         """Evict the blocks of `tokens` before all others, as soon as room is needed, where nobody else needs them.

@@ -16,6 +16,8 @@ from kvpage.serving.params.guide import Guide
 from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.params.states import StateConfig
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
+from kvpage.serving.sessions.config import SessionConfig
+from kvpage.serving.sessions.session import Session, SessionState
 from kvpage.serving.stats import EngineStats, RequestState
 from kvpage.serving.steer.beam_search import Beam, BeamSearchOutput
 from kvpage.serving.steer.branches import Branch, Branches
@@ -49,6 +51,9 @@ __all__ = [
     "RequestState",
     "Sample",
     "SamplingParams",
+    "Session",
+    "SessionConfig",
+    "SessionState",
     "StateConfig",
     "StepOutput",
     "TokenLogprobs",

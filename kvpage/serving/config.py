@@ -17,6 +17,7 @@ from kvpage.layout.kv_scales import KVScales
 from kvpage.observe.events.config import EventConfig
 from kvpage.serving.params.defaults import GenerationDefaults
 from kvpage.serving.params.states import StateConfig
+from kvpage.serving.sessions.config import SessionConfig
 
 FLAGS = (
     "load_or_compute", "native_layers", "enforce_eager", "compile_model", "save_portions", "same_bits",
@@ -91,6 +92,7 @@ class EngineConfig:
             ratio below 1. See the page "The same bits".
         kv_cache_memory: Bytes of the device, of one rank, for what `Engine.from_model` chooses the numbers of: blocks,
             those of windows, checkpoints. None means as `cache_config` says. It excludes `num_gpu_blocks`.
+        sessions: The limits of sessions.
 
     Raises:
         TypeError: A value is of another type.
@@ -129,6 +131,7 @@ class EngineConfig:
     num_window_blocks: int | Literal["auto"] | None = "auto"
     kv_cache_memory: int | None = None
     same_bits: bool = False
+    sessions: SessionConfig = field(default_factory=SessionConfig)
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)

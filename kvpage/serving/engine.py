@@ -33,6 +33,7 @@ from kvpage.serving.loop.token_stream import TokenStream
 from kvpage.serving.model.step import BatchItem
 from kvpage.serving.params.beam import BeamSearchParams
 from kvpage.serving.params.sampling import SamplingParams, check_params, params_of_each
+from kvpage.serving.sessions.session_engine import SessionEngine
 from kvpage.serving.stats import EngineStats
 from kvpage.serving.stats.request_state import RequestState, request_states
 from kvpage.serving.steer.beam_search import BeamSearchOutput, search_beams
@@ -41,7 +42,7 @@ from kvpage.serving.steer.steerable import SteerableEngine
 from kvpage.store.block_store import BlockStore
 
 
-class Engine(SteerableEngine, ScoringEngine):
+class Engine(SteerableEngine, ScoringEngine, SessionEngine):
     """A serving loop over one model. Make it by `from_model`.
 
     It is not thread-safe: one engine, one thread. A forked process needs an engine of its own: in it, every call that
@@ -82,7 +83,7 @@ class Engine(SteerableEngine, ScoringEngine):
         self.cache, self.states = parts.caches.full, parts.caches.states
         self.window_caches = tuple(parts.caches.windows)
         self.max_model_len, self.vocab_size = parts.intake.max_model_len, parts.intake.vocab_size
-        self.eos_token_ids = parts.intake.eos_token_ids
+        self.eos_token_ids, self.sessions = parts.intake.eos_token_ids, parts.sessions
 
     @classmethod
     def from_model(
@@ -398,8 +399,8 @@ class Engine(SteerableEngine, ScoringEngine):
         Raises:
             ValueError, TypeError: As `add_request` for tokens and namespace.
         """
-        array = self.check_tokens(tokens)
-        explanation, store = self.manager.explain(array, namespace), self._connectors.store
+        array, store = self.check_tokens(tokens), self._connectors.store
+        explanation = self.sessions.explained(self.manager.explain(array, namespace), array, namespace)
         return explanation if store is None else replace(explanation, store=store.explain(array, namespace))
 
     def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
@@ -460,6 +461,7 @@ class Engine(SteerableEngine, ScoringEngine):
 
     @uninterrupted
     def _close(self) -> None:
+        self.sessions.close()
         self._loop.disconnect()
         self.telemetry.close()
 

@@ -24,6 +24,8 @@ from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import as_integer, check_at_least, check_flag
 from kvpage.layout.groups import StateLayout
 from kvpage.store.block_store import BlockStore
+from kvpage.store.bytes.byte_records import ByteRecords
+from kvpage.store.bytes.header import Header
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.inspection import RecordSummary, summaries
 from kvpage.store.load.block_chunks import metadata_of
@@ -324,6 +326,17 @@ class KVStore(TieredStore, BlockStore):
             raise ValueError(f"kv_dtype of the store must be the engine's, {rows.kv_dtype}, got {metadata.kv_dtype}")
         rows = replace(rows, extra=(*metadata.extra, ("layers", ",".join(map(str, engine.layer_ids)))))
         return LayerChunks(self._tiers, self.gate, KnownDtype(rows, size, self.config.codec), engine)
+
+    def byte_records(self, header: Header) -> ByteRecords:
+        """Return records of bytes beside the chunks, in the same tiers, which `clear` and evictions remove, too.
+
+        Args:
+            header: as of a ByteStore.
+
+        Raises:
+            ValueError, TypeError: the header is wrong.
+        """
+        return ByteRecords(self._tiers, self.gate, header)
 
     @gated
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:

@@ -117,3 +117,14 @@ def test_what_groups_keep_is_free_again_once_the_blocks_are_gone(groups):
     manager.check()
     assert all(window.blocks.pool.num_free == 8 for window in manager.windows)
     assert manager.states is None or manager.states.space.device.num_free == 8
+
+
+def test_none_for_no_blocks_leave_nothing_behind():
+    """An empty range before any companion was given left entries that outlived their blocks."""
+    pool = BlockPool(4)
+    tree = PrefixTree(pool, B)
+    match = tree.insert(TOKENS, pool.allocate(4))
+    tree.give_companions(match, 3, 3)
+    tree.release(match)
+    tree.evict(3)
+    tree.check()

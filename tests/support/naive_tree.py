@@ -179,6 +179,25 @@ class NaiveTree:
             pairs.append((block.device, block.host))
         return pairs
 
+    def send_out(self, match: NaiveMatch) -> list[tuple[int, Host]]:
+        self.check_live(match)
+        pairs = []
+        for key in reversed(match.keys):
+            block = self.blocks[key]
+            below = [k for k in self.blocks if k[0] == key[0] and k[1][: len(key[1])] == key[1]]
+            if block.pins > 1 or not set(below) <= set(match.keys) or not self.num_host_blocks:
+                break
+            if block.device is None:
+                continue
+            if block.host is None:
+                if not self.find_host():
+                    break
+                block.host = Host()
+                self.num_free_host -= 1
+                pairs.append((block.device, block.host))
+            self.free_device(key)
+        return pairs
+
     def insert(
         self, tokens: Sequence[int], ids: Sequence[int], namespace: bytes, after: NaiveMatch | None, priority: int
     ) -> NaiveMatch:
@@ -265,7 +284,7 @@ class NaiveTree:
             if key is None:
                 return num_freed, self.alive(pairs)
             block = self.blocks[key]
-            if block.host is None and may_copy and self.find_host():
+            if block.host is None and may_copy and block.priority >= 0 and self.find_host():
                 block.host = Host()
                 self.num_free_host -= 1
                 assert block.device is not None

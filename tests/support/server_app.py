@@ -31,13 +31,12 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def make_engine(model: Any = None, **fields: Any) -> Engine:
+def make_engine(model: Any = None, num_cpu_blocks: int = 0, **fields: Any) -> Engine:
     """Return an engine over a model, or a tiny Llama with the tokenizer's vocabulary."""
     tokenizer = make_tokenizer()
     model = model or make_model("llama", vocab_size=len(tokenizer))
-    return Engine.from_model(
-        model, EngineConfig(CacheConfig(block_size=4, num_gpu_blocks=256), **fields), tokenizer=tokenizer
-    )
+    cache = CacheConfig(block_size=4, num_gpu_blocks=256, num_cpu_blocks=num_cpu_blocks)
+    return Engine.from_model(model, EngineConfig(cache, **fields), tokenizer=tokenizer)
 
 
 class Server:

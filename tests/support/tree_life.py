@@ -79,8 +79,8 @@ class TreeLife(Life):
             self.allocate: 4, self.share: 1, self.release_ids: 3, self.match: 5, self.match_part: 2, self.pin: 1,
             self.release: 4, self.trim: 1, self.shorten: 1, self.promote: 3, self.write_out: 1, self.insert: 9,
             self.evict: 1, self.demote: 5, self.evict_host: 1, self.drop: 1, self.put_first: 2, self.clear: 0.2,
-            self.look: 2, self.entries: 1, self.hottest: 1, self.pinned_alone: 1, self.give_companions: 2,
-            self.free_companions: 1,
+            self.look: 2, self.send_out: 2, self.entries: 1, self.hottest: 1, self.pinned_alone: 1,
+            self.give_companions: 2, self.free_companions: 1,
         }  # fmt: skip
 
     # --- what operations are made of ---
@@ -267,6 +267,13 @@ class TreeLife(Life):
         if pair := self.some_match():
             with self.watched():
                 results = self.both(lambda: self.tree.write_out(pair[0]), lambda: self.naive.write_out(pair[1]))
+                if results is not None:
+                    self.to_host(*results)
+
+    def send_out(self) -> None:
+        if pair := self.some_match():
+            with self.watched():
+                results = self.both(lambda: self.tree.send_out(pair[0]), lambda: self.naive.send_out(pair[1]))
                 if results is not None:
                     self.to_host(*results)
 

@@ -104,6 +104,14 @@ class RemoteLoop:
         self._limit = limit
 
     @property
+    def next_due(self) -> float:
+        """Return infinity: nothing is due between requests."""
+        return float("inf")
+
+    def tend(self) -> None:
+        """Do nothing."""
+
+    @property
     def num_waiting(self) -> int:
         """Return how many requests have no token yet."""
         return len(self.requests) - self._num_started

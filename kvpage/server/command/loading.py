@@ -15,6 +15,7 @@ from kvpage.serving.assembly.model_files import load_model_files, load_tokenizer
 from kvpage.serving.assembly.weights_digest import weights_digest
 from kvpage.serving.config import AttentionBackendName
 from kvpage.serving.params.defaults import GenerationDefaults
+from kvpage.serving.sessions.config import SessionConfig
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 from kvpage.store.config import parse_size
 
@@ -105,6 +106,7 @@ def engine_config(options: ServeOptions) -> EngineConfig:
         enable_prefix_caching=options.enable_prefix_caching,
         pin_quota=options.pin_quota,
         eviction=options.eviction,
+        sessions=SessionConfig(owner_quota=options.tenant_pin_quota),
         kv_scales="calibrate" if options.kv_cache_dtype.startswith("fp8") else None,
         events=event_config(options),
         generation_config=cast(GenerationDefaults, options.generation_config),

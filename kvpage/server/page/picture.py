@@ -11,7 +11,7 @@ from typing import Any
 from kvpage._C import HotPrefix
 from kvpage.server.page.ended import Ended
 from kvpage.server.page.snapshot import MAX_LANES, Snapshot
-from kvpage.serving import EngineStats, RequestState
+from kvpage.serving import EngineStats, RequestState, SessionState
 from kvpage.store import KVStoreStats
 
 Text = Callable[[bytes], str]
@@ -48,6 +48,7 @@ def picture(snapshot: Snapshot, store: KVStoreStats | None, ended: Iterable[Ende
         "preempted": stats.num_preemptions,
         "evicted": stats.blocks.evicted_blocks,
         "requests": [_lane(state, snapshot.time) for state in snapshot.requests],
+        "sessions": [_session(state) for state in snapshot.sessions],
         "ended": [request.lane(snapshot.time) for request in list(ended)[:MAX_LANES]],
         "prefixes": _rows(snapshot.prefixes, text),
     }
@@ -117,6 +118,22 @@ def _lane(state: RequestState, now: float) -> dict[str, Any]:
         "computed": max(num_prompt - num_found, 0),
         "generated": state.num_generated_tokens,
         "seconds": now - state.arrival_time,
+    }
+
+
+def _session(state: SessionState) -> dict[str, Any]:
+    """Return a session for the page, with what its last edit has cost."""
+    edit = state.edits[-1] if state.edits else None
+    return {
+        "id": state.session_id,
+        "branches": len(state.branches),
+        "tokens": sum(branch.num_tokens for branch in state.branches),
+        "blocks": sum(branch.num_retained_blocks for branch in state.branches),
+        "paused_in": state.paused_in,
+        "due_in": state.due_in,
+        "turns": state.num_turns,
+        "edit": None if edit is None else str(edit),
+        "edit_tokens": None if edit is None else edit.num_tokens_to_compute,
     }
 
 

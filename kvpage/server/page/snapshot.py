@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpage._C import HotPrefix
-from kvpage.serving import EngineStats, RequestState
+from kvpage.serving import EngineStats, RequestState, SessionState
+from kvpage.serving.sessions.session_engine import SessionEngine
 
-MAX_PREFIXES, MAX_TEXT_TOKENS, MAX_LANES = 14, 48, 24
+MAX_PREFIXES, MAX_TEXT_TOKENS, MAX_LANES, MAX_SESSIONS = 14, 48, 24, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class Snapshot:
         stats: Counters, and how full the engine is; of all namespaces.
         prefixes: The runs that most requests have found, of each namespace.
         requests: Unfinished requests of these namespaces.
+        sessions: Sessions of these namespaces, those that were used last first.
         time: Seconds of time.monotonic().
         seconds: How long the stepping thread was busy with it.
     """
@@ -26,6 +28,7 @@ class Snapshot:
     stats: EngineStats
     prefixes: list[list[HotPrefix]]
     requests: list[RequestState]
+    sessions: list[SessionState]
     time: float
     seconds: float
 
@@ -44,4 +47,6 @@ def take_snapshot(engine: Any, namespaces: Sequence[bytes]) -> Snapshot:
     prefixes = [engine.manager.tree.hottest(MAX_PREFIXES, MAX_TEXT_TOKENS, name) for name in namespaces]
     states = engine.request_states(4 * MAX_LANES)
     requests = [state for state in states if state.namespace in namespaces][:MAX_LANES]
-    return Snapshot(engine.stats(), prefixes, requests, begin, time.monotonic() - begin)
+    has_sessions = isinstance(engine, SessionEngine)
+    sessions = engine.sessions.states(namespaces, MAX_SESSIONS) if has_sessions else []
+    return Snapshot(engine.stats(), prefixes, requests, sessions, begin, time.monotonic() - begin)

@@ -28,6 +28,8 @@ Factor = Annotated[float, Field(ge=0.01, le=100)]
 """A logit times it is a finite number."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Salt = Annotated[str, Field(min_length=1, max_length=1024)]
+MAX_SESSION_NAME = 256
+SessionName = Annotated[str, Field(min_length=1, max_length=MAX_SESSION_NAME)]
 MaxTokens = Annotated[Integer, Field(ge=-1, lt=2**63)]
 NO_LIMIT = -1
 """As max_tokens: all that the model takes."""
@@ -119,6 +121,8 @@ class SamplingFields(RequestModel):
     guided_grammar: str | None = None
     cache_salt: Salt | None = None
     kv_hints: KvHints | None = None
+    session_id: SessionName | None = None
+    session_branch: SessionName | None = None
     cache_at: Annotated[list[Positive], Field(max_length=MAX_POSITIONS)] | None = None
     priority: Annotated[Integer, Field(ge=-MAX_INT, le=MAX_INT)] = 0
     timeout: Annotated[float, Field(gt=0)] | None = None

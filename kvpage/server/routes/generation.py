@@ -25,17 +25,22 @@ from kvpage.server.answers.responses import EventStream, WholeAnswer, end_tasks,
 from kvpage.server.answers.transcript import Shown, Transcript
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import AnyRequest, CompletionRequest
-from kvpage.server.protocol.errors import ApiError, checked, failed
+from kvpage.server.protocol.errors import ApiError, bad_request, checked, failed
+from kvpage.server.protocol.kv_hints import Demote, Release
+from kvpage.server.protocol.sampling_fields import MAX_SESSION_NAME
 from kvpage.server.running.answer_rules import AnswerRules
+from kvpage.server.running.cache_work import CacheWishes
 from kvpage.server.running.guides import CompiledGuide, compiled_guide, form_guide
-from kvpage.server.running.runner import Job, abort_all
+from kvpage.server.running.runner import NO_WISHES, Job, abort_all
 from kvpage.server.running.sampling import sampling_params
 from kvpage.server.service import Service, caller_of
 from kvpage.server.text.text_service import Prompt
 from kvpage.serving import Detokenizer, LiveRequest, RequestOutput
+from kvpage.serving.sessions.session import MAIN
 
 logger = logging.getLogger(__name__)
 FEW_TOKENS = 1024  # whose answer is written at once
+SESSION_HEADERS = {"session_id": "x-session-id", "session_branch": "x-session-branch"}
 
 
 Result = TypeVar("Result")
@@ -60,21 +65,38 @@ class Generation:
         service.check_priority(body.priority)
         shortest = min(len(prompt.token_ids) for prompt in prompts)
         cache_at = checked(lambda: as_cache_at(body.cache_at or (), shortest))
+        if body.kv_hints is not None:
+            cache_at = sorted({*cache_at, *(end for end in body.kv_hints.positions() if end <= shortest)})
+        asks = body.session_id is not None or body.session_branch is not None or body.kv_hints is not None
         compiled = await self._compiled(prompts[0].text)
         guide = None if compiled is None else compiled.guide
         params = sampling_params(body, [len(prompt.token_ids) for prompt in prompts], guide, service.limits)
-        ttl = None if body.kv_hints is None else body.kv_hints.pin_ttl()
         return Job(
             [prompt.token_ids for prompt in prompts],
             params,
             caller.namespace(body.cache_salt),
             body.priority,
             body.timeout,
-            None if ttl is None else min(ttl, service.config.max_pin_seconds),
-            caller.tenant,
+            self._wishes(caller) if asks else NO_WISHES,
             prompts[0].with_borders(cache_at),  # of several prompts none is a chat's
             compiled=compiled,
         )
+
+    def _wishes(self, caller: Caller) -> CacheWishes:
+        """Return what the request asks of the cache. ApiError 400 for a session of several answers."""
+        body, hints = self._body, self._body.kv_hints
+        if body.session_id is not None and (body.num_prompts > 1 or body.n > 1):
+            raise bad_request("session_id needs one prompt and n=1", param="session_id")
+        if body.session_branch is not None and body.session_id is None:
+            raise bad_request("session_branch needs session_id", param="session_branch")
+        wishes = CacheWishes(body.session_id, body.session_branch or MAIN, tenant=caller.tenant)
+        if hints is None:
+            return wishes
+        ttl, demotes, releases = hints.pin_ttl(), bool(hints.of_kind(Demote)), bool(hints.of_kind(Release))
+        ttl = None if ttl is None else min(ttl, self._service.config.max_pin_seconds)
+        next_use = hints.next_use()
+        next_use = None if next_use is None else min(next_use, self._service.config.max_pin_seconds)
+        return replace(wishes, pin_ttl=ttl, demotes=demotes, releases=releases, next_use=next_use)
 
     async def _compiled(self, prompt: str) -> CompiledGuide | None:
         """Return the form of the answer; None for any form."""
@@ -214,7 +236,11 @@ async def respond(
     stack: contexts that end with the request; the answer takes it along.
     """
     service = Service.of(request)
+    if "x-session-id" in request.headers:
+        body = with_session_headers(request, body)
     generation = Generation(service, body, answer_format)
+    if body.kv_hints is not None:
+        record_of(request.scope).ignored.update(body.kv_hints.left_aside())
 
     async def prepared() -> tuple[Sequence[Prompt], Job]:
         prompts = await make_prompts()
@@ -225,6 +251,17 @@ async def respond(
         return _stream(service, generation, job, prompts, stack)
     content = await _unless_gone(request, generation.whole(job, prompts))
     return WholeAnswer(content, stack.pop_all().close)
+
+
+def with_session_headers(request: Request, body: AnyRequest) -> AnyRequest:
+    """Return a body with the session that headers name, where it names none itself. ApiError 400 for a wrong name."""
+    names = {field: request.headers.get(header) for field, header in SESSION_HEADERS.items()}
+    named = {field: name for field, name in names.items() if name is not None and getattr(body, field) is None}
+    for field, name in named.items():
+        if not 0 < len(name) <= MAX_SESSION_NAME:
+            header = SESSION_HEADERS[field]
+            raise bad_request(f"the header {header} must have 1 to {MAX_SESSION_NAME} characters, got {len(name)}")
+    return body.model_copy(update=named) if named else body
 
 
 def _stream(

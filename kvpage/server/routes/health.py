@@ -57,6 +57,6 @@ def make_registry(service: Service) -> CollectorRegistry:
     """Return a registry with metrics of kvpage, of HTTP, and under vLLM's names."""
     registry, name = CollectorRegistry(), service.config.served_model_names[0]
     registry.register(EngineCollector(service.engine.engine, {"model_name": name}))
-    registry.register(HttpCollector(service.http, name))
+    registry.register(HttpCollector(service.http, service.runner.work.hints, name))
     registry.register(VllmCollector(service.engine, service.latencies, name))
     return registry

@@ -7,56 +7,21 @@ A job that is left, by an error or a cancellation, leaves nothing in the engine.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from kvpage.cache.cache_engine import CacheEngine
 from kvpage.server.metrics.latencies import Latencies
 from kvpage.server.page.ended import EndedRequests
 from kvpage.server.protocol.errors import REFUSED, as_api_error
-from kvpage.serving import AsyncEngine, EngineClosed, LiveRequest, SamplingParams
-from kvpage.serving.engine import Engine
+from kvpage.server.running.cache_work import CacheWishes, CacheWork
+from kvpage.serving import AsyncEngine, LiveRequest, SamplingParams
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 
-logger = logging.getLogger(__name__)
 MAX_AHEAD = 4  # lists of outputs of a batch that wait for a slow client; the engine's limits hold behind them
 Turn = tuple[int, list[StepOutput]]
-
-
-class TenantPins:
-    """Pins by the tenants that asked for them. All calls are for the engine's thread.
-
-    quota: Blocks that the pins of one tenant hold at most. None means all that the engine's own quota allows.
-    """
-
-    def __init__(self, quota: int | None) -> None:
-        self._quota = quota
-        self._pins: list[tuple[str, int]] = []  # tenant and handle; each holds a block or more
-
-    def pin(self, engine: Any, tokens: Sequence[int], namespace: bytes, ttl: float, tenant: str) -> None:
-        """Pin a prompt for `ttl` seconds. ValueError beyond a quota: nothing of it is pinned then."""
-        space = engine.manager.space
-        handle = space.pin(tokens, namespace, ttl)
-        num_blocks = space.pins.num_blocks_of(handle)
-        live_pins, num_pinned = list[tuple[str, int]](), 0
-        for owner, pin in self._pins:
-            if num_held := space.pins.num_blocks_of(pin):
-                live_pins.append((owner, pin))
-                num_pinned += num_held if owner == tenant else 0
-        self._pins = live_pins
-        if self._quota is not None and num_pinned + num_blocks > self._quota:
-            space.unpin(handle)
-            raise ValueError(
-                f"pins of a tenant must hold at most {self._quota} blocks, got {num_pinned} + {num_blocks}"
-            )
-        if num_blocks:
-            self._pins.append((tenant, handle))
-        else:
-            space.unpin(handle)  # nothing of it is cached
+NO_WISHES = CacheWishes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +34,7 @@ class Job:
         namespace: Where cached blocks are searched and kept.
         priority: Requests with a lower one are scheduled first.
         timeout: Seconds; None for no deadline.
-        pin_ttl: Seconds for which the prompts stay pinned afterwards; None for not at all.
-        tenant: Who asks, to whom the pins are counted.
+        wishes: What it asks of the cache.
         cache_at: Positions of each prompt at which other prompts may go on.
         compiled: The CompiledGuide of the answers, which is held until they are queued; None for any form.
     """
@@ -80,8 +44,7 @@ class Job:
     namespace: bytes = b""
     priority: int = 0
     timeout: float | None = None
-    pin_ttl: float | None = None
-    tenant: str = ""
+    wishes: CacheWishes = NO_WISHES
     cache_at: Sequence[int] = ()
     compiled: object = None
 
@@ -105,15 +68,19 @@ class Runner:
         tenant_pin_quota: See ServerConfig.
 
     Attributes:
-        has_blocks: Whether the cached blocks are in this process; a gateway's workers have theirs elsewhere.
+        work: Does what jobs ask of the cache.
     """
 
     def __init__(
         self, engine: AsyncEngine, latencies: Latencies, ended: EndedRequests, tenant_pin_quota: int | None = None
     ) -> None:
         self._engine, self._latencies, self._page = engine, latencies, ended
-        self._pins = TenantPins(tenant_pin_quota)
-        self.has_blocks = isinstance(engine.engine.cache, CacheEngine)
+        self.work = CacheWork(engine, tenant_pin_quota)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the cached blocks are in this process."""
+        return self.work.has_blocks
 
     def check_room(self, num_prompts: int) -> None:
         """Raise ApiError 503 unless the engine takes num_prompts prompts now: a full queue costs no more than this."""
@@ -125,6 +92,8 @@ class Runner:
     async def whole(self, job: Job) -> list[RequestOutput]:
         """Run a job to its end. ApiError if the engine takes it not."""
         arguments = job.arguments()
+        if job.wishes is not NO_WISHES:
+            self.work.begin(job.wishes, job.prompts, job.namespace)
         works = [
             self._engine.generate(prompt, params, **arguments)
             for prompt, params in zip(job.prompts, job.params, strict=True)
@@ -138,12 +107,15 @@ class Runner:
         for output in outputs:
             self._latencies.ended(output)
             self._page.note(output, job.namespace)
-        self._pin(job)
+        if job.wishes is not NO_WISHES:
+            self._end(job, outputs)
         return outputs
 
     def submit(self, job: Job) -> list[LiveRequest]:
         """Queue all prompts of a job, or none. ApiError if the engine takes one not."""
         requests: list[LiveRequest] = []
+        if job.wishes is not NO_WISHES:
+            self.work.begin(job.wishes, job.prompts, job.namespace)
         try:
             for prompt, params in zip(job.prompts, job.params, strict=True):
                 requests.append(self._engine.submit(prompt, params, **job.arguments()))
@@ -164,7 +136,8 @@ class Runner:
         finally:
             abort_all(requests)
             self._page.follow(requests, job.namespace)
-        self._pin(job)
+        if job.wishes is not NO_WISHES:
+            self._end(job, [request.output for request in requests])
 
     async def _timed(self, request: LiveRequest) -> AsyncGenerator[list[StepOutput], None]:
         before: float | None = None
@@ -197,24 +170,11 @@ class Runner:
         finally:
             await cancel_all(readers)
 
-    def _pin(self, job: Job) -> None:
-        """Pin the prompts, if the job asks for it and the quota allows it. A hint never fails a request."""
-        if job.pin_ttl is None:
-            return
-        if not self.has_blocks:
-            logger.info("a hint to pin was not followed: the blocks are those of workers elsewhere")
-            return
-        prompts, namespace, ttl = job.prompts, job.namespace, job.pin_ttl
-
-        def pin(engine: Engine) -> None:
-            for prompt in prompts:
-                try:
-                    self._pins.pin(engine, prompt, namespace, ttl, job.tenant)
-                except ValueError as error:
-                    logger.info("a hint to pin %d tokens was not followed: %s", len(prompt), error)
-
-        with suppress(EngineClosed):
-            self._engine.call(pin)
+    def _end(self, job: Job, outputs: Sequence[RequestOutput | None]) -> None:
+        """Do what the job asks of the cache, now that it is answered."""
+        first = outputs[0]
+        answer = [] if first is None or job.wishes.session_id is None else first.samples[0].token_ids
+        self.work.end(job.wishes, job.prompts, job.namespace, answer)
 
 
 def abort_all(requests: Sequence[LiveRequest]) -> None:

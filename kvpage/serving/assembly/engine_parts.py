@@ -36,6 +36,7 @@ from kvpage.serving.assembly.parts import (
     check_servable,
     without_autocast,
 )
+from kvpage.serving.assembly.session_parts import make_sessions
 from kvpage.serving.assembly.store_parts import make_store_connector
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
@@ -61,6 +62,7 @@ from kvpage.serving.loop.serving_loop import ServingLoop
 from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.params.defaults import ParamDefaults
+from kvpage.serving.sessions.sessions import Sessions
 from kvpage.serving.stats.engine_stats import EngineStats
 from kvpage.store import KVStore
 
@@ -84,6 +86,7 @@ class EngineParts:
     scheduler: Scheduler
     batch_runner: BatchRunner
     loop: ServingLoop
+    sessions: Sessions
     lead: Lead | None
 
     @property
@@ -139,6 +142,7 @@ class EngineParts:
             windows=tuple(window.blocks.stats() for window in manager.windows),
             slot_bytes=_slot_bytes(self.caches),
             numerics=self.caches.full.numerics or None,
+            sessions=self.sessions.stats(),
         )
 
     def use_graphs(self, capturer: Capturer) -> None:
@@ -258,8 +262,10 @@ def _looped(
         scheduler=scheduler,
         batch_runner=batch_runner,
         loop=ServingLoop(batch_runner, scheduler, connectors, telemetry, rule),
+        sessions=make_sessions(manager, transfers, connectors, config.sessions),
         lead=lead,
     )
+    parts.loop.keep(parts.sessions)
     _connect_device(parts)
     return parts
 

@@ -23,6 +23,7 @@ from kvpage.serving.live.stepping.stepper import Stepper
 from kvpage.serving.loop.intake import Prompt
 from kvpage.serving.loop.outputs import RequestOutput
 from kvpage.serving.params.sampling import SamplingParams
+from kvpage.serving.sessions.session import Session
 from kvpage.serving.stats.engine_stats import EngineStats
 
 Result = TypeVar("Result")
@@ -248,6 +249,26 @@ class AsyncEngine:
         future: Future[Result] = Future()
         self._stepper.call(function, future)
         return future
+
+    def in_session(
+        self, session_id: str, function: Callable[[Session], Result], namespace: bytes = b""
+    ) -> "Future[Result]":
+        """Have a function called with a session, on the stepping thread, between two steps; see Engine.session.
+
+        Args:
+            session_id: The session's id.
+            function: For example `lambda session: session.pause(30)`.
+            namespace: Of its requests.
+
+        Returns:
+            A future, as of `call`.
+
+        Raises:
+            EngineClosed, TypeError, RuntimeError: As `call`.
+        """
+        if not callable(function):
+            raise TypeError(f"function must be callable, got {type(function).__name__}")
+        return self.call(lambda engine: function(engine.session(session_id, namespace)))
 
     def stats(self) -> AsyncEngineStats:
         """Return counters and the state now; any thread may ask.

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -39,11 +40,21 @@ from kvpage.serving.text.token_logprobs import TokenLogprobs
 logger = logging.getLogger(__name__)
 
 
+class Keeper(Protocol):
+    """What has work to do at some time between requests. next_due: seconds of time.monotonic(); infinite for never."""
+
+    next_due: float
+
+    def tend(self) -> None:
+        """Do what is due."""
+
+
 class ServingLoop:
     """The unfinished requests, by id, and the steps that compute them. For one thread.
 
     rule: learns how fast prefills are; None if nothing asks.
     num_arrivals, num_finished, num_generated_tokens: so far.
+    keeper: what steps do besides, when it is due; None for nothing.
     """
 
     def __init__(
@@ -66,10 +77,26 @@ class ServingLoop:
         self._suspects = Suspects()
         self.decoder: DeviceDecoder | None = None
         self._limit: Callable[[], WaitLimit] | None = None
+        self.keeper: Keeper | None = None
 
     def limit_waits(self, limit: Callable[[], WaitLimit] | None) -> None:
         """Have steps that only wait, as for a store, end early from now on. None: they wait for what they need."""
         self._limit = limit
+
+    def keep(self, keeper: Keeper) -> None:
+        """Do its work from now on, at the beginning of steps."""
+        self.keeper = keeper
+
+    @property
+    def next_due(self) -> float:
+        """Seconds of time.monotonic() at which `tend` has something to do."""
+        return float("inf") if self.keeper is None else self.keeper.next_due
+
+    def tend(self) -> None:
+        """Do what is due between requests: every step does."""
+        if self.keeper is not None:
+            with self._stepping():
+                self.keeper.tend()
 
     def use_decoder(self, decoder: DeviceDecoder) -> None:
         """Have decodes computed by it from now on, as far as it takes them."""
@@ -154,6 +181,8 @@ class ServingLoop:
         with HeldInterrupts():  # as `_stepping`, whose generator would cost each step a microsecond
             self._begin_step()
             try:
+                if self.keeper is not None:
+                    self.keeper.tend()
                 if self.requests:
                     self._batch_runner.check()
                 batch = self._next_batch()

@@ -103,6 +103,10 @@ class StoreConnector:
         self.saves.begin(tokens, namespace)
         self._newest_saves.append((tokens, namespace))
 
+    def prefetch(self, tokens: TokenIds, namespace: bytes) -> None:
+        """Bring what is stored of tokens nearer, within the store, in a thread."""
+        self.loads.bring_nearer(tokens, namespace)
+
     def save_portion(self, tokens: TokenIds, start: int, namespace: bytes) -> None:
         """Store the whole chunks of committed tokens, if those from `start` on have completed one.
 

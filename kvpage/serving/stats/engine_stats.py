@@ -1,6 +1,6 @@
 """EngineStats: the counters of an engine, and how full it is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpage.blocks.groups.window_blocks import WindowStats
 from kvpage.blocks.moves import Kind
@@ -11,6 +11,7 @@ from kvpage.serving.blending.connector import BlendStats
 from kvpage.serving.loop.graphs.decode_graphs import GraphStats
 from kvpage.serving.loop.moves.block_transfers import TransferStats
 from kvpage.serving.loop.store_connector import StoreConnectorStats
+from kvpage.serving.sessions.stats import SessionStats
 
 __all__ = [
     "BlendStats",
@@ -19,6 +20,7 @@ __all__ = [
     "GraphStats",
     "HistogramStats",
     "ResidencyStats",
+    "SessionStats",
     "StoreConnectorStats",
     "TransferStats",
     "WindowStats",
@@ -53,6 +55,7 @@ class EngineStats:
         windows: The blocks of each window's layers, where they have some of their own.
         slot_bytes: Bytes of a state slot, and of the K and V beside it; 0 without states.
         numerics: What the bits of results depend on besides the model and the request; None without `same_bits`.
+        sessions: Sessions, and the blocks that they retain.
     """
 
     num_steps: int
@@ -77,6 +80,7 @@ class EngineStats:
     windows: tuple[WindowStats, ...] = ()
     slot_bytes: int = 0
     numerics: str | None = None
+    sessions: SessionStats = field(default_factory=SessionStats)
 
     @property
     def hit_rate(self) -> float:

@@ -18,6 +18,7 @@ from kvpage.blocks.stats import SlotStats
 from kvpage.observe.histogram import HistogramStats
 from kvpage.serving.blending.connector import BlendStats
 from kvpage.serving.loop.store_connector import StoreConnectorStats
+from kvpage.serving.sessions.stats import SessionStats
 from kvpage.serving.stats.engine_stats import EngineStats
 
 __all__ = ["EngineCollector", "HasStats"]
@@ -64,6 +65,7 @@ class EngineCollector(Collector):
             yield from self._states(stats.blocks.slots, stats.slot_bytes)
         if stats.windows:
             yield from self._windows(stats.windows)
+        yield from self._sessions(stats.sessions)
         yield from self._transfers(stats)
         yield from self._residency(stats)
         if stats.store is not None:
@@ -86,6 +88,15 @@ class EngineCollector(Collector):
         yield self._gauge("pinned_blocks", "Blocks that users' pins hold.", {(): space.num_pinned_blocks})
         requests = {("running",): stats.num_running, ("waiting",): stats.num_waiting}
         yield self._gauge("requests", "Requests by state.", requests, "state")
+
+    def _sessions(self, stats: SessionStats) -> Iterator[Metric]:
+        states = {("all",): stats.num_sessions, ("paused",): stats.num_paused}
+        yield self._gauge("sessions", "Sessions, and those that pause now.", states, "state")
+        yield self._gauge("session_tokens", "Tokens of all branches of sessions.", {(): stats.num_tokens})
+        yield self._gauge("session_blocks", "Blocks that sessions retain.", {(): stats.num_retained_blocks})
+        kinds = {("opened",): stats.num_opened, ("restored",): stats.num_restored, ("forgotten",): stats.num_forgotten}
+        yield self._counter("session_events", "Sessions by what became of them.", kinds, "kind")
+        yield self._counter("session_refusals", "Branches not kept for lack of a quota.", {(): stats.num_refused})
 
     def _tokens(self, stats: EngineStats) -> Iterator[Metric]:
         space = stats.blocks.space

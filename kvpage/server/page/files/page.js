@@ -331,6 +331,7 @@ function draw() {
   if (last.host) drawChart($("host-chart"), (picture) => picture.host, true);
   drawHits(last);
   drawLanes(last);
+  drawSessions(last.sessions || []);
   drawPrefixes(last.prefixes);
 }
 
@@ -439,6 +440,21 @@ function drawLanes({ requests, ended, running, waiting }) {
   const hidden = running + waiting - requests.length;
   if (hidden > 0) rows.push(element("div", "none", `${number(hidden)} more, or of others`));
   $("lanes").replaceChildren(...(rows.length ? rows : [element("div", "none", "No request yet.")]));
+}
+
+function drawSessions(sessions) {
+  $("sessions-part").hidden = !sessions.length;
+  $("sessions").replaceChildren(...sessions.map((one) => {
+    const pause = one.paused_in ? ` · paused in ${one.paused_in}, due in ${seconds(Math.max(one.due_in, 0))}` : "";
+    const edit = one.edit ? ` · its edit: ${number(one.edit_tokens)} to compute` : "";
+    const branches = one.branches > 1 ? ` · ${number(one.branches)} branches` : "";
+    const what = element("div", "what", element("code", "", one.id), `${branches}${pause}${edit}`);
+    const numbers = element("div", "numbers", element("b", "", number(one.turns)), element("span", "", number(one.tokens)),
+      element("span", "", number(one.blocks)));
+    const row = element("div", `prefix${one.blocks ? " held" : ""}`, what, numbers);
+    row.title = one.edit || one.id;
+    return row;
+  }));
 }
 
 function drawPrefixes(prefixes) {

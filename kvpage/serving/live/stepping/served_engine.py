@@ -36,6 +36,13 @@ class ServedLoop(Protocol):
         """Have steps that only wait end early."""
 
     @property
+    def next_due(self) -> float:
+        """Return when `tend` has something to do, in seconds of time.monotonic()."""
+
+    def tend(self) -> None:
+        """Do what is due between requests."""
+
+    @property
     def num_waiting(self) -> int:
         """Return how many requests wait."""
 

@@ -164,7 +164,7 @@ class Stepper:
 
     @property
     def _next_deadline(self) -> float:
-        return min([self._deadlines.next, *(deadline for deadline, _ in self._drains)])
+        return min([self._deadlines.next, self.engine.loop.next_due, *(deadline for deadline, _ in self._drains)])
 
     def _turn(self) -> None:
         """Do the work that has come, and a step; sleep if there is neither."""
@@ -176,6 +176,8 @@ class Stepper:
             self._step()
             if not self.engine.loop.requests:
                 self._watch_saves()
+        elif time.monotonic() >= self.engine.loop.next_due:
+            self._tend()
         self._deliver()
         self._wakeups.send()
         self._end_drains()
@@ -193,6 +195,13 @@ class Stepper:
             return
         if failure is not None:
             logger.warning("a step raised, and its requests are computed once more", exc_info=failure)
+
+    def _tend(self) -> None:
+        """Do what is due between requests. Where a move fails, it stays due with the next step."""
+        try:
+            self.engine.loop.tend()
+        except Exception as error:
+            logger.error("what was due between requests has failed", exc_info=error)
 
     def _watch_saves(self) -> None:
         """Have an idle engine step once more when something is stored: that step lets go of its blocks."""

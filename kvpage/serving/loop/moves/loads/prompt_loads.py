@@ -117,6 +117,10 @@ class PromptLoads:
         for load in waiting:
             self._give_up(load)  # nothing runs, and nothing is under way that would make room for it
 
+    def bring_nearer(self, tokens: TokenIds, namespace: bytes) -> None:
+        """Bring what the store has of tokens nearer, within the store; not where too many are on their way."""
+        self._prefetches.begin(tokens, namespace)
+
     def reclaim(self) -> bool:
         """Give back the blocks of the load that is last in order, once it is done; False if no load has any."""
         loads = sorted(self._loads.values(), key=lambda load: load.request.order, reverse=True)

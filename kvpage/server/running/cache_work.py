@@ -1,0 +1,173 @@
+"""CacheWork: what requests ask of the cache beside their answers: hints, and turns of sessions.
+
+    before   a session's branch takes the prompt's path: blocks that only the old one needs give way at once
+    after    ... and the answer's; then pins, demotions, releases and pauses, within the quotas
+
+A hint never fails a request. All of it is done on the engine's thread, between two steps.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvpage.blocks.pins import PinTerms
+from kvpage.cache.cache_engine import CacheEngine
+from kvpage.serving import AsyncEngine, EngineClosed
+from kvpage.serving.engine import Engine
+
+logger = logging.getLogger(__name__)
+FOLLOWED, REFUSED = "followed", "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheWishes:
+    """What a request asks of the cache.
+
+    Attributes:
+        session_id: The session of which it is a turn; None for none.
+        branch: The session's branch.
+        pin_ttl: Seconds for which the prompts stay pinned afterwards; None for not at all.
+        demotes: Whether the blocks of the prompts are to leave the device afterwards.
+        releases: Whether the blocks that only the prompts need are to be evicted first afterwards.
+        next_use: Seconds until the session's next request; None where nothing is said.
+        tenant: Who asks, to whom pins are counted.
+    """
+
+    session_id: str | None = None
+    branch: str = "main"
+    pin_ttl: float | None = None
+    demotes: bool = False
+    releases: bool = False
+    next_use: float | None = None
+    tenant: str = ""
+
+    @property
+    def has_hints(self) -> bool:
+        """Whether there is something to do after the answer, besides the session's turn."""
+        return self.pin_ttl is not None or self.demotes or self.releases or self.next_use is not None
+
+    def owner(self, namespace: bytes) -> bytes:
+        """Return to whom retained blocks are counted: the tenant, or without one the namespace."""
+        return self.tenant.encode() or namespace
+
+
+class CacheWork:
+    """Does what requests ask of the cache.
+
+    Args:
+        engine: The engine.
+        tenant_pin_quota: Blocks that the pins of one tenant hold at most; None for all that the engine's quota allows.
+
+    Attributes:
+        has_blocks: Whether the cached blocks are in this process; a gateway's workers have theirs elsewhere.
+        hints: How often hints were followed or refused, by kind and outcome.
+    """
+
+    def __init__(self, engine: AsyncEngine, tenant_pin_quota: int | None) -> None:
+        self._engine, self._quota = engine, tenant_pin_quota
+        self.has_blocks = isinstance(engine.engine.cache, CacheEngine)
+        self.hints: Counter[tuple[str, str]] = Counter()
+
+    def begin(self, wishes: CacheWishes, prompts: Sequence[Sequence[int]], namespace: bytes) -> None:
+        """Begin a turn of a session, before its prompt is queued.
+
+        Args:
+            wishes: What the request asks.
+            prompts: The token ids of each prompt.
+            namespace: Of their blocks.
+        """
+        if wishes.session_id is not None and self.has_blocks:
+            self._call(lambda engine: self._turn(engine, wishes, prompts[0], namespace))
+
+    def end(
+        self, wishes: CacheWishes, prompts: Sequence[Sequence[int]], namespace: bytes, answer: Sequence[int]
+    ) -> None:
+        """Follow what a request has asked, once it is answered.
+
+        Args:
+            wishes: What the request asks.
+            prompts: The token ids of each prompt.
+            namespace: Of their blocks.
+            answer: The token ids of the answer, for a session.
+        """
+        if wishes.session_id is None and not wishes.has_hints:
+            return
+        if not self.has_blocks:
+            logger.info("hints were not followed: the blocks are those of workers elsewhere")
+            return
+
+        def work(engine: Engine) -> None:
+            if wishes.session_id is not None:
+                self._turn(engine, wishes, [*prompts[0], *answer], namespace)
+            for prompt in prompts if wishes.has_hints else ():
+                self._follow(engine, wishes, prompt, namespace)
+
+        self._call(work)
+
+    # --- on the engine's thread --------------------------------------------------------------------------------------
+
+    def _turn(self, engine: Engine, wishes: CacheWishes, path: Sequence[int], namespace: bytes) -> None:
+        """Give a session's branch the path of a turn; a new branch, where there is none of this name."""
+        assert wishes.session_id is not None
+        try:
+            session = engine.session(wishes.session_id, namespace, wishes.owner(namespace))
+            if wishes.branch not in session.branches:
+                session.branch(wishes.branch, num_tokens=0)
+            session.supersede(path, wishes.branch)
+        except ValueError as error:  # beyond the limits of sessions
+            logger.info("a turn of %d tokens is not in its session: %s", len(path), error)
+
+    def _follow(self, engine: Engine, wishes: CacheWishes, prompt: Sequence[int], namespace: bytes) -> None:
+        space = engine.manager.space
+        if wishes.demotes:
+            self._count("kv.demote", lambda: self._demote(engine, prompt, namespace))
+        if wishes.pin_ttl is not None:
+            terms = PinTerms(wishes.pin_ttl, 0, wishes.owner(namespace), self._quota)
+            self._count("kv.pin", lambda: self._pin(engine, prompt, namespace, terms))
+        if wishes.next_use is not None:
+            self._count("kv.next_use", lambda: self._expect(engine, wishes, prompt, namespace))
+        if wishes.releases:
+            self._count("kv.release", lambda: bool(space.put_first(prompt, namespace)))
+
+    def _demote(self, engine: Engine, prompt: Sequence[int], namespace: bytes) -> bool:
+        space = engine.manager.space
+        handle = space.pin(prompt, namespace)
+        try:
+            num_sent = space.send_out(handle)
+        finally:
+            space.unpin(handle)
+        return num_sent > 0
+
+    def _pin(self, engine: Engine, prompt: Sequence[int], namespace: bytes, terms: PinTerms) -> bool:
+        space = engine.manager.space
+        handle = space.pin(prompt, namespace, terms=terms)
+        if space.pins.num_blocks_of(handle):
+            return True
+        space.unpin(handle)  # nothing of it is cached
+        return False
+
+    def _expect(self, engine: Engine, wishes: CacheWishes, prompt: Sequence[int], namespace: bytes) -> bool:
+        """Have a session pause; without one, tell the order of eviction alone."""
+        assert wishes.next_use is not None
+        if wishes.session_id is None:
+            return engine.manager.tree.set_next_use(prompt, namespace, seconds=wishes.next_use) > 0
+        session = engine.sessions.find(wishes.session_id, namespace)
+        if session is None:
+            return False
+        session.pause(wishes.next_use)
+        return True
+
+    def _count(self, kind: str, work: Callable[[], bool]) -> None:
+        """Follow a hint, and count whether that has had an effect."""
+        try:
+            is_followed = work()
+        except ValueError as error:
+            logger.info("a hint %s was not followed: %s", kind, error)
+            is_followed = False
+        self.hints[kind, FOLLOWED if is_followed else REFUSED] += 1
+
+    def _call(self, work: Callable[[Engine], None]) -> None:
+        with suppress(EngineClosed):
+            self._engine.call(work)

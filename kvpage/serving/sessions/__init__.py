@@ -1,0 +1,1 @@
+"""Sessions: the state of conversations between their requests."""

@@ -1,0 +1,268 @@
+"""Sessions: the sessions of one engine, or of one BlockManager, by namespace and id.
+
+open ─► Session ─► its calls ─► changed ─► a record in the store       after a restart: open ─► the record
+a step ─► tend ─► sessions whose pauses end bring their blocks back
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from kvpage.blocks.explain import Explanation
+from kvpage.blocks.sequence_state import Ids
+from kvpage.checks.values import check_namespace
+from kvpage.serving.sessions.branch import num_common
+from kvpage.serving.sessions.config import SessionConfig
+from kvpage.serving.sessions.record import SessionRecord
+from kvpage.serving.sessions.session import Session, SessionState, check_name
+from kvpage.serving.sessions.session_blocks import SessionBlocks
+from kvpage.serving.sessions.stats import SessionStats
+
+Key = tuple[bytes, str]
+"""A session's namespace and id."""
+NEVER = float("inf")
+DEFAULT = SessionConfig()
+
+
+class SessionRecords(Protocol):
+    """Where records of sessions are kept."""
+
+    def read(self, namespace: bytes, session_id: str) -> SessionRecord | None:
+        """Return a session's record; None where there is none, or it is damaged."""
+
+    def write(self, namespace: bytes, session_id: str, record: SessionRecord) -> None:
+        """Keep a record soon."""
+
+    def remove(self, namespace: bytes, session_id: str) -> None:
+        """Forget a record soon."""
+
+    def close(self) -> None:
+        """Wait for all that is to be written."""
+
+
+class Sessions:
+    """The sessions of one manager. For its thread.
+
+    Args:
+        blocks: What is done with blocks.
+        config: The limits.
+        records: Returns where records are kept; it returns None while there is no such place.
+        clock: Returns seconds.
+
+    Attributes:
+        next_due: Seconds of the clock at which `tend` has something to do.
+        owner_quota: Of the configuration.
+    """
+
+    def __init__(
+        self,
+        blocks: SessionBlocks,
+        config: SessionConfig = DEFAULT,
+        records: Callable[[], SessionRecords | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._blocks, self._config, self._records, self._clock = blocks, config, records, clock
+        self._sessions: OrderedDict[Key, Session] = OrderedDict()  # those that were used last at the end
+        self._paused: dict[Session, None] = {}  # in the order in which they began
+        self._num_tokens: dict[Session, int] = {}
+        self._counts = SessionStats()
+        self.next_due, self.owner_quota = NEVER, config.owner_quota
+
+    # --- by id -------------------------------------------------------------------------------------------------------
+
+    def open(self, session_id: str, namespace: bytes = b"", owner: bytes | None = None) -> Session:
+        """Return the session of an id, a new one if there is none.
+
+        Args:
+            session_id: The id, 1 to 256 characters.
+            namespace: Of its blocks: ids of different namespaces are different sessions.
+            owner: To whom a new one's retained blocks are counted; None for the namespace.
+
+        Raises:
+            ValueError, TypeError: An argument is out of range, or of another type.
+        """
+        session = self.find(session_id, namespace, owner)
+        if session is None:
+            session = self._made(session_id, namespace, owner)
+        return session
+
+    def find(self, session_id: str, namespace: bytes = b"", owner: bytes | None = None) -> Session | None:
+        """Return the session of an id, also one that a record brings back; None if there is none.
+
+        Args:
+            session_id: See `open`.
+            namespace: See `open`.
+            owner: See `open`.
+
+        Raises:
+            ValueError, TypeError: As `open`.
+        """
+        check_name("session_id", session_id)
+        check_namespace(namespace)
+        session = self._sessions.get((namespace, session_id))
+        if session is not None:
+            self._sessions.move_to_end((namespace, session_id))
+            return session
+        records = self._records()
+        record = None if records is None else records.read(namespace, session_id)
+        return None if record is None else self._restored(session_id, namespace, owner, record)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def states(self, namespaces: Sequence[bytes], limit: int) -> list[SessionState]:
+        """Return the sessions of some namespaces as they are now, those that were used last first.
+
+        Args:
+            namespaces: Whose.
+            limit: Sessions at most.
+        """
+        keys = [key for key in reversed(self._sessions) if key[0] in namespaces]
+        return [self._sessions[key].state() for key in keys[:limit]]
+
+    def stats(self) -> SessionStats:
+        """Return the counters, and the state now. Another thread may ask; then they are not all of one moment."""
+        sessions = list(self._sessions.values())
+        return replace(
+            self._counts,
+            num_sessions=len(sessions),
+            num_tokens=sum(list(self._num_tokens.values())),
+            num_paused=len(self._paused),
+            num_retained_blocks=sum(session.num_retained_blocks for session in sessions),
+        )
+
+    def explained(self, explanation: Explanation, tokens: Ids, namespace: bytes) -> Explanation:
+        """Return the explanation of a prompt, with the edits of sessions whose spans it has.
+
+        Args:
+            explanation: Of the prompt.
+            tokens: The prompt.
+            namespace: Its namespace.
+        """
+        sessions = [session for key, session in self._sessions.items() if key[0] == namespace and session.edits]
+        edits = [
+            cost
+            for session in sessions
+            for cost in session.edits.values()
+            if num_common(tokens, session.tokens(cost.branch)) > cost.start
+        ]
+        return replace(explanation, edits=tuple(edits)) if edits else explanation
+
+    # --- the engine's steps ------------------------------------------------------------------------------------------
+
+    def tend(self) -> None:
+        """Bring back the blocks of sessions whose pauses are about to end."""
+        now = self._clock()
+        if now < self.next_due:
+            return
+        try:
+            for session in list(self._paused):
+                session.tend(now)
+        finally:
+            self._paused = {session: None for session in self._paused if session.return_at is not None}
+            self._find_next()
+
+    def close(self) -> None:
+        """Wait for the records that are to be written. The sessions go on without them."""
+        records = self._records()
+        self._records = lambda: None
+        if records is not None:
+            records.close()
+
+    # --- what sessions ask: SessionHouse -----------------------------------------------------------------------------
+
+    def check_growth(self, session: Session, num_tokens: int, num_branches: int) -> None:
+        """ValueError unless the session may have so many more tokens and branches. Others are closed for it."""
+        most, count = self._config.max_branches, len(session.branches) + num_branches
+        if count > most:
+            raise ValueError(f"branches of a session must be at most {most}, got {count}")
+        count = session.num_tokens + num_tokens
+        if count > self._config.max_tokens:
+            raise ValueError(f"tokens of all branches must be at most {self._config.max_tokens}, got {count}")
+        self._make_room(session, num_tokens)
+
+    def changed(self, session: Session) -> None:
+        """Note what has changed, and write it down."""
+        self._num_tokens[session] = session.num_tokens
+        if session.return_at is None:
+            self._paused.pop(session, None)
+        else:
+            self._paused.setdefault(session)
+        self._find_next()
+        self._write(session)
+
+    def closed(self, session: Session) -> None:
+        """Forget a session that is closed, and its record."""
+        self._leave(session)
+        records = self._records()
+        if records is not None:
+            records.remove(session.namespace, session.session_id)
+
+    def refused(self, num_branches: int) -> None:
+        """Count branches whose blocks no quota had room for."""
+        if num_branches:
+            self._counts = replace(self._counts, num_refused=self._counts.num_refused + num_branches)
+
+    def lead(self, num_blocks: int) -> float:
+        """Return the seconds before the end of a pause at which so many blocks come back."""
+        return max(self._config.return_lead, 2 * self._blocks.load_seconds(num_blocks))
+
+    def now(self) -> float:
+        """Return the seconds of the clock."""
+        return self._clock()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _made(self, session_id: str, namespace: bytes, owner: bytes | None) -> Session:
+        session = Session(session_id, namespace, namespace if owner is None else owner, self._blocks, self)
+        self._make_room(session, 0)
+        self._sessions[namespace, session_id] = session
+        self._num_tokens[session] = 0
+        self._counts = replace(self._counts, num_opened=self._counts.num_opened + 1)
+        return session
+
+    def _restored(
+        self, session_id: str, namespace: bytes, owner: bytes | None, record: SessionRecord
+    ) -> Session | None:
+        num_tokens = sum(map(len, record.branches.values()))
+        if num_tokens > self._config.max_tokens or len(record.branches) > self._config.max_branches:
+            return None
+        session = self._made(session_id, namespace, owner)
+        self._make_room(session, num_tokens)
+        session.restore(record.branches, record.retention, record.num_turns)
+        self._num_tokens[session] = num_tokens
+        self._counts = replace(self._counts, num_restored=self._counts.num_restored + 1)
+        return session
+
+    def _make_room(self, session: Session, num_tokens: int) -> None:
+        """Close sessions, those first that were not used for longest, until one more fits, with its new tokens."""
+        config, is_new = self._config, session not in self._num_tokens
+        num_all = sum(self._num_tokens.values()) + num_tokens
+        for other in self._oldest(session):
+            if num_all <= config.max_tokens and len(self._sessions) + is_new <= config.max_sessions:
+                return
+            num_all -= self._num_tokens[other]
+            other.forget()
+            self._leave(other)
+            self._counts = replace(self._counts, num_forgotten=self._counts.num_forgotten + 1)
+
+    def _oldest(self, session: Session) -> Iterable[Session]:
+        return [other for other in self._sessions.values() if other is not session]
+
+    def _leave(self, session: Session) -> None:
+        self._sessions.pop((session.namespace, session.session_id), None)
+        self._num_tokens.pop(session, None)
+        self._paused.pop(session, None)
+        self._find_next()
+
+    def _find_next(self) -> None:
+        times = [session.return_at for session in self._paused if session.return_at is not None]
+        self.next_due = min(times, default=NEVER)
+
+    def _write(self, session: Session) -> None:
+        records = self._records()
+        if records is not None:
+            record = SessionRecord.of(session)
+            records.write(session.namespace, session.session_id, record)

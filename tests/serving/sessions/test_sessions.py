@@ -1,0 +1,161 @@
+"""Sessions of an engine: pauses that end by its steps, records in a store, a store as the tier, limits."""
+
+import hashlib
+import time
+
+import numpy as np
+import pytest
+from support.block_requests import computed
+from support.server_app import make_engine
+from support.waiting import until
+
+from kvpage import BlockManager
+from kvpage.serving import AsyncEngine, Engine, SamplingParams, SessionConfig
+from kvpage.serving.sessions.record import SessionRecord
+from kvpage.serving.sessions.retention import Retention
+from kvpage.serving.sessions.session_blocks import SessionBlocks
+from kvpage.serving.sessions.sessions import Sessions
+from kvpage.store import KVStore, KVStoreConfig, metadata_of
+
+B = 4
+PROMPT = list(range(20, 53))
+
+
+def run(engine: Engine, tokens: list[int]) -> tuple[list[int], int]:
+    """Return a prompt with its answer, and how many of its tokens were found."""
+    [output] = engine.generate([tokens], SamplingParams(max_tokens=4, ignore_eos=True))
+    return [*tokens, *output.samples[0].token_ids], output.num_cached_tokens
+
+
+def on_host(engine: Engine, tokens: list[int]) -> int:
+    return int((engine.manager.tree.look(tokens)[0][0] < 0).sum())
+
+
+@pytest.fixture
+def engine():
+    made = make_engine(num_cpu_blocks=32, pin_quota=64, sessions=SessionConfig(return_lead=0.02))
+    yield made
+    made.close()
+
+
+def test_a_pause_goes_to_the_host_and_comes_back_by_steps_without_requests(engine):
+    path, _ = run(engine, PROMPT)
+    session = engine.session("a")
+    session.supersede(path)
+    assert session.pause(0.3) == "host" and on_host(engine, path) == 9
+    assert engine.step() == [] and on_host(engine, path) == 9
+    time.sleep(0.29)
+    assert engine.step() == [] and on_host(engine, path) == 0
+    assert session.state().paused_in == "host" and session.return_at is None
+    again, num_found = run(engine, path + [1])
+    assert num_found == 9 * B and session.supersede(again) == 0 and session.state().paused_in is None
+    assert again == run(make_engine(), path + [1])[0], "the bytes came back"
+
+
+def test_an_idle_thread_wakes_to_bring_blocks_back(engine):
+    path, _ = run(engine, PROMPT)
+    with AsyncEngine(engine) as live:
+        live.in_session("a", lambda session: session.supersede(path)).result()
+        assert live.in_session("a", lambda session: session.pause(0.2)).result() == "host"
+        until(lambda: live.call(lambda engine: on_host(engine, path)).result() == 0)
+
+
+def make_store(engine: Engine, folder) -> KVStore:
+    config = KVStoreConfig(tiers=(f"disk:{folder}?size=64MiB",), chunk_size=B)
+    return KVStore(config, metadata_of(engine.cache, "model"))
+
+
+@pytest.mark.parametrize("damage", [None, "head", "body"])
+def test_a_session_survives_a_restart_and_a_damaged_record_is_a_new_session(tmp_path, damage):
+    first = make_engine(pin_quota=64)
+    with make_store(first, tmp_path) as store:
+        first.use_store(store)
+        path, _ = run(first, PROMPT)
+        session = first.session("a", b"")
+        session.supersede(path)
+        session.branch("try", num_tokens=10)
+        assert session.retain(50.0, "store", priority=3) == 0, "nothing is kept here"
+        first.close()
+        if damage is not None:
+            records = store.byte_records({"what": "sessions of kvpage", "version": 1})
+            key = b"head" + session_key("a")
+            head = bytearray(40)
+            assert records.get_into([key], [head]) == [True]
+            if damage == "head":
+                records.put([key], [b"\xff" * 40], skip_existing=False)
+            else:
+                records.put([b"body" + session_key("a") + bytes(head)], [b"{}"], skip_existing=False)
+    second = make_engine(pin_quota=64)
+    with make_store(second, tmp_path) as store:
+        second.use_store(store)
+        restored = second.session("a", b"")
+        state = restored.state()
+        if damage is None:
+            assert restored.branches == {"main": len(path), "try": 10} and restored.retention == Retention(
+                50.0, "store", 3
+            )
+            assert restored.tokens().tolist() == path and state.num_turns == 1
+            assert run(second, [*restored.tokens(), 1])[1] == len(path) // B * B, "K and V are found by the tokens"
+        else:
+            assert restored.branches == {"main": 0} and state.num_turns == 0
+        assert second.sessions.stats().num_restored == (damage is None)
+        restored.close()
+        second.close()
+    third = make_engine()
+    with make_store(third, tmp_path) as store:
+        third.use_store(store)
+        assert third.sessions.find("a") is None, "a closed session is gone for good"
+        third.close()
+
+
+def session_key(session_id: str) -> bytes:
+    return hashlib.sha256(bytes(8) + session_id.encode()).digest()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x00", b"\xff" * 8, b"\x02" + bytes(7) + b"{}", b"\x04" + bytes(7) + b"null", b"\x02" + bytes(7) + b"[]x"],
+)
+def test_bytes_that_are_no_record_are_none(data):
+    assert SessionRecord.decoded(data) is None
+
+
+@pytest.mark.parametrize("count", [0, 1, B - 1, B, B + 1])
+def test_a_record_is_read_as_it_was_written(count):
+    branches = {"main": np.arange(count, dtype=np.int32), "ß": np.full(3, -7, np.int32)}
+    record = SessionRecord(branches, Retention(None, "host", 2), 5)
+    read = SessionRecord.decoded(record.encoded())
+    assert read is not None and (read.retention, read.num_turns) == (record.retention, 5)
+    assert {name: tokens.tolist() for name, tokens in read.branches.items()} == {
+        name: tokens.tolist() for name, tokens in branches.items()
+    }
+    for wrong in (record.encoded()[:-1], record.encoded() + b"1234"):
+        assert SessionRecord.decoded(wrong) is None
+
+
+def test_sessions_stand_on_a_manager_alone_and_make_room_for_others():
+    manager = BlockManager(16, B, pin_quota=16)
+    sessions = Sessions(SessionBlocks(manager), SessionConfig(max_sessions=2))
+    first = sessions.open("a")
+    sessions.open("b")
+    assert sessions.open("a") is first and sessions.find("nobody") is None
+    sessions.open("c")
+    assert len(sessions) == 2 and sessions.find("b") is None and sessions.stats().num_forgotten == 1
+    for wrong in ("", "x" * 257):
+        with pytest.raises(ValueError, match="session_id must have 1 to 256 characters"):
+            sessions.open(wrong)
+
+
+def test_running_requests_take_retained_blocks_the_lowest_priority_first():
+    manager = BlockManager(16, B, pin_quota=16)
+    sessions = Sessions(SessionBlocks(manager))
+    for number, priority in enumerate((1, 0, 2)):
+        computed(manager, number, [number] * 4 * B)
+        manager.release(number)
+        session = sessions.open(str(number))
+        session.supersede([number] * 4 * B)
+        assert session.retain(priority=priority) == 4
+    for num_blocks, left in ((4, [4, 4, 4]), (5, [4, 0, 4]), (8, [4, 0, 4]), (9, [0, 0, 4]), (16, [0, 0, 0])):
+        manager.allocate("new", [9] * num_blocks * B)
+        assert [sessions.open(str(number)).num_retained_blocks for number in range(3)] == left
+        manager.release("new")
