@@ -1068,6 +1068,15 @@ class PrefixTree:
         Returns:
             How many tokens the forgotten blocks held.
         """
+    def drop_namespace(self, namespace: bytes) -> int:
+        """Forget all blocks of a namespace that are not pinned, in both tiers.
+
+        Args:
+            namespace: The namespace.
+
+        Returns:
+            How many device blocks were freed.
+        """
     def clear(self) -> int:
         """Free every unpinned block, in both tiers, and forget which blocks were evicted.
 

@@ -341,6 +341,11 @@ void bind_tree(py::module_& m) {
   def("release", release, doc("PrefixTree.release"), py::arg("match"));
   def("num_pinned_only_by", &num_pinned_only_by, doc("PrefixTree.num_pinned_only_by"), py::arg("matches"));
   def("drop", &drop, doc("PrefixTree.drop"), py::arg("tokens"), in_namespace);
+  const auto drop_namespace = [](SharedTree& t, const py::bytes& name) {
+    const std::string_view space(name);
+    return t.run(kLong, [&] { return t.drop_namespace(space); });
+  };
+  def("drop_namespace", drop_namespace, doc("PrefixTree.drop_namespace"), py::arg("namespace"));
   def("clear", [](SharedTree& t) { return t.run(kLong, [&] { return t.clear(); }); }, doc("PrefixTree.clear"));
   def("entries", &entries, doc("PrefixTree.entries"), py::arg("limit"), py::arg("namespace") = py::none());
   def("look", &look, doc("PrefixTree.look"), py::arg("tokens"), in_namespace);

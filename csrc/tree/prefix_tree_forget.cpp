@@ -24,6 +24,25 @@ int64_t PrefixTree::drop(const TokenView& tokens, std::string_view name) {
   return num_dropped * block_size_;
 }
 
+int64_t PrefixTree::drop_namespace(std::string_view name) {
+  std::lock_guard lock(mutex_);
+  TreeNode* root = find_root(name);
+  if (!root) return 0;
+  std::vector<TreeNode*> nodes, left{root->children};  // nodes: each after its parent
+  while (!left.empty()) {
+    TreeNode* node = left.back();
+    left.pop_back();
+    if (!node) continue;
+    nodes.push_back(node);
+    left.insert(left.end(), {node->left, node->right, node->children});
+  }
+  // From here on nothing throws.
+  const int64_t num_cached = num_cached_;
+  for (auto node = nodes.rbegin(); node != nodes.rend(); ++node)
+    if ((*node)->num_pins == 0) forget_end(*node, 0);  // with the last one the root is gone
+  return num_cached - num_cached_;
+}
+
 // Forgets an unpinned node's descendants, which are on the host only and unpinned, too.
 void PrefixTree::forget_below(TreeNode* node) noexcept {
   for (TreeNode* at = node;;) {

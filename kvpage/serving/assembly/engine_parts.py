@@ -37,6 +37,7 @@ from kvpage.serving.assembly.parts import (
     without_autocast,
 )
 from kvpage.serving.assembly.store_parts import make_store_connector
+from kvpage.serving.assembly.weight_updates import WeightUpdates
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.blending.connector import BlendConnector
@@ -62,6 +63,8 @@ from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.stats.engine_stats import EngineStats
+from kvpage.serving.weights.engine_weights import EngineWeights
+from kvpage.serving.weights.watch import WeightWatch
 from kvpage.store import KVStore
 
 
@@ -85,6 +88,8 @@ class EngineParts:
     batch_runner: BatchRunner
     loop: ServingLoop
     lead: Lead | None
+    weights: EngineWeights
+    updates: WeightUpdates
 
     @property
     def longest(self) -> int:
@@ -139,6 +144,7 @@ class EngineParts:
             windows=tuple(window.blocks.stats() for window in manager.windows),
             slot_bytes=_slot_bytes(self.caches),
             numerics=self.caches.full.numerics or None,
+            weights=self.weights.stats(),
         )
 
     def use_graphs(self, capturer: Capturer) -> None:
@@ -237,6 +243,8 @@ def _looped(
     )
     groups = StepGroups(manager, caches, tell)
     batch_runner = BatchRunner(runner, caches, manager, transfers, lead, groups)
+    weights, watch = EngineWeights(), WeightWatch(runner.model)
+    loop = ServingLoop(batch_runner, scheduler, connectors, telemetry, weights, rule)
     parts = EngineParts(
         config=config,
         runner=runner,
@@ -252,13 +260,16 @@ def _looped(
             tokenizer,
             connectors.blend_config,
             config.same_bits,
+            weights,
         ),
         connectors=connectors,
         transfers=transfers,
         scheduler=scheduler,
         batch_runner=batch_runner,
-        loop=ServingLoop(batch_runner, scheduler, connectors, telemetry, rule),
+        loop=loop,
         lead=lead,
+        weights=weights,
+        updates=WeightUpdates(loop, scheduler, connectors, telemetry, weights, watch, config.changed_weights),
     )
     _connect_device(parts)
     return parts

@@ -1,6 +1,6 @@
 """EngineStats: the counters of an engine, and how full it is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpage.blocks.groups.window_blocks import WindowStats
 from kvpage.blocks.moves import Kind
@@ -11,6 +11,7 @@ from kvpage.serving.blending.connector import BlendStats
 from kvpage.serving.loop.graphs.decode_graphs import GraphStats
 from kvpage.serving.loop.moves.block_transfers import TransferStats
 from kvpage.serving.loop.store_connector import StoreConnectorStats
+from kvpage.serving.weights.engine_weights import WeightStats
 
 __all__ = [
     "BlendStats",
@@ -21,6 +22,7 @@ __all__ = [
     "ResidencyStats",
     "StoreConnectorStats",
     "TransferStats",
+    "WeightStats",
     "WindowStats",
 ]
 
@@ -52,6 +54,7 @@ class EngineStats:
         graphs: Captured decode steps; None on a CPU, and with enforce_eager.
         windows: The blocks of each window's layers, where they have some of their own.
         slot_bytes: Bytes of a state slot, and of the K and V beside it; 0 without states.
+        weights: Their version, and adapters.
         numerics: What the bits of results depend on besides the model and the request; None without `same_bits`.
     """
 
@@ -77,6 +80,7 @@ class EngineStats:
     windows: tuple[WindowStats, ...] = ()
     slot_bytes: int = 0
     numerics: str | None = None
+    weights: WeightStats = field(default_factory=WeightStats)
 
     @property
     def hit_rate(self) -> float:
