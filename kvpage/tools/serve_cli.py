@@ -8,7 +8,7 @@ import typer
 
 from kvpage.layout.model_folder import check_model_folder
 
-REPEATABLE = ("served_model_name", "api_key", "allowed_host", "store")  # their lists have the plural as a name
+REPEATABLE = ("served_model_name", "adapter", "api_key", "allowed_host", "store")  # their lists have the plural as a name
 
 
 def serve(
@@ -16,6 +16,9 @@ def serve(
     host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0 for all")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen at; 0 for a free one")] = 8000,
     served_model_name: Annotated[list[str] | None, typer.Option(help="name in requests; repeatable")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="a LoRA of peft, as NAME=FOLDER; repeatable")] = None,
+    weights_folder: Annotated[Path | None, typer.Option(help="of versions of the weights, for operators")] = None,
+    operator_key: Annotated[str | None, typer.Option(help="for these; or KVPAGE_OPERATOR_KEY")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="key that clients need; or KVPAGE_API_KEY")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="a line each: a key, and its tenant or *")] = None,
     allowed_host: Annotated[list[str] | None, typer.Option(help="host name in URLs to answer to")] = None,

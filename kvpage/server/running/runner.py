@@ -37,10 +37,18 @@ class TenantPins:
         self._quota = quota
         self._pins: list[tuple[str, int]] = []  # tenant and handle; each holds a block or more
 
-    def pin(self, engine: Any, tokens: Sequence[int], namespace: bytes, ttl: float, tenant: str) -> None:
+    def pin(
+        self,
+        engine: Any,
+        tokens: Sequence[int],
+        namespace: bytes,
+        ttl: float,
+        tenant: str,
+        adapter: str | None = None,
+    ) -> None:
         """Pin a prompt for `ttl` seconds. ValueError beyond a quota: nothing of it is pinned then."""
         space = engine.manager.space
-        handle = space.pin(tokens, namespace, ttl)
+        handle = space.pin(tokens, engine.kv_namespace(namespace, adapter), ttl)
         num_blocks = space.pins.num_blocks_of(handle)
         live_pins, num_pinned = list[tuple[str, int]](), 0
         for owner, pin in self._pins:
@@ -204,12 +212,12 @@ class Runner:
         if not self.has_blocks:
             logger.info("a hint to pin was not followed: the blocks are those of workers elsewhere")
             return
-        prompts, namespace, ttl = job.prompts, job.namespace, job.pin_ttl
+        prompts, namespace, ttl, adapter = job.prompts, job.namespace, job.pin_ttl, job.params[0].adapter
 
         def pin(engine: Engine) -> None:
             for prompt in prompts:
                 try:
-                    self._pins.pin(engine, prompt, namespace, ttl, job.tenant)
+                    self._pins.pin(engine, prompt, namespace, ttl, job.tenant, adapter)
                 except ValueError as error:
                     logger.info("a hint to pin %d tokens was not followed: %s", len(prompt), error)
 

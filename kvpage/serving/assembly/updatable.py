@@ -9,6 +9,7 @@ from kvpage.serving.assembly.weight_updates import Change, Running
 from kvpage.serving.loop.serving_loop import step_on
 from kvpage.serving.weights.adapters.adapter import Adapter
 from kvpage.serving.weights.adapters.adapter_file import read_adapter
+from kvpage.serving.weights.weight_files import read_weights
 
 
 class UpdatableEngine:
@@ -56,6 +57,21 @@ class UpdatableEngine:
             ValueError, RuntimeError: As `update_weights`.
         """
         return self._parts.updates.begin(version, change, running)
+
+    def read_weights(self, folder: "str | os.PathLike[str]") -> Change:
+        """Read other weights of the model, as transformers saves them. Any thread may call it at any time.
+
+        Args:
+            folder: With `*.safetensors` files.
+
+        Returns:
+            A function for `change` of `update_weights`, which copies them into the model's own.
+
+        Raises:
+            ValueError: The files are not all of this model's weights, with the name of one.
+            OSError: A file cannot be read.
+        """
+        return read_weights(self._parts.runner.model, Path(folder))
 
     def drop_version(self, version: str, *, records: bool = False) -> int:
         """Forget the cached blocks of a version, in both tiers, that are neither in use nor pinned.
