@@ -33,13 +33,14 @@ int64_t PrefixTree::drop_namespace(std::string_view name) {
     TreeNode* node = left.back();
     left.pop_back();
     if (!node) continue;
-    nodes.push_back(node);
+    if (node->num_pins == 0) nodes.push_back(node);
     left.insert(left.end(), {node->left, node->right, node->children});
   }
+  std::reverse(nodes.begin(), nodes.end());  // the upper half of a split comes after the lower, which is as old
+  std::stable_sort(nodes.begin(), nodes.end(), EvictionOrder::before);
   // From here on nothing throws.
   const int64_t num_cached = num_cached_;
-  for (auto node = nodes.rbegin(); node != nodes.rend(); ++node)
-    if ((*node)->num_pins == 0) forget_end(*node, 0);  // with the last one the root is gone
+  for (TreeNode* node : nodes) forget_end(node, 0);  // with the last one the root is gone
   return num_cached - num_cached_;
 }
 

@@ -71,6 +71,8 @@ class Engine(UpdatableEngine, SteerableEngine, ScoringEngine):
         window_caches: The blocks of layers with windows of their own, one cache for each size.
     """
 
+    _parts: EngineParts
+
     def __init__(self, parts: EngineParts) -> None:
         """Take the parts, which `from_model` makes. They must belong to no other engine.
 

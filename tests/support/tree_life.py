@@ -78,7 +78,8 @@ class TreeLife(Life):
         return {
             self.allocate: 4, self.share: 1, self.release_ids: 3, self.match: 5, self.match_part: 2, self.pin: 1,
             self.release: 4, self.trim: 1, self.shorten: 1, self.promote: 3, self.write_out: 1, self.insert: 9,
-            self.evict: 1, self.demote: 5, self.evict_host: 1, self.drop: 1, self.clear: 0.2, self.look: 2,
+            self.evict: 1, self.demote: 5, self.evict_host: 1, self.drop: 1, self.drop_namespace: 0.3,
+            self.clear: 0.2, self.look: 2,
             self.entries: 1, self.hottest: 1, self.pinned_alone: 1, self.give_companions: 2, self.free_companions: 1,
         }  # fmt: skip
 
@@ -373,6 +374,10 @@ class TreeLife(Life):
     def drop(self) -> None:
         tokens, name = self.prompt()
         assert self.tree.drop(self.as_some_kind(tokens), name) == self.naive.drop(tokens, name)
+
+    def drop_namespace(self) -> None:
+        _, name = self.prompt()
+        assert self.tree.drop_namespace(name) == self.naive.drop_namespace(name)
 
     def clear(self) -> None:
         assert self.tree.clear() == self.naive.clear()

@@ -13,8 +13,8 @@ NOISE = 0.2
 class WeightVersions:
     """A model whose weights change, and a copy of it that answers for any version."""
 
-    def __init__(self, kind: str = "llama", num: int = 3) -> None:
-        self.model = make_model(kind)
+    def __init__(self, kind: str = "llama", num: int = 3, **fields: object) -> None:
+        self.model = make_model(kind, **fields)
         self._oracle = copy.deepcopy(self.model)
         self.states = {"": copy.deepcopy(self.model.state_dict())}
         generator = torch.Generator().manual_seed(7)

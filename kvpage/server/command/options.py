@@ -33,7 +33,6 @@ class ServeOptions:
     served_model_names: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     weights_folder: Path | None = None
-    operator_key: str | None = None
     api_keys: tuple[str, ...] = ()
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
@@ -129,9 +128,9 @@ class ServeOptions:
             folders[name] = Path(folder)
         return folders
 
-    def secret_of_operators(self) -> str:
-        """Return the operators' key: of the option, or of the environment's KVPAGE_OPERATOR_KEY; "" for none."""
-        return self.operator_key or os.environ.get("KVPAGE_OPERATOR_KEY", "")
+    def operator_key(self) -> str:
+        """Return the operators' key: the environment's KVPAGE_OPERATOR_KEY; "" for none."""
+        return os.environ.get("KVPAGE_OPERATOR_KEY", "")
 
     def _check_files(self) -> None:
         for name, path in (("--chat-template", self.chat_template), ("--api-key-file", self.api_key_file)):

@@ -102,7 +102,7 @@ def server_config(options: ServeOptions) -> ServerConfig:
         max_body_bytes=parse_size(options.max_body_bytes),
         adapter_names=tuple(options.adapter_folders()),
         weights_folder=options.weights_folder,
-        operator_key=options.secret_of_operators(),
+        operator_key=options.operator_key(),
         tenant_pin_quota=options.tenant_pin_quota,
         max_retain_priority=options.max_retain_priority,
         min_priority=options.min_priority,

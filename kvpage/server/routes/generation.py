@@ -65,7 +65,7 @@ class Generation:
         guide = None if compiled is None else compiled.guide
         params = sampling_params(body, [len(prompt.token_ids) for prompt in prompts], guide, service.limits)
         if (adapter := service.adapter_of(body.model)) is not None:
-            params = [replace(each, adapter=adapter) for each in params]
+            params = [replace(rules, adapter=adapter) for rules in params]
         ttl = None if body.kv_hints is None else body.kv_hints.pin_ttl()
         return Job(
             [prompt.token_ids for prompt in prompts],

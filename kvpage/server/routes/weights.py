@@ -52,7 +52,9 @@ async def update(request: Request) -> Response:
     folder = _check_operator(service, request)
     with service.open_request() as open_request:
         ignored = ignored_fields(request)
-        body = await read_body(request, lambda fields: read_model(WeightsRequest, fields, ignored=ignored), open_request)
+        body = await read_body(
+            request, lambda fields: read_model(WeightsRequest, fields, ignored=ignored), open_request
+        )
         await _update(service, folder / body.version, body)
     return answer(_card(service))
 

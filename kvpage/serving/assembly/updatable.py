@@ -3,19 +3,51 @@
 import os
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Protocol
 
-from kvpage.serving.assembly.engine_parts import EngineParts
-from kvpage.serving.assembly.weight_updates import Change, Running
-from kvpage.serving.loop.serving_loop import step_on
+from kvpage.serving.assembly.weight_updates import Change, Running, WeightUpdates
+from kvpage.serving.config import EngineConfig
+from kvpage.serving.loop.ranks.rank_caches import RankCaches
+from kvpage.serving.loop.serving_loop import ServingLoop, step_on
+from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.weights.adapters.adapter import Adapter
 from kvpage.serving.weights.adapters.adapter_file import read_adapter
+from kvpage.serving.weights.engine_weights import EngineWeights
 from kvpage.serving.weights.weight_files import read_weights
+
+
+class UpdatedParts(Protocol):
+    """The parts of an engine that these calls use; see EngineParts."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings."""
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Computes with the model."""
+
+    @property
+    def caches(self) -> RankCaches:
+        """The caches of all layers."""
+
+    @property
+    def loop(self) -> ServingLoop:
+        """Steps."""
+
+    @property
+    def weights(self) -> EngineWeights:
+        """The names of versions and adapters."""
+
+    @property
+    def updates(self) -> WeightUpdates:
+        """Goes from one version to the next."""
 
 
 class UpdatableEngine:
     """Calls for the engine's thread, between two steps."""
 
-    _parts: EngineParts
+    _parts: UpdatedParts
 
     def update_weights(self, version: str, change: Change | None = None, *, running: Running = "restart") -> None:
         """Begin a version of the weights: K and V of others are found by nobody from now on.

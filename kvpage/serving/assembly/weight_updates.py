@@ -1,14 +1,14 @@
 """WeightUpdates: an engine's way from one version of its model's weights to the next.
 
-    finish     requests that have begun run to their ends ─► change ─► the next version
-    restart    change ─► the next version ─► requests that have begun compute all of their K and V again
-    stale      change ─► the next version ─► requests that have tokens go on with older K and V, which nobody else finds
+finish     requests that have begun run to their ends ─► change ─► the next version
+restart    change ─► the next version ─► requests that have begun compute all of their K and V again
+stale      change ─► the next version ─► requests that have tokens go on with older K and V, which nobody else finds
 """
 
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.namespaces import WeightsName
@@ -16,7 +16,6 @@ from kvpage.checks.interrupts import HeldInterrupts
 from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.scheduler import Scheduler
-from kvpage.serving.loop.serving_loop import ServingLoop
 from kvpage.serving.weights.engine_weights import EngineWeights, check_version
 from kvpage.serving.weights.watch import ChangedWeights, WeightsChanged, WeightWatch
 from kvpage.store.kv_store import KVStore
@@ -27,6 +26,29 @@ Change = Callable[[], object]
 MOST_NAMESPACES = 2**31 - 1
 
 
+class UpdatedLoop(Protocol):
+    """The loop whose requests an update concerns; see ServingLoop."""
+
+    @property
+    def num_begun(self) -> int:
+        """Unfinished requests that have had blocks."""
+
+    def watch_weights(self, look: Callable[[bool], None]) -> None:
+        """Have this called before each step."""
+
+    def finish_then(self, work: Callable[[], None], waits: bool) -> None:
+        """Do work now, or once all requests that have begun have ended."""
+
+    def go_stale(self) -> int:
+        """Let running requests that have tokens keep their K and V; return how many."""
+
+    def restart(self, keeps_stale: bool = False) -> None:
+        """Have requests compute all of their K and V again."""
+
+    def check_between_steps(self, call: str) -> None:
+        """RuntimeError during a step."""
+
+
 class WeightUpdates:
     """The updates of one engine, and its watch over weights that change without a word.
 
@@ -35,7 +57,7 @@ class WeightUpdates:
 
     def __init__(
         self,
-        loop: ServingLoop,
+        loop: UpdatedLoop,
         scheduler: Scheduler,
         connectors: Connectors,
         telemetry: Telemetry,

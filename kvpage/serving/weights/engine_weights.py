@@ -1,7 +1,7 @@
 """EngineWeights: the names of what one engine computes with: the version of the model's weights, and adapters.
 
-    caller's namespace, adapter ─► EngineWeights.namespace ─► namespace of K and V in blocks, segments and stores
-                                   version, adapter's digest
+caller's namespace, adapter ─► EngineWeights.namespace ─► namespace of K and V in blocks, segments and stores
+                               version, adapter's digest
 """
 
 import secrets

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
@@ -83,7 +82,7 @@ class WeightWatch:
 
     def accept(self) -> None:
         """Take the weights as they are now."""
-        self._weights = [Weight.of(*found) for found in _places(self._model)]
+        self._weights = [Weight.of(*location) for location in _places(self._model)]
         self._counted = [weight.tensor for weight in self._weights if not weight.tensor.is_inference()]
         self._counters = list(map(_COUNTER, self._counted))
         self._stepped.watch(self._weights)
@@ -113,8 +112,8 @@ class WeightWatch:
 
     def all_changed(self) -> str | None:
         """Return the path of the first weight that has changed, was added or is gone, by all that is looked at."""
-        places, known = _places(self._model), {weight.path for weight in self._weights}
-        news = next((path for _, _, path in places if path not in known), None)
+        places, paths = _places(self._model), {weight.path for weight in self._weights}
+        news = next((path for _, _, path in places if path not in paths), None)
         return news or self._stepped.path or next((w.path for w in self._weights if w.has_changed()), None)
 
 
@@ -151,17 +150,17 @@ def _hook(steps: "weakref.ref[_Steps]") -> Callable[..., None]:
 
 
 def _places(model: nn.Module) -> list[tuple[Place, str, str]]:
-    return [found for prefix, module in model.named_modules() for found in _places_of(prefix, module)]
+    return [location for prefix, module in model.named_modules() for location in _places_of(prefix, module)]
 
 
 def _places_of(prefix: str, module: nn.Module) -> Iterator[tuple[Place, str, str]]:
     """Yield the parameters of a module itself, and the buffers that its state has."""
     start = f"{prefix}." if prefix else ""
-    places: tuple[Place, Place] = module._parameters, module._buffers  # type: ignore[assignment]
-    for place in places:
-        for name, tensor in place.items():
+    tensors_by_kind: tuple[Place, Place] = module._parameters, module._buffers  # type: ignore[assignment]
+    for tensors in tensors_by_kind:
+        for name, tensor in tensors.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
-                yield place, name, start + name
+                yield tensors, name, start + name
 
 
 def _probe(tensor: torch.Tensor) -> npt.NDArray[Any] | None:

@@ -44,8 +44,8 @@ def _check(state: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> 
     """Raise ValueError unless these are all weights of the state; those that share memory count for each other."""
     for name, weight in weights.items():
         if name not in state or state[name].shape != weight.shape:
-            own = "none" if name not in state else f"one of {list(state[name].shape)}"
-            raise ValueError(f"weights must be the model's, got {name!r} of {list(weight.shape)}, it has {own}")
+            expected = "none" if name not in state else f"one of {list(state[name].shape)}"
+            raise ValueError(f"weights must be the model's, got {name!r} of {list(weight.shape)}, it has {expected}")
     written = {state[name].data_ptr() for name in weights}
     lacking = [name for name, tensor in state.items() if name not in weights and tensor.data_ptr() not in written]
     if lacking:

@@ -1,7 +1,6 @@
 """Adapters: each row's tokens are those of a model with the adapter's product added to its weights."""
 
 import copy
-import gc
 from dataclasses import replace
 
 import pytest
@@ -164,14 +163,15 @@ def test_what_is_not_served_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="blend must be None for an engine with adapters"):
         make_engine(model, blend=BlendConfig()).load_adapter("a", write_adapter(tmp_path / "a", model, paths))
     assert engine.stats().weights.adapters == ()
-    gc.collect()
 
 
 def test_peft_computes_the_same_with_what_it_has_written(tmp_path):
     peft = pytest.importorskip("peft")
     model, engine = make_model("qwen3"), None
     patterns = {"rank_pattern": {"layers.0.self_attn.v_proj": 2}, "alpha_pattern": {"down_proj": 5}}
-    for number, options in enumerate(({"target_modules": list(ALL)}, {"target_modules": ["v_proj", "down_proj"], **patterns})):
+    for number, options in enumerate(
+        ({"target_modules": list(ALL)}, {"target_modules": ["v_proj", "down_proj"], **patterns})
+    ):
         torch.manual_seed(number)
         wrapped = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=4, lora_alpha=16, **options)).eval()
         with torch.no_grad():

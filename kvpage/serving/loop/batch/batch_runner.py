@@ -89,7 +89,8 @@ class BatchRunner:
         for models whose layers share one table.
         """
         packed = batch.packed()
-        with self._adapting(batch.requests, np.asarray(packed.ends) - packed.starts):
+        counts = np.asarray(packed.ends, np.int64) - np.asarray(packed.starts, np.int64)
+        with self._adapting(batch.requests, counts):
             return self._compute(batch, packed, written)
 
     def _adapting(self, requests: Sequence[Request], counts: Rows | None = None) -> AbstractContextManager[object]:

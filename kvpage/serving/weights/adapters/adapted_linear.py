@@ -1,8 +1,8 @@
 """AdaptedLinear: a linear layer of a view, to whose outputs each row's own adapter is added.
 
-    rows of the base model    [ W x                ]
-    rows of adapter "a"       [ W x + B_a (A_a x)  ]      one product of W for all rows of a step
-    rows of adapter "b"       [ W x + B_b (A_b x)  ]
+rows of the base model    [ W x                ]
+rows of adapter "a"       [ W x + B_a (A_a x)  ]      one product of W for all rows of a step
+rows of adapter "b"       [ W x + B_b (A_b x)  ]
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,19 +90,17 @@ def adapted_layers(
     return layers
 
 
-def groups_of(
-    adapters: Sequence[Adapter | None], counts: npt.NDArray[np.int64], device: Any
-) -> Sequence[AdaptedRows]:
+def groups_of(adapters: Sequence[Adapter | None], counts: npt.NDArray[np.int64], device: Any) -> Sequence[AdaptedRows]:
     """Return the rows of each adapter, for sequences that stand one after the other."""
     ends = np.cumsum(counts)
     runs: dict[Adapter, list[tuple[int, int]]] = {}
     for adapter, begin, end in zip(adapters, (ends - counts).tolist(), ends.tolist(), strict=True):
         if adapter is not None:
-            own = runs.setdefault(adapter, [])
-            if own and own[-1][1] == begin:
-                begin = own.pop()[0]
-            own.append((begin, end))
-    return [AdaptedRows(adapter, _rows(own, device)) for adapter, own in runs.items()]
+            of_adapter = runs.setdefault(adapter, [])
+            if of_adapter and of_adapter[-1][1] == begin:
+                begin = of_adapter.pop()[0]
+            of_adapter.append((begin, end))
+    return [AdaptedRows(adapter, _rows(of_adapter, device)) for adapter, of_adapter in runs.items()]
 
 
 def _rows(runs: Sequence[tuple[int, int]], device: Any) -> "slice[int, int, None] | torch.Tensor":

@@ -1,6 +1,6 @@
 """Adapter: a LoRA of peft: what is added to the outputs of some linear layers.
 
-    y = W x + b + B (A x)          A: [rank, inputs], B: [outputs, rank], the scaling in it
+y = W x + b + B (A x)          A: [rank, inputs], B: [outputs, rank], the scaling in it
 """
 
 from collections.abc import Mapping

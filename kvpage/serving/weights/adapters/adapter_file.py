@@ -1,7 +1,7 @@
 """read_adapter: a LoRA from the folder that peft's `save_pretrained` has written.
 
-    adapter_config.json          rank, alpha, targets; all other settings must be neutral
-    adapter_model.safetensors    base_model.model.{path of a layer}.lora_A.weight, .lora_B.weight
+adapter_config.json          rank, alpha, targets; all other settings must be neutral
+adapter_model.safetensors    base_model.model.{path of a layer}.lora_A.weight, .lora_B.weight
 """
 
 import hashlib
@@ -75,10 +75,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{CONFIG} must be JSON, that in {folder} is not: {error}") from error
     for key, value in config.items():
-        if key in NEUTRAL:
-            is_served = value in NEUTRAL[key]
-        else:
-            is_served = key in (*READ, *ABOUT) or not value
+        is_served = value in NEUTRAL[key] if key in NEUTRAL else key in (*READ, *ABOUT) or not value
         if not is_served:
             raise ValueError(f"{key} of an adapter is not served, got {value!r} in {folder}")
     return dict(config)
@@ -120,8 +117,8 @@ def _layer(config: dict[str, Any], path: str, pair: dict[str, torch.Tensor], lin
         raise ValueError(f"lora_A and lora_B of {path!r} must be {shapes}, got {list(a.shape)} and {list(b.shape)}")
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     dtype = torch.promote_types(linear.weight.dtype, torch.float32)
-    place = {"device": linear.weight.device, "dtype": dtype}
-    return LoraLayer(a.to(**place), b.to(**place) * scaling)
+    device = linear.weight.device
+    return LoraLayer(a.to(device, dtype), b.to(device, dtype) * scaling)
 
 
 def _of_pattern(pattern: dict[str, float] | None, path: str, default: float) -> Any:
@@ -152,5 +149,5 @@ def _keeps_kv(model: nn.Module, layers: dict[str, LoraLayer]) -> bool:
         last[block[1] or ""] = max(last.get(block[1] or "", 0), int(block[2]))
     if len(last) != 1:
         return False
-    own = [match for path in layers if (match := LAYER.fullmatch(path))]
-    return all(int(m[2]) == last[m[1] or ""] and m[3].rpartition(".")[2] in AFTER_KV for m in own)
+    adapted = [match for path in layers if (match := LAYER.fullmatch(path))]
+    return all(int(m[2]) == last[m[1] or ""] and m[3].rpartition(".")[2] in AFTER_KV for m in adapted)
