@@ -11,6 +11,7 @@ from torch import nn
 
 from kvpage import CacheConfig
 from kvpage.serving import Branches, Engine, EngineConfig, SamplingParams, WeightsChanged
+from kvpage.serving.model.native.joined import join
 from kvpage.serving.weights.watch import SAMPLED, WeightWatch
 
 B, PARAMS = 4, SamplingParams(max_tokens=6)
@@ -168,3 +169,12 @@ def test_a_new_version_begins_by_itself(num_steps):
 def test_the_choice_is_checked():
     with pytest.raises(ValueError, match="changed_weights must be 'error' or 'version', got 'ignore'"):
         EngineConfig(changed_weights="ignore")
+
+
+def test_weights_that_an_engine_puts_side_by_side_have_not_changed():
+    layers = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(3)])
+    watch = WeightWatch(layers)
+    assert join(list(layers), lambda rows: True) is not None
+    assert watch.all_changed() is None
+    layers[1].weight.data = layers[1].weight.data.clone()
+    assert watch.all_changed() == "1.weight"
