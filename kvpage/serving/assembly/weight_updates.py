@@ -159,6 +159,9 @@ class WeightUpdates:
         path = self._watch.any_changed() if may_admit else self._watch.changed()
         if path is None:
             return
+        if self._has_nothing:
+            self._watch.accept()
+            return
         if self._on_change == "error" or self._manager.stats().num_sequences > len(self._scheduler.running):
             raise WeightsChanged(
                 f"weights must not change in place without update_weights or reset_prefix_cache, {path} has"
@@ -167,6 +170,12 @@ class WeightUpdates:
         logger.warning("weights have changed in place, %s among them: what follows is of version %s", path, version)
         self._connectors.drain()
         self._enter(version, "restart", is_noticed=True)
+
+    @property
+    def _has_nothing(self) -> bool:
+        """Whether nothing that older weights have computed can be read: it is neither cached nor under way."""
+        is_idle = not self._loop.num_begun and not self._manager.stats().num_sequences
+        return is_idle and not self._manager.enable_prefix_caching
 
 
 def _version_of(namespace: bytes) -> str:

@@ -166,6 +166,20 @@ def test_a_new_version_begins_by_itself(num_steps):
     assert stats.num_restarted == (num_steps > 0)
 
 
+def test_an_engine_that_keeps_nothing_goes_on():
+    versions = WeightVersions()
+    engine = make_engine(versions.model, enable_prefix_caching=False)
+    for version in ("", "v1"):
+        versions.load(version)
+        outputs = engine.generate(PROMPTS, PARAMS)
+        assert [one.token_ids for one in outputs] == [versions.answer(version, prompt, 6) for prompt in PROMPTS]
+    engine.add_request(PROMPTS[0], PARAMS)
+    engine.step()
+    versions.load("")
+    with pytest.raises(WeightsChanged):
+        engine.step()
+
+
 def test_the_choice_is_checked():
     with pytest.raises(ValueError, match="changed_weights must be 'error' or 'version', got 'ignore'"):
         EngineConfig(changed_weights="ignore")
