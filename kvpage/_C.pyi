@@ -1159,6 +1159,15 @@ class PrefixTree:
         Raises:
             ValueError: `seconds` is out of range.
         """
+    def drop_namespace(self, namespace: bytes) -> int:
+        """Forget all blocks of a namespace that are not pinned, in both tiers.
+
+        Args:
+            namespace: The namespace.
+
+        Returns:
+            How many device blocks were freed.
+        """
     def clear(self) -> int:
         """Free every unpinned block, in both tiers, and forget which blocks were evicted.
 

@@ -368,6 +368,11 @@ void bind_tree(py::module_& m) {
       py::arg("seconds"));
   const auto set_time = [](SharedTree& t, double seconds) { t.run(kQuick, [&] { t.set_time(seconds); }); };
   def("set_time", set_time, doc("PrefixTree.set_time"), py::arg("seconds"));
+  const auto drop_namespace = [](SharedTree& t, const py::bytes& name) {
+    const std::string_view space(name);
+    return t.run(kLong, [&] { return t.drop_namespace(space); });
+  };
+  def("drop_namespace", drop_namespace, doc("PrefixTree.drop_namespace"), py::arg("namespace"));
   def("clear", [](SharedTree& t) { return t.run(kLong, [&] { return t.clear(); }); }, doc("PrefixTree.clear"));
   def("entries", &entries, doc("PrefixTree.entries"), py::arg("limit"), py::arg("namespace") = py::none());
   def("look", &look, doc("PrefixTree.look"), py::arg("tokens"), in_namespace);

@@ -80,6 +80,26 @@ std::vector<TreeNode*> PrefixTree::used_alone(TreeNode* end, int64_t num_blocks)
   return path;
 }
 
+int64_t PrefixTree::drop_namespace(std::string_view name) {
+  std::lock_guard lock(mutex_);
+  TreeNode* root = find_root(name);
+  if (!root) return 0;
+  std::vector<TreeNode*> nodes, left{root->children};  // nodes: each after its parent
+  while (!left.empty()) {
+    TreeNode* node = left.back();
+    left.pop_back();
+    if (!node) continue;
+    if (node->num_pins == 0) nodes.push_back(node);
+    left.insert(left.end(), {node->left, node->right, node->children});
+  }
+  std::reverse(nodes.begin(), nodes.end());  // the upper half of a split comes after the lower, which is as old
+  std::stable_sort(nodes.begin(), nodes.end(), EvictionOrder::before);
+  // From here on nothing throws.
+  const int64_t num_cached = num_cached_;
+  for (TreeNode* node : nodes) forget_end(node, 0);  // with the last one the root is gone
+  return num_cached - num_cached_;
+}
+
 // Forgets an unpinned node's descendants, which are on the host only and unpinned, too.
 void PrefixTree::forget_below(TreeNode* node) noexcept {
   for (TreeNode* at = node;;) {

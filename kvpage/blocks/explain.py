@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Literal, get_args
 
 from kvpage._C import PrefixTree
+from kvpage.blocks.namespaces import WeightsName
 from kvpage.blocks.sequence_state import Ids
 from kvpage.blocks.space import BlockSpace
 
@@ -159,6 +160,8 @@ class Explanation:
         num_cached_tokens: Tokens that a request would not compute: those that every group has. One is left at least.
         groups: What each group has.
         elsewhere: The namespace with the longest match, and its tokens, where it is longer than in the prompt's own.
+        version: The version of the weights with the longest match in the caller's own namespace, and its tokens, where
+            this is a longer one. A new version finds nothing of it.
         store: What an engine's store has; None without one.
         edits: The last edits of sessions whose text the prompt goes on from, and what they cost.
     """
@@ -169,10 +172,13 @@ class Explanation:
     elsewhere: tuple[bytes, int] | None = None
     store: StoreReach | None = None
     edits: tuple[EditCost, ...] = ()
+    version: tuple[str, int] | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.num_cached_tokens} of {self.num_tokens} tokens are cached", *map(str, self.groups)]
-        if self.elsewhere is not None:
+        if self.version is not None:
+            lines.append(f"the weights have changed: {_of_version(self.version[0])} has {self.version[1]} tokens")
+        elif self.elsewhere is not None:
             lines.append(f"another namespace, {self.elsewhere[0]!r}, has {self.elsewhere[1]} tokens")
         if self.store is not None:
             lines.append(str(self.store))
@@ -184,8 +190,8 @@ def explain_attention(space: BlockSpace, tokens: Ids, namespace: bytes, shares_p
     """Return how much of a prompt is cached where attention is the only group."""
     reach = reach_of_attention(space, tokens, namespace, shares_parts)
     most = most_found(len(tokens), space.block_size, shares_parts)
-    elsewhere = longest_elsewhere(space.tree, tokens, namespace, reach.num_tokens)
-    return Explanation(len(tokens), min(reach.num_tokens, most), (reach,), elsewhere)
+    elsewhere, version = longest_elsewhere(space.tree, tokens, namespace, reach.num_tokens)
+    return Explanation(len(tokens), min(reach.num_tokens, most), (reach,), elsewhere, version=version)
 
 
 def most_found(num_tokens: int, block_size: int, shares_parts: bool) -> int:
@@ -214,12 +220,30 @@ def reach_of_attention(space: BlockSpace, tokens: Ids, namespace: bytes, shares_
     return GroupReach("attention", reach, ending, num_common, int(tokens[num_common]), cached, eviction=eviction)
 
 
-def longest_elsewhere(tree: PrefixTree, tokens: Ids, namespace: bytes, num_tokens: int) -> tuple[bytes, int] | None:
-    """Return the other namespace that has most of the tokens, and how many, if that is more than `num_tokens`."""
+def longest_elsewhere(
+    tree: PrefixTree, tokens: Ids, namespace: bytes, num_tokens: int
+) -> tuple[tuple[bytes, int] | None, tuple[str, int] | None]:
+    """Return the other namespace that has most of the tokens, and how many, if that is more than `num_tokens`.
+
+    And the same among other versions of the weights alone.
+    """
     names = [name for name in tree.names(MOST_NAMESPACES) if name != namespace]
     matches = [(tree.look(tokens, name)[1], name) for name in names]
     most, name = max(matches, default=(0, b""))
-    return (name, most) if most > num_tokens else None
+    weights, caller = WeightsName.split(namespace)
+    splits = [(num_common, *WeightsName.split(name)) for num_common, name in matches]
+    of_versions = [
+        (num_common, other.version)
+        for num_common, other, of_caller in splits
+        if of_caller == caller and other.adapter == weights.adapter
+    ]
+    num_of_version, version = max(of_versions, default=(0, ""))
+    elsewhere = (name, most) if most > num_tokens else None
+    return elsewhere, (version, num_of_version) if num_of_version > num_tokens else None
+
+
+def _of_version(version: str) -> str:
+    return f"version {version!r}" if version else "the version before any update"
 
 
 def _or_none(position: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Names of a cached block besides its tokens: a tenant, an adapter, the content that placeholder tokens represent.
+"""Names of a cached block besides its tokens: a tenant, an adapter, a version of the weights, contents of placeholders.
 
     tokens    [ 17 | 5 | IMG IMG IMG IMG ... IMG | 8 ]      IMG: the same id for every image
     keyed     [ 17 | 5 | -a  -b  -c  -d  ... -x  | 8 ]      31 bits of the image's digest each: nine hold all of it
@@ -17,10 +17,55 @@ from kvpage.blocks.sequence_state import Ids
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_at_least
 
-__all__ = ["Content", "keyed_tokens", "namespace_of"]
+__all__ = ["Content", "WeightsName", "keyed_tokens", "namespace_of"]
 
 ID_BITS = 31
 WHOLE_DIGEST = 9  # placeholders that hold 256 bits
+OF_WEIGHTS = b"\xffkvpage weights\xff"
+"""How the namespaces of named weights begin."""
+LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsName:
+    """The weights that compute K and V, as a part of the namespace of these: no two of them share a block.
+
+    Attributes:
+        version: The version of the model's weights; "" for those that it came with.
+        adapter: The digest of an adapter that changes K and V; "" for none.
+    """
+
+    version: str = ""
+    adapter: str = ""
+
+    def within(self, namespace: bytes) -> bytes:
+        """Return the namespace of K and V that these weights compute for a caller's namespace.
+
+        It is the caller's own for weights without a name. Two different pairs never have the same one.
+
+        Args:
+            namespace: Of a caller: a tenant's salt, for example.
+        """
+        if not self.version and not self.adapter and not namespace.startswith(OF_WEIGHTS):
+            return namespace
+        parts = [self.version.encode(), self.adapter.encode()]
+        return OF_WEIGHTS + b"".join(len(part).to_bytes(LENGTH_BYTES, "little") + part for part in parts) + namespace
+
+    @classmethod
+    def split(cls, namespace: bytes) -> "tuple[WeightsName, bytes]":
+        """Return the weights, and the caller's namespace, of which `within` made one.
+
+        Args:
+            namespace: The whole one. One that `within` cannot have made belongs to weights without a name.
+        """
+        if not namespace.startswith(OF_WEIGHTS):
+            return cls(), namespace
+        parts, left = list[str](), namespace[len(OF_WEIGHTS) :]
+        for _ in range(2):
+            num_bytes = int.from_bytes(left[:LENGTH_BYTES], "little")
+            part, left = left[LENGTH_BYTES : LENGTH_BYTES + num_bytes], left[LENGTH_BYTES + num_bytes :]
+            parts.append(part.decode(errors="replace"))
+        return cls(*parts), left
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,6 +328,19 @@ class BlockSpace:
         """
         return self.tree.set_next_use(as_tokens(tokens), namespace, seconds=seconds)
 
+    def drop_namespace(self, namespace: bytes) -> int:
+        """Forget all cached blocks of a namespace that are neither in use nor pinned, in both tiers.
+
+        Args:
+            namespace: The namespace.
+
+        Returns:
+            The number of device blocks that are free now.
+        """
+        num_dropped = self.tree.drop_namespace(namespace)
+        self.bury_companions()
+        return num_dropped
+
     def clear(self) -> None:
         """Forget all cached blocks, in both tiers, and end all pins.
 

@@ -18,11 +18,11 @@ from kvpage.server.access.gate import Gate, error_response
 from kvpage.server.access.request_log import CLIENT_GONE, RequestLog
 from kvpage.server.config import ServerConfig
 from kvpage.server.protocol.errors import ApiError, failed
-from kvpage.server.routes import chats, completions, health, messages, models, page, responses, sessions, tokens
+from kvpage.server.routes import chats, completions, health, messages, models, page, responses, sessions, tokens, weights
 from kvpage.server.service import Service
 from kvpage.serving import AsyncEngine
 
-ROUTES = completions, chats, responses, messages, sessions, models, tokens, health, page
+ROUTES = completions, chats, responses, messages, sessions, models, tokens, health, weights, page
 logger = logging.getLogger(__name__)
 
 

@@ -3,6 +3,7 @@
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvpage.checks.values import as_integer, as_list, check_at_least, check_flag
 
@@ -46,6 +47,7 @@ class ServerConfig:
 
     Attributes:
         served_model_names: The names by which requests may ask for the model. The first one is in the answers.
+        adapter_names: Adapters of the engine, each asked for by its name as that of a model.
         api_keys: Who may ask. None at all lets everybody who reaches the port ask.
         allowed_hosts: Names in the URL that the server answers to, such as "localhost"; any other is refused. It keeps
             web pages that rename their host out of a server on this machine. IP addresses and probes of health are
@@ -84,6 +86,8 @@ class ServerConfig:
             header X-Ignored-Fields.
         open_metrics: Whether `/metrics` needs no key.
         access_log: Whether each request is a line in the log.
+        weights_folder: Whose folders are versions of the model's weights, which operators may ask for. None for none.
+        operator_key: The header `X-Operator-Key` of such requests; needed with a `weights_folder`. It is in no repr.
 
     Raises:
         ValueError: A value is out of its range.
@@ -119,6 +123,9 @@ class ServerConfig:
     strict_fields: bool = False
     open_metrics: bool = True
     access_log: bool = False
+    adapter_names: Sequence[str] = ()
+    weights_folder: Path | None = None
+    operator_key: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         for name, least in LIMITS.items():
@@ -140,6 +147,11 @@ class ServerConfig:
             check_flag(name, getattr(self, name))
         self._check_names("served_model_names")
         self._check_names("allowed_hosts")
+        self._check_names("adapter_names")
+        if both := sorted({*self.served_model_names} & {*self.adapter_names}):
+            raise ValueError(f"adapter_names must differ from served_model_names, {both[0]!r} is one")
+        if self.weights_folder is not None and not self.operator_key:
+            raise ValueError("operator_key must not be empty with a weights_folder")
         if not self.served_model_names:
             raise ValueError("served_model_names must hold at least one name, got none")
         self._check_keys()

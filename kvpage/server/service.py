@@ -137,10 +137,14 @@ class Service:
         if least is not None and priority < least:
             raise bad_request(f"priority must be at least {least} here, got {priority}", param="priority")
 
+    def adapter_of(self, name: str | None) -> str | None:
+        """Return the adapter that a model's name asks for; None for the base model."""
+        return name if name in self.config.adapter_names else None
+
     def check_model(self, name: str | None) -> str:
         """Return the name of the model for the answer. ApiError 404 for another one."""
         names = self.config.served_model_names
-        if name is None or name in names:
+        if name is None or name in names or name in self.config.adapter_names:
             return name or names[0]
         message = f"the model {name[:80]!r} does not exist here, {names[0]!r} does"
         raise ApiError(404, message, param="model", code="model_not_found")

@@ -24,6 +24,7 @@ from kvpage.serving.steer.branches import Branch, Branches
 from kvpage.serving.steer.paged_token_trie import PagedTokenTrie
 from kvpage.serving.text.detokenizer import Detokenizer
 from kvpage.serving.text.token_logprobs import TokenLogprobs
+from kvpage.serving.weights.watch import WeightsChanged
 
 __all__ = [
     "AsyncEngine",
@@ -58,4 +59,5 @@ __all__ = [
     "StepOutput",
     "TokenLogprobs",
     "TokenStream",
+    "WeightsChanged",
 ]

@@ -18,6 +18,7 @@ from kvpage.observe.events.config import EventConfig
 from kvpage.serving.params.defaults import GenerationDefaults
 from kvpage.serving.params.states import StateConfig
 from kvpage.serving.sessions.config import SessionConfig
+from kvpage.serving.weights.watch import ChangedWeights
 
 FLAGS = (
     "load_or_compute", "native_layers", "enforce_eager", "compile_model", "save_portions", "same_bits",
@@ -93,6 +94,9 @@ class EngineConfig:
         kv_cache_memory: Bytes of the device, of one rank, for what `Engine.from_model` chooses the numbers of: blocks,
             those of windows, checkpoints. None means as `cache_config` says. It excludes `num_gpu_blocks`.
         sessions: The limits of sessions.
+        changed_weights: What a step does that finds the model's weights changed in place, without `update_weights` or
+            `reset_prefix_cache`: "error" raises WeightsChanged; "version" begins a version of a new name, and computes
+            the K and V of all requests again. The page "Weights" says what is noticed.
 
     Raises:
         TypeError: A value is of another type.
@@ -132,6 +136,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     same_bits: bool = False
     sessions: SessionConfig = field(default_factory=SessionConfig)
+    changed_weights: ChangedWeights = "error"
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)
@@ -148,6 +153,8 @@ class EngineConfig:
         if self.attention_backend not in get_args(AttentionBackendName):
             names = ", ".join(get_args(AttentionBackendName))
             raise ValueError(f"attention_backend must be one of {names}, got {self.attention_backend!r}")
+        if self.changed_weights not in get_args(ChangedWeights):
+            raise ValueError(f"changed_weights must be 'error' or 'version', got {self.changed_weights!r}")
         self._check_windows()
         self._check_bits()
         if self.blend is not None and not self.enable_prefix_caching:

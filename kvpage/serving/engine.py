@@ -22,6 +22,7 @@ from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import check_at_least, check_namespace
 from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.serving.assembly.engine_parts import EngineParts, assemble, follow
+from kvpage.serving.assembly.updatable import UpdatableEngine
 from kvpage.serving.config import EngineConfig
 from kvpage.serving.debug import EngineDebug
 from kvpage.serving.generate.alternative import names_alternative
@@ -42,7 +43,7 @@ from kvpage.serving.steer.steerable import SteerableEngine
 from kvpage.store.block_store import BlockStore
 
 
-class Engine(SteerableEngine, ScoringEngine, SessionEngine):
+class Engine(UpdatableEngine, SteerableEngine, ScoringEngine, SessionEngine):
     """A serving loop over one model. Make it by `from_model`.
 
     It is not thread-safe: one engine, one thread. A forked process needs an engine of its own: in it, every call that
@@ -52,8 +53,8 @@ class Engine(SteerableEngine, ScoringEngine, SessionEngine):
     may use it at any time, also through engines and caches of their own. Ctrl-C is raised while the model computes, or
     between two steps; only the results of the call are lost.
 
-    It computes with the model's weights as they are at each step, adapters included. After a change of weights, cached
-    K and V are out of date: use a namespace for each set of weights, or `reset_prefix_cache`. Hooks of the model are
+    It computes with the model's weights as they are at each step, adapters in the model included. After a change of
+    weights, cached K and V are out of date: call `update_weights`, or `reset_prefix_cache`. Hooks of the model are
     called, too; those of modules that have a config are called with a copy of the module.
 
     Attributes:
@@ -70,6 +71,8 @@ class Engine(SteerableEngine, ScoringEngine, SessionEngine):
         states: The states of a model whose layers keep some; else None.
         window_caches: The blocks of layers with windows of their own, one cache for each size.
     """
+
+    _parts: EngineParts
 
     def __init__(self, parts: EngineParts) -> None:
         """Take the parts, which `from_model` makes. They must belong to no other engine.
@@ -205,7 +208,7 @@ class Engine(SteerableEngine, ScoringEngine, SessionEngine):
         check_namespace(namespace)
         warmings = [self._intake.warming(tokens, namespace, blend.blender.config) for tokens in segments]
         prompts = [(as_tokens(prompt.tokens)[: prompt.copy_at], prompt.copy_at is not None) for prompt in warmings]
-        is_new = blend.wants_each(prompts, namespace)
+        is_new = blend.wants_each(prompts, self.kv_namespace(namespace))
         outputs = self._generate([prompt for prompt, new in zip(warmings, is_new, strict=True) if new])
         blend.drain()
         if errors := [output.error for output in outputs if output.error is not None]:
@@ -383,7 +386,7 @@ class Engine(SteerableEngine, ScoringEngine, SessionEngine):
 
     # --- prompts that are not queued ---------------------------------------------------------------------------------
 
-    def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
+    def explain(self, tokens: Tokens, namespace: bytes = b"", adapter: str | None = None) -> Explanation:
         """Return how far what is cached reaches into a prompt, and why it ends there, for each group of layers.
 
         A store is asked, too, and waited for at most `EngineConfig.store_deadline` seconds, as by a request. One that
@@ -392,6 +395,7 @@ class Engine(SteerableEngine, ScoringEngine, SessionEngine):
         Args:
             tokens: Token ids of a prompt.
             namespace: Where to search.
+            adapter: See SamplingParams.
 
         Returns:
             The explanation. Nothing changes by it in the engine, not even what counts as used.
@@ -400,8 +404,9 @@ class Engine(SteerableEngine, ScoringEngine, SessionEngine):
             ValueError, TypeError: As `add_request` for tokens and namespace.
         """
         array, store = self.check_tokens(tokens), self._connectors.store
-        explanation = self.sessions.explained(self.manager.explain(array, namespace), array, namespace)
-        return explanation if store is None else replace(explanation, store=store.explain(array, namespace))
+        kv_namespace = self.kv_namespace(namespace, adapter)
+        explanation = self.sessions.explained(self.manager.explain(array, kv_namespace), array, namespace)
+        return explanation if store is None else replace(explanation, store=store.explain(array, kv_namespace))
 
     def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
         return self._intake.check_tokens(tokens)
@@ -489,6 +494,7 @@ class Engine(SteerableEngine, ScoringEngine, SessionEngine):
             self._loop.restart()
             self._connectors.forget_kept()
             self.manager.reset_prefix_cache()
+            self._parts.updates.accept()
             self.telemetry.tell()
 
     def saves_under_way(self) -> "list[Future[int]]":

@@ -10,7 +10,7 @@ exception.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -302,6 +302,23 @@ class KVStore(TieredStore, BlockStore):
             The number of chunks removed from the tier that had most of them.
         """
         return self._chunks.remove(tokens, namespace)
+
+    @gated
+    def remove_namespaces(self, is_wanted: Callable[[bytes], bool]) -> int:
+        """Remove all records of this store's model whose namespace is wanted gone, states included.
+
+        That reads the head of each record: a remote tier fetches it whole. A tier in trouble is counted.
+
+        Args:
+            is_wanted: Tells of a namespace.
+
+        Returns:
+            The number of records removed from the tier that had most of them.
+        """
+        name = self.metadata.model_name
+        records = [record for record in self.records() if record.model == name and record.namespace is not None]
+        keys = [bytes.fromhex(record.key) for record in records if is_wanted(record.namespace or b"")]
+        return self._tiers.remove(list(dict.fromkeys(keys)))
 
     @gated
     def states(self, layout: StateLayout, kv_dtype: torch.dtype | None = None) -> StateRecords:

@@ -8,7 +8,13 @@ import typer
 
 from kvpage.layout.model_folder import check_model_folder
 
-REPEATABLE = ("served_model_name", "api_key", "allowed_host", "store")  # their lists have the plural as a name
+REPEATABLE = (
+    "served_model_name",
+    "adapter",
+    "api_key",
+    "allowed_host",
+    "store",
+)  # their lists have the plural as a name
 
 
 def serve(
@@ -16,6 +22,8 @@ def serve(
     host: Annotated[str, typer.Option(help="address to listen at; 0.0.0.0 for all")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen at; 0 for a free one")] = 8000,
     served_model_name: Annotated[list[str] | None, typer.Option(help="name in requests; repeatable")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="a LoRA of peft, as NAME=FOLDER; repeatable")] = None,
+    weights_folder: Annotated[Path | None, typer.Option(help="of versions; needs KVPAGE_OPERATOR_KEY")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="key that clients need; or KVPAGE_API_KEY")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="a line each: a key, and its tenant or *")] = None,
     allowed_host: Annotated[list[str] | None, typer.Option(help="host name in URLs to answer to")] = None,
@@ -28,9 +36,7 @@ def serve(
     num_cpu_blocks: Annotated[int, typer.Option(help="blocks of the host tier")] = 0,
     num_window_blocks: Annotated[str, typer.Option(help="blocks of layers with windows, apart; or none")] = "auto",
     kv_cache_memory: Annotated[str | None, typer.Option(help="memory of the device tier, as 4GiB")] = None,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option(help="part of the memory that steps leave, for blocks")
-    ] = 0.9,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="part of what steps leave, for blocks")] = 0.9,
     state_memory: Annotated[str | None, typer.Option(help="memory of checkpoints of recurrent states")] = None,
     host_state_memory: Annotated[str, typer.Option(help="the same on the host, for evicted states")] = "0",
     checkpoint_every: Annotated[int, typer.Option(help="a checkpoint every N tokens, too; 0: none")] = 512,
@@ -49,9 +55,7 @@ def serve(
     same_bits: Annotated[bool, typer.Option("--same-bits", help="nothing beside a request changes its bits")] = False,
     enable_prefix_caching: Annotated[bool, typer.Option(help="reuse the blocks of other requests")] = True,
     generation_config: Annotated[str, typer.Option(help="defaults: served, model or ignore")] = "served",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="run the folder's Python code")
-    ] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="run the folder's Python")] = False,
     store: Annotated[list[str] | None, typer.Option(help="URL of a store's tier; repeatable")] = None,
     store_chunk_size: Annotated[int, typer.Option(help="tokens of a store's chunk")] = 256,
     events: Annotated[str | None, typer.Option(help="publish the cache's events, as tcp://127.0.0.1:5557")] = None,

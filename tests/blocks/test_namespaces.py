@@ -7,7 +7,7 @@ import pytest
 from support.block_requests import computed
 
 from kvpage import BlockManager
-from kvpage.blocks.namespaces import Content, keyed_tokens, namespace_of
+from kvpage.blocks.namespaces import OF_WEIGHTS, Content, WeightsName, keyed_tokens, namespace_of
 
 B, IMAGE = 4, 99
 
@@ -72,3 +72,13 @@ def test_bad_contents_and_tokens_raise():
             Content(start, count, b"x")
     with pytest.raises(TypeError, match="data must be bytes"):
         Content(0, 1, "digest")
+
+
+@pytest.mark.parametrize("caller", [b"", b"a", b"\xff", bytes(range(256)), OF_WEIGHTS, OF_WEIGHTS + b"\x01" + bytes(7)])
+def test_weights_and_a_callers_namespace_make_one_that_no_other_pair_makes(caller):
+    names = [WeightsName(version, adapter) for version in ("", "v1", "v", "1") for adapter in ("", "d", "1d")]
+    wholes = [name.within(caller) for name in names]
+    assert [WeightsName.split(whole) for whole in wholes] == [(name, caller) for name in names]
+    others = [name.within(wholes[1]) for name in names] + [name.within(caller + b"x") for name in names]
+    assert len({*wholes, *others}) == len(wholes) + len(others)
+    assert (wholes[0] == caller) != caller.startswith(OF_WEIGHTS)

@@ -36,7 +36,10 @@ ALLOWED: dict[str, tuple[tuple[str, ...], str]] = {
     "kvpage/serving/assembly/parts.py": (("cache.numerics",), "of caches made there"),
     "kvpage/store/disk/segment.py": (("call.argtypes",), "ctypes' way to declare a call"),
     "kvpage/serving/assembly/model_files.py": (("tokenizer.chat_template",), "of a tokenizer made there"),
-    "kvpage/serving/model/native/joined.py": (("parameter.data",), "torch's way to give a parameter other memory"),
+    "kvpage/serving/model/native/joined.py": (
+        ("parameter.data", "parameter.joined_at"),
+        "torch's way to give a parameter other memory; and where",
+    ),
     "kvpage/serving/model/view.py": (("config._attn_implementation_internal",), "of a copy of the model's config"),
     "kvpage/tools/cli.py": (("sys.argv",), "a script that runs another"),
     "kvpage/tools/demo.py": (("model.generation_config.",), "of a model of the demo's own"),

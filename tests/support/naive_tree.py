@@ -334,6 +334,13 @@ class NaiveTree:
             num_dropped += self.block_size
         return num_dropped
 
+    def drop_namespace(self, namespace: bytes) -> int:
+        keys = [key for key in self.eviction_order() if key[0] == namespace]
+        num_device = sum(self.blocks[key].device is not None for key in keys)
+        for key in keys:
+            self.forget(key)
+        return num_device
+
     def clear(self) -> int:
         num_evictable = sum(self.blocks[key].device is not None for key in self.used)
         self.leave(num_evictable, False)

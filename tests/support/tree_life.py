@@ -78,9 +78,9 @@ class TreeLife(Life):
         return {
             self.allocate: 4, self.share: 1, self.release_ids: 3, self.match: 5, self.match_part: 2, self.pin: 1,
             self.release: 4, self.trim: 1, self.shorten: 1, self.promote: 3, self.write_out: 1, self.insert: 9,
-            self.evict: 1, self.demote: 5, self.evict_host: 1, self.drop: 1, self.put_first: 2, self.clear: 0.2,
-            self.look: 2, self.send_out: 2, self.entries: 1, self.hottest: 1, self.pinned_alone: 1,
-            self.give_companions: 2, self.free_companions: 1,
+            self.evict: 1, self.demote: 5, self.evict_host: 1, self.drop: 1, self.drop_namespace: 0.3,
+            self.put_first: 2, self.clear: 0.2, self.look: 2, self.send_out: 2, self.entries: 1, self.hottest: 1,
+            self.pinned_alone: 1, self.give_companions: 2, self.free_companions: 1,
         }  # fmt: skip
 
     # --- what operations are made of ---
@@ -388,6 +388,10 @@ class TreeLife(Life):
         num_tokens = self.naive.put_first(tokens, name, num_kept)
         assert self.tree.put_first(kind, name, num_kept) == num_tokens
         self.figures["first"] += num_tokens > 0
+
+    def drop_namespace(self) -> None:
+        _, name = self.prompt()
+        assert self.tree.drop_namespace(name) == self.naive.drop_namespace(name)
 
     def clear(self) -> None:
         assert self.tree.clear() == self.naive.clear()

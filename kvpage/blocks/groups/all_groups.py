@@ -64,8 +64,8 @@ class AllGroups:
         for group in reversed(self._groups):  # states first: windows reach into their tails, too
             reaches.insert(0, group.explain(ids, prompt, attention))
             attention = group.amend(attention, ids, prompt, position)
-        elsewhere = longest_elsewhere(tree, tokens, namespace, attention.num_tokens)
-        return Explanation(len(tokens), position, (attention, *reaches), elsewhere)
+        elsewhere, version = longest_elsewhere(tree, tokens, namespace, attention.num_tokens)
+        return Explanation(len(tokens), position, (attention, *reaches), elsewhere, version=version)
 
     @uninterrupted
     def begin(self, seq_id: SeqId, prompt: Prompt) -> Allocation:

@@ -67,6 +67,6 @@ def pin(engine: Engine, tokens: Sequence[int], namespace: bytes, ttl: float) -> 
         ttl: Seconds.
     """
     try:
-        engine.manager.space.pin(tokens, namespace, ttl)
+        engine.manager.space.pin(tokens, engine.kv_namespace(namespace), ttl)
     except ValueError as error:
         logger.info("a hint to pin %d tokens was not followed: %s", len(tokens), error)

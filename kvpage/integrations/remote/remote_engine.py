@@ -69,6 +69,20 @@ class RemoteEngine:
         """Whether there are requests under way."""
         return bool(self.loop.requests)
 
+    def kv_namespace(self, namespace: bytes = b"", adapter: str | None = None) -> bytes:
+        """Return a caller's namespace as it is: versions and adapters are the workers'.
+
+        Args:
+            namespace: The caller's.
+            adapter: None.
+
+        Raises:
+            ValueError: An adapter is named.
+        """
+        if adapter is not None:
+            raise ValueError(f"adapter must be None for workers elsewhere, got {adapter!r}")
+        return namespace
+
     def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
         """Check token ids.
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpage.blocks.namespaces import WeightsName
 from kvpage.observe.events.block_hashes import next_digest, root_digest, shown
 from kvpage.observe.events.config import SpecKind
 from kvpage.observe.events.schema import (
@@ -84,13 +85,15 @@ class BlockEvents:
     def stored(self, row: list[_Block], medium: str) -> BlockStored:
         """Return the event for blocks of which each is the parent of the next."""
         parent, namespace = row[0].parent, row[0].namespace
-        name = self._lora_names.get(namespace)
+        weights, caller = WeightsName.split(namespace)
+        name = self._lora_names.get(caller, weights.adapter or None)
         keys: list[list[str] | None] | None = None
         if name is not None:
             keys = [[name] for _ in row]
         elif namespace:  # a salt goes into the first block's hash, and through it into all that follow
             keys = [None] * len(row)
-            keys[0] = [_text(namespace)] if parent is None else None
+            texts = [f"weights {weights.version}"] * bool(weights.version) + [_text(caller)] * bool(caller)
+            keys[0] = texts if parent is None else None
         hashes = [block.hash for block in row]
         tokens = np.frombuffer(b"".join(block.tokens for block in row), np.uint32).tolist()
         size, kind = self._block_size, self._spec_kind

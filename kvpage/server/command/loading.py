@@ -61,6 +61,8 @@ def load(options: ServeOptions) -> Loaded:
     tokenizer = load_tokenizer_files(options.model, options.trust_remote_code)
     model = load_model(options)
     engine = Engine.from_model(model, config, tokenizer=tokenizer)
+    for name, folder in options.adapter_folders().items():
+        engine.load_adapter(name, folder)
     store = open_store(options, engine, model)
     if engine.cache.device.type == "cuda":
         logger.info("preparing the GPU")

@@ -31,6 +31,8 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    weights_folder: Path | None = None
     api_keys: tuple[str, ...] = ()
     api_key_file: Path | None = None
     allowed_hosts: tuple[str, ...] = ()
@@ -113,7 +115,24 @@ class ServeOptions:
         for name in ("events_topic", "events_replay"):
             if getattr(self, name) and self.events is None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --events")
+        self.adapter_folders()
+        if self.weights_folder is not None and not self.weights_folder.is_dir():
+            raise ValueError(f"--weights-folder must be a folder, {self.weights_folder} is none")
         self._check_files()
+
+    def adapter_folders(self) -> dict[str, Path]:
+        """Return the folder of each adapter, by its name. ValueError for one that is no NAME=FOLDER, or named twice."""
+        folders: dict[str, Path] = {}
+        for text in self.adapters:
+            name, _, folder = text.partition("=")
+            if not name or not folder or name in folders:
+                raise ValueError(f"--adapter must be NAME=FOLDER, with each name once, got {text!r}")
+            folders[name] = Path(folder)
+        return folders
+
+    def operator_key(self) -> str:
+        """Return the operators' key: the environment's KVPAGE_OPERATOR_KEY; "" for none."""
+        return os.environ.get("KVPAGE_OPERATOR_KEY", "")
 
     def _check_files(self) -> None:
         for name, path in (("--chat-template", self.chat_template), ("--api-key-file", self.api_key_file)):

@@ -44,7 +44,8 @@ def take_snapshot(engine: Any, namespaces: Sequence[bytes]) -> Snapshot:
         The snapshot.
     """
     begin = time.monotonic()
-    prefixes = [engine.manager.tree.hottest(MAX_PREFIXES, MAX_TEXT_TOKENS, name) for name in namespaces]
+    names = [engine.kv_namespace(name) for name in namespaces]
+    prefixes = [engine.manager.tree.hottest(MAX_PREFIXES, MAX_TEXT_TOKENS, name) for name in names]
     states = engine.request_states(4 * MAX_LANES)
     requests = [state for state in states if state.namespace in namespaces][:MAX_LANES]
     has_sessions = isinstance(engine, SessionEngine)

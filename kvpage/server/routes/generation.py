@@ -71,25 +71,29 @@ class Generation:
         compiled = await self._compiled(prompts[0].text)
         guide = None if compiled is None else compiled.guide
         params = sampling_params(body, [len(prompt.token_ids) for prompt in prompts], guide, service.limits)
+        if (adapter := service.adapter_of(body.model)) is not None:
+            params = [replace(rules, adapter=adapter) for rules in params]
         return Job(
             [prompt.token_ids for prompt in prompts],
             params,
             caller.namespace(body.cache_salt),
             body.priority,
             body.timeout,
-            self._wishes(caller) if asks else NO_WISHES,
+            self._wishes(caller, adapter) if asks else NO_WISHES,
             prompts[0].with_borders(cache_at),  # of several prompts none is a chat's
             compiled=compiled,
         )
 
-    def _wishes(self, caller: Caller) -> CacheWishes:
-        """Return what the request asks of the cache. ApiError 400 for a session of several answers."""
+    def _wishes(self, caller: Caller, adapter: str | None) -> CacheWishes:
+        """Return what the request asks of the cache. ApiError 400 for a session of several answers, or of an adapter."""
         body, hints = self._body, self._body.kv_hints
         if body.session_id is not None and (body.num_prompts > 1 or body.n > 1):
             raise bad_request("session_id needs one prompt and n=1", param="session_id")
         if body.session_branch is not None and body.session_id is None:
             raise bad_request("session_branch needs session_id", param="session_branch")
-        wishes = CacheWishes(body.session_id, body.session_branch or MAIN, tenant=caller.tenant)
+        if body.session_id is not None and adapter is not None:
+            raise bad_request("session_id needs the model without an adapter", param="session_id")
+        wishes = CacheWishes(body.session_id, body.session_branch or MAIN, tenant=caller.tenant, adapter=adapter)
         if hints is None:
             return wishes
         ttl, demotes, releases = hints.pin_ttl(), bool(hints.of_kind(Demote)), bool(hints.of_kind(Release))

@@ -1,4 +1,4 @@
-"""/v1/models: the names of the model."""
+"""/v1/models: the names of the model, and of its adapters."""
 
 from typing import Any
 
@@ -14,9 +14,10 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    """List the names of the model."""
+    """List the names of the model, and of its adapters."""
     service = Service.of(request)
-    return answer({"object": "list", "data": [_card(service, name) for name in service.config.served_model_names]})
+    names = *service.config.served_model_names, *service.config.adapter_names
+    return answer({"object": "list", "data": [_card(service, name) for name in names]})
 
 
 @router.get("/v1/models/{name:path}")
@@ -27,12 +28,13 @@ async def model(request: Request, name: str) -> Response:
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
+    base, is_adapter = service.config.served_model_names[0], service.adapter_of(name) is not None
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "kvpage",
-        "root": service.config.served_model_names[0],
-        "parent": None,
+        "root": name if is_adapter else base,
+        "parent": base if is_adapter else None,
         "max_model_len": service.engine.engine.max_model_len,
     }

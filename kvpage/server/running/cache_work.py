@@ -32,6 +32,7 @@ class CacheWishes:
         demotes: Whether the blocks of the prompts are to leave the device afterwards.
         releases: Whether the blocks that only the prompts need are to be evicted first afterwards.
         next_use: Seconds until the session's next request; None where nothing is said.
+        adapter: The adapter that computes the answers; None for none, and for sessions.
         tenant: Who asks, to whom pins are counted.
     """
 
@@ -41,6 +42,7 @@ class CacheWishes:
     demotes: bool = False
     releases: bool = False
     next_use: float | None = None
+    adapter: str | None = None
     tenant: str = ""
 
     @property
@@ -119,15 +121,15 @@ class CacheWork:
         except ValueError as error:  # beyond the limits of sessions
             logger.info("a turn of %d tokens is not in its session: %s", len(path), error)
 
-    def _follow(self, engine: Engine, wishes: CacheWishes, prompt: Sequence[int], namespace: bytes) -> None:
-        space = engine.manager.space
+    def _follow(self, engine: Engine, wishes: CacheWishes, prompt: Sequence[int], own_namespace: bytes) -> None:
+        space, namespace = engine.manager.space, engine.kv_namespace(own_namespace, wishes.adapter)
         if wishes.demotes:
             self._count("kv.demote", lambda: self._demote(engine, prompt, namespace))
         if wishes.pin_ttl is not None:
-            terms = PinTerms(wishes.pin_ttl, 0, wishes.owner(namespace), self._quota)
+            terms = PinTerms(wishes.pin_ttl, 0, wishes.owner(own_namespace), self._quota)
             self._count("kv.pin", lambda: self._pin(engine, prompt, namespace, terms))
         if wishes.next_use is not None:
-            self._count("kv.next_use", lambda: self._expect(engine, wishes, prompt, namespace))
+            self._count("kv.next_use", lambda: self._expect(engine, wishes, prompt, own_namespace))
         if wishes.releases:
             self._count("kv.release", lambda: bool(space.put_first(prompt, namespace)))
 
@@ -152,7 +154,8 @@ class CacheWork:
         """Have a session pause; without one, tell the order of eviction alone."""
         assert wishes.next_use is not None
         if wishes.session_id is None:
-            return engine.manager.tree.set_next_use(prompt, namespace, seconds=wishes.next_use) > 0
+            kv_namespace = engine.kv_namespace(namespace, wishes.adapter)
+            return engine.manager.tree.set_next_use(prompt, kv_namespace, seconds=wishes.next_use) > 0
         session = engine.sessions.find(wishes.session_id, namespace)
         if session is None:
             return False

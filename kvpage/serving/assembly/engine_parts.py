@@ -38,6 +38,7 @@ from kvpage.serving.assembly.parts import (
 )
 from kvpage.serving.assembly.session_parts import make_sessions
 from kvpage.serving.assembly.store_parts import make_store_connector
+from kvpage.serving.assembly.weight_updates import WeightUpdates
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.blending.blender_check import checked_blender
 from kvpage.serving.blending.connector import BlendConnector
@@ -64,6 +65,8 @@ from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.sessions.sessions import Sessions
 from kvpage.serving.stats.engine_stats import EngineStats
+from kvpage.serving.weights.engine_weights import EngineWeights
+from kvpage.serving.weights.watch import WeightWatch
 from kvpage.store import KVStore
 
 
@@ -88,6 +91,8 @@ class EngineParts:
     loop: ServingLoop
     sessions: Sessions
     lead: Lead | None
+    weights: EngineWeights
+    updates: WeightUpdates
 
     @property
     def longest(self) -> int:
@@ -143,6 +148,7 @@ class EngineParts:
             slot_bytes=_slot_bytes(self.caches),
             numerics=self.caches.full.numerics or None,
             sessions=self.sessions.stats(),
+            weights=self.weights.stats(),
         )
 
     def use_graphs(self, capturer: Capturer) -> None:
@@ -241,6 +247,8 @@ def _looped(
     )
     groups = StepGroups(manager, caches, tell)
     batch_runner = BatchRunner(runner, caches, manager, transfers, lead, groups)
+    weights, watch = EngineWeights(), WeightWatch(runner.model)
+    loop = ServingLoop(batch_runner, scheduler, connectors, telemetry, weights, rule)
     parts = EngineParts(
         config=config,
         runner=runner,
@@ -256,14 +264,17 @@ def _looped(
             tokenizer,
             connectors.blend_config,
             config.same_bits,
+            weights,
         ),
         connectors=connectors,
         transfers=transfers,
         scheduler=scheduler,
         batch_runner=batch_runner,
-        loop=ServingLoop(batch_runner, scheduler, connectors, telemetry, rule),
-        sessions=make_sessions(manager, transfers, connectors, config.sessions),
+        loop=loop,
+        sessions=make_sessions(manager, transfers, connectors, config.sessions, weights.namespace),
         lead=lead,
+        weights=weights,
+        updates=WeightUpdates(loop, scheduler, connectors, telemetry, weights, watch, config.changed_weights),
     )
     parts.loop.keep(parts.sessions)
     _connect_device(parts)

@@ -13,7 +13,11 @@ from kvpage.store import KVStore
 
 
 def make_sessions(
-    manager: BlockManager, transfers: BlockTransfers, connectors: Connectors, config: SessionConfig
+    manager: BlockManager,
+    transfers: BlockTransfers,
+    connectors: Connectors,
+    config: SessionConfig,
+    named: Callable[[bytes], bytes],
 ) -> Sessions:
     """Return the sessions of an engine.
 
@@ -22,8 +26,9 @@ def make_sessions(
         transfers: Make its moves.
         connectors: Have its store.
         config: The limits.
+        named: Returns the namespace of the blocks for that of the requests, as it is now.
     """
-    blocks = SessionBlocks(manager, transfers.run, lambda: connectors.store)
+    blocks = SessionBlocks(manager, transfers.run, lambda: connectors.store, named)
     return Sessions(blocks, config, _records_in(connectors, config))
 
 

@@ -41,6 +41,10 @@ class BlendedPrompt:
         self.reuse: list[Reuse] = []
         self.num_reused_tokens = self.num_recomputed_tokens = 0
 
+    def enter(self, namespace: bytes) -> None:
+        """Look segments up, and keep them, in this namespace from now on."""
+        self.namespace = namespace
+
     def set_found(self, reusable: list[Reuse], wanted_spans: list[Span]) -> None:
         """Take the answer of a lookup: there is no other lookup until `forget_found`."""
         self.reusable, self.wanted_spans = reusable, wanted_spans

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from kvpage.checks.interrupts import HeldInterrupts
 from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import check_at_least
+from kvpage.serving.assembly.weight_updates import Running
 from kvpage.serving.live.config import AsyncEngineConfig, check_seconds
 from kvpage.serving.live.live_request import LiveRequest
 from kvpage.serving.live.mailbox import Mailbox
@@ -28,6 +29,7 @@ from kvpage.serving.stats.engine_stats import EngineStats
 
 Result = TypeVar("Result")
 DEFAULT = AsyncEngineConfig()
+SECONDS_BETWEEN_LOOKS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +271,26 @@ class AsyncEngine:
         if not callable(function):
             raise TypeError(f"function must be callable, got {type(function).__name__}")
         return self.call(lambda engine: function(engine.session(session_id, namespace)))
+
+    async def update_weights(
+        self, version: str, change: Callable[[], object] | None = None, *, running: Running = "restart"
+    ) -> None:
+        """Begin a version of the weights; see Engine.update_weights. Tokens go on coming while requests finish.
+
+        Args:
+            version: The name of the new weights.
+            change: Changes them, on the stepping thread, between two steps.
+            running: What becomes of requests that have begun.
+
+        Raises:
+            ValueError, RuntimeError: As Engine.update_weights, and what `change` raises.
+            EngineClosed: The engine is closed, or has failed; the version is the same as before.
+        """
+        update = await asyncio.wrap_future(self.call(lambda engine: engine.begin_update(version, change, running)))
+        while not update.done():  # its requests may end by other things than steps
+            await asyncio.wait([asyncio.wrap_future(update)], timeout=SECONDS_BETWEEN_LOOKS)
+            await asyncio.wrap_future(self.call(lambda engine: engine.loop.do_due()))
+        update.result()
 
     def stats(self) -> AsyncEngineStats:
         """Return counters and the state now; any thread may ask.

@@ -28,6 +28,7 @@ from kvpage.serving.params.sampling import SamplingParams, check_params
 from kvpage.serving.sampling.library_processors import asked_rules
 from kvpage.serving.text.text_rules import TextRules
 from kvpage.serving.text.token_logprobs import ScoredPrompt
+from kvpage.serving.weights.engine_weights import EngineWeights
 
 MAX_SCORED_LOGITS = 2**26
 """Logits of prompts that one step may have at most: 256 MiB in fp32."""
@@ -61,6 +62,7 @@ class Intake:
     tokenizer: for parameters that speak of text; None refuses these.
     blend_config: returns how the engine blends now; None if it does not, which refuses segments.
     same_bits: refuses rules that torch applies, see `Sampler`.
+    weights: know the adapters, and the namespaces of what they compute; None for a model that has none.
     Any thread may ask it at any time: it reads what does not change, and replaces what it remembers as a whole.
     """
 
@@ -73,7 +75,9 @@ class Intake:
         tokenizer: PreTrainedTokenizerBase | None = None,
         blend_config: Callable[[], BlendConfig | None] = lambda: None,
         same_bits: bool = False,
+        weights: EngineWeights | None = None,
     ) -> None:
+        self._weights = EngineWeights() if weights is None else weights
         self.defaults, self.max_model_len, self.tokenizer = defaults, max_model_len, tokenizer
         self.vocab_size = vocab_size(model)
         self.eos_token_ids = eos_token_ids(model)
@@ -116,6 +120,7 @@ class Intake:
             raise TypeError(f"priority must be an integer, got {type(prompt.priority).__name__}")
         tokens = self.check_tokens(prompt.tokens)
         params = self._params(prompt.params, len(tokens))
+        self._weights.namespace(prompt.namespace, self._weights.adapter(params.adapter))  # raises for one too long
         is_plain = prompt.blend is False and prompt.segments is None
         request = Request(
             request_id,

@@ -28,6 +28,7 @@ from kvpage.serving.params.sampling import DEFAULT_MAX_TOKENS, MAX_SEED, Samplin
 from kvpage.serving.sampling.sampled_row import SampledRow
 from kvpage.serving.text.answer import Answer, AnswerRules
 from kvpage.serving.text.token_logprobs import ScoredPrompt, TokenLogprobs
+from kvpage.serving.weights.adapters.adapter import Adapter
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +126,9 @@ class Request:
         self.sample_index = 0
         self.group = SampleGroup(arrival, sink, [self], priority, answer_rules=answer_rules)
         self.params = params
-        self.namespace = namespace
+        self.own_namespace = self.namespace = namespace  # the caller's, and the one of its K and V
+        self.adapter: Adapter | None = None
+        self.is_stale = False  # whether weights have changed since its first K and V were computed
         self.blending = blending
         draws = bool(params.temperature)
         self.seed = secrets.randbelow(MAX_SEED) if params.seed is None and draws else params.seed or 0
@@ -176,9 +179,10 @@ class Request:
             self.params,
             arrival=0,
             eos_token_ids=self.stop_ids,
-            namespace=self.namespace,
+            namespace=self.own_namespace,
             answer_rules=self.group.answer_rules,
         )
+        fork.enter(self.namespace, self.adapter)
         fork.seq_id, fork.sample_index, fork.group = (self.request_id, index), index, self.group
         fork.seed = (self.seed + index) % MAX_SEED
         return fork
@@ -211,8 +215,19 @@ class Request:
         """Note that all computed tokens are committed."""
         self.num_committed = self.num_computed
 
+    def enter(self, namespace: bytes, adapter: Adapter | None) -> None:
+        """Have all K and V that are computed from its first token on found in this namespace, by this adapter."""
+        self.namespace, self.adapter = namespace, adapter
+        if self.blending is not None:
+            self.blending.enter(namespace)
+
+    def go_stale(self) -> None:
+        """Note that it goes on with K and V of older weights."""
+        self.is_stale = True
+
     def leave_blocks(self) -> None:
         """Go back to waiting, without blocks."""
+        self.is_stale = False
         self.num_computed = self.num_committed = self.num_room = 0
         if self.blending is not None:
             self.blending.leave_blocks()

@@ -206,6 +206,11 @@ class Scheduler:
             self._blocks.spoil(request)
 
     @property
+    def may_admit(self) -> bool:
+        """Whether a request waits that the next step may let run."""
+        return bool(self.waiting) and (len(self.running) < self.max_num_seqs or self.has_urgent)
+
+    @property
     def keeps_states(self) -> bool:
         """Whether requests have states, which a step that is dropped has written all the same."""
         return self._blocks.have_states
@@ -214,9 +219,21 @@ class Scheduler:
         """Forget the cached blocks of a request, but for those that others use or share."""
         self.manager.space.drop(request.tokens[: request.num_tokens], request.namespace)
 
-    def restart(self) -> None:
-        """Put every request back into the queue without a block: all of its K and V are computed again."""
-        self.requeue(self.running[:])
+    def go_stale(self) -> int:
+        """Let running requests that have tokens keep K and V of older weights, for themselves; return how many."""
+        decoding = [request for request in self.running if request.num_generated and not request.scores_prompt]
+        for request in decoding:
+            self._commit(request)  # what is computed is of the older weights, and found as such
+            self.manager.make_private(request.seq_id)
+            request.go_stale()
+        return len(decoding)
+
+    def restart(self, keeps_stale: bool = False) -> None:
+        """Put requests back into the queue without a block: all of their K and V are computed again.
+
+        keeps_stale: whether those that `go_stale` has left their K and V run on.
+        """
+        self.requeue([request for request in self.running if not (keeps_stale and request.is_stale)])
         self.num_queued += 1
         for request in self.waiting:
             if self.manager.is_swapped(request.seq_id):
@@ -267,7 +284,8 @@ class Scheduler:
         """Free a request's device blocks. Return whether its K and V go to the host; else they are computed again."""
         self._settle_state(request, goes_on=True)
         self._commit(request)
-        is_swapped = not request.scores_prompt and self._blocks.swap_out(request)
+        must_begin_again = request.scores_prompt or request.is_stale
+        is_swapped = not must_begin_again and self._blocks.swap_out(request)
         if not is_swapped:
             self.keep_state(request, goes_on=True)
             self.manager.release(request.seq_id)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -36,6 +37,7 @@ from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.model.step import BatchItem
 from kvpage.serving.text.token_logprobs import TokenLogprobs
+from kvpage.serving.weights.engine_weights import EngineWeights
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class ServingLoop:
     """The unfinished requests, by id, and the steps that compute them. For one thread.
 
     rule: learns how fast prefills are; None if nothing asks.
+    weights: name the namespaces of requests.
     num_arrivals, num_finished, num_generated_tokens: so far.
     keeper: what steps do besides, when it is due; None for nothing.
     """
@@ -63,12 +66,15 @@ class ServingLoop:
         scheduler: Scheduler,
         connectors: Connectors,
         telemetry: Telemetry,
+        weights: EngineWeights,
         rule: LoadOrCompute | None = None,
     ) -> None:
         self.requests: dict[str, Request] = {}
         self.num_arrivals = self.num_finished = self.num_generated_tokens = 0
         self._batch_runner, self._scheduler, self._connectors = batch_runner, scheduler, connectors
-        self._telemetry, self._rule = telemetry, rule
+        self._telemetry, self._weights, self._rule = telemetry, weights, rule
+        self._look_at_weights: Callable[[bool], None] = lambda may_admit: None
+        self._due: Callable[[], None] | None = None  # once requests that have begun have ended
         self._outputs: list[StepOutput] = []  # of requests without a sink, until they are taken
         self._dropped: deque[Request] = deque()  # by their callers during a step, by the garbage collector at any time
         self._is_stepping = False
@@ -103,6 +109,10 @@ class ServingLoop:
         self.decoder = decoder
         self._scheduler.use_outcomes(decoder.has_computed)
 
+    def watch_weights(self, look: Callable[[bool], None]) -> None:
+        """Have this called before each step: with whether a prompt may be admitted. It may raise, or `restart`."""
+        self._look_at_weights = look
+
     def new_id(self) -> str:
         """Return an id that no unfinished request has."""
         number = self.num_arrivals
@@ -113,12 +123,13 @@ class ServingLoop:
     def add(self, request: Request) -> None:
         """Queue it; its arrival is the number of requests before it. The caller holds interrupts back.
 
-        ValueError, and no change, if its id is in use, or Scheduler.check refuses it.
+        ValueError, and no change, if its id is in use, Scheduler.check refuses it, or its adapter is not loaded.
         """
         self.thread.check()
         if request.request_id in self.requests:
             raise ValueError(f"request_id must not be in use, {request.request_id!r} is")
         self._scheduler.check(request)
+        self._enter(request)
         request.group.arrival = self.num_arrivals
         self._scheduler.add(request)
         self.requests[request.request_id] = request
@@ -178,6 +189,11 @@ class ServingLoop:
 
     def try_step(self) -> Exception | None:
         """Compute one batch; return its exception if that is worth a second try. Its outputs stay where they are."""
+        failure = self._try_step()
+        self.do_due()
+        return failure
+
+    def _try_step(self) -> Exception | None:
         with HeldInterrupts():  # as `_stepping`, whose generator would cost each step a microsecond
             self._begin_step()
             try:
@@ -185,6 +201,7 @@ class ServingLoop:
                     self.keeper.tend()
                 if self.requests:
                     self._batch_runner.check()
+                    self._look_at_weights(self._scheduler.may_admit)
                 batch = self._next_batch()
                 untaken = batch.requests
                 try:
@@ -215,14 +232,57 @@ class ServingLoop:
             if failure is not None:
                 logger.warning("a step raised, and its requests are computed once more", exc_info=failure)
 
+    @property
+    def num_begun(self) -> int:
+        """Unfinished requests that have had blocks."""
+        return len(self._begun())
+
+    def _begun(self) -> list[Request]:
+        scheduler = self._scheduler
+        return [*scheduler.running, *(request for request in scheduler.waiting if request.group.is_admitted)]
+
+    def finish_then(self, work: Callable[[], None], waits: bool) -> None:
+        """Do work now, or once all requests that have begun have ended; until then no other one begins.
+
+        RuntimeError if there is such work already.
+        """
+        if self._due is not None:
+            raise RuntimeError("update_weights must not be called before the update under way has ended")
+        if not waits:
+            work()
+            return
+        self._due = work
+
+    def do_due(self) -> None:
+        """Do the work of `finish_then` if its time has come: between two steps."""
+        if self._due is not None and not self._is_stepping and not self._begun():
+            work, self._due = self._due, None
+            work()
+
     @uninterrupted
-    def restart(self) -> None:
-        """Have every request compute all of its K and V again, from no segment that was found; its tokens stay."""
+    def go_stale(self) -> int:
+        """Let running requests that have tokens keep K and V of older weights; return how many. See Scheduler."""
         self._abort_dropped()
-        self._scheduler.restart()
+        return self._scheduler.go_stale()
+
+    @uninterrupted
+    def restart(self, keeps_stale: bool = False) -> None:
+        """Have every request compute all of its K and V again, from no segment that was found; its tokens stay.
+
+        Each is in the namespace of the weights as they are now. keeps_stale: see Scheduler.restart.
+        """
+        self._abort_dropped()
+        self._scheduler.restart(keeps_stale)
+        for request in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._enter(request)
         for request in self._scheduler.waiting:
+            self._connectors.hand_over(request)
             if request.blending is not None:
                 request.blending.forget_found()
+
+    def _enter(self, request: Request) -> None:
+        adapter = self._weights.adapter(request.params.adapter)
+        request.enter(self._weights.namespace(request.own_namespace, adapter), adapter)
 
     @uninterrupted
     def disconnect(self) -> None:
@@ -243,6 +303,7 @@ class ServingLoop:
     def compute(self, items: Sequence[BatchItem]) -> torch.Tensor:
         """Compute tokens of sequences that belong to no request; return the logits of the wanted tokens."""
         with self._stepping():
+            self._look_at_weights(False)
             logits = self._batch_runner.run(items).logits
             self._batch_runner.check_all_kernels()  # the caller commits next
             return logits
@@ -335,6 +396,8 @@ class ServingLoop:
 
     def _schedule(self) -> Batch:
         scheduler, connectors, tried = self._scheduler, self._connectors, self._suspects.group
+        if self._due is not None and not tried:
+            tried = self._begun()
         if tried:  # no other request may hold blocks, or have a part in the failure
             scheduler.requeue([request for request in scheduler.running if request not in tried])
         while True:
@@ -444,3 +507,11 @@ class ServingLoop:
         self._connectors.forget(request)
         if self.decoder is not None and not self._scheduler.running:
             self.decoder.let_go()
+
+
+def step_on(loop: ServingLoop, future: "Future[None]") -> None:
+    """Step until the future is done. The first exception of a batch is logged, and the batch is tried again."""
+    while not future.done():
+        failure = loop.try_step()
+        if failure is not None:
+            logger.warning("a step raised, and its requests are computed once more", exc_info=failure)

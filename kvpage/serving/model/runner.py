@@ -1,7 +1,7 @@
 """ModelRunner: compute packed sequences with a Hugging Face decoder, whose K and V go into blocks."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,8 @@ from kvpage.serving.model.states.mixer_forward import view_forwards
 from kvpage.serving.model.states.model_states import ModelStates
 from kvpage.serving.model.step import ModelInputs, PackedTokens, Step
 from kvpage.serving.model.view import ModelView
+from kvpage.serving.weights.adapters.adapted_linear import AdaptedPass
+from kvpage.serving.weights.adapters.adapter import Adapter
 
 NOTHING = nullcontext()
 """A context that does nothing, for all that need one."""
@@ -51,6 +53,7 @@ class ModelRunner:
         threads = None if row_bits is None else row_bits.threads
         forwards = {} if states is None else view_forwards(states.mixers, threads)
         self._view = ModelView(model, native, UNCOMPILED if compiles else IMPLEMENTATION, forwards)
+        self._has_adapters = False
         self._compiled: Any = torch.compile(self._view.module, dynamic=True) if compiles else None
         self._threads = None if native is None else native.threads
         if row_bits is not None:
@@ -86,6 +89,21 @@ class ModelRunner:
         """The modules that compute. Patches of these do not affect the model's own forward."""
         view: PreTrainedModel = self._view.module
         return view
+
+    @property
+    def adapted(self) -> AdaptedPass:
+        """Which rows of the next forward have which adapters."""
+        return self._view.adapted
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether any row may have one."""
+        return self._has_adapters
+
+    def use_adapters(self, adapters: Sequence[Adapter]) -> None:
+        """Let rows have these adapters from now on. ValueError for layers that are no nn.Linear."""
+        self._view.use_adapters(adapters)
+        self._has_adapters = bool(adapters)
 
     @property
     def view_version(self) -> int:

@@ -3,7 +3,7 @@
                      the model                                  its view
     modules with     config: sdpa, forward(), layers, ...       a copy: config "kvpage", forward(), layers, ...
     a config ...     _parameters, _buffers, hooks  ◄─────────── the same dicts
-    Linear, RMSNorm  all attributes                ◄─────────── NativeLinear, ...: the same dict of attributes
+    Linear, RMSNorm  all attributes                ◄─────────── NativeLinear, AdaptedLinear, ...: the same attributes
     all others       Embedding, adapters           ◄─────────── the same modules
 
 Both compute with the same weights, also after these change, and call the same hooks. One thread may use the model
@@ -11,7 +11,7 @@ while another uses the view. A view takes some hundred bytes a module, and no te
 NativeLayers.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
@@ -22,8 +22,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvpage.serving.model.attention import IMPLEMENTATION, register
+from kvpage.serving.model.native.containers import containers_of
 from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.layers import NativeLayers, is_wholly_native
+from kvpage.serving.weights.adapters.adapted_linear import AdaptedPass, adapted_layers
+from kvpage.serving.weights.adapters.adapter import Adapter
 
 
 class ModelView:
@@ -54,6 +57,8 @@ class ModelView:
         self._forwards = dict(forwards or {})
         self._implementation = implementation
         self._is_wholly_native = False
+        self._adapters: Sequence[Adapter] = ()
+        self.adapted = AdaptedPass()
         self._num_builds = 0
         self._copies: dict[nn.Module, Any] = {}
         self._layers: dict[nn.Module, nn.Module] = {}  # native ones, by the model's own
@@ -80,6 +85,11 @@ class ModelView:
             self._build()
         return self._num_builds
 
+    def use_adapters(self, adapters: Sequence[Adapter]) -> None:
+        """Have the layers that these change add their parts from now on, where `adapted` tells which rows are whose."""
+        self._adapters = adapters
+        self._build()
+
     def one_thread_in_torch(self) -> AbstractContextManager[None]:
         """Return the limit of torch's threads for a forward of `module`: none, unless all its products are native."""
         if self._modules_now != self._modules_before:
@@ -92,6 +102,10 @@ class ModelView:
         if self._native is not None:
             modules += self._native.containers(modules)
             self._layers = self._native.stand_ins(modules)
+        elif self._adapters:
+            modules += containers_of(modules)
+        bases = self._layers if self._native is not None else {}
+        self._layers = {**bases, **adapted_layers(self._model, self._adapters, bases, self.adapted)}
         self._copies = {module: self._copies.get(module) or type(module).__new__(type(module)) for module in modules}
         for module in modules:
             attributes = vars(self._copies[module])

@@ -69,6 +69,7 @@ class SamplingParams(LogitsParams):
             logits: before penalties, masks and temperature.
         prompt_logprobs: return the same for the tokens of the prompt. All of it is computed then, cached or not.
         guide: the form that the generated text must have; see Guide.
+        adapter: the name of an adapter that `Engine.load_adapter` has loaded. None: the base model.
 
     Raises:
         ValueError: for a value that a field does not take, with the field's name.
@@ -93,6 +94,7 @@ class SamplingParams(LogitsParams):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     guide: Guide | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         LogitsParams.__post_init__(self)
@@ -105,6 +107,8 @@ class SamplingParams(LogitsParams):
             raise ValueError(f"retain_priority must be an integer in {limits}, got {self.retain_priority!r}")
         if self.guide is not None and not isinstance(self.guide, Guide):
             raise ValueError(f"guide must be a Guide, such as Guide.regex(...), got {type(self.guide).__name__}")
+        if not isinstance(self.adapter, str | None):
+            raise ValueError(f"adapter must be a name or None, got {type(self.adapter).__name__}")
 
     @classmethod
     def from_generation_config(

@@ -9,6 +9,7 @@ from kvpage.serving.stats.engine_stats import (
     ResidencyStats,
     StoreConnectorStats,
     TransferStats,
+    WeightStats,
 )
 from kvpage.serving.stats.request_state import RequestState
 
@@ -22,4 +23,5 @@ __all__ = [
     "ResidencyStats",
     "StoreConnectorStats",
     "TransferStats",
+    "WeightStats",
 ]

@@ -12,6 +12,7 @@ from kvpage.serving.loop.graphs.decode_graphs import GraphStats
 from kvpage.serving.loop.moves.block_transfers import TransferStats
 from kvpage.serving.loop.store_connector import StoreConnectorStats
 from kvpage.serving.sessions.stats import SessionStats
+from kvpage.serving.weights.engine_weights import WeightStats
 
 __all__ = [
     "BlendStats",
@@ -23,6 +24,7 @@ __all__ = [
     "SessionStats",
     "StoreConnectorStats",
     "TransferStats",
+    "WeightStats",
     "WindowStats",
 ]
 
@@ -54,6 +56,7 @@ class EngineStats:
         graphs: Captured decode steps; None on a CPU, and with enforce_eager.
         windows: The blocks of each window's layers, where they have some of their own.
         slot_bytes: Bytes of a state slot, and of the K and V beside it; 0 without states.
+        weights: Their version, and adapters.
         numerics: What the bits of results depend on besides the model and the request; None without `same_bits`.
         sessions: Sessions, and the blocks that they retain.
     """
@@ -81,6 +84,7 @@ class EngineStats:
     slot_bytes: int = 0
     numerics: str | None = None
     sessions: SessionStats = field(default_factory=SessionStats)
+    weights: WeightStats = field(default_factory=WeightStats)
 
     @property
     def hit_rate(self) -> float:

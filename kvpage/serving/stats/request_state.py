@@ -18,7 +18,7 @@ class RequestState:
     Attributes:
         request_id: The id that `add_request` returned.
         sample_index: The sample; 0 until the prompt is computed.
-        namespace: The namespace of its blocks.
+        namespace: The namespace that its caller has named.
         stage: "waiting", "loading" (it waits for a store or for segments), "prefill" or "decode".
         num_prompt_tokens: Tokens of its prompt.
         num_cached_tokens: Tokens of the prompt that were cached on the device at the first admission. 0 before it.
@@ -63,7 +63,7 @@ def _state_of(request: Request, stage: Stage) -> RequestState:
     return RequestState(
         request_id=request.request_id,
         sample_index=request.sample_index,
-        namespace=request.namespace,
+        namespace=request.own_namespace,
         stage=stage,
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=max(num_found - num_loaded, 0),

@@ -116,7 +116,7 @@ class Branches:
             OutOfBlocks: There are too few blocks; nothing is held.
         """
         checked = self.engine.check_tokens(tokens)
-        branch = Branch(checked.copy(), 0, 0, namespace)
+        branch = Branch(checked.copy(), 0, 0, self.engine.kv_namespace(namespace))
         self._allocate(branch)
         self._live.add(branch)
         return branch

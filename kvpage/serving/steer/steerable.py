@@ -38,6 +38,20 @@ class SteerableEngine(Protocol):
             TypeError: They are text.
         """
 
+    def kv_namespace(self, namespace: bytes = b"", adapter: str | None = None) -> bytes:
+        """Return the namespace under which K and V of now are cached.
+
+        Args:
+            namespace: The caller's.
+            adapter: The name of an adapter; None for the base model.
+
+        Returns:
+            The whole namespace.
+
+        Raises:
+            ValueError: No such adapter is loaded, or the whole is too long.
+        """
+
     def check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Check that the model takes a sequence of some length.
 

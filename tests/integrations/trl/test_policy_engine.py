@@ -12,7 +12,7 @@ from support.models import VOCAB, generate_each, make_model, make_prompts
 from kvpage import CacheConfig
 from kvpage.integrations.trl import PolicyEngine, rollout_config
 from kvpage.integrations.trl.trained_model import eval_mode, stand_in
-from kvpage.serving import EngineConfig, SamplingParams
+from kvpage.serving import EngineConfig, SamplingParams, WeightsChanged
 
 B = 4
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -103,6 +103,9 @@ def test_without_forgetting_the_answers_would_be_stale(model, monkeypatch):
     monkeypatch.setattr(policy.engine, "reset_prefix_cache", lambda: None)
     tokens_of(policy, prompts)
     change_weights(model, 1)
+    with pytest.raises(WeightsChanged):
+        tokens_of(policy, prompts)
+    policy.engine.loop.watch_weights(lambda may_admit: None)
     assert tokens_of(policy, prompts) != generate_each(model, prompts, 6)
 
 

@@ -179,7 +179,8 @@ def test_an_engine_sees_what_is_done_to_the_model(change: Callable[[tf.PreTraine
     change(model)
     expected = generate_each(model, PROMPTS, NEW)
     assert expected != before
-    assert serve(engine, b"changed") == expected
+    engine.update_weights("changed")
+    assert serve(engine, b"") == expected
     assert model.config._attn_implementation == "eager"
 
 

@@ -4,6 +4,7 @@ items ─► due moves of blocks ─► Step: slots, block tables ─► ModelRu
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,12 +19,13 @@ from kvpage.serving.blending.blend_pass import BlendCounts
 from kvpage.serving.blending.blender import Blender
 from kvpage.serving.loop.batch.batch import Batch, Choose, Decodes
 from kvpage.serving.loop.batch.step_groups import StepGroups
-from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs
+from kvpage.serving.loop.graphs.decode_graphs import DecodeGraphs, Replayed
 from kvpage.serving.loop.graphs.decode_inputs import DecodeInputs
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
 from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.loop.ranks.step_plan import GroupBlocks, OtherRanks, StepPlan
-from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.loop.request import Request
+from kvpage.serving.model.runner import NOTHING, ModelRunner
 from kvpage.serving.model.step import BatchItem, ModelInputs, PackedTokens, Step
 from kvpage.serving.sampling.logits_check import likeliest
 
@@ -87,10 +89,34 @@ class BatchRunner:
         for models whose layers share one table.
         """
         packed = batch.packed()
+        counts = np.asarray(packed.ends, np.int64) - np.asarray(packed.starts, np.int64)
+        with self._adapting(batch.requests, counts):
+            return self._compute(batch, packed, written)
+
+    def _adapting(self, requests: Sequence[Request], counts: Rows | None = None) -> AbstractContextManager[object]:
+        """Return a context in which rows have the adapters of requests. counts: rows of each; None for one each."""
+        if not self._runner.has_adapters or not any(adapters := [request.adapter for request in requests]):
+            return NOTHING
+        if counts is None:
+            counts = np.ones(len(adapters), np.int64)
+        return self._runner.adapted.over(adapters, counts, self._cache.device)
+
+    def _replay(self, inputs: DecodeInputs, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> Replayed | None:
+        """Return what a captured step computes; None where there is none. They have the base model alone."""
+        if self.graphs is None:
+            return None
+        if self._runner.adapted.groups:
+            self.graphs.miss("adapters are computed in it")
+            return None
+        replayed = self.graphs.run(inputs, token_ids)
+        if replayed is not None:
+            self._count(inputs.num_seqs)
+        return replayed
+
+    def _compute(self, batch: Batch, packed: PackedTokens, written: Callable[[int], object] | None) -> torch.Tensor:
         if not batch.prefills:
             inputs = self._decode_inputs(batch.decodes)
-            if self.graphs is not None and (replayed := self.graphs.run(inputs, packed.token_ids)) is not None:
-                self._count(inputs.num_seqs)
+            if (replayed := self._replay(inputs, packed.token_ids)) is not None:
                 return replayed.logits
             return self._forward(self._newest(inputs, packed), packed, self._plan_of(inputs, packed))
         if self.graphs is not None and len(batch.decodes):
@@ -131,10 +157,10 @@ class BatchRunner:
         valid until the next pass.
         """
         inputs = self._decode_inputs(decodes)
-        if self.graphs is not None and (replayed := self.graphs.run(inputs, token_ids)) is not None:
-            self._count(inputs.num_seqs)
-            return replayed.tokens if choose is None else choose(replayed.logits)
-        logits = self._of_tokens(inputs, token_ids)
+        with self._adapting(decodes.requests):
+            if (replayed := self._replay(inputs, token_ids)) is not None:
+                return replayed.tokens if choose is None else choose(replayed.logits)
+            logits = self._of_tokens(inputs, token_ids)
         return likeliest(logits) if choose is None else choose(logits)
 
     def _decode_inputs(self, decodes: Decodes) -> DecodeInputs:

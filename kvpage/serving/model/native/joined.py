@@ -5,8 +5,8 @@
     v_proj ─┘                        [ W of v ]
 
 Like NativeLinear, each shares all attributes with the model's own layer. The model's parameters stay the same objects
-with the same values, at other addresses: their memory becomes a part of one tensor. A layer whose weight is moved away
-later computes by itself again.
+with the same values, at other addresses: their memory becomes a part of one tensor, and their attribute `joined_at`
+says where. A layer whose weight is moved away later computes by itself again.
 """
 
 from collections.abc import Callable, Sequence
@@ -149,6 +149,7 @@ def _side_by_side(parameters: Sequence[Any]) -> torch.Tensor:
     joined = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, torch.split(joined, num_rows), strict=True):
         parameter.data = part
+        parameter.joined_at = part.data_ptr()  # for those who watch whether others give it other memory
     return joined
 
 

@@ -1,0 +1,1 @@
+"""Adapters of peft: their files, and linear layers that add them to single rows."""
