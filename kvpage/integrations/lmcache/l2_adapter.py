@@ -184,11 +184,11 @@ class KVPageL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore] 
 
     def submit_load_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
         """Begin to load chunks into memory, which belongs to the task until it is over."""
-        task_id, names, held = self._new_task(), [_name(key) for key in keys], list(objects)
-        buffers = [item.byte_array for item in held]
+        task_id, names, memory = self._new_task(), [_name(key) for key in keys], list(objects)
+        buffers = [item.byte_array for item in memory]
 
         def end(flags: list[bool]) -> None:
-            held.clear()
+            memory.clear()
             self._notify_keys_accessed([key for key, is_loaded in zip(keys, flags, strict=True) if is_loaded])
             self._loads.add(task_id, _bitmap(flags))
 
