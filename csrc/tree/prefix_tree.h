@@ -193,8 +193,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // from. Returns how many tokens' worth of blocks.
   int64_t drop(const TokenView& tokens, std::string_view name);
 
-  // Forgets all blocks of a namespace that are not pinned, in both tiers, in the order of eviction; returns the number of
-  // device blocks.
+  // Forgets all blocks of a namespace that are not pinned, in both tiers, in the order of eviction; returns the number
+  // of device blocks.
   int64_t drop_namespace(std::string_view name);
 
   // Frees all that is not pinned, in both tiers, and forgets what was evicted; returns the number of device blocks.
