@@ -118,6 +118,6 @@ def _gate_activation(module: Any) -> int:
         return 0
     rows = random_rows(1, NUM_TRIED) * 4
     with torch.no_grad():
-        found = act_fn(rows)
-    errors = {number: relative_error(function(rows), found) for number, function in ACTIVATIONS.values()}
+        output = act_fn(rows)
+    errors = {number: relative_error(function(rows), output) for number, function in ACTIVATIONS.values()}
     return next((number for number, error in errors.items() if error <= MAX_ERROR), 0)
