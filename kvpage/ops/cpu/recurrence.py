@@ -45,23 +45,18 @@ def recurrence(
     """
     num_sequences, num_tokens, num_key_heads, num_keys = query.shape
     num_heads, num_columns = value.shape[2:]
-    rows = num_sequences, num_tokens, num_heads
     kind = OF_ELEMENT if rates is not None else OF_KEY if decay.dim() == 4 else OF_HEAD
-    shapes = {
-        "query": (query, query.shape),
-        "key": (key, query.shape),
-        "value": (value, (*rows, num_columns)),
-        "decay": (decay, (*rows, *((), (num_keys,), (num_columns,))[kind])),
-        "state": (state, (num_sequences, num_heads, num_keys, num_columns)),
-        "factor": (factor, rows),
-        "rates": (rates, (num_heads, num_keys, num_columns)),
-    }
-    for name, (tensor, shape) in shapes.items():
-        _check(name, tensor, tuple(shape))
+    rows, of_state = (num_sequences, num_tokens, num_heads), (num_heads, num_keys, num_columns)
+    _check("query", query, tuple(query.shape))
+    _check("key", key, tuple(query.shape))
+    _check("value", value, (*rows, num_columns))
+    _check("decay", decay, (*rows, *((), (num_keys,), (num_columns,))[kind]))
+    _check("state", state, (num_sequences, *of_state))
+    _check("factor", factor, rows)
+    _check("rates", rates, of_state)
     query, key, value, decay = (tensor.contiguous() for tensor in (query, key, value, decay))
     rates, factor = (None if tensor is None else tensor.contiguous() for tensor in (rates, factor))
     out = torch.empty(value.shape)
-    of_sequence, of_head, of_key, of_column = state.stride()
     _C.recurrence(
         (
             query.data_ptr(),
@@ -72,7 +67,7 @@ def recurrence(
             0 if factor is None else factor.data_ptr(),
             out.data_ptr(),
         ),
-        (state.data_ptr(), of_sequence, of_head, of_key, of_column),
+        (state.data_ptr(), state.stride(0), state.stride(1), state.stride(2), state.stride(3)),
         (num_sequences, num_tokens, num_key_heads, num_heads, num_keys, num_columns),
         kind,
         num_threads,
@@ -84,5 +79,5 @@ def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> No
     if tensor is None:
         return
     if tensor.dtype != torch.float32 or not tensor.is_cpu or tensor.shape != shape:
-        found = f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
-        raise ValueError(f"{name} must be {shape} of torch.float32 on a CPU, got {found}")
+        description = f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"{name} must be {shape} of torch.float32 on a CPU, got {description}")

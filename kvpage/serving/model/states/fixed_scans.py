@@ -19,9 +19,8 @@ from kvpage.cache.state_cache import StateKey
 from kvpage.ops.cpu.recurrence import recurrence
 from kvpage.serving.model.meaning import innermost, with_meaning
 from kvpage.serving.model.native.torch_threads import TorchThreads
-from kvpage.serving.model.states.mixer import StateMixer
+from kvpage.serving.model.states.mixer import StateMixer, limits_of
 from kvpage.serving.model.states.piece_cache import PieceCache
-from kvpage.serving.model.states.scan_step import limits_of
 
 EPS = 1e-6  # of the norm of keys
 

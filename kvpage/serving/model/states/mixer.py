@@ -7,6 +7,9 @@ from torch import nn
 
 from kvpage.cache.state_cache import StateKey
 
+LIMITS = "time_step_limit"
+NO_LIMITS = 0.0, float("inf")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateMixer:
@@ -29,6 +32,12 @@ class StateMixer:
     steps_apart: bool = False
     is_fixed: bool = False
     holds: tuple[str, ...] = ()
+
+
+def limits_of(module: nn.Module) -> tuple[float, float]:
+    """Return the limits of a mixer's time step; those that limit nothing where it has none."""
+    limits = getattr(module, LIMITS, None)
+    return NO_LIMITS if limits is None else (float(limits[0]), float(limits[1]))
 
 
 class PieceForward(Protocol):

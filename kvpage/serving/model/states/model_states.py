@@ -22,8 +22,8 @@ from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.states.continuation import Continuation
 from kvpage.serving.model.states.fixed_scans import scan_names
 from kvpage.serving.model.states.held_states import held_states, without_own_states
-from kvpage.serving.model.states.mixer import StateMixer
-from kvpage.serving.model.states.scan_step import Shapes, limits_of, steps_apart, takes_several
+from kvpage.serving.model.states.mixer import StateMixer, limits_of
+from kvpage.serving.model.states.scan_step import Shapes, steps_apart, takes_several
 from kvpage.serving.model.window_check import cache_windows
 
 IS_EARLY = Version(transformers.__version__) < Version("5.15")

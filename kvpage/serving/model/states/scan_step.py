@@ -34,7 +34,7 @@ from kvpage.serving.model.limits import vocab_size
 from kvpage.serving.model.meaning import innermost, with_meaning
 from kvpage.serving.model.native.trial import relative_error
 from kvpage.serving.model.probe import probe_tokens
-from kvpage.serving.model.states.mixer import StateMixer
+from kvpage.serving.model.states.mixer import LIMITS, NO_LIMITS, StateMixer, limits_of
 from kvpage.serving.model.states.piece_cache import PieceCache
 from kvpage.serving.model.states.row_cuts import Cut, cut
 
@@ -43,8 +43,7 @@ MAX_ERROR = 1e-5  # of fp32 numbers, relative, where several tokens are one by o
 CANNOT_COMPUTE = RuntimeError, TypeError, ValueError, AttributeError, IndexError
 """The errors of a copy that takes no fp32, or other arguments."""
 AT_ONCE, ONE_BY_ONE = (NUM_BEFORE, NUM_TOKENS), range(NUM_BEFORE, NUM_TOKENS + 1)
-NAME, LIMITS = "mamba2_selective_state_update", "time_step_limit"
-NO_LIMITS = 0.0, float("inf")
+NAME = "mamba2_selective_state_update"
 BIASES = "dt_bias", "dt_proj.bias", "dt_proj_bias"
 BEYOND = 20.0, 4.0  # how far biases go below and above: softplus(-20) is 2e-9
 MAX_ERROR_OF_STEPS, MAX_ERROR_OF_KERNELS = 1e-4, 1e-2  # relative; beyond a limit, states are off by their own size
@@ -177,12 +176,6 @@ def steps_apart(model: PreTrainedModel, cache_argument: str, mixer: StateMixer, 
             f"computes it otherwise (its {LIMITS} is {limits})"
         )
     return True
-
-
-def limits_of(module: nn.Module) -> tuple[float, float]:
-    """Return the limits of a mixer's time step; those that limit nothing where it has none."""
-    limits = getattr(module, LIMITS, None)
-    return NO_LIMITS if limits is None else (float(limits[0]), float(limits[1]))
 
 
 def _trial(model: PreTrainedModel, cache_argument: str, mixer: StateMixer, shapes: Shapes) -> MixerTrial | None:

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from kvpage.ops.cpu.experts import grouped_linear
-from kvpage.ops.cpu.linear import ACTIVATIONS as NUMBERED
-from kvpage.serving.model.native.gated_mlp import ACTIVATIONS, MAX_ERROR
+from kvpage.ops.cpu.linear import ACTIVATIONS
 from kvpage.serving.model.native.plain import is_plain_call, is_unwatched
 from kvpage.serving.model.native.torch_threads import TorchThreads
 from kvpage.serving.model.native.trial import random_rows, relative_error
@@ -24,6 +23,7 @@ FLAGS = "has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_ex
 """What the decorator tells of a module of experts."""
 DEFAULT_GATE = "_default_apply_gate"
 NUM_TRIED = 64
+MAX_ERROR = 1e-5  # of fp32 rows, relative
 
 
 class ExpertsForward:
@@ -118,6 +118,6 @@ def _gate_activation(module: Any) -> int:
         return 0
     rows = random_rows(1, NUM_TRIED) * 4
     with torch.no_grad():
-        found = act_fn(rows)
-    errors = {NUMBERED[name][0]: relative_error(function(rows), found) for name, function in ACTIVATIONS.items()}
+        output = act_fn(rows)
+    errors = {number: relative_error(function(rows), output) for number, function in ACTIVATIONS.values()}
     return next((number for number, error in errors.items() if error <= MAX_ERROR), 0)

@@ -125,7 +125,7 @@ def _convolution(
 
 def _of_channels(windows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the sums [n, channels, tokens] of windows [n, channels, tokens, size] times weight [channels, size]."""
-    terms = [windows[..., place].float() * weight[:, place, None].float() for place in range(weight.shape[1])]
+    terms = [windows[..., tap].float() * weight[:, tap, None].float() for tap in range(weight.shape[1])]
     total = terms[0]
     for term in terms[1:]:
         total = total + term
