@@ -153,10 +153,10 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
 ) -> None:
     """Replay a production trace against pool, tree and tiers, and print how much memory of this size finds again."""
-    from kvpage.tools import eviction_report
-    from kvpage.tools import replay_report as report
     from kvpage.tools.picture_file import check_picture
     from kvpage.tools.replay import ReplayConfig, read_trace
+    from kvpage.tools.replays import eviction_report
+    from kvpage.tools.replays import replay_report as report
 
     def blocks(tier: str, count: int | None, gib: float | None, block_bytes: int) -> int | None:
         if count is not None and gib is not None:

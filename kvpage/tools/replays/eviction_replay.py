@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvpage._C import BlockPool, PrefixTree
-from kvpage.tools.eviction_rules import Belady, Pbkv, Rule, RuleCache, Ttl
 from kvpage.tools.replay import TraceRequest
+from kvpage.tools.replays.eviction_rules import Belady, Pbkv, Rule, RuleCache, Ttl
 
 NAMES = "lru", "slru", "cost", "hinted", "exact", "ttl", "pbkv", "belady"
 """What can be compared. hinted: cost, told when a session's next request is expected, and which one is its last. exact:
