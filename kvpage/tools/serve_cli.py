@@ -28,9 +28,7 @@ def serve(
     num_cpu_blocks: Annotated[int, typer.Option(help="blocks of the host tier")] = 0,
     num_window_blocks: Annotated[str, typer.Option(help="blocks of layers with windows, apart; or none")] = "auto",
     kv_cache_memory: Annotated[str | None, typer.Option(help="memory of the device tier, as 4GiB")] = None,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option(help="part of the memory that steps leave, for blocks")
-    ] = 0.9,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="part of the memory left by steps")] = 0.9,
     state_memory: Annotated[str | None, typer.Option(help="memory of checkpoints of recurrent states")] = None,
     host_state_memory: Annotated[str, typer.Option(help="the same on the host, for evicted states")] = "0",
     checkpoint_every: Annotated[int, typer.Option(help="a checkpoint every N tokens, too; 0: none")] = 512,
