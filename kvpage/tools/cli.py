@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 try:
     import typer
@@ -15,6 +15,9 @@ except ModuleNotFoundError as error:
 from kvpage.tools.explain_cli import explain
 from kvpage.tools.serve_cli import serve
 from kvpage.tools.store_cli import store_app
+
+if TYPE_CHECKING:
+    from kvpage.tools.replay import TraceRequest
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(store_app, name="store")
@@ -118,6 +121,18 @@ def demo(
     raise typer.Exit(0 if identical else 1)
 
 
+def _requests(trace: str, hash_tokens: int) -> list["TraceRequest"]:
+    """Return the requests of a file, of standard input, or of a generated trace."""
+    from kvpage.tools.replay import read_trace
+    from kvpage.tools.replays.eviction_report import generated
+
+    requests = generated(trace, hash_tokens)
+    if requests is not None:
+        return requests
+    with sys.stdin if trace == "-" else open(trace) as lines:
+        return list(read_trace(lines))
+
+
 @app.command()
 def replay(
     trace: Annotated[str, typer.Argument(help="JSON lines in Mooncake's format; - for standard input; agents:SEED")],
@@ -130,17 +145,10 @@ def replay(
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="ranks; sizes are of one rank")] = 1,
     block_size: Annotated[int, typer.Option(min=1, help="tokens of a block")] = 16,
     hash_tokens: Annotated[int, typer.Option(min=1, help="tokens of a hash id in the trace")] = 512,
-    policy: Annotated[
-        str, typer.Option(help="when blocks are copied to the host: on_eviction or at_once")
-    ] = "on_eviction",
-    eviction: Annotated[
-        str | None, typer.Option(help="compare on the device: lru, slru, cost, hinted, exact, ttl, pbkv, belady")
-    ] = None,
+    policy: Annotated[str, typer.Option(help="copy blocks to the host on_eviction or at_once")] = "on_eviction",
+    eviction: Annotated[str | None, typer.Option(help="compare policies, as lru,cost,hinted,belady")] = None,
     outputs: Annotated[bool, typer.Option("--outputs", help="generated tokens occupy blocks, too")] = False,
-    prefill: Annotated[
-        float | None,
-        typer.Option(help="tokens a second that prefill computes; with it, times are shown"),
-    ] = None,
+    prefill: Annotated[float | None, typer.Option(help="tokens a second of prefill; with it, times are shown")] = None,
     bandwidth: Annotated[float, typer.Option(help="GB a second from the host to the device")] = 50.0,
     state_slots: Annotated[int, typer.Option(min=0, help="state slots of a hybrid model; one is a request's")] = 0,
     host_state_slots: Annotated[int, typer.Option(min=0, help="state slots of the host tier")] = 0,
@@ -153,10 +161,10 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
 ) -> None:
     """Replay a production trace against pool, tree and tiers, and print how much memory of this size finds again."""
-    from kvpage.tools import eviction_report
-    from kvpage.tools import replay_report as report
     from kvpage.tools.picture_file import check_picture
-    from kvpage.tools.replay import ReplayConfig, read_trace
+    from kvpage.tools.replay import ReplayConfig
+    from kvpage.tools.replays import eviction_report
+    from kvpage.tools.replays import replay_report as report
 
     def blocks(tier: str, count: int | None, gib: float | None, block_bytes: int) -> int | None:
         if count is not None and gib is not None:
@@ -177,10 +185,7 @@ def replay(
         )  # fmt: skip
         policies = report.with_policies(config, checkpoint_every or [])
         configs = [point for policy in policies for point in (swept.configs(policy) if swept else [policy])]
-        requests = eviction_report.generated(trace, hash_tokens)
-        if requests is None:
-            with sys.stdin if trace == "-" else open(trace) as lines:
-                requests = list(read_trace(lines))
+        requests = _requests(trace, hash_tokens)
         if eviction is not None:
             names = eviction_report.parse_names(eviction)
             eviction_report.give(eviction_report.compare(names, requests, configs), plot, as_json)

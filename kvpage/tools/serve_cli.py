@@ -8,13 +8,8 @@ import typer
 
 from kvpage.layout.model_folder import check_model_folder
 
-REPEATABLE = (
-    "served_model_name",
-    "adapter",
-    "api_key",
-    "allowed_host",
-    "store",
-)  # their lists have the plural as a name
+# their lists have the plural as a name
+REPEATABLE = ("served_model_name", "adapter", "api_key", "allowed_host", "store")
 
 
 def serve(

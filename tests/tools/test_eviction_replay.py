@@ -6,11 +6,11 @@ import statistics
 import pytest
 from typer.testing import CliRunner
 
-from kvpage.tools.agent_trace import AgentTraceConfig, agent_trace
 from kvpage.tools.cli import app
-from kvpage.tools.eviction_replay import NAMES, figures, replay_eviction
-from kvpage.tools.eviction_rules import LastUse, RuleCache
 from kvpage.tools.replay import TraceRequest
+from kvpage.tools.replays.agent_trace import AgentTraceConfig, agent_trace
+from kvpage.tools.replays.eviction_replay import NAMES, figures, replay_eviction
+from kvpage.tools.replays.eviction_rules import LastUse, RuleCache
 
 HASH_TOKENS = 8192
 

@@ -9,9 +9,9 @@ from tools.test_replay import BLOCK, HASH_TOKENS, make_trace  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from kvpage.tools.cli import app  # noqa: E402
-from kvpage.tools.hybrid_replay import HybridReplay, replay_of  # noqa: E402
 from kvpage.tools.replay import ReplayConfig, TraceRequest  # noqa: E402
-from kvpage.tools.replay_report import Sweep, _draw_sweep, figures, with_policies  # noqa: E402
+from kvpage.tools.replays.hybrid_replay import HybridReplay, replay_of  # noqa: E402
+from kvpage.tools.replays.replay_report import Sweep, _draw_sweep, figures, with_policies  # noqa: E402
 
 AMPLE = {"block_size": BLOCK, "hash_tokens": HASH_TOKENS, "state_slots": 4000}
 

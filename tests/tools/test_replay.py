@@ -11,7 +11,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from kvpage.tools.cli import app  # noqa: E402
 from kvpage.tools.replay import Replay, ReplayConfig, TraceError, TraceRequest, read_trace  # noqa: E402
-from kvpage.tools.replay_report import Sweep, _draw_sweep, figures  # noqa: E402
+from kvpage.tools.replays.replay_report import Sweep, _draw_sweep, figures  # noqa: E402
 
 HASH_TOKENS, BLOCK = 32, 8
 

@@ -27,7 +27,7 @@ from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 
-STATES = {"num_host_blocks", "num_free_host_blocks", "num_cached_host_blocks", "num_pinned_blocks"}
+STATES = {"num_host_blocks", "num_free_host_blocks", "num_cached_host_blocks", "num_pinned_blocks", "eviction"}
 MANAGERS: dict[str, Callable[[int, int], BlockManager]] = {
     "device": lambda blocks, _: BlockManager(blocks, B),
     "parts": lambda blocks, _: BlockManager(blocks, B, share_parts=False),

@@ -185,10 +185,10 @@ class RuleCache:
         self.rule.use(index, request)
         return num_found
 
-    def _make_room(self, num_blocks: int, kept: set[int], now: float) -> None:
+    def _make_room(self, num_blocks: int, in_use: set[int], now: float) -> None:
         if num_blocks <= 0:
             return
-        order = [(self.rule.worth(block, now), block) for block in self._ends - kept]
+        order = [(self.rule.worth(block, now), block) for block in self._ends - in_use]
         heapq.heapify(order)
         for _ in range(num_blocks):
             _, block = heapq.heappop(order)
@@ -200,5 +200,5 @@ class RuleCache:
             self._num_after[before] -= 1
             if self._num_after[before] == 0:
                 self._ends.add(before)
-                if before not in kept:
+                if before not in in_use:
                     heapq.heappush(order, (self.rule.worth(before, now), before))

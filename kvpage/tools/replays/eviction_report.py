@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvpage.tools.agent_trace import AgentTraceConfig, agent_trace
-from kvpage.tools.eviction_replay import NAMES, EvictionResult, figures, replay_eviction
 from kvpage.tools.replay import ReplayConfig, TraceRequest
-from kvpage.tools.replay_report import PICTURE
+from kvpage.tools.replays.agent_trace import AgentTraceConfig, agent_trace
+from kvpage.tools.replays.eviction_replay import NAMES, EvictionResult, figures, replay_eviction
+from kvpage.tools.replays.replay_report import PICTURE
 
 AGENTS = "agents"
 """Names a generated trace: agents, or agents:SEED."""

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvpage.layout.config import CacheConfig, ModelConfig, ParallelConfig, cache_block_bytes
-from kvpage.tools.hybrid_replay import replay_of
 from kvpage.tools.replay import ReplayConfig, ReplayReport, TraceRequest
+from kvpage.tools.replays.hybrid_replay import replay_of
 
 GIB = 1 << 30
 PICTURE = Path("kvpage-replay.png")

@@ -6,15 +6,15 @@ after the other; so a request waits for those before it. A session's job takes i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from kvpage._C import BlockPool, PrefixTree
-from kvpage.tools.eviction_rules import Belady, Pbkv, RuleCache, Ttl
 from kvpage.tools.replay import TraceRequest
+from kvpage.tools.replays.eviction_rules import Belady, Pbkv, Rule, RuleCache, Ttl
 
 NAMES = "lru", "slru", "cost", "hinted", "exact", "ttl", "pbkv", "belady"
 """What can be compared. hinted: cost, told when a session's next request is expected, and which one is its last. exact:
@@ -135,7 +135,11 @@ def make_cache(name: str, num_blocks: int, requests: Sequence[TraceRequest], tok
         return TreeCache(num_blocks, "cost", is_hinted=True)
     if name in ("lru", "slru", "cost"):
         return TreeCache(num_blocks, name)
-    rules = {"ttl": lambda: Ttl(tokens_per_second), "pbkv": Pbkv, "belady": lambda: Belady(requests)}
+    rules: dict[str, Callable[[], Rule]] = {
+        "ttl": lambda: Ttl(tokens_per_second),
+        "pbkv": Pbkv,
+        "belady": lambda: Belady(requests),
+    }
     if name not in NAMES:
         raise ValueError(f"eviction must be one of {', '.join(NAMES)}, got {name!r}")
     return RuleCache(num_blocks, rules[name]())

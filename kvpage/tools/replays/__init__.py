@@ -1,0 +1,1 @@
+"""Kinds of replays of a trace, and their output."""
