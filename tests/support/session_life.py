@@ -189,8 +189,8 @@ class SessionLife(Life):
         assert (cost.num_tokens, cost.mode, cost.start, cost.end) == (len(path), mode, start, end)
         if mode == "erratum":
             assert cost.num_released_tokens == 0
-        is_full, num_computed = not self.manager.pool.num_free, len(path) - self.request(path, session.namespace)
-        assert 0 <= num_computed - cost.num_tokens_to_compute < (B if is_full else 1), "a full pool may share no part"
+        num_computed = len(path) - self.request(path, session.namespace)
+        assert 0 <= num_computed - cost.num_tokens_to_compute < B, "a full pool may share no part of a block"
         self.figures[mode] += 1
 
     def branch(self) -> None:
