@@ -257,7 +257,9 @@ class SessionLife(Life):
         for session in due:
             texts = [text for text in self.texts[session.namespace, session.session_id].values() if text]
             on_host = [self.num_on_host(text, session.namespace) for text in texts]
-            if session.return_at is None and session.state().due_in > 0:
+            num_cached = sum(self.num_cached(text, session.namespace) for text in texts)
+            is_kept = session.num_retained_blocks == num_cached  # else others may have its blocks evicted since
+            if is_kept and session.return_at is None and session.state().due_in > 0:
                 assert sum(on_host) == 0
                 self.figures["returned"] += 1
 
