@@ -35,7 +35,8 @@ class EditCost:
         start: The first token of the span.
         end: The token after the span.
         num_tokens: Tokens of the branch now.
-        num_tokens_to_compute: Of these, those that are not cached: what the next request computes of the branch.
+        num_tokens_to_compute: Of these, those that are not cached: what the next request computes of the branch. Where
+            no block is free, it may share no part of a block, and compute up to a block more.
         num_released_tokens: Tokens of cached blocks that only the old text needed. They are evicted before all others.
     """
 
