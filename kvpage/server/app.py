@@ -18,7 +18,18 @@ from kvpage.server.access.gate import Gate, error_response
 from kvpage.server.access.request_log import CLIENT_GONE, RequestLog
 from kvpage.server.config import ServerConfig
 from kvpage.server.protocol.errors import ApiError, failed
-from kvpage.server.routes import chats, completions, health, messages, models, page, responses, sessions, tokens, weights
+from kvpage.server.routes import (
+    chats,
+    completions,
+    health,
+    messages,
+    models,
+    page,
+    responses,
+    sessions,
+    tokens,
+    weights,
+)
 from kvpage.server.service import Service
 from kvpage.serving import AsyncEngine
 

@@ -85,7 +85,7 @@ class Generation:
         )
 
     def _wishes(self, caller: Caller, adapter: str | None) -> CacheWishes:
-        """Return what the request asks of the cache. ApiError 400 for a session of several answers, or of an adapter."""
+        """Return what the request asks of the cache. ApiError 400 for a session of several answers or an adapter."""
         body, hints = self._body, self._body.kv_hints
         if body.session_id is not None and (body.num_prompts > 1 or body.n > 1):
             raise bad_request("session_id needs one prompt and n=1", param="session_id")

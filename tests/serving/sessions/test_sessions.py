@@ -159,3 +159,23 @@ def test_running_requests_take_retained_blocks_the_lowest_priority_first():
         manager.allocate("new", [9] * num_blocks * B)
         assert [sessions.open(str(number)).num_retained_blocks for number in range(3)] == left
         manager.release("new")
+
+
+def test_a_session_goes_on_with_new_weights_and_keeps_what_they_compute(engine):
+    path, _ = run(engine, PROMPT)
+    session = engine.session("a")
+    session.supersede(path)
+    assert session.retain() == 9
+    engine.update_weights("v2")
+    longer, num_found = run(engine, [*path, 1])
+    assert num_found == 0, "K and V of older weights are others'"
+    session.supersede(longer)
+    [retained] = session.state().branches
+    assert retained.num_retained_blocks == len(longer) // B - (len(longer) % B == 0)
+    assert engine.explain([*longer, 2]).num_cached_tokens == retained.num_retained_blocks * B
+    assert session.pause(50.0) == "host" and on_host(engine, longer) == 0, "these are of the first weights"
+    name = engine.kv_namespace()
+    assert int((engine.manager.tree.look(longer, name)[0][0] < 0).sum()) == retained.num_retained_blocks
+    cost = session.edit(8, 9, [7])
+    explanation = engine.explain(session.tokens())
+    assert explanation.edits == (cost,) and explanation.num_cached_tokens == 8
