@@ -27,6 +27,7 @@ class EngineDebug:
         batch_runner: Computes a batch.
         decoder: Begins decode steps ahead; None where the engine waits for each step's tokens.
         use_graphs: Captures decode steps from now on, by a capturer.
+        accept_weights: Takes the model's weights as they are now, and forgets nothing that others have computed.
     """
 
     runner: ModelRunner
@@ -35,6 +36,7 @@ class EngineDebug:
     batch_runner: BatchRunner
     decoder: DeviceDecoder | None
     use_graphs: Callable[[Capturer], None]
+    accept_weights: Callable[[], None]
 
     @property
     def store(self) -> StoreConnector:

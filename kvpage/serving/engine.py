@@ -538,6 +538,7 @@ class Engine(UpdatableEngine, SteerableEngine, ScoringEngine, SessionEngine):
             batch_runner=parts.batch_runner,
             decoder=parts.loop.decoder,
             use_graphs=parts.use_graphs,
+            accept_weights=parts.updates.accept,
         )
 
     # --- for an AsyncEngine ------------------------------------------------------------------------------------------

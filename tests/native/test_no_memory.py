@@ -160,7 +160,7 @@ def test_what_a_sequence_has_moved_is_copied() -> None:
 def test_what_is_written_out_early_is_copied():
     def make() -> tuple[BlockSpace, Any]:
         space = filled_space(HostPolicy(after_hits=0))
-        return space, space.match(TOKENS, b"")[0]
+        return space, space.tree.match(TOKENS)
 
     for (space, _), _ in tries(make, lambda made: made[0].write_out(made[1]) or True):
         assert space.take_moves().num_blocks("swap_out") == space.tree.num_host_cached

@@ -285,6 +285,14 @@ def test_metrics_are_the_stats() -> None:
         ("demoted_blocks_total", ""): space.demoted_blocks,
         ("written_blocks_total", ""): space.written_blocks,
         ("promoted_blocks_total", ""): space.promoted_blocks,
+        ("sessions", "state=all"): 0,
+        ("sessions", "state=paused"): 0,
+        ("session_tokens", ""): 0,
+        ("session_blocks", ""): 0,
+        ("session_events_total", "kind=opened"): 0,
+        ("session_events_total", "kind=restored"): 0,
+        ("session_events_total", "kind=forgotten"): 0,
+        ("session_refusals_total", ""): 0,
     }
     for kind, transfer in stats.transfers.items():
         expected["transfer_blocks_total", f"kind={kind}"] = transfer.num_blocks

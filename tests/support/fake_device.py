@@ -196,6 +196,7 @@ def move(engine: Engine, device: FakeDevice, patch: pytest.MonkeyPatch, runs_ahe
             part.update((name, on_device(tensor.detach())) for name, tensor in part.items() if tensor is not None)
     for module in engine.debug.runner.view.modules():  # tables of their own
         module._buffers.update((name, on_device(tensor)) for name, tensor in module._buffers.items())
+    engine.debug.accept_weights()
     for blocks in (engine.cache, *engine.window_caches):
         for cache in blocks.bound_caches:
             cache.is_cuda, cache.device = True, CUDA

@@ -99,6 +99,10 @@ class Session:
     lowest priority first. Every call but `close` raises RuntimeError after `close`, KeyError for an unknown branch, and
     has changed nothing when it raises.
 
+    Args:
+        blocks: What is done with blocks.
+        house: What has it, bounds it and writes it down.
+
     Attributes:
         session_id: Its id.
         namespace: Of its requests and blocks.
@@ -151,7 +155,7 @@ class Session:
         self._house.check_growth(self, len(path) - len(line.tokens), 0)
         self._end_pause()
         self.num_turns += 1
-        return self._replace(line, path)
+        return self._put(line, path)
 
     def edit(self, start: int, end: int, tokens: Tokens, branch: str = MAIN, mode: EditMode = "exact") -> EditCost:
         """Change a span of a branch's tokens; exactly, or by an erratum that is appended.
@@ -176,7 +180,7 @@ class Session:
         path = edited(line.tokens, *span, as_tokens(tokens), mode)
         self._house.check_growth(self, len(path) - len(line.tokens), 0)
         self._end_pause()
-        num_released = self._replace(line, path)
+        num_released = self._put(line, path)
         num_to_compute = self._blocks.num_to_compute(path, self.namespace)
         cost = EditCost(self.session_id, branch, mode, *span, len(path), num_to_compute, num_released)
         self.edits[branch] = cost
@@ -309,10 +313,14 @@ class Session:
         self.edits.pop(branch, None)
         if branch != MAIN:
             del self._branches[branch]
-        return self._replace(line, NO_TOKENS)
+        return self._put(line, NO_TOKENS)
 
     def close(self) -> int:
-        """End the session and all of its branches; return the tokens of the blocks that give way. Again, 0."""
+        """End the session and all of its branches. Again, nothing happens.
+
+        Returns:
+            The tokens of the blocks that give way.
+        """
         if not self._is_open:
             return 0
         num_released = sum([self.release(name) for name in [*self._branches][::-1]])
@@ -393,7 +401,7 @@ class Session:
             self._pause = None
             self._keep(self._branches.values())
 
-    def _replace(self, line: SessionBranch, tokens: Ids) -> int:
+    def _put(self, line: SessionBranch, tokens: Ids) -> int:
         """Give a branch other tokens; return those of the blocks that give way."""
         before, line.tokens = line.tokens, tokens
         lines = [*self._branches.values()]

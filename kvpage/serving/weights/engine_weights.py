@@ -52,6 +52,7 @@ class EngineWeights:
 
         adapter: that computes them; None for the base model. ValueError if the whole is too long.
         """
+        check_namespace(namespace)
         changes_kv = adapter is not None and not adapter.keeps_kv
         if not self.version and not changes_kv and not namespace:
             return namespace  # at once: of most requests

@@ -8,12 +8,14 @@
 The first three are seen for sure. Of writes around torch those are seen that change one of the few bytes.
 """
 
+import ctypes
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
@@ -37,14 +39,15 @@ class WeightsChanged(RuntimeError):
 class Weight:
     """A weight as it was: where it stands, its tensor, counter and memory, and some of its bytes.
 
-    address: None for a tensor that consists of several. probe: a view of some elements; None where none can be read.
+    counter: None for a tensor without one. address: None for a tensor that consists of several. probe: a view of some elements; None where none can be read. It
+        owns nothing, and is read only while the tensor has its memory at the address.
     """
 
     place: Place
     name: str
     path: str
     tensor: torch.Tensor
-    counter: int
+    counter: int | None
     address: int | None
     probe: npt.NDArray[Any] | None
     probed: bytes
@@ -56,17 +59,18 @@ class Weight:
         assert tensor is not None, "it was found there"
         is_plain = not hasattr(tensor, "__tensor_flatten__") and not tensor.is_meta
         probe = _probe(tensor) if is_plain and tensor.device.type == "cpu" else None
-        counter = 0 if tensor.is_inference() else tensor._version
+        counter = None if tensor.is_inference() else tensor._version
         address = tensor.data_ptr() if is_plain else None
         return cls(place, name, path, tensor, counter, address, probe, b"" if probe is None else probe.tobytes())
 
     def has_changed(self) -> bool:
         """Return whether it is another tensor, in other memory, or has changed."""
         tensor = self.place.get(self.name)
-        if tensor is not self.tensor or (self.counter != tensor._version if not tensor.is_inference() else False):
+        if tensor is not self.tensor or (self.counter is not None and self.counter != tensor._version):
             return True
-        if self.address is not None and tensor.data_ptr() not in (self.address, getattr(tensor, "joined_at", None)):
-            return True
+        address = None if self.address is None else tensor.data_ptr()
+        if address != self.address:  # 0: the memory was taken away, and a step that needs it fails by itself
+            return address not in (0, getattr(tensor, "joined_at", None))
         return self.probe is not None and self.probe.tobytes() != self.probed
 
 
@@ -83,7 +87,7 @@ class WeightWatch:
     def accept(self) -> None:
         """Take the weights as they are now."""
         self._weights = [Weight.of(*location) for location in _places(self._model)]
-        self._counted = [weight.tensor for weight in self._weights if not weight.tensor.is_inference()]
+        self._counted = [weight.tensor for weight in self._weights if weight.counter is not None]
         self._counters = list(map(_COUNTER, self._counted))
         self._stepped.watch(self._weights)
         self._next = 0
@@ -167,10 +171,11 @@ def _probe(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
     """Return a view of elements that are far from each other, as bytes of their size; None of a tensor without any."""
     if not tensor.numel() or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return None
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    integer = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}.get(tensor.element_size())
     if integer is None or tensor.is_neg() or tensor.is_conj():
         return None
-    flat = tensor.detach().view(-1).view(integer)
+    # Not `tensor.numpy()`, after which its memory cannot be resized any more, as it is by those who shard weights.
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    flat = np.frombuffer(memory, integer)
     step = max(len(flat) // NUM_PROBED, 1) | 1  # odd: not always the same column
-    view: npt.NDArray[Any] = flat[::step][:NUM_PROBED].numpy()
-    return view
+    return flat[::step][:NUM_PROBED]

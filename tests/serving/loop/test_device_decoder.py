@@ -197,6 +197,7 @@ def test_one_with_which_the_model_raises_ends_alone() -> None:
     want = [one.token_ids for one in make_engine().generate(prompts, SamplingParams(max_tokens=6))]
     with torch.no_grad():
         model.get_input_embeddings().weight[bad] = float("nan")
+    engine.reset_prefix_cache()
     found = engine.generate(prompts, SamplingParams(max_tokens=6))
     assert found[1].error == "RuntimeError: boom" and [found[0].token_ids, found[2].token_ids] == [want[0], want[2]]
     check_nothing_left(engine)
@@ -212,6 +213,7 @@ def test_logits_that_are_no_numbers(graphs: bool) -> None:
     def spoil(engine: Engine) -> Engine:
         with torch.no_grad():
             engine.debug.runner.model.get_input_embeddings().weight[bad] = float("nan")
+        engine.reset_prefix_cache()
         return engine
 
     found = []

@@ -209,11 +209,13 @@ def test_logits_that_are_no_numbers_leave_no_state(stateful: GroupKind, place: i
     weight = embedding.detach()[bad].clone()
     with torch.no_grad():
         embedding[bad] = float("nan")
+    engine.reset_prefix_cache()
     params = SamplingParams(max_tokens=NUM_TOKENS, stop_token_ids=[stop])
     output = engine.generate([PROMPT], params)[0]
     assert output.finish_reason == ("stop" if place == 4 else "error")
     with torch.no_grad():
         embedding[bad] = weight
+    engine.debug.accept_weights()
     stateful.engines.poison(engine)
     check_next_turn(stateful, engine, [*PROMPT, *expected])
     stateful.engines.check_nothing_held(engine)

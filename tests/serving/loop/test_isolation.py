@@ -199,6 +199,7 @@ def test_samples_of_one_prompt(fails_first: bool) -> None:
         fed = next(index for index, token in enumerate(alone[0][:-1]) if token not in plain)
         with torch.no_grad():
             engine.debug.runner.model.get_input_embeddings().weight[alone[0][fed]] = float("nan")
+        engine.debug.accept_weights()
         bad = engine.add_request(GOOD[4], params)
         outputs = drain(engine)
         samples = outputs[bad].samples

@@ -192,3 +192,17 @@ def test_weights_that_an_engine_puts_side_by_side_have_not_changed():
     assert watch.all_changed() is None
     layers[1].weight.data = layers[1].weight.data.clone()
     assert watch.all_changed() == "1.weight"
+
+
+def test_memory_that_is_taken_away_and_given_back_elsewhere():
+    """As those who shard weights do; a probe reads no memory that is not the weight's any more."""
+    model = make_model("llama")
+    watch, weight = WeightWatch(model), model.model.norm.weight
+    kept = weight.detach().clone()
+    weight.untyped_storage().resize_(0)
+    assert watch.all_changed() is None, "a step that needs it says so"
+    other = torch.empty(1 << 16)  # the old memory may be another's now
+    weight.untyped_storage().resize_(kept.nbytes)
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert watch.any_changed() == "model.norm.weight" and other is not None
