@@ -39,8 +39,8 @@ class WeightsChanged(RuntimeError):
 class Weight:
     """A weight as it was: where it stands, its tensor, counter and memory, and some of its bytes.
 
-    counter: None for a tensor without one. address: None for a tensor that consists of several. probe: a view of some elements; None where none can be read. It
-        owns nothing, and is read only while the tensor has its memory at the address.
+    counter: None for a tensor without one. address: None for a tensor that consists of several. probe: a view of some
+        elements; None where none can be read. It owns nothing, and is read only while the tensor is at the address.
     """
 
     place: Place
