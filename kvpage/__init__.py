@@ -18,7 +18,7 @@ from kvpage.checks.errors import OutOfBlocks  # isort: skip  (the extension look
 import kvpage._C as _C
 from kvpage._C import BlockPool, HotPrefix, Match, PartMatch, PrefixTree, TreeEntry
 from kvpage.blocks.config import BlockConfig, HostPolicy
-from kvpage.blocks.explain import Ending, Explanation, GroupReach, StoreReach, StoreVerdict
+from kvpage.blocks.explain import EditCost, Ending, Explanation, GroupReach, StoreReach, StoreVerdict
 from kvpage.blocks.groups.held_blocks import HeldBlocks
 from kvpage.blocks.groups.states.state_space import States
 from kvpage.blocks.groups.window_blocks import Window, WindowStats
@@ -63,6 +63,7 @@ __all__ = [
     "CacheLayout",
     "Calibration",
     "DeviceConfig",
+    "EditCost",
     "Ending",
     "Explanation",
     "GroupKind",

@@ -46,13 +46,13 @@
 
 #include "base/token_view.h"
 #include "pool/block_pool.h"
-#include "tree/child_table.h"
+#include "tree/nodes/child_table.h"
 #include "tree/evicted_blocks.h"
-#include "tree/eviction_order.h"
-#include "tree/sibling_index.h"
+#include "tree/eviction/eviction_order.h"
+#include "tree/nodes/sibling_index.h"
 #include "tree/tree_entry.h"
 #include "tree/tree_log.h"
-#include "tree/tree_node.h"
+#include "tree/nodes/tree_node.h"
 
 namespace kvpage {
 
@@ -103,7 +103,7 @@ struct PartMatch {
 class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
  public:
   // Throws InvalidArgument unless 0 < block_size < 2^31, and if the two pools are one. Without a host pool there is
-  // only the device tier. `hash_mask` is for tests, see ChildTable. `eviction`: as of EvictionPolicy::make.
+  // only the device tier. `hash_mask` is for tests, see ChildTable. `eviction`: as of make_eviction_policy.
   PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, std::shared_ptr<BlockPool> host_pool = nullptr,
              uint64_t hash_mask = ~uint64_t{0}, std::string_view eviction = "lru");
   virtual ~PrefixTree();

@@ -17,7 +17,8 @@ from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.params.states import StateConfig
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
 from kvpage.serving.sessions.config import SessionConfig
-from kvpage.serving.sessions.session import Session, SessionState
+from kvpage.serving.sessions.retention import Retention
+from kvpage.serving.sessions.session import BranchState, Session, SessionState
 from kvpage.serving.stats import EngineStats, RequestState
 from kvpage.serving.steer.beam_search import Beam, BeamSearchOutput
 from kvpage.serving.steer.branches import Branch, Branches
@@ -34,6 +35,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "Branch",
+    "BranchState",
     "Branches",
     "Detokenizer",
     "Engine",
@@ -50,6 +52,7 @@ __all__ = [
     "RankLost",
     "RequestOutput",
     "RequestState",
+    "Retention",
     "Sample",
     "SamplingParams",
     "Session",

@@ -122,13 +122,15 @@ class ReplayConfig:
 
 
 class Served(NamedTuple):
-    """The blocks and states that one request has found and moved."""
+    """The blocks and states that one request has found, moved and lost. num_kv_blocks: whose K and V were cached."""
 
     num_on_device: int = 0
     num_loaded: int = 0
     num_stored: int = 0
     num_states_loaded: int = 0
     num_states_stored: int = 0
+    num_kv_blocks: int = 0
+    num_lost_on_host: int = 0
 
 
 @dataclass(slots=True)
@@ -373,6 +375,8 @@ class Replay:
         config, report = self.config, self.report
         report.device_hit_tokens += served.num_on_device * config.block_size
         report.host_hit_tokens += served.num_loaded * config.block_size
+        report.kv_tokens += served.num_kv_blocks * config.block_size
+        report.lost_host_blocks += served.num_lost_on_host
         loaded = served.num_loaded * config.block_bytes + served.num_states_loaded * config.state_bytes
         stored = served.num_stored * config.block_bytes + served.num_states_stored * config.state_bytes
         report.loaded_bytes += loaded

@@ -41,7 +41,11 @@ CORE = [
     "slots/slot_tree_check",
     "pool/block_pool",
     "states/slot_pool",
-    "tree/child_table",
+    "tree/eviction/cost_policy",
+    "tree/eviction/eviction_policies",
+    "tree/eviction/ranked_order",
+    "tree/nodes/child_table",
+    "tree/nodes/sibling_index",
     "tree/prefix_tree",
     "tree/prefix_tree_check",
     "tree/prefix_tree_entries",
@@ -50,7 +54,6 @@ CORE = [
     "tree/prefix_tree_insert",
     "tree/prefix_tree_log",
     "tree/prefix_tree_tiers",
-    "tree/sibling_index",
     "tree/tree_log",
 ]
 NUMERIC = [

@@ -7,6 +7,8 @@ A trace names blocks, not tokens. So states are kept at ends of blocks, and a pr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -31,12 +33,19 @@ class HybridReplay(Replay):
 
     def finish(self) -> ReplayReport:
         """Return the counts."""
-        stats, report = self.manager.stats(), self.report
-        assert stats.slots is not None
-        report.kept_states, report.restored_states = stats.slots.kept, stats.slots.restored
-        report.evicted_states, report.lost_states = stats.slots.evicted, stats.slots.lost
-        report.evicted_blocks, report.demoted_blocks = stats.space.evicted_blocks, stats.space.demoted_blocks
-        return super().finish()
+        stats = self.manager.stats()
+        slots, space = stats.slots, stats.space
+        assert slots is not None
+        self.report = replace(
+            super().finish(),
+            kept_states=slots.kept,
+            restored_states=slots.restored,
+            evicted_states=slots.evicted,
+            lost_states=slots.lost,
+            evicted_blocks=space.evicted_blocks,
+            demoted_blocks=space.demoted_blocks,
+        )
+        return self.report
 
     def _tiers(self) -> tuple[BlockPool, BlockPool | None, PrefixTree]:
         config = self.config
@@ -60,7 +69,7 @@ class HybridReplay(Replay):
         if not len(keys):
             return Served()
         manager, num_keys, num_host = self.manager, len(keys), self.tree.num_host_cached
-        self.report.kv_tokens += min(self.tree.look(keys)[1], stop) * self.config.block_size
+        num_kv = min(self.tree.look(keys)[1], stop)
         num_cached = manager.allocate(0, keys, num_left_over=num_keys - stop).num_cached_tokens
         manager.append([0], num_blocks - num_keys)
         self.states.reserve(0, num_cached, num_keys)
@@ -70,9 +79,9 @@ class HybridReplay(Replay):
         manager.release(0)
         num_written = self._move()[0]["swap_out"]
         stored = blocks["swap_out"] + num_written
-        self.report.lost_host_blocks += num_host + stored - self.tree.num_host_cached
-        num_loaded = blocks["swap_in"]
-        return Served(num_cached - num_loaded, num_loaded, stored, states["swap_in"], states["swap_out"])
+        num_lost = num_host + stored - self.tree.num_host_cached
+        num_loaded, num_states = blocks["swap_in"], (states["swap_in"], states["swap_out"])
+        return Served(num_cached - num_loaded, num_loaded, stored, *num_states, num_kv, num_lost)
 
     def _move(self) -> tuple[dict[str, int], dict[str, int]]:
         """Make all moves, of which there are only the numbers: of blocks and of states, by kind."""

@@ -112,7 +112,7 @@ def test_a_pin_that_a_gateway_cannot_follow_is_told_of(gateway, caplog):
     body = {"prompt": "the fox", "max_tokens": 1} | hints(("kv.pin", {"ttl_seconds": 60}))
     with caplog.at_level(logging.INFO, "kvpage"):
         assert asyncio.run(gateway.post(PATH, body)).status_code == 200
-    assert "a hint to pin was not followed: the blocks are those of workers elsewhere" in caplog.text
+    assert "hints were not followed: the blocks are those of workers elsewhere" in caplog.text
     assert len(gateway.engine.manager.space.pins) == 0
 
 

@@ -1,4 +1,4 @@
-#include "tree/cost_policy.h"
+#include "tree/eviction/cost_policy.h"
 
 #include <algorithm>
 #include <bit>

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/token_view.h"
-#include "tree/tree_node.h"
+#include "tree/nodes/tree_node.h"
 
 namespace kvpage {
 

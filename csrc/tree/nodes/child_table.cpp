@@ -1,4 +1,4 @@
-#include "tree/child_table.h"
+#include "tree/nodes/child_table.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "tree/ranked_order.h"
+#include "tree/eviction/ranked_order.h"
 
 #include <algorithm>
 

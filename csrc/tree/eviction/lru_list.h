@@ -7,7 +7,7 @@
 // is taking the first.
 #pragma once
 
-#include "tree/tree_node.h"
+#include "tree/nodes/tree_node.h"
 
 namespace kvpage {
 

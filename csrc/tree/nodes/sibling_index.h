@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "base/token_view.h"
-#include "tree/tree_node.h"
+#include "tree/nodes/tree_node.h"
 
 namespace kvpage {
 

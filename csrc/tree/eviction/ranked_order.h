@@ -16,9 +16,9 @@
 #include <memory>
 #include <utility>
 
-#include "tree/eviction_policy.h"
-#include "tree/rank_tree.h"
-#include "tree/tree_node.h"
+#include "tree/eviction/eviction_policy.h"
+#include "tree/eviction/rank_tree.h"
+#include "tree/nodes/tree_node.h"
 
 namespace kvpage {
 

@@ -2,7 +2,7 @@
 // Once the found ones are more than four fifths of the unpinned blocks, theirs go first: segmented LRU.
 #pragma once
 
-#include "tree/eviction_policy.h"
+#include "tree/eviction/eviction_policy.h"
 
 namespace kvpage {
 

@@ -1,4 +1,4 @@
-#include "tree/sibling_index.h"
+#include "tree/nodes/sibling_index.h"
 
 #include <algorithm>
 

@@ -13,7 +13,7 @@
 
 #include <array>
 
-#include "tree/eviction_policy.h"
+#include "tree/eviction/eviction_policy.h"
 
 namespace kvpage {
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "tree/tree_node.h"
+#include "tree/nodes/tree_node.h"
 
 namespace kvpage {
 

@@ -6,10 +6,8 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <string_view>
 
-#include "tree/tree_node.h"
+#include "tree/nodes/tree_node.h"
 
 namespace kvpage {
 
@@ -18,9 +16,6 @@ class EvictionPolicy {
   static constexpr int kNumClasses = 40;
 
   virtual ~EvictionPolicy() = default;
-
-  // Null for "lru", which EvictionOrder serves by itself. InvalidArgument for a name that is not lru, slru or cost.
-  static std::unique_ptr<EvictionPolicy> make(std::string_view name, int64_t num_blocks, int64_t block_size);
 
   // The class of a node that is about to be listed.
   virtual int class_of(const TreeNode& node) const = 0;

@@ -19,9 +19,9 @@
 #include <memory>
 #include <utility>
 
-#include "tree/lru_list.h"
-#include "tree/ranked_order.h"
-#include "tree/use_clock.h"
+#include "tree/eviction/lru_list.h"
+#include "tree/eviction/ranked_order.h"
+#include "tree/eviction/use_clock.h"
 
 namespace kvpage {
 
