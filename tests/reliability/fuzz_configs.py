@@ -34,7 +34,7 @@ from kvpage.extras.slots import PrefixCacheManager, SlotAllocator
 from kvpage.extras.token_trie import DynamicTokenTrie, OutputCache, TokenTrie
 from kvpage.observe.events import EventConfig
 from kvpage.ops import Attention, Rotation
-from kvpage.serving import BeamSearchParams, EngineConfig, SamplingParams, StateConfig
+from kvpage.serving import BeamSearchParams, EngineConfig, Retention, SamplingParams, SessionConfig, StateConfig
 from kvpage.store import KVStoreConfig, KVStoreMetadata, SealKeys
 from kvpage.store.config import TierURL, parse_size
 from kvpage.store.records.keys import ChunkKeys
@@ -76,6 +76,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "StateLayout.of_parts": (StateLayout.of_parts, {"parts": PARTS}),
     "StateLayout.of_groups": (StateLayout.of_groups, {"groups": [CacheGroup(GroupKind.STATE, (1,), parts=PARTS)]}),
     "StateConfig": (StateConfig, {"checkpoint_bytes": 1 << 20, "host_checkpoint_bytes": 0, "checkpoint_every": 64}),
+    "SessionConfig": (SessionConfig, {"max_sessions": 2, "max_tokens": 64, "max_branches": 3, "owner_quota": 4}
+                      | {"return_lead": 0.5, "keeps_records": True, "record_deadline": 0.5}),
+    "Retention": (Retention, {"ttl": 5.0, "tier": "host", "priority": 1}),
     "KVScales": (KVScales, {"key": torch.ones(2), "value": torch.ones(1)}),
     "KVScales.of": (KVScales.of, {"key": 0.5, "value": [1.0, 2.0], "device": "cpu"}),
     "KVScales.from_rows": (KVScales.from_rows,
@@ -158,7 +161,7 @@ class ConfigWorld(World):
     )
     covers += ("kvpage.serving.SamplingParams", "kvpage.serving.BeamSearchParams", "kvpage.observe.events.EventConfig")
     covers += ("kvpage.ops.Attention", "kvpage.ops.Rotation", "kvpage.serving.EngineConfig")
-    covers += ("kvpage.serving.StateConfig",)
+    covers += ("kvpage.serving.StateConfig", "kvpage.serving.SessionConfig", "kvpage.serving.Retention")
     covers += ("kvpage.store.KVStoreConfig", "kvpage.store.KVStoreMetadata", "kvpage.store.SealKeys")
 
     def __init__(self, rng: random.Random) -> None:

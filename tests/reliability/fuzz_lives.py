@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fuzz_case import Fuzzer, PlayedWorld
-from support import group_worlds, slot_life, store_life, tree_life
+from support import group_worlds, session_life, slot_life, store_life, tree_life
 from support.life import Life, World
+
+from kvpage.serving import Session
 
 CALM_STEPS = 60  # of a life before its calls are made wrong, too: blocks are cached and scarce by then
 WRONG_SHARE = 0.2  # of the calls
@@ -19,7 +21,7 @@ PARTS = ("pool", "tree", "space", "windows", "states", "rows")  # of a part, who
 READS = frozenset(  # which leave all as it was, also when they are taken
     ["block_ids", "block_tables", "check", "explain", "first_forkable", "has_room", "inputs"]
     + ["is_free", "is_swapped", "look", "lookup", "num_pinned_only_by", "of", "ref_count", "retrieve"]
-    + ["slot_mapping", "slot_of", "slots", "state", "stats", "tables", "version"]
+    + ["slot_mapping", "slot_of", "slots", "state", "stats", "tables", "tokens", "version"]
 )
 
 
@@ -137,3 +139,15 @@ class StoreLives(LifeWorld):
     covers = ("kvpage.store.KVStore", "kvpage.store.KVStoreStats", "kvpage.store.Pin")
     worlds = store_life.WORLDS
     parts = ("store",)
+
+
+class SessionLives(LifeWorld):
+    """Each session that a life opens is watched, too."""
+
+    covers = ("kvpage.serving.Session", "kvpage.serving.SessionState")
+    worlds = session_life.WORLDS
+    parts = ("sessions",)
+
+    def _call(self, part: Any, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        result = super()._call(part, name, args, named)
+        return Watched(result, self._call) if isinstance(result, Session) else result

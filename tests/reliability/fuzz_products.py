@@ -1,4 +1,4 @@
-"""Products of rows with weights, and norms of rows: kvpage.ops.linear and its kin.
+"""Products of rows with weights, norms of rows, and linear recurrences: kvpage.ops.linear and its kin.
 
 Where arguments do not fit, torch's own errors are allowed.
 """
@@ -7,12 +7,15 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from fuzz_case import Case
 from fuzz_memory import Arena, ArenaWorld
 
 from kvpage import ops
+from kvpage.ops.cpu.experts import grouped_linear
 from kvpage.ops.cpu.linear import ACTIVATIONS
+from kvpage.ops.cpu.recurrence import recurrence
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (0, 1, 3, 8, 16, 17, 33)
@@ -23,6 +26,7 @@ class ProductWorld(ArenaWorld):
     """Rows, weights and the memory of results in an arena."""
 
     covers = tuple(f"kvpage.ops.{name}" for name in ("linear", "gated_linear", "rms_norm", "add_rms_norm"))
+    covers += ("kvpage._C.grouped_linear", "kvpage._C.recurrence")
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.arena = rng, Arena(1 << 17)
@@ -32,7 +36,7 @@ class ProductWorld(ArenaWorld):
 
     def case(self, rng: random.Random) -> Case:
         self.dtype, self.used = rng.choice(DTYPES), 0
-        return rng.choice((self.linear, self.gated, self.norm, self.added_norm))()
+        return rng.choice((self.linear, self.gated, self.norm, self.added_norm, self.grouped, self.recurrence))()
 
     def linear(self) -> Case:
         size, num_columns = self.rng.choice(SIZES), self.rng.choice(SIZES)
@@ -58,6 +62,30 @@ class ProductWorld(ArenaWorld):
         args = self._norm_args()
         x = args["x"]
         return self._case(ops.add_rms_norm, {"x": x, "residual": self.place(tuple(x.shape)), **args})
+
+    def grouped(self) -> Case:
+        self.dtype = self.rng.choice(DTYPES[:3])
+        num_groups, num_columns, size = self.rng.randrange(1, 4), *self.rng.choices(SIZES[1:5], k=2)
+        x, num_rows = self.place((3, size)), self.rng.randrange(6)
+        ends = np.sort([*(self.rng.randint(0, num_rows) for _ in range(num_groups - 1)), num_rows]).astype(np.int64)
+        rows = np.array([self.rng.randrange(3) for _ in range(num_rows)], np.int64)
+        args = {"x": x, "rows": rows, "ends": ends, "weight": self.place((num_groups, num_columns, size))}
+        args["bias"] = self.rng.choice((None, self.place((num_groups, num_columns))))
+        args["num_threads"] = self.rng.choice((1, 2))
+        return Case("grouped_linear", grouped_linear, args, 5, errors=(*TORCHS, OverflowError))
+
+    def recurrence(self) -> Case:
+        self.dtype = torch.float32
+        num_sequences, num_tokens, num_heads = (self.rng.randrange(1, 3) for _ in range(3))
+        num_keys, num_columns = self.rng.choices(SIZES[1:6], k=2)
+        rows = num_sequences, num_tokens, num_heads
+        args = {name: self.place((*rows, num_keys)) for name in ("query", "key")}
+        args["value"] = self.place((*rows, num_columns))
+        args["decay"] = -self.place(rows).abs()
+        args["state"] = self.place((num_sequences, num_heads, num_keys, num_columns))
+        args["factor"] = self.rng.choice((None, self.place(rows)))
+        args |= {"rates": None, "num_threads": self.rng.choice((1, 2))}
+        return Case("recurrence", recurrence, args, 5, errors=TORCHS)
 
     # --- what calls are made of ---
 

@@ -45,6 +45,7 @@ TARGETS = [
     Target("tree", fuzz_lives.TreeLives, 4, 100),
     Target("manager", fuzz_lives.ManagerLives, 3, 100),
     Target("manager of groups", fuzz_lives.GroupLives, 6, 100),
+    Target("sessions", fuzz_lives.SessionLives, 2, 100),
     Target("states", fuzz_states.StateCacheWorld),
     Target("state slots", fuzz_slots.StateSlotWorld),
     Target("engine's caches", fuzz_engine.EngineWorld),

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 import kvpage._C as _C
+from kvpage.checks.tensors import check_plain
 from kvpage.ops.args.tokens import ROW_TYPES
 from kvpage.ops.cpu.operands import NO_ROWS, as_rows, place_of
 
@@ -46,15 +47,19 @@ def grouped_linear(
 
     Raises:
         ValueError: Shapes or dtypes do not fit; a row or an end is out of range.
+        TypeError: An argument is of another type.
     """
+    check_plain("weight", weight)
     num_groups, num_columns, size = weight.shape if not is_turned else weight.transpose(1, 2).shape
     _check(x, weight, bias, up, size)
+    if bias is not None and bias.shape != (num_groups, num_columns):
+        raise ValueError(f"bias must be [{num_groups}, {num_columns}], got {tuple(bias.shape)}")
+    rows, ends = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(ends, np.int64)
     if len(ends) != num_groups or (ends[-1] if num_groups else 0) != len(rows):
         raise ValueError(f"ends must be those of {num_groups} groups and {len(rows)} rows, got {ends}")
     x, out = as_rows(x), x.new_empty((len(rows), num_columns))
     weight, up = _dense(weight), None if up is None else _dense(up)
     addend = None if bias is None else bias.contiguous()
-    rows, ends = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(ends, np.int64)
     _C.grouped_linear(
         place_of(x) if x.numel() else NO_ROWS,
         (rows.ctypes.data, ends.ctypes.data),
@@ -74,10 +79,14 @@ def grouped_linear(
 def _check(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, up: torch.Tensor | None, size: int
 ) -> None:
+    check_plain("x", x)
     if x.dtype not in ROW_TYPES or not x.is_cpu:
         raise ValueError(f"x must be of fp32, bf16 or fp16 on a CPU, got {x.dtype} on {x.device}")
     for name, part in (("weight", weight), ("bias", bias), ("up", up)):
-        if part is not None and (part.dtype != x.dtype or not part.is_cpu):
+        if part is None:
+            continue
+        check_plain(name, part)
+        if part.dtype != x.dtype or not part.is_cpu:
             raise ValueError(f"{name} must be of {x.dtype} on a CPU, got {part.dtype} on {part.device}")
     if x.dim() != 2 or x.shape[1] != size or (up is not None and up.shape != weight.shape):
         raise ValueError(f"x must be [rows, {size}] and up as weight, got {tuple(x.shape)}")

@@ -9,6 +9,7 @@ What a token gives is the same, bit by bit, whichever tokens are computed with i
 import torch
 
 import kvpage._C as _C
+from kvpage.checks.tensors import check_plain, check_writable
 
 OF_HEAD, OF_KEY, OF_ELEMENT = range(3)
 
@@ -42,18 +43,11 @@ def recurrence(
 
     Raises:
         ValueError: A tensor is not fp32 in host memory, or of another shape.
+        TypeError: An argument is of another type.
     """
+    kind = _check(query, key, value, decay, state, factor, rates)
     num_sequences, num_tokens, num_key_heads, num_keys = query.shape
     num_heads, num_columns = value.shape[2:]
-    kind = OF_ELEMENT if rates is not None else OF_KEY if decay.dim() == 4 else OF_HEAD
-    rows, of_state = (num_sequences, num_tokens, num_heads), (num_heads, num_keys, num_columns)
-    _check("query", query, tuple(query.shape))
-    _check("key", key, tuple(query.shape))
-    _check("value", value, (*rows, num_columns))
-    _check("decay", decay, (*rows, *((), (num_keys,), (num_columns,))[kind]))
-    _check("state", state, (num_sequences, *of_state))
-    _check("factor", factor, rows)
-    _check("rates", rates, of_state)
     query, key, value, decay = (tensor.contiguous() for tensor in (query, key, value, decay))
     rates, factor = (None if tensor is None else tensor.contiguous() for tensor in (rates, factor))
     out = torch.empty(value.shape)
@@ -75,9 +69,37 @@ def recurrence(
     return out
 
 
-def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
-    if tensor is None:
-        return
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    state: torch.Tensor,
+    factor: torch.Tensor | None,
+    rates: torch.Tensor | None,
+) -> int:
+    """Raise unless all fit together, and return what decays are of."""
+    for name, tensor in (("query", query), ("value", value), ("decay", decay)):
+        check_plain(name, tensor)
+    check_writable("state", state)
+    num_sequences, num_tokens, _, num_keys = query.shape
+    num_heads, num_columns = value.shape[2:]
+    kind = OF_ELEMENT if rates is not None else OF_KEY if decay.dim() == 4 else OF_HEAD
+    rows, of_state = (num_sequences, num_tokens, num_heads), (num_heads, num_keys, num_columns)
+    _check_shape("query", query, tuple(query.shape))
+    _check_shape("key", key, tuple(query.shape))
+    _check_shape("value", value, (*rows, num_columns))
+    _check_shape("decay", decay, (*rows, *((), (num_keys,), (num_columns,))[kind]))
+    _check_shape("state", state, (num_sequences, *of_state))
+    if factor is not None:
+        _check_shape("factor", factor, rows)
+    if rates is not None:
+        _check_shape("rates", rates, of_state)
+    return kind
+
+
+def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    check_plain(name, tensor)
     if tensor.dtype != torch.float32 or not tensor.is_cpu or tensor.shape != shape:
         description = f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
         raise ValueError(f"{name} must be {shape} of torch.float32 on a CPU, got {description}")
