@@ -24,7 +24,6 @@ from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.serving.assembly.engine_parts import EngineParts, assemble, follow
 from kvpage.serving.assembly.updatable import UpdatableEngine
 from kvpage.serving.config import EngineConfig
-from kvpage.serving.debug import EngineDebug
 from kvpage.serving.generate.alternative import names_alternative
 from kvpage.serving.loop.intake import Prompt, as_prompts
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
@@ -36,6 +35,7 @@ from kvpage.serving.params.beam import BeamSearchParams
 from kvpage.serving.params.sampling import SamplingParams, check_params, params_of_each
 from kvpage.serving.sessions.session_engine import SessionEngine
 from kvpage.serving.stats import EngineStats
+from kvpage.serving.stats.debug import EngineDebug
 from kvpage.serving.stats.request_state import RequestState, request_states
 from kvpage.serving.steer.beam_search import BeamSearchOutput, search_beams
 from kvpage.serving.steer.scoring import ScoringEngine

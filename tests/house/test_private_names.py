@@ -1,7 +1,7 @@
 """Tests reach into few private attributes of the package, so that a redesign breaks no test of a behaviour.
 
     engine._runner.forward       counted: `_runner` is a name that the package gives an attribute, and no `self` has it
-    engine.debug.runner.forward  the view by the names of roles: see kvpage/serving/debug.py
+    engine.debug.runner.forward  the view by the names of roles: see kvpage/serving/stats/debug.py
     point._replace(x=1)          not counted: the package defines no `_replace`
 
 `tests/support/insides.py` has a function for each inside that several tests need. The bound only falls.

@@ -57,7 +57,7 @@ PRIVATE = {
     "kvpage.blend.spans.Span": "of the engine, which asks the configuration for it",
     "kvpage.serving.generate.cached_rows.CachedRows": "made by a KVPageCachePool for its caches",
     "kvpage.serving.generate.model_blocks.ModelBlocks": "the part of a KVPageCachePool that its caches use",
-    "kvpage.serving.debug.EngineDebug": "the parts of an Engine, which tests look into",
+    "kvpage.serving.stats.debug.EngineDebug": "the parts of an Engine, which tests look into",
     "kvpage.serving.live.mailbox.Mailbox": "made by AsyncEngine.submit",
     "kvpage.serving.live.live_request.Steps": "the side of an AsyncEngine that its requests use",
     "kvpage.serving.live.stepping.served_engine.ServedEngine": "the side of an Engine that an AsyncEngine uses",

@@ -1,0 +1,1 @@
+"""The paths for operators and probes."""
