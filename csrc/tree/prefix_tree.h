@@ -46,13 +46,13 @@
 
 #include "base/token_view.h"
 #include "pool/block_pool.h"
-#include "tree/nodes/child_table.h"
 #include "tree/evicted_blocks.h"
 #include "tree/eviction/eviction_order.h"
+#include "tree/nodes/child_table.h"
 #include "tree/nodes/sibling_index.h"
+#include "tree/nodes/tree_node.h"
 #include "tree/tree_entry.h"
 #include "tree/tree_log.h"
-#include "tree/nodes/tree_node.h"
 
 namespace kvpage {
 

@@ -52,7 +52,8 @@ OUT_OF_RANGE = {
     "guided_regex": ["(", ""], "guided_choice": [[], [""], [1]], "guided_grammar": ["no grammar at all"],
     "guided_json": ["{", "[1]", {"type": "nothing"}], "structured_outputs": [{}, {"regex": "a", "choice": ["b"]}],
     "cache_salt": ["", "x" * 1025], "priority": [2**31], "timeout": [0, -1],
-    "request_id": ["", "x" * 257], "session_id": ["", "x" * 257], "session_branch": ["", "x" * 257], "stream_options": [{"include_usage": "yes"}],
+    "request_id": ["", "x" * 257], "session_id": ["", "x" * 257], "session_branch": ["", "x" * 257],
+    "stream_options": [{"include_usage": "yes"}],
     "kv_hints": [{"protocol_version": "9.9", "message_id": "a", "actions": []}, {"actions": []},
                  {"protocol_version": "0.1", "message_id": "a", "actions": [
                      {"action_id": "1", "action_type": "kv.pin", "action_version": "1.0", "payload": {}}]}],
