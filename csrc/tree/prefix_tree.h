@@ -216,8 +216,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // For simulations: the tree's clock stands still at so many seconds, until the next call. InvalidArgument as above.
   void set_time(double seconds);
 
-  // Forgets all blocks of a namespace that are not pinned, in both tiers, in the order of eviction; returns the number
-  // of device blocks.
+  // Forgets all blocks of a namespace that are not pinned, in both tiers, children before their parents; returns the
+  // number of device blocks.
   int64_t drop_namespace(std::string_view name);
 
   // Frees all that is not pinned, in both tiers, and forgets what was evicted; returns the number of device blocks.

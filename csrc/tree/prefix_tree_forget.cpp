@@ -93,8 +93,9 @@ int64_t PrefixTree::drop_namespace(std::string_view name) {
     left.insert(left.end(), {node->left, node->right, node->children});
   }
   std::reverse(nodes.begin(), nodes.end());  // the upper half of a split comes after the lower, which is as old
+  // By use, children are before their parents still. A policy that weighs nodes may weigh a parent less.
   const auto goes_first = [this](const TreeNode* a, const TreeNode* b) { return order_.before(a, b); };
-  std::stable_sort(nodes.begin(), nodes.end(), goes_first);
+  if (!order_.is_ranked()) std::stable_sort(nodes.begin(), nodes.end(), goes_first);
   // From here on nothing throws.
   const int64_t num_cached = num_cached_;
   for (TreeNode* node : nodes) forget_end(node, 0);  // with the last one the root is gone

@@ -264,7 +264,10 @@ void PrefixTree::leave_device(TreeNode* node, int64_t num_blocks) noexcept {
   log_left(ChangeKind::kLeftDevice, node, dropped);
   num_cached_ -= num_blocks;
   node->device_ids.truncate(node->num_device_blocks() - num_blocks);
-  if (node->num_pins > 0) return;
+  if (node->num_pins > 0) {
+    if (node->num_device_blocks() == 0) order_.fill(node);
+    return;
+  }
   num_evictable_ -= num_blocks;
   if (node->num_device_blocks() == 0) order_.leave_device(node);
 }

@@ -191,3 +191,63 @@ def test_a_policy_of_another_name_is_refused():
             tree.set_next_use([1], seconds=seconds)
         with pytest.raises(ValueError, match="seconds must be between 0 and"):
             tree.set_time(seconds)
+
+
+EACH = pytest.mark.parametrize("eviction", ["lru", "slru", "cost"])
+
+
+@EACH
+def test_a_namespace_goes_whose_stem_is_worth_less_than_its_branches(eviction):
+    pool = BlockPool(256)
+    tree = PrefixTree(pool, 1, eviction=eviction)
+    stem = list(range(100))
+    tree.release(tree.insert(stem, pool.allocate(100), b"n"))
+    for _ in range(3):
+        tree.release(tree.match([*stem, 999], b"n"))
+    for end in ([200, 201], [300, 301]):
+        tree.release(tree.insert(end, pool.allocate(2), after=tree.match([*stem, *end], b"n")))
+    tree.set_next_use([*stem, 200, 201], b"n", seconds=0.5)
+    assert tree.drop_namespace(b"n") == 104 and tree.num_nodes == 0
+    tree.check()
+    tree.release(tree.insert(stem, pool.allocate(100)))
+    assert tree.evict(256) == 100
+    tree.check()
+
+
+@EACH
+def test_a_pinned_path_that_was_sent_out_leaves_its_stem_evictable(eviction):
+    pool, host = BlockPool(8), BlockPool(8)
+    tree = PrefixTree(pool, 1, host, eviction=eviction)
+    stem = tree.insert([1, 2, 3], pool.allocate(3))
+    end = tree.insert([4, 5], pool.allocate(2), after=tree.pin(stem))
+    tree.send_out(end)
+    tree.release(end)
+    tree.release(stem)
+    tree.check()
+    assert tree.num_evictable == 3 == tree.evict(3)
+    tree.check()
+
+
+@EACH
+def test_a_cut_in_a_run_leaves_the_run_before_it_evictable_on_the_host(eviction):
+    pool, host = BlockPool(16), BlockPool(2)
+    tree = PrefixTree(pool, 1, host, eviction=eviction)
+    stem = tree.insert([1], pool.allocate(1))
+    end = tree.insert([2, 3], pool.allocate(2), after=tree.pin(stem))
+    tree.write_out(stem, 0)
+    tree.release(end)
+    tree.release(stem)
+    tree.demote(1)
+    tree.put_first([1, 2, 3], b"", 2)
+    tree.check()
+    assert tree.num_host_evictable == 2 == tree.evict_host(2)
+
+
+def test_uses_of_one_moment_go_by_their_order():
+    pool = BlockPool(8)
+    tree = PrefixTree(pool, 1, eviction="slru")
+    tree.set_time(1.0)
+    for token in range(5):
+        tree.release(tree.insert([token], pool.allocate(1)))
+    tree.evict(1)
+    assert sorted(int(entry.tokens[0]) for entry in tree.entries(ALL)) == [1, 2, 3, 4]

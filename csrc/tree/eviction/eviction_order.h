@@ -122,7 +122,7 @@ class EvictionOrder {
     if (lower->num_host_blocks == 0) list.host_use.remove(lower);
   }
 
-  // A node that is pinned or new has got blocks of a tier.
+  // A node that is pinned or new has got blocks of a tier, or has lost its last one.
   void fill(TreeNode* node) noexcept {
     if (ranks_) refresh(node);
   }

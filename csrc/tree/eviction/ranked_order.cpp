@@ -81,6 +81,7 @@ void RankedOrder::split(TreeNode* lower, TreeNode* upper) noexcept {
   upper->num_device_children = (lower->rank_flags & kHasDevice) > 0;
   upper->num_host_children = (lower->rank_flags & kHasHost) > 0;
   upper->next_use = lower->next_use;
+  if (!parent->is_root()) rank(parent);  // its last child with host blocks may be the lower one
   if (!(lower->rank_flags & kListed)) return;
   upper->rank_class = lower->rank_class;
   set_flag(upper, kListed, true);

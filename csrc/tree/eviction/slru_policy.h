@@ -2,6 +2,8 @@
 // Once the found ones are more than four fifths of the unpinned blocks, theirs go first: segmented LRU.
 #pragma once
 
+#include <algorithm>
+
 #include "tree/eviction/eviction_policy.h"
 
 namespace kvpage {
@@ -13,7 +15,8 @@ class SlruPolicy final : public EvictionPolicy {
   double worth(const TreeNode& node, int64_t now) const override {
     const bool is_too_many = 5 * num_blocks_[1] > 4 * (num_blocks_[0] + num_blocks_[1]);
     const bool is_kept = (node.rank_class == 1) != is_too_many;
-    return (is_kept ? 1e30 : 1.0) / (1.0 + static_cast<double>(now - static_cast<int64_t>(node.used_at)));
+    const int64_t age = std::max<int64_t>(now - static_cast<int64_t>(node.used_at), 0);  // uses of one moment are later
+    return (is_kept ? 1e30 : 1.0) / (1.0 + static_cast<double>(age));
   }
 
   void reused(const TreeNode&, int64_t) noexcept override {}
