@@ -75,7 +75,7 @@ def test_an_agent_of_forty_turns_computes_only_what_is_new(server):
             status, state = call(server, "POST", path, {"action": "pause", "expected_seconds": 30})
             assert (status, state["paused_in"]) == (200, "device")
     status, state = call(server, "GET", path)
-    assert status == 200 and state["num_turns"] == 2 * 41 and state["paused_in"] is None
+    assert status == 200 and state["num_turns"] == 41 and state["paused_in"] is None
     assert all(one["num_retained_blocks"] == (one["num_tokens"] - 1) // B for one in state["branches"])
     status, state = call(server, "POST", path, {"action": "release", "branch": "try"})
     assert status == 200 and state["released_tokens"] > B * 10 and len(state["branches"]) == 1
@@ -143,6 +143,30 @@ def test_wrong_actions_and_names_are_refused_and_change_nothing(server):
     assert 'kvpage_sessions{model_name="tiny",state="all"}' in lines
 
 
+def test_a_request_that_fails_leaves_a_session_as_it_was_and_a_closed_one_is_not_made_again(server):
+    path = "/v1/sessions/a%2Fb%20c"
+    turn(server, "a/b c", [3] * 12)
+    before = call(server, "GET", path)
+    assert before[0] == 200 and before[1]["num_turns"] == 1
+    body = {"prompt": [4] * 9, "max_tokens": 200, "ignore_eos": True, "session_id": "a/b c"}
+    for fields in ({"timeout": 1e-6}, {"timeout": 1e-6, "stream": True}, {"prompt": [4] * 2000}):
+        asyncio.run(server.post(COMPLETIONS, body | fields))
+        assert call(server, "GET", path) == before, fields
+    source = {"action": "branch", "branch": "new", "source": "none"}
+    status, answer = call(server, "POST", path, source)
+    assert (status, answer["error"]["param"]) == (404, "source")
+
+    async def closed_meanwhile() -> None:
+        async with server.client() as client:
+            request = asyncio.ensure_future(client.post(COMPLETIONS, json=body))
+            while not server.engine.has_unfinished:
+                await asyncio.sleep(0.001)
+            assert (await client.delete(path)).status_code == 200 and (await request).status_code == 200
+
+    asyncio.run(closed_meanwhile())
+    assert call(server, "GET", path)[0] == 404
+
+
 def test_a_session_is_its_tenants_and_its_quota_too():
     keys = [ApiKey("a", "ann"), ApiKey("b", "bob")]
     with running_server(ServerConfig([NAME], keys), pin_quota=64, sessions=SessionConfig(owner_quota=4)) as server:
@@ -161,7 +185,7 @@ def test_a_session_is_its_tenants_and_its_quota_too():
         assert call(server, "POST", "/v1/sessions/s", salted, **ann)[1]["retained_blocks"] == 2
         salted = {**retain, "cache_salt": "y"}
         assert call(server, "POST", "/v1/sessions/s", salted, **ann)[1]["retained_blocks"] == 0, "beyond ann's quota"
-        assert call(server, "GET", "/v1/sessions/s", **ann, **{"x-cache-salt": "y"})[1]["num_turns"] == 2
+        assert call(server, "GET", "/v1/sessions/s", **ann, **{"x-cache-salt": "y"})[1]["num_turns"] == 1
         server.app.state.service.begin_drain()
         assert call(server, "POST", "/v1/sessions/s", retain, **ann)[0] == 503
 

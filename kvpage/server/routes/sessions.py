@@ -26,13 +26,13 @@ SALT_HEADER = "x-cache-salt"
 Result = dict[str, Any]
 
 
-@router.get("/v1/sessions/{session_id}")
+@router.get("/v1/sessions/{session_id:path}")
 async def show(request: Request, session_id: str) -> Response:
     """Return the state of a session."""
     return await _answered(request, session_id, _header_salt(request), lambda _: {})
 
 
-@router.post("/v1/sessions/{session_id}")
+@router.post("/v1/sessions/{session_id:path}")
 async def act(request: Request, session_id: str) -> Response:
     """Do something with a session; return its state, and the result."""
     service = Service.of(request)
@@ -44,7 +44,7 @@ async def act(request: Request, session_id: str) -> Response:
         )
 
 
-@router.delete("/v1/sessions/{session_id}")
+@router.delete("/v1/sessions/{session_id:path}")
 async def delete(request: Request, session_id: str) -> Response:
     """Close a session: the blocks that only it needs are evicted before all others."""
 
@@ -93,7 +93,10 @@ def _act(service: Service, session: Session, body: SessionRequest, tokens: Seque
     if body.action == "pause":
         return {"paused_in": session.pause(min(body.expected_seconds or most, most))}
     if body.action == "branch":
-        session.branch(branch, body.source or MAIN, body.num_tokens)
+        source = body.source or MAIN
+        if source not in session.branches:
+            raise ApiError(404, f"source must be a branch, got {source!r}", param="source", code="branch_not_found")
+        session.branch(branch, source, body.num_tokens)
     elif body.action == "release":
         return {"released_tokens": session.release(branch)}
     elif body.action == "edit":

@@ -1,7 +1,7 @@
 """CacheWork: what requests ask of the cache beside their answers: hints, and turns of sessions.
 
-    before   a session's branch takes the prompt's path: blocks that only the old one needs give way at once
-    after    ... and the answer's; then pins, demotions, releases and pauses, within the quotas
+    before   a session is made where there is none: it is the one that was used last
+    after    its branch takes the path of the prompt and the answer; then pins, demotions, releases and pauses
 
 A hint never fails a request. All of it is done on the engine's thread, between two steps.
 """
@@ -72,27 +72,26 @@ class CacheWork:
         self.has_blocks = isinstance(engine.engine.cache, CacheEngine)
         self.hints: Counter[tuple[str, str]] = Counter()
 
-    def begin(self, wishes: CacheWishes, prompts: Sequence[Sequence[int]], namespace: bytes) -> None:
-        """Begin a turn of a session, before its prompt is queued.
+    def begin(self, wishes: CacheWishes, namespace: bytes) -> None:
+        """Begin a turn of a session, before its prompt is queued. Its tokens stay: the request may fail.
 
         Args:
             wishes: What the request asks.
-            prompts: The token ids of each prompt.
-            namespace: Of their blocks.
+            namespace: Of the session.
         """
         if wishes.session_id is not None and self.has_blocks:
-            self._call(lambda engine: self._turn(engine, wishes, prompts[0], namespace))
+            self._call(lambda engine: self._open(engine, wishes, namespace))
 
     def end(
-        self, wishes: CacheWishes, prompts: Sequence[Sequence[int]], namespace: bytes, answer: Sequence[int]
+        self, wishes: CacheWishes, prompts: Sequence[Sequence[int]], namespace: bytes, answer: Sequence[int] | None
     ) -> None:
-        """Follow what a request has asked, once it is answered.
+        """Follow what a request has asked, once it has ended.
 
         Args:
             wishes: What the request asks.
             prompts: The token ids of each prompt.
             namespace: Of their blocks.
-            answer: The token ids of the answer, for a session.
+            answer: The token ids of the answer, for a session; None where there is none, and its tokens stay.
         """
         if wishes.session_id is None and not wishes.has_hints:
             return
@@ -101,7 +100,7 @@ class CacheWork:
             return
 
         def work(engine: Engine) -> None:
-            if wishes.session_id is not None:
+            if wishes.session_id is not None and answer is not None:
                 self._turn(engine, wishes, [*prompts[0], *answer], namespace)
             for prompt in prompts if wishes.has_hints else ():
                 self._follow(engine, wishes, prompt, namespace)
@@ -110,11 +109,20 @@ class CacheWork:
 
     # --- on the engine's thread --------------------------------------------------------------------------------------
 
+    def _open(self, engine: Engine, wishes: CacheWishes, namespace: bytes) -> None:
+        assert wishes.session_id is not None
+        try:
+            engine.session(wishes.session_id, namespace, wishes.owner(namespace))
+        except ValueError as error:  # beyond the limits of sessions
+            logger.info("a request has no session: %s", error)
+
     def _turn(self, engine: Engine, wishes: CacheWishes, path: Sequence[int], namespace: bytes) -> None:
         """Give a session's branch the path of a turn; a new branch, where there is none of this name."""
         assert wishes.session_id is not None
+        session = engine.sessions.find(wishes.session_id, namespace, wishes.owner(namespace))
+        if session is None:  # closed since the request began
+            return
         try:
-            session = engine.session(wishes.session_id, namespace, wishes.owner(namespace))
             if wishes.branch not in session.branches:
                 session.branch(wishes.branch, num_tokens=0)
             session.supersede(path, wishes.branch)
@@ -156,7 +164,7 @@ class CacheWork:
         if wishes.session_id is None:
             kv_namespace = engine.kv_namespace(namespace, wishes.adapter)
             return engine.manager.tree.set_next_use(prompt, kv_namespace, seconds=wishes.next_use) > 0
-        session = engine.sessions.find(wishes.session_id, namespace)
+        session = engine.sessions.find(wishes.session_id, namespace, wishes.owner(namespace))
         if session is None:
             return False
         session.pause(wishes.next_use)

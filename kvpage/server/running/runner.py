@@ -22,6 +22,8 @@ from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 MAX_AHEAD = 4  # lists of outputs of a batch that wait for a slow client; the engine's limits hold behind them
 Turn = tuple[int, list[StepOutput]]
 NO_WISHES = CacheWishes()
+ANSWERED = "stop", "length"
+"""The finish reasons of an answer that is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class Runner:
         """Run a job to its end. ApiError if the engine takes it not."""
         arguments = job.arguments()
         if job.wishes is not NO_WISHES:
-            self.work.begin(job.wishes, job.prompts, job.namespace)
+            self.work.begin(job.wishes, job.namespace)
         works = [
             self._engine.generate(prompt, params, **arguments)
             for prompt, params in zip(job.prompts, job.params, strict=True)
@@ -115,7 +117,7 @@ class Runner:
         """Queue all prompts of a job, or none. ApiError if the engine takes one not."""
         requests: list[LiveRequest] = []
         if job.wishes is not NO_WISHES:
-            self.work.begin(job.wishes, job.prompts, job.namespace)
+            self.work.begin(job.wishes, job.namespace)
         try:
             for prompt, params in zip(job.prompts, job.params, strict=True):
                 requests.append(self._engine.submit(prompt, params, **job.arguments()))
@@ -171,9 +173,10 @@ class Runner:
             await cancel_all(readers)
 
     def _end(self, job: Job, outputs: Sequence[RequestOutput | None]) -> None:
-        """Do what the job asks of the cache, now that it is answered."""
+        """Do what the job asks of the cache, now that it has ended."""
         first = outputs[0]
-        answer = [] if first is None or job.wishes.session_id is None else first.samples[0].token_ids
+        is_answered = first is not None and first.samples and first.finish_reason in ANSWERED
+        answer = first.token_ids if first is not None and is_answered else None
         self.work.end(job.wishes, job.prompts, job.namespace, answer)
 
 
