@@ -194,6 +194,11 @@ class ByteStoreConfig:
         check_deadline(self.deadline)
         if self.dtype is not None and not isinstance(self.dtype, str):
             raise TypeError(f"dtype must be the name of one, such as bfloat16, got {type(self.dtype).__name__}")
+        codecs = [TierURL.parse(tier).option("codec") for tier in self.tiers]
+        if "zstd" in codecs:
+            raise ValueError("codec of a tier must be raw, split or auto for records of bytes, got 'zstd'")
+        if "split" in codecs and self.dtype is None:
+            raise ValueError("dtype must be given for the codec split: it codes numbers, not bytes")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ByteStoreConfig":

@@ -102,3 +102,17 @@ def test_nothing_and_wrong_arguments() -> None:
             grouped_linear(rows=rows, ends=ends, **args, num_threads=1)
     with pytest.raises(ValueError, match="x must be of fp32, bf16 or fp16"):
         grouped_linear(rows=one, ends=np.array([0, 0, 0, 0, 1]), **{**args, "x": args["x"].double()}, num_threads=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": 1},
+        {"up": torch.zeros(2, 6, 8)},
+        {"activation": 1, "up": torch.zeros(2, 6, 8), "bias": torch.zeros(2, 6)},
+    ],
+)
+def test_an_activation_comes_with_up_and_nothing_else(options: dict[str, Any]) -> None:
+    rows, ends = np.arange(4), np.array([2, 4])
+    with pytest.raises(ValueError, match="up must come with an activation"):
+        grouped_linear(torch.zeros(4, 8), rows, ends, torch.zeros(2, 6, 8), num_threads=1, **options)

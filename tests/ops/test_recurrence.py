@@ -137,3 +137,15 @@ def test_wrong_arguments_are_refused(name: str) -> None:
 def test_heads_that_share_no_key_are_refused() -> None:
     with pytest.raises(ValueError, match="num_heads must be a multiple of num_key_heads, got 3 and 2"):
         recurrence(**inputs("delta rule", 4, 7, heads=(2, 3)), num_threads=1)
+
+
+def test_torchs_default_dtype_does_not_count() -> None:
+    query, state = torch.rand(1, 33, 2, 8), torch.zeros(1, 2, 8, 40)
+    value, decay = torch.rand(1, 33, 2, 40), -torch.rand(1, 33, 2)
+    expected = recurrence(query, query, value, decay, state.clone(), num_threads=1)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        out = recurrence(query, query, value, decay, state, num_threads=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert out.dtype == torch.float32 and torch.equal(out, expected)

@@ -7,7 +7,10 @@ from support.insides import entries_of, names_of, slab_of, stack_of
 from support.store_kv import C, kv_of, make, same
 
 from kvpage.store import ByteStore, ByteStoreConfig, KVStoreConfig, Placed
+from kvpage.store.bytes.byte_jobs import ByteKeys
 from kvpage.store.placement import place_tiers
+from kvpage.store.records.record import BYTES_CODEC, CorruptRecord, RecordHead
+from kvpage.store.records.record_io import EncodedPayload, recoded, write_record
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 TOKENS = list(range(2 * C * 64))
@@ -117,3 +120,27 @@ def test_damage_of_a_coded_record_is_a_miss_at_every_byte_of_its_payload():
         else:
             assert not tier.contains([name])[0]
     assert store.stats().refused["damaged"] > 60
+
+
+@pytest.mark.parametrize("num_bytes", [SIZE // 2, 2 * SIZE])
+def test_a_raw_record_of_another_length_is_not_recoded(num_bytes):
+    """A record with right digests, as a broken writer makes it: a copy must not make it a good one."""
+    kind = ByteKeys(b"meta", torch.bfloat16).kind(bytes(32), SIZE)
+    payload = EncodedPayload(memoryview(bytearray(num_bytes)))
+    head = RecordHead(kind.key, kind.meta, BYTES_CODEC, kind.shape, SIZE, num_bytes, payload.stretch_bytes)
+    tier = MemoryTier(1 << 22, pin_memory=False)
+    with tier.create(kind.key, head.num_bytes) as writer:
+        write_record(writer, head, payload)
+        assert tier.commit([writer]) == [True]
+    (reader,) = tier.open([kind.key])
+    with reader, pytest.raises(CorruptRecord, match="is not 65536 raw ones"):
+        recoded(reader, kind, "split")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("memory://?size=1MiB&codec=zstd", "raw, split or auto"), ("memory://?size=1MiB&codec=split", "dtype must be")],
+)
+def test_a_codec_that_records_of_bytes_cannot_have_is_refused(url, message):
+    with pytest.raises(ValueError, match=message):
+        ByteStoreConfig(tiers=(url,))

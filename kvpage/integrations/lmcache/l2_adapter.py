@@ -131,6 +131,7 @@ class KVPageL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore] 
         super().__init__()
         checked = L2AdapterSettings.from_dict(settings)
         header: dict[str, Value] = {"engine": f"lmcache {__version__}", "format": FORMAT, "weights": checked.weights}
+        header["dtype"] = checked.dtype or ""  # two models of the same weights may have chunks of the same size
         self._store = ByteStore(checked.store_config(), header)
         self._stores, self._lookups, self._loads = _Results(), _Results(), _Results()
         self._lock, self._num_tasks = threading.Lock(), 0
@@ -157,9 +158,9 @@ class KVPageL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore] 
             sizes = {
                 key: item.get_size() for (key, item), is_kept in zip(chunks.values(), flags, strict=True) if is_kept
             }
+            self._stores.add(task_id, L2StoreResult(all(flags), sum(sizes.values())))  # first: a listener may raise
             if sizes:
                 self._notify_keys_stored(list(sizes), list(sizes.values()))
-            self._stores.add(task_id, L2StoreResult(all(flags), sum(sizes.values())))
 
         self._follow(begun(lambda: self._store.later.put(list(chunks), buffers)), len(buffers), end)
         return task_id
@@ -189,8 +190,8 @@ class KVPageL2Adapter(L2AdapterInterface):  # type: ignore[misc, unused-ignore] 
 
         def end(flags: list[bool]) -> None:
             memory.clear()
-            self._notify_keys_accessed([key for key, is_loaded in zip(keys, flags, strict=True) if is_loaded])
             self._loads.add(task_id, _bitmap(flags))
+            self._notify_keys_accessed([key for key, is_loaded in zip(keys, flags, strict=True) if is_loaded])
 
         self._follow(begun(lambda: self._store.later.get_into(names, buffers)), len(names), end)
         return task_id

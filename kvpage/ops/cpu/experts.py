@@ -51,7 +51,7 @@ def grouped_linear(
     """
     check_plain("weight", weight)
     num_groups, num_columns, size = weight.shape if not is_turned else weight.transpose(1, 2).shape
-    _check(x, weight, bias, up, size)
+    _check(x, weight, bias, up, size, activation, is_turned)
     if bias is not None and bias.shape != (num_groups, num_columns):
         raise ValueError(f"bias must be [{num_groups}, {num_columns}], got {tuple(bias.shape)}")
     rows, ends = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(ends, np.int64)
@@ -77,7 +77,13 @@ def grouped_linear(
 
 
 def _check(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, up: torch.Tensor | None, size: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    up: torch.Tensor | None,
+    size: int,
+    activation: int,
+    is_turned: bool,
 ) -> None:
     check_plain("x", x)
     if x.dtype not in ROW_TYPES or not x.is_cpu:
@@ -88,6 +94,8 @@ def _check(
         check_plain(name, part)
         if part.dtype != x.dtype or not part.is_cpu:
             raise ValueError(f"{name} must be of {x.dtype} on a CPU, got {part.dtype} on {part.device}")
+    if (up is None) != (activation == 0) or (up is not None and (is_turned or bias is not None)):
+        raise ValueError(f"up must come with an activation, and without bias or turned weights, got {activation}")
     if x.dim() != 2 or x.shape[1] != size or (up is not None and up.shape != weight.shape):
         raise ValueError(f"x must be [rows, {size}] and up as weight, got {tuple(x.shape)}")
 

@@ -50,7 +50,7 @@ def recurrence(
     num_heads, num_columns = value.shape[2:]
     query, key, value, decay = (tensor.contiguous() for tensor in (query, key, value, decay))
     rates, factor = (None if tensor is None else tensor.contiguous() for tensor in (rates, factor))
-    out = torch.empty(value.shape)
+    out = value.new_empty(value.shape)  # torch's default dtype may be another
     _C.recurrence(
         (
             query.data_ptr(),

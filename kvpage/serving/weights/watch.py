@@ -176,6 +176,6 @@ def _probe(tensor: torch.Tensor) -> npt.NDArray[Any] | None:
         return None
     # Not `tensor.numpy()`, after which its memory cannot be resized any more, as it is by those who shard weights.
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    flat = np.frombuffer(memory, integer)
+    flat: npt.NDArray[Any] = np.frombuffer(memoryview(memory), integer)
     step = max(len(flat) // NUM_PROBED, 1) | 1  # odd: not always the same column
     return flat[::step][:NUM_PROBED]

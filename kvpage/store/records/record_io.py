@@ -154,6 +154,8 @@ def recoded(reader: Reader, kind: RecordKind, way: str | None) -> tuple[RecordHe
         return None
     if codec is not None:
         return _coded(kind, to, decode(reader, head, digests, codec))
+    if head.payload_bytes != head.raw_bytes:
+        raise CorruptRecord(f"a payload of {head.payload_bytes} bytes is not {head.raw_bytes} raw ones")
     raw = memoryview(bytearray(head.raw_bytes))
     for begin, end in pieces(head, reader.is_in_memory):
         read_piece(reader, head, digests, begin, end, BytesSink(raw[begin:end], head.stretch_bytes))

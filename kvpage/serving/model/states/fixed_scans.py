@@ -160,7 +160,7 @@ class FixedForward:
         """hidden_states, dt, z [n, channels, tokens], A [channels, keys], B, C [n, keys, tokens], D [channels]."""
         start = next(self._starts, None)
         shape = hidden_states.shape[0], *A.shape
-        state = torch.zeros(shape) if start is None else start.float()
+        state = hidden_states.new_zeros(shape, dtype=torch.float32) if start is None else start.float()
         x, steps, keys, queries = (part.transpose(1, 2) for part in (hidden_states, dt, B, C))
         gate = None if z is None else z.transpose(1, 2)
         out = self._pass_channels(state, x, steps, A, keys, queries, D, gate, delta_bias, delta_softplus)

@@ -5,7 +5,7 @@ import transformers
 
 import kvpage._C as _C
 
-VERSION = 1
+VERSION = 2
 """Grows with every change of a native operation that changes a bit of a result."""
 
 
