@@ -10,6 +10,10 @@ from kvpage._C import Match, PrefixTree
 from kvpage.checks.values import as_integer, check_at_least
 
 
+class QuotaExceeded(ValueError):
+    """Pins would hold more blocks than a quota allows."""
+
+
 @dataclass(frozen=True, slots=True)
 class PinTerms:
     """For how long, how strongly and for whom a prefix is kept.
@@ -87,7 +91,7 @@ class UserPins:
         in_place_of: A pin that ends with this, and does not count in the quotas.
 
         Raises:
-            ValueError: It exceeds a quota. The match stays the caller's, and the other pin as it is.
+            QuotaExceeded: It exceeds a quota. The match stays the caller's, and the other pin as it is.
         """
         self.expire()
         others = [pin for handle, pin in self._pins.items() if handle != in_place_of]
@@ -147,4 +151,4 @@ class UserPins:
 def _check_quota(name: str, quota: int, others: list[_Pin], match: Match) -> None:
     num_pinned = sum(pin.match.num_blocks for pin in others)
     if num_pinned + match.num_blocks > quota:
-        raise ValueError(f"{name} must hold at most {quota} blocks, got {num_pinned} + {match.num_blocks}")
+        raise QuotaExceeded(f"{name} must hold at most {quota} blocks, got {num_pinned} + {match.num_blocks}")

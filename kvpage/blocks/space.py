@@ -207,8 +207,9 @@ class BlockSpace:
             A handle for `unpin`.
 
         Raises:
-            ValueError: All pins together, or those of one owner, would exceed a quota, or ttl is not positive. Nothing
-                has changed.
+            QuotaExceeded: All pins together, or those of one owner, would exceed a quota; a ValueError. Nothing has
+                changed.
+            ValueError: ttl is not positive.
             TypeError: An argument is of another type.
         """
         terms = PinTerms(ttl) if terms is None else terms
@@ -240,11 +241,23 @@ class BlockSpace:
             How many device blocks are free by that.
         """
         match = self.pins.match_of(handle)
-        if match is None or not self._keeps_evicted:
-            return 0
-        num_free = self.pool.num_free
-        self._moves.add_from("swap_out", lambda: self.tree.send_out(match))
-        return self.pool.num_free - num_free
+        return 0 if match is None else self._send_out(match)
+
+    def demote(self, tokens: Tokens, namespace: bytes = b"") -> int:
+        """Have the device blocks of a cached prefix leave for the host as by `send_out`, without a pin.
+
+        Args:
+            tokens: Token ids of a prompt.
+            namespace: Where to search.
+
+        Returns:
+            How many device blocks are free by that.
+        """
+        match = self._match_all(tokens, namespace)
+        try:
+            return self._send_out(match)
+        finally:
+            self.tree.release(match)
 
     def prefetch(self, tokens: Tokens, namespace: bytes = b"") -> int:
         """Bring the host blocks of the tokens' prefix to the device, if there is room.
@@ -394,6 +407,13 @@ class BlockSpace:
     def _match_all(self, tokens: Tokens, namespace: bytes) -> Match:
         """Return the match, also of a prompt that is cached to its last token."""
         return self.tree.match(as_tokens(tokens), namespace, num_left_over=0, is_hit=False)
+
+    def _send_out(self, match: Match) -> int:
+        if not self._keeps_evicted:
+            return 0
+        num_free = self.pool.num_free
+        self._moves.add_from("swap_out", lambda: self.tree.send_out(match))
+        return self.pool.num_free - num_free
 
     def _evict(self, num_blocks: int) -> None:
         if self._keeps_evicted:

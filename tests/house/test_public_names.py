@@ -67,7 +67,7 @@ PRIVATE = {
     "kvpage.serving.model.kv_shape.KVShape": "found by KVPageCachePool.from_model",
     "kvpage.serving.model.step.BatchItem": "of a step, which the engine makes",
     "kvpage.serving.steer.steerable.SteerableEngine": "the side of an Engine that Branches use",
-    "kvpage.serving.sessions.session.SessionHouse": "the side of Sessions that a Session uses",
+    "kvpage.serving.sessions.session.SessionKeeper": "the side of Sessions that a Session uses",
     "kvpage.serving.sessions.session_blocks.SessionBlocks": "of Sessions, which make a Session",
     "kvpage.serving.sessions.sessions.Sessions": "of an Engine, whose `session` opens one",
     "kvpage.store.bytes.byte_records.ByteRecords": "of a KVStore, which makes them for the records of sessions",

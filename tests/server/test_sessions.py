@@ -128,6 +128,8 @@ def test_wrong_actions_and_names_are_refused_and_change_nothing(server):
         ({"action": "release", "branch": "none"}, 404), ({"action": "branch", "branch": "main"}, 400),
         ({"action": "edit", "start": 3, "end": 2, "tokens": [1]}, 400), ({"action": "edit", "start": 0, "end": 1}, 400),
         ({"action": "edit", "start": 0, "end": 1, "tokens": [10**6]}, 400),
+        ({"action": "edit", "start": 0, "end": 0, "mode": "erratum", "tokens": [5] * 2000}, 400),
+        ({"action": "retain", "tier": "host"}, 400),
         ({"action": "resume", "cache_salt": "x"}, 404),
     ):  # fmt: skip
         found, answer = call(server, "POST", path, body)
@@ -188,6 +190,19 @@ def test_a_session_is_its_tenants_and_its_quota_too():
         assert call(server, "GET", "/v1/sessions/s", **ann, **{"x-cache-salt": "y"})[1]["num_turns"] == 1
         server.app.state.service.begin_drain()
         assert call(server, "POST", "/v1/sessions/s", retain, **ann)[0] == 503
+
+
+def test_hints_of_one_prompt_pin_it_once_and_demotions_need_no_quota():
+    body = {"prompt": list(range(40, 57)), "max_tokens": 1}
+    with running_server(pin_quota=4, num_cpu_blocks=32) as server:
+        for fields in ({}, {}, {"session_id": "s"}):
+            ask(server, COMPLETIONS, body | fields | hints(("kv.pin", {"ttl_seconds": 60})))
+        counts = server.live.call(lambda engine: server.app.state.service.runner.work.hints.copy()).result()
+        assert counts == {("kv.pin", "followed"): 2, ("kv.pin", "refused"): 1}
+    with running_server(num_cpu_blocks=32) as server:
+        ask(server, COMPLETIONS, body | hints(("kv.demote", {})))
+        on_host = server.live.call(lambda engine: engine.manager.stats().space.num_cached_host_blocks)
+        assert on_host.result() == 4
 
 
 def test_hints_are_followed_left_aside_and_counted():

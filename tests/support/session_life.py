@@ -118,14 +118,27 @@ class SessionLife(Life):
         return [self.rng.randrange(3) for _ in range(self.rng.randrange(1, most))]
 
     def limited(self, call: Callable[[], Any], num_tokens: int, num_branches: int = 0) -> Any:
-        """Make a call that must be refused beyond the limits, and only there. Others may be closed for it."""
+        """Make a call that must be refused beyond the limits, and only there. Others may be closed for it.
+
+        It may be refused, too, where an owner who has less would have to give room: an owner is a namespace.
+        """
         config = self.world.config
         if num_tokens > config.max_tokens or num_branches > config.max_branches:
             with pytest.raises(ValueError, match="must be at most"):
                 call()
             self.figures["refused"] += 1
             return None
-        return call()
+        before = {key: session.state().branches for key, session in self.sessions._sessions.items()}
+        try:
+            return call()
+        except ValueError as error:
+            assert "tokens of an owner" in str(error) and any(num_tokens > self.owned(name) for name in (b"", b"x"))
+            assert before == {key: session.state().branches for key, session in self.sessions._sessions.items()}
+            self.figures["refused for others"] += 1
+            return None
+
+    def owned(self, name: bytes) -> int:
+        return sum(session.num_tokens for key, session in self.sessions._sessions.items() if key[0] == name)
 
     def replaced(self, session: Session, texts: dict[str, list[int]], branch: str, path: list[int]) -> None:
         """Run a turn of a branch, and require that what gives way is what only the old path needs."""
@@ -225,7 +238,8 @@ class SessionLife(Life):
 
     def retain(self) -> None:
         session, texts, _ = self.some()
-        num_blocks = session.retain(self.rng.choice([None, 5.0, 50.0]), self.rng.choice(["device", "host"]))
+        tiers = ["device", "host"] if self.world.num_host_blocks else ["device"]
+        num_blocks = session.retain(self.rng.choice([None, 5.0, 50.0]), self.rng.choice(tiers))
         most = sum(self.num_cached(text, session.namespace) for text in texts.values() if text)
         assert num_blocks == session.num_retained_blocks <= most
         self.figures["retained"] += num_blocks
@@ -237,10 +251,13 @@ class SessionLife(Life):
         tier = session.pause(seconds)
         state = session.state()
         assert (state.paused_in, state.due_in) == (tier, seconds)
+        on_host = sum(self.num_on_host(text, session.namespace) for text in texts.values() if text)
         if self.sessions.stats().num_refused == num_refused:
             assert self.reach((session.namespace, session.session_id)) == before, "a pause loses nothing"
         if not self.world.num_host_blocks or seconds < 0.5:
-            assert tier == "device"
+            assert tier == ("host" if on_host else "device")
+        else:
+            assert (tier == "host") == (on_host > 0)
         self.figures[f"paused: {tier}"] += 1
 
     def resume(self) -> None:
@@ -278,15 +295,8 @@ class SessionLife(Life):
         """The hint of a request: its path leaves for the host."""
         session, texts, branch = self.some()
         if texts[branch]:
-            handle = self.space.pin(texts[branch], session.namespace) if self.has_quota(texts[branch]) else None
-            if handle is not None:
-                self.figures["demoted"] += self.space.send_out(handle)
-                self.move()
-                self.space.unpin(handle)
-
-    def has_quota(self, tokens: list[int]) -> bool:
-        self.space.pins.expire()
-        return self.space.pins.num_blocks + len(tokens) // B <= self.world.quota
+            self.figures["demoted"] += self.space.demote(texts[branch], session.namespace)
+            self.move()
 
     def wrong(self) -> None:
         """A refused call changes nothing."""

@@ -100,11 +100,21 @@ def _act(service: Service, session: Session, body: SessionRequest, tokens: Seque
     elif body.action == "release":
         return {"released_tokens": session.release(branch)}
     elif body.action == "edit":
-        cost = session.edit(body.start or 0, body.end or 0, tokens, branch, body.mode)
+        start, end = body.start or 0, body.end or 0
+        num_left = session.branches.get(branch, 0) - (end - start if body.mode == "exact" else 0)
+        _check_length(service, num_left + len(tokens))
+        cost = session.edit(start, end, tokens, branch, body.mode)
         return {"edit": asdict(cost)}
     else:
         session.resume()
     return {}
+
+
+def _check_length(service: Service, num_tokens: int) -> None:
+    """ApiError 400 for a branch that no request could have: it would only take the room of others."""
+    most = service.limits.max_model_len
+    if num_tokens > most:
+        raise ApiError(400, f"a branch must have at most {most} tokens, got {num_tokens}", param="tokens")
 
 
 async def _tokens(service: Service, body: SessionRequest) -> Sequence[int]:

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 
 from kvpage.blocks.pins import PinTerms
 from kvpage.cache.cache_engine import CacheEngine
+from kvpage.checks.tokens import as_tokens
 from kvpage.serving import AsyncEngine, EngineClosed
 from kvpage.serving.engine import Engine
 
@@ -71,6 +73,7 @@ class CacheWork:
         self._engine, self._quota = engine, tenant_pin_quota
         self.has_blocks = isinstance(engine.engine.cache, CacheEngine)
         self.hints: Counter[tuple[str, str]] = Counter()
+        self._pins: dict[tuple[object, ...], int] = {}  # by whom, and of what: the handle
 
     def begin(self, wishes: CacheWishes, namespace: bytes) -> None:
         """Begin a turn of a session, before its prompt is queued. Its tokens stay: the request may fail.
@@ -132,28 +135,27 @@ class CacheWork:
     def _follow(self, engine: Engine, wishes: CacheWishes, prompt: Sequence[int], own_namespace: bytes) -> None:
         space, namespace = engine.manager.space, engine.kv_namespace(own_namespace, wishes.adapter)
         if wishes.demotes:
-            self._count("kv.demote", lambda: self._demote(engine, prompt, namespace))
+            self._count("kv.demote", lambda: space.demote(prompt, namespace) > 0)
         if wishes.pin_ttl is not None:
             terms = PinTerms(wishes.pin_ttl, 0, wishes.owner(own_namespace), self._quota)
-            self._count("kv.pin", lambda: self._pin(engine, prompt, namespace, terms))
+            self._count("kv.pin", lambda: self._pin(engine, wishes, prompt, namespace, terms))
         if wishes.next_use is not None:
             self._count("kv.next_use", lambda: self._expect(engine, wishes, prompt, own_namespace))
         if wishes.releases:
             self._count("kv.release", lambda: bool(space.put_first(prompt, namespace)))
 
-    def _demote(self, engine: Engine, prompt: Sequence[int], namespace: bytes) -> bool:
+    def _pin(
+        self, engine: Engine, wishes: CacheWishes, prompt: Sequence[int], namespace: bytes, terms: PinTerms
+    ) -> bool:
+        """Pin a prompt in place of what the same branch, or without a session the same prompt, has pinned before."""
         space = engine.manager.space
-        handle = space.pin(prompt, namespace)
-        try:
-            num_sent = space.send_out(handle)
-        finally:
-            space.unpin(handle)
-        return num_sent > 0
-
-    def _pin(self, engine: Engine, prompt: Sequence[int], namespace: bytes, terms: PinTerms) -> bool:
-        space = engine.manager.space
-        handle = space.pin(prompt, namespace, terms=terms)
+        self._pins = {key: handle for key, handle in self._pins.items() if space.pins.num_blocks_of(handle)}
+        key: tuple[object, ...] = (namespace, terms.owner, wishes.session_id, wishes.branch)
+        if wishes.session_id is None:
+            key = (*key, sha256(as_tokens(prompt).tobytes()).digest())
+        handle = space.pin(prompt, namespace, terms=terms, in_place_of=self._pins.get(key))
         if space.pins.num_blocks_of(handle):
+            self._pins[key] = handle
             return True
         space.unpin(handle)  # nothing of it is cached
         return False

@@ -18,6 +18,7 @@ def make_sessions(
     connectors: Connectors,
     config: SessionConfig,
     named: Callable[[bytes], bytes],
+    check_between_steps: Callable[[str], object],
 ) -> Sessions:
     """Return the sessions of an engine.
 
@@ -27,8 +28,9 @@ def make_sessions(
         connectors: Have its store.
         config: The limits.
         named: Returns the namespace of the blocks for that of the requests, as it is now.
+        check_between_steps: Of the engine's loop.
     """
-    blocks = SessionBlocks(manager, transfers.run, lambda: connectors.store, named)
+    blocks = SessionBlocks(manager, transfers.run, lambda: connectors.store, named, check_between_steps)
     return Sessions(blocks, config, _records_in(connectors, config))
 
 

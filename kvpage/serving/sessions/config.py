@@ -12,8 +12,10 @@ class SessionConfig:
     What sessions retain counts in the engine's `pin_quota`, with all pins.
 
     Attributes:
-        max_sessions: Sessions at most. Beyond it, the one that was not used for longest is closed.
-        max_tokens: Tokens of all branches of all sessions at most; the same holds.
+        max_sessions: Sessions at most. Beyond it, one is closed: of the owner who has most, the one that was not used
+            for longest.
+        max_tokens: Tokens of all branches of all sessions at most; the same holds. A session does not grow where those
+            of owners with fewer tokens would have to go for it.
         max_branches: Branches of one session at most.
         owner_quota: Blocks that the sessions of one owner retain at most; None for all of `pin_quota`. The owner is
             the namespace, unless a session is told another one.

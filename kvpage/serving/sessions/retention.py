@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvpage.blocks.pins import PinTerms
+from kvpage.checks.values import as_integer, as_real
 
 Tier = Literal["device", "host", "store"]
 TIERS: tuple[str, ...] = get_args(Tier)
@@ -28,6 +29,9 @@ class Retention:
     priority: int = 0
 
     def __post_init__(self) -> None:
+        if self.ttl is not None:
+            object.__setattr__(self, "ttl", as_real("ttl", self.ttl))
+        object.__setattr__(self, "priority", as_integer("priority", self.priority))
         PinTerms(self.ttl, self.priority)
         if self.tier not in TIERS:
             raise ValueError(f"tier must be one of {', '.join(TIERS)}, got {self.tier!r}")

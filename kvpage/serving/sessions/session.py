@@ -27,7 +27,7 @@ MAX_NAME = 256
 RETRY_SECONDS = 0.01
 
 
-class SessionHouse(Protocol):
+class SessionKeeper(Protocol):
     """What has a session: it bounds it, counts, and writes it down. owner_quota: of SessionConfig."""
 
     owner_quota: int | None
@@ -101,7 +101,7 @@ class Session:
 
     Args:
         blocks: What is done with blocks.
-        house: What has it, bounds it and writes it down.
+        keeper: What has it, bounds it and writes it down.
 
     Attributes:
         session_id: Its id.
@@ -113,13 +113,13 @@ class Session:
     """
 
     def __init__(
-        self, session_id: str, namespace: bytes, owner: bytes, blocks: SessionBlocks, house: SessionHouse
+        self, session_id: str, namespace: bytes, owner: bytes, blocks: SessionBlocks, keeper: SessionKeeper
     ) -> None:
         self.session_id, self.namespace, self.owner = session_id, namespace, owner
         self.retention: Retention | None = None
         self.num_turns = 0
         self.edits: dict[str, EditCost] = {}
-        self._blocks, self._house = blocks, house
+        self._blocks, self._keeper = blocks, keeper
         self._branches = {MAIN: SessionBranch(NO_TOKENS)}
         self._pause: Pause | None = None
         self._is_open = True
@@ -151,8 +151,9 @@ class Session:
             ValueError: The sessions would have too many tokens.
             TypeError: The tokens are text.
         """
+        self._check("supersede")
         line, path = self._branch(branch), as_tokens(tokens).copy()
-        self._house.check_growth(self, len(path) - len(line.tokens), 0)
+        self._keeper.check_growth(self, len(path) - len(line.tokens), 0)
         self._end_pause()
         self.num_turns += 1
         return self._put(line, path)
@@ -176,9 +177,10 @@ class Session:
                 tokens.
             TypeError: An argument is of another type.
         """
+        self._check("edit")
         line, span = self._branch(branch), (as_integer("start", start), as_integer("end", end))
         path = edited(line.tokens, *span, as_tokens(tokens), mode)
-        self._house.check_growth(self, len(path) - len(line.tokens), 0)
+        self._keeper.check_growth(self, len(path) - len(line.tokens), 0)
         self._end_pause()
         num_released = self._put(line, path)
         num_to_compute = self._blocks.num_to_compute(path, self.namespace)
@@ -200,16 +202,18 @@ class Session:
             The blocks that are kept now. A block of two branches counts twice.
 
         Raises:
-            ValueError: `ttl` is not positive, there is no such tier, or it is "store" and there is none.
+            ValueError: `ttl` is not positive, there is no such tier, or the engine has none such.
             TypeError: An argument is of another type.
         """
-        self._check_open()
+        self._check("retain")
         retention = Retention(ttl, tier, priority)
+        if tier == "host" and not self._blocks.has_host:
+            raise ValueError("tier must not be 'host' without a host tier")
         if tier == "store" and not self._blocks.has_store:
             raise ValueError("tier must not be 'store' without a store")
         self.retention = retention
         self._keep(self._branches.values())
-        self._house.changed(self)
+        self._keeper.changed(self)
         return self.num_retained_blocks
 
     def pause(self, expected_seconds: float) -> Tier:
@@ -229,30 +233,28 @@ class Session:
             ValueError: `expected_seconds` is not positive and finite.
             TypeError: It is no number.
         """
-        self._check_open()
+        self._check("pause")
         seconds = as_real("expected_seconds", expected_seconds)
         if not 0 < seconds < float("inf"):
             raise ValueError(f"expected_seconds must be positive and finite, got {seconds}")
-        num_blocks = max(
-            self._blocks.num_cached_blocks(line.tokens, self.namespace) for line in self._branches.values()
-        )
-        lead, now = self._house.lead(num_blocks), self._house.now()
+        lines = list(self._branches.values())
+        num_blocks = max(self._blocks.num_cached_blocks(line.tokens, self.namespace) for line in lines)
+        lead, now = self._keeper.lead(num_blocks), self._keeper.now()
         tier = self._blocks.choose_tier(num_blocks, seconds, lead) if num_blocks else "device"
         return_at = None if tier == "device" else now + seconds - lead
-        self._pause = Pause(tier, now + seconds, return_at, 2 * seconds)
-        self._keep(self._branches.values())
-        for line in self._branches.values():
+        self._pause = self._settled(Pause(tier, now + seconds, return_at, 2 * seconds), now)
+        for line in lines:
             self._blocks.expect(line.tokens, self.namespace, seconds)
-        self._house.changed(self)
-        return tier
+        self._keeper.changed(self)
+        return self._pause.tier
 
     def resume(self) -> None:
         """End a pause now, and bring the blocks back. Without a pause nothing happens."""
-        self._check_open()
+        self._check("resume")
         if self._pause is not None:
             self._bring_back(self._pause)
             self._end_pause()
-            self._house.changed(self)
+            self._keeper.changed(self)
 
     @property
     def return_at(self) -> float | None:
@@ -287,6 +289,7 @@ class Session:
                 branches or tokens.
             TypeError: An argument is of another type.
         """
+        self._check("branch")
         origin = self._branch(source)
         check_name("name", name)
         if name in self._branches:
@@ -295,10 +298,10 @@ class Session:
         count = most if num_tokens is None else as_integer("num_tokens", num_tokens)
         if not 0 <= count <= most:
             raise ValueError(f"num_tokens must be in [0, {most}], got {count}")
-        self._house.check_growth(self, count, 1)
+        self._keeper.check_growth(self, count, 1)
         line = self._branches[name] = SessionBranch(origin.tokens[:count])
         self._keep([line])
-        self._house.changed(self)
+        self._keeper.changed(self)
 
     def release(self, branch: str) -> int:
         """End a branch: the blocks that only it needs are evicted before all others.
@@ -309,6 +312,7 @@ class Session:
         Returns:
             The tokens of these blocks.
         """
+        self._check("release")
         line = self._branch(branch)
         self.edits.pop(branch, None)
         if branch != MAIN:
@@ -325,7 +329,7 @@ class Session:
             return 0
         num_released = sum([self.release(name) for name in [*self._branches][::-1]])
         self.forget()
-        self._house.closed(self)
+        self._keeper.closed(self)
         return num_released
 
     def forget(self) -> None:
@@ -339,7 +343,7 @@ class Session:
     @property
     def branches(self) -> Mapping[str, int]:
         """The number of tokens of each branch, by name."""
-        return {name: len(line.tokens) for name, line in self._branches.items()}
+        return {name: len(line.tokens) for name, line in list(self._branches.items())}
 
     @property
     def num_tokens(self) -> int:
@@ -349,7 +353,8 @@ class Session:
     @property
     def num_retained_blocks(self) -> int:
         """Blocks that are kept. A block of two branches counts twice."""
-        return sum(self._blocks.num_kept(line) for line in self._branches.values())
+        lines = list(self._branches.values())  # all at once: statistics may be asked for in another thread
+        return sum(self._blocks.num_kept(line) for line in lines)
 
     @property
     def is_open(self) -> bool:
@@ -368,7 +373,7 @@ class Session:
             tuple(branches),
             self.retention,
             None if pause is None else pause.tier,
-            None if pause is None else pause.due - self._house.now(),
+            None if pause is None else pause.due - self._keeper.now(),
             self.num_turns,
             tuple(self.edits.values()),
         )
@@ -390,11 +395,29 @@ class Session:
         if not self._is_open:
             raise RuntimeError(f"session {self.session_id!r} is closed")
 
+    def _check(self, call: str) -> None:
+        """Raise RuntimeError unless the session may be called now; ValueError for a namespace that is too long now."""
+        self._check_open()
+        self._blocks.check_call(call, self.namespace)
+
     def _branch(self, name: str) -> SessionBranch:
         self._check_open()
         if name not in self._branches:
             raise KeyError(f"branch must be one of session {self.session_id!r}, got {name!r}")
         return self._branches[name]
+
+    def _settled(self, pause: Pause, now: float) -> Pause:
+        """Begin a pause; return it with the tier that its blocks are in then: quotas, or others' use, may keep them."""
+        lines, self._pause = list(self._branches.values()), pause
+        self._keep(lines)
+        if pause.tier == "store" or not self._blocks.has_host:
+            return pause
+        if pause.tier == "device":
+            self._bring_back(pause)
+        if not any(self._blocks.num_on_host(line.tokens, self.namespace) for line in lines):
+            return replace(pause, tier="device", return_at=None)
+        return_at = now + min(RETRY_SECONDS, pause.due - now) if pause.return_at is None else pause.return_at
+        return replace(pause, tier="host", return_at=return_at)
 
     def _end_pause(self) -> None:
         if self._pause is not None:
@@ -412,7 +435,7 @@ class Session:
         num_released = 0
         if num_needed < len(before):
             num_released = self._blocks.give_way(before, self.namespace, num_needed)
-        self._house.changed(self)
+        self._keeper.changed(self)
         return num_released
 
     def _keep(self, lines: Iterable[SessionBranch]) -> None:
@@ -426,7 +449,7 @@ class Session:
                 num_refused += 1
         if tier == "host":
             self._blocks.send_down(lines)
-        self._house.refused(num_refused)
+        self._keeper.refused(num_refused)
 
     def _terms(self) -> tuple[PinTerms | None, Tier]:
         """Return the terms of pins, None for no pins at all, and the tier."""
@@ -438,7 +461,7 @@ class Session:
         if pause is not None:
             ttl = None if retention is not None and ttl is None else max(pause.keep_seconds, ttl or 0.0)
             tier = "device" if pause.return_at is None else pause.tier
-        return PinTerms(ttl, priority, self.owner, self._house.owner_quota), tier
+        return PinTerms(ttl, priority, self.owner, self._keeper.owner_quota), tier
 
     def _bring_back(self, pause: Pause) -> bool:
         """Bring the blocks of all branches back; return whether all have room."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
-from kvpage.blocks.pins import PinTerms
+from kvpage.blocks.pins import PinTerms, QuotaExceeded
 from kvpage.blocks.sequence_state import Ids
 from kvpage.serving.sessions.branch import SessionBranch
 from kvpage.serving.sessions.retention import Tier
@@ -41,6 +41,7 @@ class SessionBlocks:
         run_moves: Makes the moves that are due; None where the loop makes them before its next step.
         store: Returns the store; it returns None while there is none.
         named: Returns the namespace of the blocks for that of the requests, as it is now.
+        check_between_steps: Raises RuntimeError unless the call of a name may be made now, by this thread.
     """
 
     def __init__(
@@ -49,9 +50,16 @@ class SessionBlocks:
         run_moves: Callable[[], object] | None = None,
         store: Callable[[], SessionStore | None] = lambda: None,
         named: Callable[[bytes], bytes] = lambda namespace: namespace,
+        check_between_steps: Callable[[str], object] = lambda call: None,
     ) -> None:
         self._manager, self._space, self._named = manager, manager.space, named
         self._run_moves, self._store = run_moves or (lambda: None), store
+        self.check_between_steps = check_between_steps
+
+    def check_call(self, call: str, namespace: bytes) -> None:
+        """RuntimeError unless a session may be called now; ValueError where blocks can have no such namespace now."""
+        self.check_between_steps(call)
+        self._named(namespace)
 
     # --- kept --------------------------------------------------------------------------------------------------------
 
@@ -70,7 +78,7 @@ class SessionBlocks:
             return True
         try:
             pin = self._space.pin(branch.tokens, self._named(namespace), terms=terms, in_place_of=branch.pin)
-        except ValueError:  # beyond a quota
+        except QuotaExceeded:
             self.let_go(branch)
             return False
         branch.pin = pin
@@ -97,7 +105,8 @@ class SessionBlocks:
 
     def num_kept(self, branch: SessionBranch) -> int:
         """Return how many blocks are kept of a branch."""
-        return 0 if branch.pin is None else self._space.pins.num_blocks_of(branch.pin)
+        pin = branch.pin  # once: statistics may be asked for in another thread
+        return 0 if pin is None else self._space.pins.num_blocks_of(pin)
 
     def give_way(self, tokens: Ids, namespace: bytes, num_kept: int) -> int:
         """Evict the blocks of tokens before all others, but those of the first `num_kept` and what others need.
@@ -115,7 +124,7 @@ class SessionBlocks:
         """
         if seconds <= 2 * lead:
             return "device"
-        if self._space.host_pool.num_blocks and self._space.should_load(num_blocks):
+        if self.has_host and self._space.should_load(num_blocks):
             return "host"
         store = self._store()
         if store is not None and (store.rule is None or store.rule.should_load(num_blocks)):
@@ -163,6 +172,11 @@ class SessionBlocks:
         if manager.share_parts and num_cached // size == most // size:  # a part of the next block is shared, too
             num_cached = most
         return len(tokens) - num_cached
+
+    @property
+    def has_host(self) -> bool:
+        """Whether there is a host tier."""
+        return self._space.host_pool.num_blocks > 0
 
     @property
     def has_store(self) -> bool:

@@ -5,14 +5,14 @@ a step ─► tend ─► sessions whose pauses end bring their blocks back
 """
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from kvpage.blocks.explain import Explanation
 from kvpage.blocks.sequence_state import Ids
-from kvpage.checks.values import check_namespace
+from kvpage.checks.values import check_caller_namespace
 from kvpage.serving.sessions.branch import num_common
 from kvpage.serving.sessions.config import SessionConfig
 from kvpage.serving.sessions.record import SessionRecord
@@ -75,6 +75,8 @@ class Sessions:
     def open(self, session_id: str, namespace: bytes = b"", owner: bytes | None = None) -> Session:
         """Return the session of an id, a new one if there is none.
 
+        Where there are too many, the owner with the most of them loses the one that was not used for longest.
+
         Args:
             session_id: The id, 1 to 256 characters.
             namespace: Of its blocks: ids of different namespaces are different sessions.
@@ -99,8 +101,9 @@ class Sessions:
         Raises:
             ValueError, TypeError: As `open`.
         """
+        self._blocks.check_between_steps("session")
         check_name("session_id", session_id)
-        check_namespace(namespace)
+        check_caller_namespace(namespace)
         session = self._sessions.get((namespace, session_id))
         if session is not None:
             self._sessions.move_to_end((namespace, session_id))
@@ -171,7 +174,7 @@ class Sessions:
         if records is not None:
             records.close()
 
-    # --- what sessions ask: SessionHouse -----------------------------------------------------------------------------
+    # --- what sessions ask: SessionKeeper -----------------------------------------------------------------------------
 
     def check_growth(self, session: Session, num_tokens: int, num_branches: int) -> None:
         """ValueError unless the session may have so many more tokens and branches. Others are closed for it."""
@@ -184,7 +187,8 @@ class Sessions:
         self._make_room(session, num_tokens)
 
     def changed(self, session: Session) -> None:
-        """Note what has changed, and write it down."""
+        """Note what has changed, and that it was used, and write it down."""
+        self._sessions.move_to_end((session.namespace, session.session_id))
         self._num_tokens[session] = session.num_tokens
         if session.return_at is None:
             self._paused.pop(session, None)
@@ -216,10 +220,15 @@ class Sessions:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _made(self, session_id: str, namespace: bytes, owner: bytes | None) -> Session:
-        session = Session(session_id, namespace, namespace if owner is None else owner, self._blocks, self)
-        self._make_room(session, 0)
-        self._sessions[namespace, session_id] = session
-        self._num_tokens[session] = 0
+        return self._added(self._new(session_id, namespace, owner), 0)
+
+    def _new(self, session_id: str, namespace: bytes, owner: bytes | None) -> Session:
+        return Session(session_id, namespace, namespace if owner is None else owner, self._blocks, self)
+
+    def _added(self, session: Session, num_tokens: int) -> Session:
+        self._make_room(session, num_tokens)
+        self._sessions[session.namespace, session.session_id] = session
+        self._num_tokens[session] = num_tokens
         self._counts = replace(self._counts, num_opened=self._counts.num_opened + 1)
         return session
 
@@ -229,27 +238,46 @@ class Sessions:
         num_tokens = sum(map(len, record.branches.values()))
         if num_tokens > self._config.max_tokens or len(record.branches) > self._config.max_branches:
             return None
-        session = self._made(session_id, namespace, owner)
-        self._make_room(session, num_tokens)
+        session = self._new(session_id, namespace, owner)
         session.restore(record.branches, record.retention, record.num_turns)
-        self._num_tokens[session] = num_tokens
+        try:
+            self._added(session, num_tokens)
+        except ValueError:  # others would have to go for it
+            return None
         self._counts = replace(self._counts, num_restored=self._counts.num_restored + 1)
         return session
 
     def _make_room(self, session: Session, num_tokens: int) -> None:
-        """Close sessions, those first that were not used for longest, until one more fits, with its new tokens."""
-        config, is_new = self._config, session not in self._num_tokens
-        num_all = sum(self._num_tokens.values()) + num_tokens
-        for other in self._oldest(session):
-            if num_all <= config.max_tokens and len(self._sessions) + is_new <= config.max_sessions:
-                return
-            num_all -= self._num_tokens[other]
+        """Close sessions until one more fits, with its new tokens. ValueError where others' would have to go for it."""
+        for other in self._in_the_way(session, num_tokens):
             other.forget()
             self._leave(other)
             self._counts = replace(self._counts, num_forgotten=self._counts.num_forgotten + 1)
 
-    def _oldest(self, session: Session) -> Iterable[Session]:
-        return [other for other in self._sessions.values() if other is not session]
+    def _in_the_way(self, session: Session, num_tokens: int) -> list[Session]:
+        """Return the sessions that go for one, of the owner who has most; of its own the first, and the oldest."""
+        config, victims = self._config, list[Session]()
+        left = [other for other in self._sessions.values() if other is not session]
+        num_own = self._num_tokens.get(session, 0) + num_tokens
+        num_all = num_own + sum(self._num_tokens[other] for other in left)
+        while True:
+            if len(left) >= config.max_sessions:
+                shares = Counter([session.owner, *(other.owner for other in left)])
+            elif num_all > config.max_tokens:
+                shares = Counter({session.owner: num_own})
+                for other in left:
+                    shares[other.owner] += self._num_tokens[other]
+            else:
+                return victims
+            victim = max(left, key=lambda other: (shares[other.owner], other.owner == session.owner))  # the first one
+            if shares[victim.owner] < shares[session.owner]:
+                raise ValueError(
+                    f"tokens of an owner must be at most as many as another one's where all have {config.max_tokens}, "
+                    f"got {shares[session.owner]}"
+                )
+            left.remove(victim)
+            victims.append(victim)
+            num_all -= self._num_tokens[victim]
 
     def _leave(self, session: Session) -> None:
         self._sessions.pop((session.namespace, session.session_id), None)

@@ -6,41 +6,55 @@ read  ─► head: length and digest of the body ─► body                    
 
 import hashlib
 import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from kvpage.checks.started_pool import started_pool
 from kvpage.serving.sessions.record import SessionRecord
 from kvpage.store import KVStore
 from kvpage.store.bytes.header import Header
+from kvpage.store.stack.call_gate import ClosedStore
 
-HEADER: Header = {"what": "sessions of kvpage", "version": 1}
 LENGTH_BYTES, DIGEST_BYTES = 8, 32
 MAX_BYTES = 2**30
+MAX_UNKNOWN = 4096
+UNKNOWN_SECONDS = 10.0
+"""So long an id that has no record is not looked up again."""
+REST = 10
+"""Reads rest for so many times as long as a slow one took."""
 
 
 class StoredRecords:
-    """Records in a store, which stays its owner's. One thread reads, writes and removes.
+    """Records of one model in a store, which stays its owner's. One thread writes and removes.
+
+    A read takes place on the caller's thread, so reads are few: an id without a record is not looked up again for ten
+    seconds, and after a read of more than half of the deadline there is none for ten times as long.
 
     Args:
         store: The store.
         deadline: Seconds that a read may take at most.
+        clock: Returns seconds.
     """
 
-    def __init__(self, store: KVStore, deadline: float) -> None:
-        self.store = store
-        self._records, self._deadline = store.byte_records(HEADER), deadline
+    def __init__(self, store: KVStore, deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
+        header: Header = {"what": "sessions of kvpage", "version": 1, "model": store.given_metadata.model_name}
+        self._records, self._deadline, self._clock = store.byte_records(header), deadline, clock
+        self._unknown: OrderedDict[bytes, float] = OrderedDict()  # by key: until when it is not looked up
+        self._rests_until = float("-inf")
         self._lock = threading.Lock()
         self._waiting: dict[bytes, bytes | None] = {}  # by key: what to write; None to remove
         self._thread: ThreadPoolExecutor | None = None
 
     def read(self, namespace: bytes, session_id: str) -> SessionRecord | None:
-        """Return a session's record; None where there is none, or it is damaged."""
+        """Return a session's record; None where there is none, it is damaged, or it is not looked up now."""
         key = _key(namespace, session_id)
         with self._lock:
             if key in self._waiting:
                 data = self._waiting[key]
                 return None if data is None else SessionRecord.decoded(data)
-        data = self._read(key)
+        data = self._looked_up(key)
         return None if data is None else SessionRecord.decoded(data)
 
     def write(self, namespace: bytes, session_id: str, record: SessionRecord) -> None:
@@ -56,7 +70,26 @@ class StoredRecords:
         if self._thread is not None:
             self._thread.shutdown()
 
+    def _looked_up(self, key: bytes) -> bytes | None:
+        begin = self._clock()
+        if begin < max(self._rests_until, self._unknown.get(key, begin)):
+            return None
+        try:
+            data = self._read(key)
+        except ClosedStore:
+            return None
+        end = self._clock()
+        if data is None:
+            self._unknown[key] = end + UNKNOWN_SECONDS
+            self._unknown.move_to_end(key)
+            if len(self._unknown) > MAX_UNKNOWN:
+                self._unknown.popitem(last=False)
+        if end - begin > self._deadline / 2:
+            self._rests_until = end + REST * (end - begin)
+        return data
+
     def _begin(self, key: bytes, data: bytes | None) -> None:
+        self._unknown.pop(key, None)
         if self._thread is None:
             self._thread = started_pool(1, "kvpage-session")
         with self._lock:
@@ -69,6 +102,14 @@ class StoredRecords:
             if key not in self._waiting:
                 return
             data = self._waiting[key]
+        try:
+            self._put(key, data)
+        finally:
+            with self._lock:
+                if self._waiting.get(key, b"") is data:
+                    del self._waiting[key]
+
+    def _put(self, key: bytes, data: bytes | None) -> None:
         before, head = self._head(key), None if data is None else _head_of(data)
         if data is None or head is None:
             self._records.remove([b"head" + key])
@@ -77,9 +118,6 @@ class StoredRecords:
             self._records.put([b"head" + key], [head], skip_existing=False)
         if before not in (None, head):
             self._records.remove([_body(key, before or b"")])
-        with self._lock:
-            if self._waiting.get(key) is data:
-                del self._waiting[key]
 
     def _head(self, key: bytes) -> bytes | None:
         head = bytearray(LENGTH_BYTES + DIGEST_BYTES)

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvpage.serving.sessions.record import SessionRecord
 from kvpage.serving.sessions.retention import Retention
 from kvpage.serving.sessions.session_blocks import SessionBlocks
 from kvpage.serving.sessions.sessions import Sessions
+from kvpage.serving.sessions.stored_records import StoredRecords
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 B = 4
@@ -60,9 +62,9 @@ def test_an_idle_thread_wakes_to_bring_blocks_back(engine):
         until(lambda: live.call(lambda engine: on_host(engine, path)).result() == 0)
 
 
-def make_store(engine: Engine, folder) -> KVStore:
+def make_store(engine: Engine, folder, name: str = "model") -> KVStore:
     config = KVStoreConfig(tiers=(f"disk:{folder}?size=64MiB",), chunk_size=B)
-    return KVStore(config, metadata_of(engine.cache, "model"))
+    return KVStore(config, metadata_of(engine.cache, name))
 
 
 @pytest.mark.parametrize("damage", [None, "head", "body"])
@@ -77,7 +79,7 @@ def test_a_session_survives_a_restart_and_a_damaged_record_is_a_new_session(tmp_
         assert session.retain(50.0, "store", priority=3) == 0, "nothing is kept here"
         first.close()
         if damage is not None:
-            records = store.byte_records({"what": "sessions of kvpage", "version": 1})
+            records = store.byte_records({"what": "sessions of kvpage", "version": 1, "model": "model"})
             key = b"head" + session_key("a")
             head = bytearray(40)
             assert records.get_into([key], [head]) == [True]
@@ -99,13 +101,44 @@ def test_a_session_survives_a_restart_and_a_damaged_record_is_a_new_session(tmp_
         else:
             assert restored.branches == {"main": 0} and state.num_turns == 0
         assert second.sessions.stats().num_restored == (damage is None)
-        restored.close()
         second.close()
+    with make_store(make_engine(), tmp_path, "another") as store:
+        assert StoredRecords(store, 1.0).read(b"", "a") is None, "another model's tokens are others'"
     third = make_engine()
     with make_store(third, tmp_path) as store:
         third.use_store(store)
-        assert third.sessions.find("a") is None, "a closed session is gone for good"
+        third.session("a").close()
         third.close()
+    with make_store(third, tmp_path) as store:
+        assert StoredRecords(store, 1.0).read(b"", "a") is None, "a closed session is gone for good"
+
+
+def test_reads_of_records_are_few_and_a_closed_store_has_none(tmp_path):
+    now, pace, reads = [0.0], [0.0], []
+    with make_store(make_engine(), tmp_path) as store:
+        records = StoredRecords(store, 1.0, lambda: now[0])
+        look = records._records.get_into
+
+        def get_into(keys, buffers, deadline):
+            reads.append(keys)
+            now[0] += pace[0]
+            return look(keys, buffers, deadline)
+
+        records._records.get_into = get_into
+        for session_id, pace[0], wait, num_reads in (
+            ("a", 0.1, 0, 1), ("a", 0.1, 9, 1), ("b", 0.6, 2, 2), ("c", 0.1, 5, 2), ("c", 0.1, 2, 3), ("a", 0.1, 0, 4),
+        ):  # fmt: skip
+            assert records.read(b"", session_id) is None and len(reads) == num_reads, session_id
+            now[0] += wait
+        written = SessionRecord({"main": np.arange(3, dtype=np.int32)}, None, 1)
+        records.write(b"", "a", written)
+        assert records.read(b"", "a").num_turns == 1, "it waits, or is written"
+        until(lambda: not records._waiting)
+        assert records.read(b"", "a").num_turns == 1
+    assert records.read(b"", "new") is None
+    records.remove(b"", "a")
+    until(lambda: not records._waiting)
+    records.close()
 
 
 def session_key(session_id: str) -> bytes:
@@ -144,6 +177,75 @@ def test_sessions_stand_on_a_manager_alone_and_make_room_for_others():
     for wrong in ("", "x" * 257):
         with pytest.raises(ValueError, match="session_id must have 1 to 256 characters"):
             sessions.open(wrong)
+
+
+def test_who_has_most_makes_room_for_others():
+    sessions = Sessions(SessionBlocks(BlockManager(16, B)), SessionConfig(max_sessions=4, max_tokens=40))
+    ann = sessions.open("a", owner=b"ann")
+    ann.supersede(range(10))
+    bobs = [sessions.open(str(number), owner=b"bob") for number in range(3)]
+    bobs[0].supersede(range(10))
+    sessions.open("3", owner=b"bob")
+    assert [one.is_open for one in (ann, *bobs)] == [True, True, False, True], "a call by handle is a use"
+    bobs[0].supersede(range(30))
+    with pytest.raises(ValueError, match="tokens of an owner must be at most"):
+        bobs[0].supersede(range(31))
+    assert ann.is_open and bobs[0].branches == {"main": 30} and bobs[0].num_turns == 2
+    ann.supersede(range(11))
+    assert ann.is_open and not bobs[0].is_open
+
+
+def test_calls_come_between_steps_and_a_refused_one_changes_nothing():
+    names: list[str] = []
+
+    def named(namespace: bytes) -> bytes:
+        if refuses:
+            raise ValueError("namespace must be shorter")
+        return namespace
+
+    manager, refuses = BlockManager(16, B, pin_quota=2), False
+    session = Sessions(SessionBlocks(manager, named=named, check_between_steps=names.append)).open("a")
+    computed(manager, 0, [1] * 12)
+    manager.release(0)
+    session.supersede([1] * 12)
+    assert session.retain() == 0, "beyond the quota"
+    with pytest.raises(ValueError, match="without a host tier"):
+        session.retain(tier="host")
+    before, refuses = session.state(), True
+    calls = (
+        lambda: session.supersede([2]), lambda: session.edit(0, 1, [2]), lambda: session.pause(3.0),
+        lambda: session.branch("b"), session.retain, session.close, lambda: session.release("main"),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(ValueError, match="namespace must be shorter"):
+            call()
+        assert session.state() == before and session.tokens().tolist() == [1] * 12
+    assert {"session", "supersede", "retain", "edit", "pause", "branch", "release"} <= set(names)
+    engine = make_engine()
+    with AsyncEngine(engine), pytest.raises(RuntimeError, match="AsyncEngine"):
+        engine.session("a")
+
+
+@pytest.mark.parametrize("ttl", [np.float32(2.5), Fraction(5, 2)])
+def test_terms_are_plain_numbers(ttl):
+    terms = Retention(ttl, "host", np.int64(3))
+    assert (type(terms.ttl), terms.ttl, type(terms.priority), terms.priority) == (float, 2.5, int, 3)
+
+
+def test_a_pause_says_where_its_blocks_are(engine):
+    path, _ = run(engine, PROMPT)
+    session = engine.session("a")
+    session.supersede(path)
+    assert session.pause(30.0) == "host" and on_host(engine, path) == 9
+    assert session.pause(0.03) == "device" and on_host(engine, path) == 0
+    session.retain(60.0, "host")
+    assert session.pause(0.03) == "device" and on_host(engine, path) == 0
+    without = make_engine(num_cpu_blocks=32)  # a quota of 0
+    path, _ = run(without, PROMPT)
+    session = without.session("a")
+    session.supersede(path)
+    assert session.pause(30.0) == "device" == session.state().paused_in and on_host(without, path) == 0
+    assert session.return_at is None
 
 
 def test_running_requests_take_retained_blocks_the_lowest_priority_first():
