@@ -6,7 +6,7 @@ a step ─► tend ─► sessions whose pauses end bring their blocks back
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -255,29 +255,18 @@ class Sessions:
             self._counts = replace(self._counts, num_forgotten=self._counts.num_forgotten + 1)
 
     def _in_the_way(self, session: Session, num_tokens: int) -> list[Session]:
-        """Return the sessions that go for one, of the owner who has most; of its own the first, and the oldest."""
-        config, victims = self._config, list[Session]()
-        left = [other for other in self._sessions.values() if other is not session]
-        num_own = self._num_tokens.get(session, 0) + num_tokens
-        num_all = num_own + sum(self._num_tokens[other] for other in left)
+        """Return the sessions that go for one with so many new tokens."""
+        counts = {other: self._num_tokens[other] for other in self._sessions.values()}
+        counts[session] = counts.get(session, 0) + num_tokens
+        victims: list[Session] = []
         while True:
-            if len(left) >= config.max_sessions:
-                shares = Counter([session.owner, *(other.owner for other in left)])
-            elif num_all > config.max_tokens:
-                shares = Counter({session.owner: num_own})
-                for other in left:
-                    shares[other.owner] += self._num_tokens[other]
+            if len(counts) > self._config.max_sessions:
+                victims.append(_victim(session, dict.fromkeys(counts, 1)))
+            elif sum(counts.values()) > self._config.max_tokens:
+                victims.append(_victim(session, counts))
             else:
                 return victims
-            victim = max(left, key=lambda other: (shares[other.owner], other.owner == session.owner))  # the first one
-            if shares[victim.owner] < shares[session.owner]:
-                raise ValueError(
-                    f"tokens of an owner must be at most as many as another one's where all have {config.max_tokens}, "
-                    f"got {shares[session.owner]}"
-                )
-            left.remove(victim)
-            victims.append(victim)
-            num_all -= self._num_tokens[victim]
+            del counts[victims[-1]]
 
     def _leave(self, session: Session) -> None:
         self._sessions.pop((session.namespace, session.session_id), None)
@@ -294,3 +283,21 @@ class Sessions:
         if records is not None:
             record = SessionRecord.of(session)
             records.write(session.namespace, session.session_id, record)
+
+
+def _victim(session: Session, weights: Mapping[Session, int]) -> Session:
+    """Return the first session, not the given one, of the owner who has most; of its own owner, if others have no more.
+
+    weights: What is counted of each session, those that were not used for longest first.
+    """
+    shares = Counter[bytes]()
+    for other, weight in weights.items():
+        shares[other.owner] += weight
+    others = [other for other, weight in weights.items() if weight and other is not session]
+    victim = max(others, key=lambda other: (shares[other.owner], other.owner == session.owner))
+    if shares[victim.owner] < shares[session.owner]:
+        raise ValueError(
+            f"tokens of an owner must be at most those of another one whose sessions would go for them, "
+            f"{shares[victim.owner]}, got {shares[session.owner]}"
+        )
+    return victim
