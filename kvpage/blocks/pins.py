@@ -112,9 +112,9 @@ class UserPins:
         return None if pin is None else pin.match
 
     def num_blocks_of(self, handle: int) -> int:
-        """Return how many blocks a pin holds; 0 if it has ended."""
-        match = self.match_of(handle)
-        return 0 if match is None else match.num_blocks
+        """Return how many blocks a pin holds; 0 if it has ended, or its time is over."""
+        pin = self._pins.get(handle)
+        return 0 if pin is None or pin.end <= self._clock() else pin.match.num_blocks
 
     def remove(self, handle: int) -> None:
         """End a pin. One that has ended already is no error; an unknown handle is a KeyError."""

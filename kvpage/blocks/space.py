@@ -350,6 +350,7 @@ class BlockSpace:
         Returns:
             The number of device blocks that are free now.
         """
+        self.pins.expire()
         num_dropped = self.tree.drop_namespace(namespace)
         self.bury_companions()
         return num_dropped

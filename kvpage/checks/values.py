@@ -9,15 +9,29 @@ import numpy.typing as npt
 
 from kvpage.checks.tokens import as_array
 
-MAX_NAMESPACE_BYTES = 4096  # every record of a store holds its whole namespace
+MAX_CALLER_NAMESPACE_BYTES = 4096
+MAX_NAMESPACE_BYTES = MAX_CALLER_NAMESPACE_BYTES + 1024
+"""Of a caller's namespace and the name of any weights: a request that was accepted can go to any version.
+
+Every record of a store holds its whole namespace.
+"""
 
 
 def check_namespace(namespace: bytes) -> None:
     """Raise TypeError unless it is bytes, and ValueError if it is longer than MAX_NAMESPACE_BYTES."""
+    _check_namespace(namespace, MAX_NAMESPACE_BYTES)
+
+
+def check_caller_namespace(namespace: bytes) -> None:
+    """Do the same for one that weights are yet to be named in: at most MAX_CALLER_NAMESPACE_BYTES."""
+    _check_namespace(namespace, MAX_CALLER_NAMESPACE_BYTES)
+
+
+def _check_namespace(namespace: bytes, most: int) -> None:
     if not isinstance(namespace, bytes):
         raise TypeError(f"namespace must be bytes, got {type(namespace).__name__}")
-    if len(namespace) > MAX_NAMESPACE_BYTES:
-        raise ValueError(f"namespace must be at most {MAX_NAMESPACE_BYTES} bytes, got {len(namespace)}")
+    if len(namespace) > most:
+        raise ValueError(f"namespace must be at most {most} bytes, got {len(namespace)}")
 
 
 def as_integer(name: str, value: SupportsIndex) -> int:

@@ -491,7 +491,7 @@ class Engine(UpdatableEngine, SteerableEngine, ScoringEngine, SessionEngine):
             num_branches = self.manager.stats().num_sequences - len(self.scheduler.running)
             if num_branches:
                 raise RuntimeError(f"reset_prefix_cache needs all Branches to be closed, {num_branches} are live")
-            self._loop.restart()
+            self._loop.restart(self._loop.entries(self.weights_version))
             self._connectors.forget_kept()
             self.manager.reset_prefix_cache()
             self._parts.updates.accept()

@@ -64,15 +64,19 @@ class UpdatableEngine:
                 new ones, which no other request finds; others, and those that are preempted, are computed again.
 
         Raises:
-            ValueError: The version is the current one, empty or too long. Requests are to finish, but weights have
-                changed already, or there is no `change`.
-            RuntimeError: A step or another update is under way, or there are live Branches.
+            ValueError: The version is the current one, empty, too long or not UTF-8. Requests are to finish, but
+                weights have changed already, or there is no `change`.
+            RuntimeError: A step is under way, or there are live Branches. Another update waits for requests to finish,
+                and so would this one; with "restart" and "stale" it takes the place of that.
             Exception: `change` has raised. The version is the same as before. Where weights have changed, the next step
                 does what `EngineConfig.changed_weights` says.
         """
         future = self.begin_update(version, change, running)
-        step_on(self._parts.loop, future)
-        future.result()
+        try:
+            step_on(self._parts.loop, future)
+            future.result()
+        finally:
+            future.cancel()  # where a step has raised: the weights must not change after this call
 
     def begin_update(self, version: str, change: Change | None, running: Running) -> "Future[None]":
         """Do the same, but leave the steps in which requests finish to the caller.
@@ -83,7 +87,8 @@ class UpdatableEngine:
             running: See `update_weights`.
 
         Returns:
-            A future, done once the version has begun, with what `change` has raised.
+            A future, done once the version has begun, with what `change` has raised. While requests finish, any thread
+            may cancel it: the version never begins then.
 
         Raises:
             ValueError, RuntimeError: As `update_weights`.
@@ -137,7 +142,7 @@ class UpdatableEngine:
             The whole namespace, as BlockManager, stores and events have it. The caller's own while nothing has a name.
 
         Raises:
-            ValueError: No such adapter is loaded, or the whole is too long.
+            ValueError: No such adapter is loaded, or the caller's is too long.
         """
         weights = self._parts.weights
         return weights.namespace(namespace, weights.adapter(adapter))

@@ -6,7 +6,7 @@ stale      change ─► the next version ─► requests that have tokens go on
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Literal, Protocol, get_args
 
@@ -16,6 +16,7 @@ from kvpage.checks.interrupts import HeldInterrupts
 from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.scheduler import Scheduler
+from kvpage.serving.loop.serving_loop import Entry
 from kvpage.serving.weights.engine_weights import EngineWeights, check_version
 from kvpage.serving.weights.watch import ChangedWeights, WeightsChanged, WeightWatch
 from kvpage.store.kv_store import KVStore
@@ -36,13 +37,23 @@ class UpdatedLoop(Protocol):
     def watch_weights(self, look: Callable[[bool], None]) -> None:
         """Have this called before each step."""
 
-    def finish_then(self, work: Callable[[], None], waits: bool) -> None:
-        """Do work now, or once all requests that have begun have ended."""
+    @property
+    def is_due_later(self) -> bool:
+        """Whether there is work of `finish_then`."""
+
+    def finish_then(self, work: Callable[[], None], future: "Future[None]") -> None:
+        """Do work once all requests that have begun have ended, unless its future is cancelled."""
+
+    def withdraw(self, reason: str) -> None:
+        """Forget that work; its future raises RuntimeError."""
+
+    def entries(self, version: str) -> list[Entry]:
+        """Return the unfinished requests, each with its namespace and adapter under a version."""
 
     def go_stale(self) -> int:
         """Let running requests that have tokens keep their K and V; return how many."""
 
-    def restart(self, keeps_stale: bool = False) -> None:
+    def restart(self, entries: Sequence[Entry], keeps_stale: bool = False) -> None:
         """Have requests compute all of their K and V again."""
 
     def check_between_steps(self, call: str) -> None:
@@ -76,6 +87,7 @@ class WeightUpdates:
     def begin(self, version: str, change: Change | None, running: Running) -> "Future[None]":
         """Begin an update; the future is done when the version is. With "finish", steps of the loop bring it there.
 
+        A cancelled future is an update that never comes. "restart" and "stale" take the place of one that waits.
         ValueError and RuntimeError, before anything changes, as of Engine.update_weights.
         """
         self._check(version, running)
@@ -87,8 +99,19 @@ class WeightUpdates:
             )
         if finishes and change is None:
             raise ValueError("change must be a function that changes the weights, for requests to finish before that")
+        is_due_later = self._loop.is_due_later
+        if is_due_later and running == "finish":
+            raise RuntimeError(
+                "update_weights must not be called with running='finish' before the update under way has ended: "
+                "'restart' and 'stale' take its place"
+            )
         future: Future[None] = Future()
-        self._loop.finish_then(lambda: self._do(future, version, change, running), waits=finishes)
+        if finishes:
+            self._loop.finish_then(lambda: self._do(future, version, change, running), future)
+            return future
+        self._do(future, version, change, running)
+        if is_due_later and future.exception() is None:
+            self._loop.withdraw(f"the update was withdrawn, version {version!r} has begun in its place")
         return future
 
     def drop(self, version: str, records: bool) -> int:
@@ -132,6 +155,8 @@ class WeightUpdates:
             raise RuntimeError(f"update_weights needs all Branches to be closed, {num_branches} are live")
 
     def _do(self, future: "Future[None]", version: str, change: Change | None, running: Running) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             self._check_branches()  # some may have come while requests finished
             self._connectors.drain()
@@ -145,10 +170,11 @@ class WeightUpdates:
 
     def _enter(self, version: str, running: Running, is_noticed: bool = False) -> None:
         with HeldInterrupts():
+            entries = self._loop.entries(version)
             num_stale = self._loop.go_stale() if running == "stale" else 0
             num_restarted = self._loop.num_begun - num_stale
             self._weights.begin(version, is_noticed=is_noticed, num_restarted=num_restarted, num_stale=num_stale)
-            self._loop.restart(keeps_stale=running == "stale")
+            self._loop.restart(entries, keeps_stale=running == "stale")
             self._watch.accept()
             self._telemetry.tell()
 

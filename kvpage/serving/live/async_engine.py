@@ -277,6 +277,8 @@ class AsyncEngine:
     ) -> None:
         """Begin a version of the weights; see Engine.update_weights. Tokens go on coming while requests finish.
 
+        Cancelling the task while they do withdraws the update.
+
         Args:
             version: The name of the new weights.
             change: Changes them, on the stepping thread, between two steps.
@@ -286,11 +288,16 @@ class AsyncEngine:
             ValueError, RuntimeError: As Engine.update_weights, and what `change` raises.
             EngineClosed: The engine is closed, or has failed; the version is the same as before.
         """
-        update = await asyncio.wrap_future(self.call(lambda engine: engine.begin_update(version, change, running)))
-        while not update.done():  # its requests may end by other things than steps
-            await asyncio.wait([asyncio.wrap_future(update)], timeout=SECONDS_BETWEEN_LOOKS)
-            await asyncio.wrap_future(self.call(lambda engine: engine.loop.do_due()))
-        update.result()
+        began = self.call(lambda engine: engine.begin_update(version, change, running))
+        try:
+            update = await asyncio.wrap_future(began)
+            waiting = asyncio.wrap_future(update)
+            while not update.done():  # its requests may end by other things than steps
+                await asyncio.wait([waiting], timeout=SECONDS_BETWEEN_LOOKS)
+                await asyncio.wrap_future(self.call(lambda engine: engine.loop.do_due()))
+            await waiting
+        finally:
+            began.add_done_callback(_cancel_update)  # where it was cancelled: nothing must change after it
 
     def stats(self) -> AsyncEngineStats:
         """Return counters and the state now; any thread may ask.
@@ -397,3 +404,8 @@ class AsyncEngine:
     def __del__(self) -> None:
         if hasattr(self, "_stepper"):
             self._stepper.stop_later()
+
+
+def _cancel_update(began: "Future[Future[None]]") -> None:
+    if not began.cancelled() and began.exception() is None:
+        began.result().cancel()

@@ -37,9 +37,12 @@ from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.model.step import BatchItem
 from kvpage.serving.text.token_logprobs import TokenLogprobs
+from kvpage.serving.weights.adapters.adapter import Adapter
 from kvpage.serving.weights.engine_weights import EngineWeights
 
 logger = logging.getLogger(__name__)
+Entry = tuple[Request, bytes, Adapter | None]
+"""A request, the namespace of its K and V, and the adapter that computes them."""
 
 
 class Keeper(Protocol):
@@ -74,7 +77,7 @@ class ServingLoop:
         self._batch_runner, self._scheduler, self._connectors = batch_runner, scheduler, connectors
         self._telemetry, self._weights, self._rule = telemetry, weights, rule
         self._look_at_weights: Callable[[bool], None] = lambda may_admit: None
-        self._due: Callable[[], None] | None = None  # once requests that have begun have ended
+        self._due: tuple[Future[None], Callable[[], None]] | None = None  # once requests that have begun have ended
         self._outputs: list[StepOutput] = []  # of requests without a sink, until they are taken
         self._dropped: deque[Request] = deque()  # by their callers during a step, by the garbage collector at any time
         self._is_stepping = False
@@ -129,7 +132,8 @@ class ServingLoop:
         if request.request_id in self.requests:
             raise ValueError(f"request_id must not be in use, {request.request_id!r} is")
         self._scheduler.check(request)
-        self._enter(request)
+        _, namespace, adapter = self._entry(request, self._weights.version)
+        request.enter(namespace, adapter)
         request.group.arrival = self.num_arrivals
         self._scheduler.add(request)
         self.requests[request.request_id] = request
@@ -189,6 +193,7 @@ class ServingLoop:
 
     def try_step(self) -> Exception | None:
         """Compute one batch; return its exception if that is worth a second try. Its outputs stay where they are."""
+        self.do_due()  # what has begun may have ended by other things than steps
         failure = self._try_step()
         self.do_due()
         return failure
@@ -241,48 +246,66 @@ class ServingLoop:
         scheduler = self._scheduler
         return [*scheduler.running, *(request for request in scheduler.waiting if request.group.is_admitted)]
 
-    def finish_then(self, work: Callable[[], None], waits: bool) -> None:
-        """Do work now, or once all requests that have begun have ended; until then no other one begins.
+    @property
+    def is_due_later(self) -> bool:
+        """Whether there is work of `finish_then`, which nobody has withdrawn."""
+        if self._due is not None and self._due[0].done():
+            self._due = None
+        return self._due is not None
 
-        RuntimeError if there is such work already.
+    def finish_then(self, work: Callable[[], None], future: "Future[None]") -> None:
+        """Do work once all requests that have begun have ended; until then no other one begins.
+
+        future: the work's. Any thread may cancel it, and nothing is done then.
         """
+        assert not self.is_due_later, "one work at a time"
+        self._due = future, work
+
+    def withdraw(self, reason: str) -> None:
+        """Forget the work of `finish_then`; whoever waits for its future gets a RuntimeError of the reason."""
         if self._due is not None:
-            raise RuntimeError("update_weights must not be called before the update under way has ended")
-        if not waits:
-            work()
-            return
-        self._due = work
+            (future, _), self._due = self._due, None
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RuntimeError(reason))
 
     def do_due(self) -> None:
         """Do the work of `finish_then` if its time has come: between two steps."""
-        if self._due is not None and not self._is_stepping and not self._begun():
-            work, self._due = self._due, None
+        if self._due is None or self._is_stepping or not self.is_due_later:
+            return
+        self.check_between_steps("do_due")
+        self._abort_dropped()
+        if self._due is not None and not self._begun():
+            (_, work), self._due = self._due, None
             work()
+
+    @uninterrupted
+    def entries(self, version: str) -> list[Entry]:
+        """Return the unfinished requests, each with its namespace and adapter under a version. Nothing changes."""
+        self._abort_dropped()
+        return [self._entry(request, version) for request in [*self._scheduler.running, *self._scheduler.waiting]]
 
     @uninterrupted
     def go_stale(self) -> int:
         """Let running requests that have tokens keep K and V of older weights; return how many. See Scheduler."""
-        self._abort_dropped()
         return self._scheduler.go_stale()
 
     @uninterrupted
-    def restart(self, keeps_stale: bool = False) -> None:
+    def restart(self, entries: Sequence[Entry], keeps_stale: bool = False) -> None:
         """Have every request compute all of its K and V again, from no segment that was found; its tokens stay.
 
-        Each is in the namespace of the weights as they are now. keeps_stale: see Scheduler.restart.
+        entries: of all requests, for the weights that compute them. keeps_stale: see Scheduler.restart.
         """
-        self._abort_dropped()
         self._scheduler.restart(keeps_stale)
-        for request in [*self._scheduler.running, *self._scheduler.waiting]:
-            self._enter(request)
+        for request, namespace, adapter in entries:
+            request.enter(namespace, adapter)
         for request in self._scheduler.waiting:
             self._connectors.hand_over(request)
             if request.blending is not None:
                 request.blending.forget_found()
 
-    def _enter(self, request: Request) -> None:
+    def _entry(self, request: Request, version: str) -> Entry:
         adapter = self._weights.adapter(request.params.adapter)
-        request.enter(self._weights.namespace(request.own_namespace, adapter), adapter)
+        return request, self._weights.namespace(request.own_namespace, adapter, version), adapter
 
     @uninterrupted
     def disconnect(self) -> None:

@@ -8,10 +8,10 @@ import secrets
 from dataclasses import dataclass
 
 from kvpage.blocks.namespaces import WeightsName
-from kvpage.checks.values import check_namespace
+from kvpage.checks.values import check_caller_namespace
 from kvpage.serving.weights.adapters.adapter import Adapter
 
-MAX_VERSION_CHARACTERS = 128
+MAX_VERSION_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +47,17 @@ class EngineWeights:
         """The current version."""
         return self._stats.version
 
-    def namespace(self, namespace: bytes, adapter: Adapter | None = None) -> bytes:
-        """Return where K and V of a caller's namespace are kept that are computed from now on.
+    def namespace(self, namespace: bytes, adapter: Adapter | None = None, version: str | None = None) -> bytes:
+        """Return where K and V of a caller's namespace are kept that a version computes; None for the current one.
 
-        adapter: that computes them; None for the base model. ValueError if the whole is too long.
+        adapter: that computes them; None for the base model. ValueError if the caller's is too long: then alone.
         """
-        check_namespace(namespace)
+        check_caller_namespace(namespace)
         changes_kv = adapter is not None and not adapter.keeps_kv
-        if not self.version and not changes_kv and not namespace:
+        version = self.version if version is None else version
+        if not version and not changes_kv and not namespace:
             return namespace  # at once: of most requests
-        whole = WeightsName(self.version, adapter.digest if adapter and changes_kv else "").within(namespace)
-        check_namespace(whole)
-        return whole
+        return WeightsName(version, adapter.digest if adapter and changes_kv else "").within(namespace)
 
     def adapter(self, name: str | None) -> Adapter | None:
         """Return the adapter of a name; None for None. ValueError for one that is not loaded."""
@@ -115,8 +114,12 @@ class EngineWeights:
 
 
 def check_version(version: str) -> None:
-    """Raise TypeError unless a version is a str, and ValueError for one that is empty or long."""
+    """Raise TypeError unless a version is a str, and ValueError for one that is empty, long or not UTF-8."""
     if not isinstance(version, str):
         raise TypeError(f"version must be a str, got {type(version).__name__}")
-    if not 0 < len(version) <= MAX_VERSION_CHARACTERS:
-        raise ValueError(f"version must have 1 to {MAX_VERSION_CHARACTERS} characters, got {len(version)}")
+    try:
+        num_bytes = len(version.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"version must have an encoding in UTF-8, {version!r} has none") from None
+    if not 0 < num_bytes <= MAX_VERSION_BYTES:
+        raise ValueError(f"version must have 1 to {MAX_VERSION_BYTES} bytes in UTF-8, got {num_bytes}")

@@ -1,6 +1,7 @@
 """update_weights: every request's tokens are those of a fresh model with the weights that its choice promises."""
 
 import random
+import time
 
 import pytest
 from support.models import make_prompts
@@ -9,8 +10,10 @@ from support.weight_versions import WeightVersions
 
 from kvpage import CacheConfig
 from kvpage.blend import BlendConfig
-from kvpage.blocks.namespaces import WeightsName
+from kvpage.blocks.namespaces import OF_WEIGHTS, WeightsName
+from kvpage.checks.values import MAX_CALLER_NAMESPACE_BYTES
 from kvpage.serving import Branches, Engine, EngineConfig, SamplingParams
+from kvpage.serving.weights.engine_weights import MAX_VERSION_BYTES
 from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 B, NUM_TOKENS = 4, 6
@@ -134,7 +137,7 @@ def test_a_change_that_raises_leaves_the_version():
     engine = make_engine(versions)
     with pytest.raises(ZeroDivisionError):
         engine.update_weights("v1", lambda: 1 // 0)
-    for wrong in ("", "v" * 129):
+    for wrong in ("", "v" * 129, "\u20ac" * 43, "\ud800"):
         with pytest.raises(ValueError, match="version"):
             engine.update_weights(wrong)
     with pytest.raises(ValueError, match="running"):
@@ -143,6 +146,62 @@ def test_a_change_that_raises_leaves_the_version():
         branches.start(PROMPTS[0])
         engine.update_weights("v1")
     assert engine.weights_version == "" and tokens_of(engine.generate(PROMPTS, PARAMS)) == answers(versions, "")
+
+
+@pytest.mark.parametrize("changed_weights", ["error", "version"])
+def test_the_longest_namespace_goes_to_the_longest_version(changed_weights):
+    versions, version = WeightVersions(), "v" * MAX_VERSION_BYTES
+    engine = make_engine(versions, changed_weights=changed_weights)
+    longest = OF_WEIGHTS + b"x" * (MAX_CALLER_NAMESPACE_BYTES - len(OF_WEIGHTS))
+    with pytest.raises(ValueError, match="at most 4096 bytes, got 4097"):
+        engine.add_request(PROMPTS[0], PARAMS, namespace=longest + b"x")
+    with KVStore(KVStoreConfig(B, ("memory://?size=64MiB",)), metadata_of(engine.cache, "tiny")) as store:
+        engine.use_store(store)
+        ids = [engine.add_request(prompt, PARAMS, namespace=longest) for prompt in PROMPTS]
+        engine.step()
+        versions.load("v1")
+        if changed_weights == "error":
+            engine.update_weights(version)
+        outputs = {}
+        while engine.has_unfinished:
+            outputs |= {one.request_id: one.output for one in engine.step() if one.output}
+        assert [outputs[request_id].finish_reason for request_id in ids] == ["length"] * len(ids)
+        assert engine.weights_version == version or changed_weights == "version"
+        engine.close()
+        assert any(longest in one.namespace for one in store.records())
+    assert engine.explain(PROMPTS[0], longest).num_cached_tokens == len(PROMPTS[0]) - 1
+
+
+def test_a_namespace_that_cannot_be_made_leaves_all_requests_as_they_were(monkeypatch):
+    versions = WeightVersions()
+    engine = make_engine(versions)
+    engine.generate(PROMPTS[:1], PARAMS)
+    for prompt in PROMPTS[:2]:
+        engine.add_request(prompt, PARAMS)
+    engine.step()
+    requests, num_begun = list(engine.loop.requests.values()), engine.loop.num_begun
+    monkeypatch.setattr(requests[-1], "own_namespace", "no bytes")
+    for running in ("restart", "stale"):
+        with pytest.raises(TypeError, match="namespace must be bytes"):
+            engine.update_weights("v1", running=running)
+    assert engine.weights_version == "" and [one.namespace for one in requests] == [b""] * 2
+    assert engine.loop.num_begun == num_begun > 0 and not any(one.is_stale for one in requests)
+
+
+def test_a_pin_whose_time_is_over_keeps_no_block_of_an_old_version(monkeypatch):
+    versions = WeightVersions()
+    engine = make_engine(versions, pin_quota=32)
+    engine.generate(PROMPTS[:1], PARAMS)
+    session = engine.session("a")
+    session.supersede(PROMPTS[0])
+    session.retain(ttl=60)
+    num_pinned, now = session.num_retained_blocks, time.monotonic()
+    assert num_pinned > 0
+    engine.update_weights("v1", lambda: versions.load("v1"))
+    assert engine.drop_version("") < num_pinned
+    monkeypatch.setattr(engine.manager.space.pins, "_clock", lambda: now + 100)
+    assert session.num_retained_blocks == 0
+    assert engine.drop_version("") == num_pinned and not engine.manager.tree.names(9)
 
 
 def test_a_store_keeps_versions_apart_and_drops_their_records():
