@@ -20,9 +20,11 @@ def read_weights(model: nn.Module, folder: Path) -> Callable[[], None]:
         The function. It is called once, between two steps.
 
     Raises:
-        ValueError: The folder has no such file, or weights of other names or shapes, or lacks some.
+        ValueError: There is no such folder, or it has no such file, or weights of other names or shapes, or lacks some.
         OSError: A file cannot be read.
     """
+    if not folder.is_dir():
+        raise ValueError(f"weights must be in a folder, {folder.name!r} is no such folder")
     weights: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:

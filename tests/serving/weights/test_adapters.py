@@ -155,6 +155,20 @@ def test_what_is_not_served_is_refused_by_name(tmp_path):
     wider = make_model("llama", intermediate_size=96)
     with pytest.raises(ValueError, match="lora_A and lora_B of .*must be"):
         engine.load_adapter("a", write_adapter(tmp_path / "wide", wider, targets(wider)))
+    for number, (field, value, message) in enumerate((
+        ("r", 0, "^r of an adapter must be a positive integer, got 0"),
+        ("lora_alpha", "16", "^lora_alpha of an adapter must be a finite number, got '16'"),
+        ("lora_alpha", float("nan"), "^lora_alpha of an adapter must be a finite number, got nan"),
+        ("rank_pattern", ["x"], "^rank_pattern of an adapter must be an object, got .'x'."),
+        ("rank_pattern", {"x": 1.5}, "^rank_pattern.'x'. of an adapter must be a positive integer, got 1.5"),
+        ("alpha_pattern", {"(": 2}, "^alpha_pattern of an adapter must have regular expressions, got '.'"),
+    )):  # fmt: skip
+        folder = write_adapter(tmp_path / f"{number}", model, paths, **{field: value})
+        with pytest.raises(ValueError, match=message):
+            engine.load_adapter("a", folder)
+    (folder / "adapter_config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="must be a JSON object, .* is of type list"):
+        engine.load_adapter("a", folder)
     with pytest.raises(ValueError, match="adapter must be a folder with"):
         engine.load_adapter("a", tmp_path)
     (tmp_path / "head" / "adapter_config.json").write_text("{")

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,48 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{CONFIG} must be JSON, that in {folder} is not: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{CONFIG} must be a JSON object, that in {folder} is of type {type(config).__name__}")
     for key, value in config.items():
         is_served = value in NEUTRAL[key] if key in NEUTRAL else key in (*READ, *ABOUT) or not value
         if not is_served:
             raise ValueError(f"{key} of an adapter is not served, got {value!r} in {folder}")
-    return dict(config)
+    _check_numbers(config, folder)
+    return config
+
+
+def _check_numbers(config: dict[str, Any], folder: Path) -> None:
+    """Raise ValueError, with the setting, for a rank or an alpha that is none, or patterns that no path can have."""
+    for key, pattern_key, is_right, rule in (
+        ("r", "rank_pattern", _is_rank, "a positive integer"),
+        ("lora_alpha", "alpha_pattern", _is_finite, "a finite number"),
+    ):
+        pattern = config.get(pattern_key) or {}
+        if not isinstance(pattern, dict):
+            raise ValueError(f"{pattern_key} of an adapter must be an object, got {pattern!r} in {folder}")
+        named = {key: config.get(key, 8), **{f"{pattern_key}[{path!r}]": value for path, value in pattern.items()}}
+        for name, value in named.items():
+            if not is_right(value):
+                raise ValueError(f"{name} of an adapter must be {rule}, got {value!r} in {folder}")
+        for path in pattern:
+            try:
+                _compiled(path)
+            except (re.error, OverflowError) as error:
+                raise ValueError(
+                    f"{pattern_key} of an adapter must have regular expressions, got {path!r} in {folder}: {error}"
+                ) from error
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _pairs(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -124,7 +162,7 @@ def _layer(config: dict[str, Any], path: str, pair: dict[str, torch.Tensor], lin
 def _of_pattern(pattern: dict[str, float] | None, path: str, default: float) -> Any:
     """Return a layer's own number: of the first pattern that its path ends with, as peft has it."""
     for key, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({key})$", path):
+        if _compiled(key).match(path):
             return value
     return default
 
