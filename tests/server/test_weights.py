@@ -6,9 +6,11 @@ import pytest
 from support.lora_files import merged, targets, write_adapter
 from support.models import generate_each
 from support.server_app import NAME, Server, make_tokenizer, running_server
+from support.step_gate import StepGate
 from support.weight_versions import WeightVersions
 
 from kvpage.server import ServerConfig
+from kvpage.serving import SamplingParams
 
 KEY = {"x-operator-key": "secret"}
 BODY = {"prompt": [5, 6, 7, 8, 9, 10], "max_tokens": 5, "temperature": 0, "return_token_ids": True}
@@ -50,6 +52,7 @@ def test_operators_change_weights_and_nobody_else_does(tmp_path, versions):
         ):
             response = await server.post("/weights", body, **headers)
             assert response.status_code == status and str(tmp_path) not in response.text, response.text
+            assert body["version"] != "v3" or "'v3' is no such folder" in response.text
         assert (await server.get("/weights")).status_code == 403
 
     with running_server(config, model=versions.model) as server:
@@ -59,6 +62,45 @@ def test_operators_change_weights_and_nobody_else_does(tmp_path, versions):
     with pytest.raises(ValueError, match="operator_key"):
         ServerConfig(weights_folder=tmp_path)
     assert "secret" not in repr(config)
+
+
+def test_two_updates_at_once_drop_both_versions_and_one_without_its_client_is_withdrawn(
+    tmp_path, versions, monkeypatch
+):
+    config = ServerConfig([NAME], weights_folder=tmp_path / "weights", operator_key="secret")
+
+    async def life(server: Server) -> None:
+        await tokens_by(server, NAME)
+        await server.live.update_weights("v0")
+        await tokens_by(server, NAME)
+        asked = [{"version": version, "drop_last": True} for version in ("v1", "v2")]
+        responses = await asyncio.gather(*[server.post("/weights", body, **KEY) for body in asked])
+        assert [response.status_code for response in responses] == [200, 200]
+        assert server.engine.manager.tree.names(9) == [b""]
+        gate, asked_engine, update = StepGate(server.live, 2), asyncio.Event(), server.live.update_weights
+
+        async def noted(*args: object, **options: object) -> None:
+            asked_engine.set()
+            await update(*args, **options)
+
+        monkeypatch.setattr(server.live, "update_weights", noted)
+        live = server.live.submit(PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
+        reader = aiter(live)  # a reader that goes aborts its request
+        await anext(reader)
+        last = server.engine.weights_version
+        other = "v1" if last == "v2" else "v2"
+        posting = asyncio.ensure_future(server.post("/weights", {"version": other, "running": "finish"}, **KEY))
+        await asked_engine.wait()
+        assert await gate.ask(lambda engine: engine.loop.is_due_later)
+        posting.cancel()
+        await asyncio.gather(posting, return_exceptions=True)
+        assert not await gate.ask(lambda engine: engine.loop.is_due_later)
+        gate.open()
+        live.abort()
+        assert await tokens_by(server, NAME) == versions.answer(last, PROMPT, 5)
+
+    with running_server(config, model=versions.model) as server:
+        asyncio.run(life(server))
 
 
 def test_requests_finish_while_their_tokens_are_read(tmp_path, versions):

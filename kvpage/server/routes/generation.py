@@ -9,25 +9,26 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpage.blocks.groups.states.marks import as_cache_at
 from kvpage.server.access.keys import Caller
-from kvpage.server.access.request_log import CLIENT_GONE, record_of
+from kvpage.server.access.request_log import record_of
 from kvpage.server.answers.calls.answer_parser import AnswerParser
 from kvpage.server.answers.choice import Choice, TextRules
 from kvpage.server.answers.formats import AnswerFormat, Piece, Usage
 from kvpage.server.answers.logprobs import ChatLogprobs, CompletionLogprobs, TokenNames
-from kvpage.server.answers.responses import EventStream, WholeAnswer, end_tasks, until_gone
+from kvpage.server.answers.responses import EventStream, WholeAnswer
 from kvpage.server.answers.transcript import Shown, Transcript
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import AnyRequest, CompletionRequest
 from kvpage.server.protocol.errors import ApiError, bad_request, checked, failed
 from kvpage.server.protocol.kv_hints import Demote, Release
 from kvpage.server.protocol.sampling_fields import MAX_SESSION_NAME
+from kvpage.server.routes.presence import unless_gone
 from kvpage.server.running.answer_rules import AnswerRules
 from kvpage.server.running.cache_work import CacheWishes
 from kvpage.server.running.guides import CompiledGuide, compiled_guide, form_guide
@@ -43,7 +44,6 @@ FEW_TOKENS = 1024  # whose answer is written at once
 SESSION_HEADERS = {"session_id": "x-session-id", "session_branch": "x-session-branch"}
 
 
-Result = TypeVar("Result")
 MakePrompts = Callable[[], Coroutine[Any, Any, Sequence[Prompt]]]
 
 
@@ -250,10 +250,10 @@ async def respond(
         prompts = await make_prompts()
         return prompts, await generation.job(prompts, caller_of(request))
 
-    prompts, job = await _unless_gone(request, prepared())
+    prompts, job = await unless_gone(request, prepared())
     if body.stream:
         return _stream(service, generation, job, prompts, stack)
-    content = await _unless_gone(request, generation.whole(job, prompts))
+    content = await unless_gone(request, generation.whole(job, prompts))
     return WholeAnswer(content, stack.pop_all().close)
 
 
@@ -276,19 +276,6 @@ def _stream(
     stack.callback(abort_all, requests)
     events = generation.events(job, generation.transcripts(prompts), requests)
     return EventStream(events, stack.pop_all().close, service.config.send_timeout)
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of work. If the client goes before it is there, the work is cancelled, wherever it waits."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(until_gone(request.receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ApiError(CLIENT_GONE, "the client has gone", code="client_gone")
-    finally:
-        await end_tasks(working, leaving)
 
 
 def answer_id(request: Request, body: AnyRequest, prefix: str) -> str:

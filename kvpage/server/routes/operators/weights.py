@@ -16,6 +16,7 @@ from starlette.responses import Response
 from kvpage.server.protocol.errors import REFUSED, ApiError, as_api_error, bad_request
 from kvpage.server.protocol.request_model import RequestModel, read_model
 from kvpage.server.routes.bodies import answer, ignored_fields, read_body
+from kvpage.server.routes.presence import unless_gone
 from kvpage.server.service import Service
 from kvpage.serving.assembly.weight_updates import Running
 
@@ -47,7 +48,7 @@ async def weights(request: Request) -> Response:
 
 @router.post("/weights")
 async def update(request: Request) -> Response:
-    """Change to another version. The answer comes once it has begun."""
+    """Change to another version. The answer comes once it has begun; a client that goes before withdraws it."""
     service = Service.of(request)
     folder = _check_operator(service, request)
     with service.open_request() as open_request:
@@ -55,24 +56,35 @@ async def update(request: Request) -> Response:
         body = await read_body(
             request, lambda fields: read_model(WeightsRequest, fields, ignored=ignored), open_request
         )
-        await _update(service, folder / body.version, body)
+        await unless_gone(request, _update(service, folder / body.version, body))
     return answer(_card(service))
 
 
 async def _update(service: Service, folder: Path, body: WeightsRequest) -> None:
     core: Any = service.engine.engine
-    last = core.weights_version
+    last: list[str] = []
+
+    def change() -> None:
+        last.append(core.weights_version)  # here: others may have changed it since this request came
+        write()
+
     try:
-        change = await asyncio.to_thread(core.read_weights, folder)
+        write = await asyncio.to_thread(core.read_weights, folder)
         await service.engine.update_weights(body.version, change, running=body.running)
         if body.drop_last:
-            await asyncio.wrap_future(service.engine.call(lambda engine: engine.drop_version(last)))
+            await asyncio.wrap_future(service.engine.call(lambda engine: _drop(engine, last[0])))
     except REFUSED as error:
         raise as_api_error(error) from error
     except OSError as error:
         raise bad_request(f"weights of version {body.version!r} cannot be read", param="version") from error
     except RuntimeError as error:
         raise ApiError(409, str(error)) from error
+
+
+def _drop(engine: Any, version: str) -> None:
+    """Drop a version, unless others have gone back to it meanwhile."""
+    if version != engine.weights_version:
+        engine.drop_version(version)
 
 
 def _check_operator(service: Service, request: Request) -> Path:
