@@ -1,12 +1,17 @@
 """EventStream and WholeAnswer: answers that are sent part by part, and end when their readers go."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvpage.server.access.request_log import CLIENT_GONE
+from kvpage.server.protocol.errors import ApiError
+
+Result = TypeVar("Result")
 PART_BYTES = 2**16
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -88,6 +93,19 @@ async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of work. If the client goes before it is there, the work is cancelled, wherever it waits."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(until_gone(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ApiError(CLIENT_GONE, "the client has gone", code="client_gone")
+    finally:
+        await end_tasks(working, leaving)
 
 
 class WholeAnswer(Response):

@@ -21,14 +21,13 @@ from kvpage.server.answers.calls.answer_parser import AnswerParser
 from kvpage.server.answers.choice import Choice, TextRules
 from kvpage.server.answers.formats import AnswerFormat, Piece, Usage
 from kvpage.server.answers.logprobs import ChatLogprobs, CompletionLogprobs, TokenNames
-from kvpage.server.answers.responses import EventStream, WholeAnswer
+from kvpage.server.answers.responses import EventStream, WholeAnswer, unless_gone
 from kvpage.server.answers.transcript import Shown, Transcript
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import AnyRequest, CompletionRequest
 from kvpage.server.protocol.errors import ApiError, bad_request, checked, failed
 from kvpage.server.protocol.kv_hints import Demote, Release
 from kvpage.server.protocol.sampling_fields import MAX_SESSION_NAME
-from kvpage.server.routes.presence import unless_gone
 from kvpage.server.running.answer_rules import AnswerRules
 from kvpage.server.running.cache_work import CacheWishes
 from kvpage.server.running.guides import CompiledGuide, compiled_guide, form_guide

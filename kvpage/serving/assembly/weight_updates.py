@@ -15,8 +15,8 @@ from kvpage.blocks.namespaces import WeightsName
 from kvpage.checks.interrupts import HeldInterrupts
 from kvpage.observe.telemetry import Telemetry
 from kvpage.serving.loop.connectors import Connectors
+from kvpage.serving.loop.request import Entry
 from kvpage.serving.loop.scheduler import Scheduler
-from kvpage.serving.loop.serving_loop import Entry
 from kvpage.serving.weights.engine_weights import EngineWeights, check_version
 from kvpage.serving.weights.watch import ChangedWeights, WeightsChanged, WeightWatch
 from kvpage.store.kv_store import KVStore

@@ -384,3 +384,7 @@ def append_tokens(requests: Sequence[Request], token_ids: Sequence[int]) -> None
         end = request.num_tokens
         request._token_memory[end] = token
         request.num_tokens = end + 1
+
+
+Entry = tuple[Request, bytes, Adapter | None]
+"""A request, the namespace of its K and V, and the adapter that computes them."""

@@ -33,16 +33,13 @@ from kvpage.serving.loop.batch.suspects import Suspects
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
 from kvpage.serving.loop.ranks.rank_lost import RankLost
-from kvpage.serving.loop.request import Request
+from kvpage.serving.loop.request import Entry, Request
 from kvpage.serving.loop.scheduler import Scheduler
 from kvpage.serving.model.step import BatchItem
 from kvpage.serving.text.token_logprobs import TokenLogprobs
-from kvpage.serving.weights.adapters.adapter import Adapter
 from kvpage.serving.weights.engine_weights import EngineWeights
 
 logger = logging.getLogger(__name__)
-Entry = tuple[Request, bytes, Adapter | None]
-"""A request, the namespace of its K and V, and the adapter that computes them."""
 
 
 class Keeper(Protocol):

@@ -13,10 +13,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvpage.server.answers.responses import unless_gone
 from kvpage.server.protocol.errors import REFUSED, ApiError, as_api_error, bad_request
 from kvpage.server.protocol.request_model import RequestModel, read_model
 from kvpage.server.routes.bodies import answer, ignored_fields, read_body
-from kvpage.server.routes.presence import unless_gone
 from kvpage.server.service import Service
 from kvpage.serving.assembly.weight_updates import Running
 
