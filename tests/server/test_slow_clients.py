@@ -11,11 +11,11 @@ from support.server_app import NAME, running_server
 from uvicorn.server import ServerState
 
 from kvpage.server import ServerConfig
+from kvpage.server.access.request_log import CLIENT_GONE
 from kvpage.server.answers.responses import EventStream
 from kvpage.server.command import bounded_http
 from kvpage.server.command.bounded_http import BoundedHttp
 from kvpage.server.protocol.errors import ApiError
-from kvpage.server.routes.generation import CLIENT_GONE
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
 
