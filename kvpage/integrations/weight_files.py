@@ -36,7 +36,7 @@ def files_name(path: Path) -> str | None:
         raise ValueError(f"a folder of weights must have files, got none in {path}")
     whole = hashlib.sha256()
     for file in files:
-        whole.update(f"{file.relative_to(path)} {_digest(file)};".encode())
+        whole.update(os.fsencode(file.relative_to(path)) + f" {_digest(file)};".encode())
     return f"folder {whole.hexdigest()}"
 
 
@@ -63,10 +63,15 @@ def hub_name(repository: str, revision: str | None, cache: str | None) -> str | 
 def _files(folder: Path) -> Iterator[Path]:
     """Walk over the files that are not hidden, also in linked folders, but in no circle."""
     seen: set[str] = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder, onerror=_fail, followlinks=True):
         seen.add(os.path.realpath(parent))
         folders[:] = [child for child in folders if not child.startswith(".") and _real(parent, child) not in seen]
         yield from (Path(parent, name) for name in names if not name.startswith(".") and Path(parent, name).is_file())
+
+
+def _fail(error: OSError) -> None:
+    """A folder that cannot be read is an error: without its files other weights would have the same name."""
+    raise error
 
 
 def _real(parent: str, name: str) -> str:
