@@ -17,17 +17,11 @@ Every record of a store holds its whole namespace.
 """
 
 
-def check_namespace(namespace: bytes) -> None:
-    """Raise TypeError unless it is bytes, and ValueError if it is longer than MAX_NAMESPACE_BYTES."""
-    _check_namespace(namespace, MAX_NAMESPACE_BYTES)
+def check_namespace(namespace: bytes, most: int = MAX_NAMESPACE_BYTES) -> None:
+    """Raise TypeError unless it is bytes, and ValueError if it is longer.
 
-
-def check_caller_namespace(namespace: bytes) -> None:
-    """Do the same for one that weights are yet to be named in: at most MAX_CALLER_NAMESPACE_BYTES."""
-    _check_namespace(namespace, MAX_CALLER_NAMESPACE_BYTES)
-
-
-def _check_namespace(namespace: bytes, most: int) -> None:
+    most: MAX_CALLER_NAMESPACE_BYTES for one that weights are yet to be named in.
+    """
     if not isinstance(namespace, bytes):
         raise TypeError(f"namespace must be bytes, got {type(namespace).__name__}")
     if len(namespace) > most:

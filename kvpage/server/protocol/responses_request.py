@@ -109,19 +109,20 @@ class Asked:
         try:
             return read_model(ChatRequest, fields, ignored=self._ignored)
         except ApiError as error:
-            self._name_item(error, len(opening), len(earlier))
-            raise
+            raise self._named(error, len(opening), len(earlier)) from None
 
-    def _name_item(self, error: ApiError, num_opening: int, num_earlier: int) -> None:
-        """Name the client's own item in an error of a message, since others stand before it in the chat."""
+    def _named(self, error: ApiError, num_opening: int, num_earlier: int) -> ApiError:
+        """Return the error of a message with the client's own item, since others stand before it in the chat."""
         match = re.match(r"messages\.(\d+)", error.message)
         if match is None:
-            return
-        index = int(match[1]) - num_opening - num_earlier
+            return error
+        name, param, index = match[0], error.param, int(match[1]) - num_opening - num_earlier
         if index >= 0:
-            error.message = f"messages.{first_items(self._items)[index]}{error.message[match.end() :]}"
+            name = f"messages.{first_items(self._items)[index]}"
         elif int(match[1]) < num_opening:
-            error.param, error.message = "instructions", f"instructions{error.message[match.end() :]}"
+            name = param = "instructions"
+        message = f"{name}{error.message[match.end() :]}"
+        return ApiError(error.status, message, param=param, code=error.code, headers=error.headers)
 
 
 def first_items(items: Sequence[Item]) -> list[int]:

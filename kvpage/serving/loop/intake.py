@@ -18,7 +18,7 @@ from kvpage.blocks.groups.states.marks import as_cache_at
 from kvpage.blocks.manager import BlockManager
 from kvpage.checks.fields import is_int
 from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.checks.values import as_integer, as_list, check_caller_namespace, check_flag
+from kvpage.checks.values import as_integer, as_list, check_flag
 from kvpage.serving.blending.blended_prompt import BlendedPrompt
 from kvpage.serving.loop.outputs import StepOutput
 from kvpage.serving.loop.request import Request
@@ -115,12 +115,11 @@ class Intake:
         """Make a request, once all of the prompt is checked. request_id: the prompt's own, or a new one."""
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
-        check_caller_namespace(prompt.namespace)
         if not isinstance(prompt.priority, int) or isinstance(prompt.priority, bool):
             raise TypeError(f"priority must be an integer, got {type(prompt.priority).__name__}")
         tokens = self.check_tokens(prompt.tokens)
         params = self._params(prompt.params, len(tokens))
-        self._weights.namespace(prompt.namespace, self._weights.adapter(params.adapter))  # raises for one too long
+        self._weights.entry(prompt.namespace, params.adapter)  # raises for a wrong one
         is_plain = prompt.blend is False and prompt.segments is None
         request = Request(
             request_id,

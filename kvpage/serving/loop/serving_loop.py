@@ -129,8 +129,7 @@ class ServingLoop:
         if request.request_id in self.requests:
             raise ValueError(f"request_id must not be in use, {request.request_id!r} is")
         self._scheduler.check(request)
-        _, namespace, adapter = self._entry(request, self._weights.version)
-        request.enter(namespace, adapter)
+        request.enter(*self._weights.entry(request.own_namespace, request.params.adapter))
         request.group.arrival = self.num_arrivals
         self._scheduler.add(request)
         self.requests[request.request_id] = request
@@ -191,11 +190,7 @@ class ServingLoop:
     def try_step(self) -> Exception | None:
         """Compute one batch; return its exception if that is worth a second try. Its outputs stay where they are."""
         self.do_due()  # what has begun may have ended by other things than steps
-        failure = self._try_step()
-        self.do_due()
-        return failure
-
-    def _try_step(self) -> Exception | None:
+        failure = None
         with HeldInterrupts():  # as `_stepping`, whose generator would cost each step a microsecond
             self._begin_step()
             try:
@@ -216,10 +211,11 @@ class ServingLoop:
                     requests = self._put_back(untaken)
                     if isinstance(error, RankLost) or not isinstance(error, Exception):
                         raise  # from here: a call that raised it would hold it, and its frames, in a cycle
-                    return self._blame(requests, error)
+                    failure = self._blame(requests, error)
             finally:
                 self._end_step()
-        return None
+        self.do_due()
+        return failure
 
     def step_until(self, sink: deque[StepOutput], requests: Sequence[Request]) -> None:
         """Step until something is in the sink. The first exception of a batch is logged, and the batch is tried again.
@@ -279,7 +275,10 @@ class ServingLoop:
     def entries(self, version: str) -> list[Entry]:
         """Return the unfinished requests, each with its namespace and adapter under a version. Nothing changes."""
         self._abort_dropped()
-        return [self._entry(request, version) for request in [*self._scheduler.running, *self._scheduler.waiting]]
+        return [
+            (request, *self._weights.entry(request.own_namespace, request.params.adapter, version))
+            for request in [*self._scheduler.running, *self._scheduler.waiting]
+        ]
 
     @uninterrupted
     def go_stale(self) -> int:
@@ -299,10 +298,6 @@ class ServingLoop:
             self._connectors.hand_over(request)
             if request.blending is not None:
                 request.blending.forget_found()
-
-    def _entry(self, request: Request, version: str) -> Entry:
-        adapter = self._weights.adapter(request.params.adapter)
-        return request, self._weights.namespace(request.own_namespace, adapter, version), adapter
 
     @uninterrupted
     def disconnect(self) -> None:

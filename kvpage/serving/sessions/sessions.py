@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvpage.blocks.explain import Explanation
 from kvpage.blocks.sequence_state import Ids
-from kvpage.checks.values import check_caller_namespace
+from kvpage.checks.values import MAX_CALLER_NAMESPACE_BYTES, check_namespace
 from kvpage.serving.sessions.branch import num_common
 from kvpage.serving.sessions.config import SessionConfig
 from kvpage.serving.sessions.record import SessionRecord
@@ -103,7 +103,7 @@ class Sessions:
         """
         self._blocks.check_between_steps("session")
         check_name("session_id", session_id)
-        check_caller_namespace(namespace)
+        check_namespace(namespace, MAX_CALLER_NAMESPACE_BYTES)
         session = self._sessions.get((namespace, session_id))
         if session is not None:
             self._sessions.move_to_end((namespace, session_id))

@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 
 from kvpage.blocks.namespaces import WeightsName
-from kvpage.checks.values import check_caller_namespace
+from kvpage.checks.values import MAX_CALLER_NAMESPACE_BYTES, check_namespace
 from kvpage.serving.weights.adapters.adapter import Adapter
 
 MAX_VERSION_BYTES = 128
@@ -52,12 +52,17 @@ class EngineWeights:
 
         adapter: that computes them; None for the base model. ValueError if the caller's is too long: then alone.
         """
-        check_caller_namespace(namespace)
+        check_namespace(namespace, MAX_CALLER_NAMESPACE_BYTES)
         changes_kv = adapter is not None and not adapter.keeps_kv
-        version = self.version if version is None else version
+        version = self._stats.version if version is None else version
         if not version and not changes_kv and not namespace:
             return namespace  # at once: of most requests
         return WeightsName(version, adapter.digest if adapter and changes_kv else "").within(namespace)
+
+    def entry(self, namespace: bytes, name: str | None, version: str | None = None) -> tuple[bytes, Adapter | None]:
+        """Return `namespace` of an adapter's name, and the adapter. ValueError for one that is not loaded."""
+        adapter = None if name is None else self.adapter(name)
+        return self.namespace(namespace, adapter, version), adapter
 
     def adapter(self, name: str | None) -> Adapter | None:
         """Return the adapter of a name; None for None. ValueError for one that is not loaded."""

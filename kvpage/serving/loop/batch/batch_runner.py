@@ -91,7 +91,21 @@ class BatchRunner:
         packed = batch.packed()
         counts = np.asarray(packed.ends, np.int64) - np.asarray(packed.starts, np.int64)
         with self._adapting(batch.requests, counts):
-            return self._compute(batch, packed, written)
+            if not batch.prefills:
+                inputs = self._decode_inputs(batch.decodes)
+                if (replayed := self._replay(inputs, packed.token_ids)) is not None:
+                    return replayed.logits
+                return self._forward(self._newest(inputs, packed), packed, self._plan_of(inputs, packed))
+            if self.graphs is not None and len(batch.decodes):
+                self.graphs.miss("prompts are computed beside it")
+            if self._groups is not None:
+                nums_prompt = [request.num_prompt_tokens for request in batch.requests]
+                seq_ids = [request.seq_id for request in batch.requests]
+                return self._of_groups(seq_ids, packed, len(batch.decodes), nums_prompt)
+            rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
+            step, plan = self._begin(np.concatenate([batch.decodes.rows, rows]), packed)
+            step.tell(written)
+            return self._forward(step, packed, plan)
 
     def _adapting(self, requests: Sequence[Request], counts: Rows | None = None) -> AbstractContextManager[object]:
         """Return a context in which rows have the adapters of requests. counts: rows of each; None for one each."""
@@ -112,23 +126,6 @@ class BatchRunner:
         if replayed is not None:
             self._count(inputs.num_seqs)
         return replayed
-
-    def _compute(self, batch: Batch, packed: PackedTokens, written: Callable[[int], object] | None) -> torch.Tensor:
-        if not batch.prefills:
-            inputs = self._decode_inputs(batch.decodes)
-            if (replayed := self._replay(inputs, packed.token_ids)) is not None:
-                return replayed.logits
-            return self._forward(self._newest(inputs, packed), packed, self._plan_of(inputs, packed))
-        if self.graphs is not None and len(batch.decodes):
-            self.graphs.miss("prompts are computed beside it")
-        if self._groups is not None:
-            nums_prompt = [request.num_prompt_tokens for request in batch.requests]
-            seq_ids = [request.seq_id for request in batch.requests]
-            return self._of_groups(seq_ids, packed, len(batch.decodes), nums_prompt)
-        rows = self._manager.rows.of([portion.request.seq_id for portion in batch.prefills])
-        step, plan = self._begin(np.concatenate([batch.decodes.rows, rows]), packed)
-        step.tell(written)
-        return self._forward(step, packed, plan)
 
     def _of_groups(
         self, seq_ids: Sequence[Hashable], packed: PackedTokens, num_decodes: int, nums_prompt: Sequence[int | None]
