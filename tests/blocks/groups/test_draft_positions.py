@@ -6,6 +6,7 @@ from support.draft_memory import DraftMemory
 from kvpage import BlockManager, OutOfBlocks
 from kvpage.blocks.drafted_manager import DraftedManager, positions
 from kvpage.blocks.explain import Ending
+from kvpage.checks.values import MAX_NAMESPACE_BYTES
 
 B = 4
 
@@ -143,6 +144,6 @@ def test_the_explanation_tells_of_the_prompts_own_tokens():
 def test_the_first_token_leaves_a_namespace_less_room():
     manager = BlockManager(8, B)
     with pytest.raises(ValueError, match="namespace must be at most"):
-        DraftedManager(BlockManager(8, B), manager).allocate(1, [1], b"x" * 4093)
+        DraftedManager(BlockManager(8, B), manager).allocate(1, [1], b"x" * (MAX_NAMESPACE_BYTES - 3))
     assert manager.stats().num_sequences == 0 and manager.num_free_blocks == 8
     manager.check()
