@@ -530,16 +530,7 @@ class Engine(UpdatableEngine, SteerableEngine, ScoringEngine, SessionEngine):
     @property
     def debug(self) -> EngineDebug:
         """The parts inside, by the names of their roles: for tests."""
-        parts = self._parts
-        return EngineDebug(
-            runner=parts.runner,
-            connectors=parts.connectors,
-            transfers=parts.transfers,
-            batch_runner=parts.batch_runner,
-            decoder=parts.loop.decoder,
-            use_graphs=parts.use_graphs,
-            accept_weights=parts.updates.accept,
-        )
+        return self._parts.debug()
 
     # --- for an AsyncEngine ------------------------------------------------------------------------------------------
 

@@ -64,6 +64,7 @@ from kvpage.serving.loop.store_connector import BlockStore
 from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.params.defaults import ParamDefaults
 from kvpage.serving.sessions.sessions import Sessions
+from kvpage.serving.stats.debug import EngineDebug
 from kvpage.serving.stats.engine_stats import EngineStats
 from kvpage.serving.weights.engine_weights import EngineWeights
 from kvpage.serving.weights.watch import WeightWatch
@@ -149,6 +150,18 @@ class EngineParts:
             numerics=self.caches.full.numerics or None,
             sessions=self.sessions.stats(),
             weights=self.weights.stats(),
+        )
+
+    def debug(self) -> EngineDebug:
+        """Return the parts by the names of their roles, for tests."""
+        return EngineDebug(
+            runner=self.runner,
+            connectors=self.connectors,
+            transfers=self.transfers,
+            batch_runner=self.batch_runner,
+            decoder=self.loop.decoder,
+            use_graphs=self.use_graphs,
+            accept_weights=self.updates.accept,
         )
 
     def use_graphs(self, capturer: Capturer) -> None:

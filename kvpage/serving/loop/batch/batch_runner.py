@@ -89,8 +89,7 @@ class BatchRunner:
         for models whose layers share one table.
         """
         packed = batch.packed()
-        counts = np.asarray(packed.ends, np.int64) - np.asarray(packed.starts, np.int64)
-        with self._adapting(batch.requests, counts):
+        with self._adapting(batch.requests, packed):
             if not batch.prefills:
                 inputs = self._decode_inputs(batch.decodes)
                 if (replayed := self._replay(inputs, packed.token_ids)) is not None:
@@ -107,12 +106,16 @@ class BatchRunner:
             step.tell(written)
             return self._forward(step, packed, plan)
 
-    def _adapting(self, requests: Sequence[Request], counts: Rows | None = None) -> AbstractContextManager[object]:
-        """Return a context in which rows have the adapters of requests. counts: rows of each; None for one each."""
+    def _adapting(
+        self, requests: Sequence[Request], packed: PackedTokens | None = None
+    ) -> AbstractContextManager[object]:
+        """Return a context in which rows have the adapters of requests. packed: their tokens; None for one each."""
         if not self._runner.has_adapters or not any(adapters := [request.adapter for request in requests]):
             return NOTHING
-        if counts is None:
+        if packed is None:
             counts = np.ones(len(adapters), np.int64)
+        else:
+            counts = np.asarray(packed.ends, np.int64) - np.asarray(packed.starts, np.int64)
         return self._runner.adapted.over(adapters, counts, self._cache.device)
 
     def _replay(self, inputs: DecodeInputs, token_ids: npt.NDArray[np.int32] | torch.Tensor) -> Replayed | None:
