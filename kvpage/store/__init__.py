@@ -2,6 +2,7 @@
 
 from kvpage.store.arriving_store import ArrivingStore, Expectation
 from kvpage.store.block_store import BlockStore
+from kvpage.store.bytes.byte_records import ByteRecords
 from kvpage.store.bytes.byte_store import ByteStore, Later
 from kvpage.store.bytes.events import ByteEvent, Follow
 from kvpage.store.bytes.page_view import PageView
@@ -26,6 +27,7 @@ __all__ = [
     "ArrivingStore",
     "BlockStore",
     "ByteEvent",
+    "ByteRecords",
     "ByteStore",
     "ByteStoreConfig",
     "ByteStoreStats",

@@ -24,7 +24,7 @@ from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import as_integer, check_at_least, check_flag
 from kvpage.layout.groups import StateLayout
 from kvpage.store.block_store import BlockStore
-from kvpage.store.bytes.byte_records import ByteRecords
+from kvpage.store.bytes.byte_records import ByteRecords, records_beside
 from kvpage.store.bytes.header import Header
 from kvpage.store.config import KVStoreConfig
 from kvpage.store.inspection import RecordSummary, summaries
@@ -353,7 +353,7 @@ class KVStore(TieredStore, BlockStore):
         Raises:
             ValueError, TypeError: the header is wrong.
         """
-        return ByteRecords(self._tiers, self.gate, header)
+        return records_beside(self._tiers, self.gate, header)
 
     @gated
     def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:

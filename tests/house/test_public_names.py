@@ -70,7 +70,6 @@ PRIVATE = {
     "kvpage.serving.sessions.session.SessionKeeper": "the side of Sessions that a Session uses",
     "kvpage.serving.sessions.session_blocks.SessionBlocks": "of Sessions, which make a Session",
     "kvpage.serving.sessions.sessions.Sessions": "of an Engine, whose `session` opens one",
-    "kvpage.store.bytes.byte_records.ByteRecords": "of a KVStore, which makes them for the records of sessions",
     "kvpage.store.bytes.byte_jobs.ByteJobs": "of a ByteStore, which makes its Later",
     "kvpage.store.stack.call_gate.CallGate": "of a KVStore, which makes a LayerLoad",
     "kvpage.blocks.sequence_state.SequenceState": "a copy of what BlockManager knows, for those who restore it",

@@ -18,6 +18,7 @@ import torch
 from kvpage.checks.interrupts import HeldInterrupts, made_or_undone
 from kvpage.checks.started_pool import started_pool
 from kvpage.store.bytes.byte_jobs import Buffer, ByteJobs, ByteKeys, Job
+from kvpage.store.bytes.byte_records import ByteRecords
 from kvpage.store.bytes.events import ByteEvents, Follow, Listener
 from kvpage.store.bytes.header import Header, encode_header
 from kvpage.store.config import ByteStoreConfig
@@ -33,16 +34,13 @@ from kvpage.store.tiers.tier import Tier
 MIN_READERS = NUM_LOOKERS = 2
 
 
-class ByteStore(TieredStore):
+class ByteStore(TieredStore, ByteRecords):
     """Records of bytes by key, in the tiers of a `KVStore`, and with its promises. Thread-safe.
 
     `close` it, or use it in `with`. A forked process needs a store of its own: in it, every call but `close` raises
     RuntimeError.
 
-    A key has 1 to 65535 bytes. A buffer is the memory of one record. It is bytes, a bytearray, a memoryview, a numpy
-    array or a tensor in host memory, or a list of such pieces. Pieces are contiguous. They are read and written where
-    they are. The pieces that read a record may differ from the pieces that wrote it, as long as both have as many bytes
-    together. Wrong arguments raise ValueError or TypeError, and nothing is written.
+    Keys and buffers are as of ByteRecords.
 
     Args:
         config: tiers and threads.
@@ -77,46 +75,6 @@ class ByteStore(TieredStore):
         return self._jobs.contains(keys, deadline)()
 
     @gated
-    def put(
-        self,
-        keys: Sequence[bytes],
-        buffers: Sequence[Buffer],
-        skip_existing: bool = True,
-        deadline: float | None = None,
-    ) -> list[bool]:
-        """Store a record for each key.
-
-        Args:
-            keys: each once.
-            buffers: the memory of each record. None for one that is not to be stored.
-            skip_existing: leave records alone that every tier has, whatever their bytes. Otherwise they are replaced in
-                all tiers, but for one that is out of reach or open for reading only.
-            deadline: seconds of the call; None for no limit. A record is not begun afterwards; one that is under way is
-                finished, within the deadlines of its tiers.
-
-        Returns:
-            A flag for each key: whether some tier has its record now. A record that is removed or replaced by another
-            call meanwhile, or cleared, is left to that call.
-        """
-        return self._jobs.put(keys, buffers, skip_existing, deadline)()
-
-    @gated
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[Buffer], deadline: float | None = None) -> list[bool]:
-        """Read the record of each of the `keys` into its buffer, whatever becomes of the others; `deadline` as in
-        `put`.
-
-        Args:
-            buffers: writable memory for each record, as long as it is. None for one that is not wanted. No two share
-                a byte.
-
-        Returns:
-            A flag for each key: True if the buffer has exactly the bytes that were put. False for a miss: the buffer's
-            bytes mean nothing then. A record of another length is a miss, and is dropped: otherwise it would stand in
-            the way of the right one.
-        """
-        return self._jobs.get_into(keys, buffers, deadline)()
-
-    @gated
     def touch(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
         """Return for each of the `keys` whether a tier has noted a use by the `deadline`, in seconds or None; nothing
         is read.
@@ -124,15 +82,6 @@ class ByteStore(TieredStore):
         Others are evicted first then. Memory and disk note uses.
         """
         return self._jobs.touch(keys, deadline)()
-
-    @gated
-    def remove(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
-        """Return for each of the `keys` whether a tier had its record by the `deadline`, in seconds or None, and is rid
-        of it.
-
-        A tier that is out of reach keeps its records.
-        """
-        return self._jobs.remove(keys, deadline)()
 
     def follow(self, listener: Listener) -> Follow:
         """Tell the listener which records come into the tiers from now on, and leave them.
