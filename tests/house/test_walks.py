@@ -13,7 +13,7 @@ from kvpage.serving import KVPageCache, KVPageCachePool, SamplingParams
 MAX_HOPS = 8
 
 
-@pytest.mark.parametrize("walk, most_functions, most_files", [(walk_of_a_prompt, 23, 12), (walk_of_a_chat, 226, 49)])
+@pytest.mark.parametrize("walk, most_functions, most_files", [(walk_of_a_prompt, 20, 10), (walk_of_a_chat, 224, 49)])
 def test_a_walk_is_short(walk: Callable[[], Walk], most_functions: int, most_files: int) -> None:
     steps = walk()
     functions, files = steps.functions, steps.files

@@ -121,6 +121,7 @@ class Intake:
         params = self._params(prompt.params, len(tokens))
         self._weights.entry(prompt.namespace, params.adapter)  # raises for a wrong one
         is_plain = prompt.blend is False and prompt.segments is None
+        has_marks = not isinstance(prompt.cache_at, tuple) or len(prompt.cache_at) > 0
         request = Request(
             request_id,
             tokens,
@@ -132,7 +133,7 @@ class Intake:
             blending=None if is_plain else self._blending(prompt, request_id, tokens, params),
             priority=prompt.priority,
             answer_rules=self._text_rules,
-            cache_at=as_cache_at(prompt.cache_at, len(tokens)),
+            cache_at=as_cache_at(prompt.cache_at, len(tokens)) if has_marks else (),
         )
         if params.prompt_logprobs is not None:
             max_rows = max(MAX_SCORED_LOGITS // self.vocab_size, 1)

@@ -52,11 +52,11 @@ class EngineWeights:
 
         adapter: that computes them; None for the base model. ValueError if the caller's is too long: then alone.
         """
-        check_namespace(namespace, MAX_CALLER_NAMESPACE_BYTES)
         changes_kv = adapter is not None and not adapter.keeps_kv
         version = self._stats.version if version is None else version
-        if not version and not changes_kv and not namespace:
+        if isinstance(namespace, bytes) and not (namespace or version or changes_kv):
             return namespace  # at once: of most requests
+        check_namespace(namespace, MAX_CALLER_NAMESPACE_BYTES)
         return WeightsName(version, adapter.digest if adapter and changes_kv else "").within(namespace)
 
     def entry(self, namespace: bytes, name: str | None, version: str | None = None) -> tuple[bytes, Adapter | None]:
