@@ -1358,11 +1358,11 @@ class SequenceRows:
         self,
         names: dict[Hashable, int],
         seq_id: Hashable,
-        *,
         match: Match,
         pending: _Integers,
         host_ids: _Integers,
         num_left: int,
+        num_spare: int,
         num_tokens: int,
         num_written: int,
         namespace: bytes,
@@ -1370,7 +1370,8 @@ class SequenceRows:
         is_hit: bool,
         moves: list[list[Any]],
         host: _HostUse | None,
-    ) -> int:
+        /,
+    ) -> npt.NDArray[np.int32]:
         """Begin a sequence with the blocks of a match, and free ones, for which others are evicted.
 
         Args:
@@ -1380,6 +1381,7 @@ class SequenceRows:
             pending: Written tokens after the match that others are to find.
             host_ids: Host blocks of the caller's, whose contents go to the own blocks, from the first one on.
             num_left: Own blocks before these that are given back already.
+            num_spare: As in `begin`.
             num_tokens: Tokens that there is to be room for.
             num_written: Tokens that are written.
             namespace: The namespace.
@@ -1389,7 +1391,7 @@ class SequenceRows:
             host: As in `begin`.
 
         Returns:
-            The row.
+            All block ids.
 
         Raises:
             OutOfBlocks: There is no room. Nothing is changed.

@@ -283,29 +283,37 @@ int64_t fork(SequenceRows& rows, const py::dict& names, const py::object& seq_id
   return child;
 }
 
-int64_t resume(SequenceRows& rows, const py::dict& names, const py::object& seq_id, Match& match,
-               const py::object& pending, const py::object& host_ids, int64_t num_left, int64_t num_tokens,
-               int64_t num_written, const py::bytes& name, bool is_private, bool is_hit, const py::list& moves,
-               const py::object& host) {
-  Integers tokens(pending, "pending"), returned(host_ids, "host_ids");
-  const Resumption resumption{.num_tokens = num_tokens,
-                              .num_written = num_written,
-                              .pending = tokens.copied_ids(),
-                              .num_left = num_left,
-                              .host_ids = returned.copied_ids(),
-                              .name = std::string_view(name),
-                              .is_private = is_private,
-                              .is_hit = is_hit};
-  const HostUse use = host_use(host.ptr());
-  SharedTree& tree = tree_of(rows);
-  DueMoves due;
-  MoveList list(moves.ptr());
-  const int64_t num_blocks = num_tokens / tree.block_size() + 1 + match.num_blocks();
-  list.add_all(std::min(num_blocks, tree.pool()->num_blocks()), use, tree.has_host_tier(), due);
-  list.add("swap_in", static_cast<int64_t>(resumption.host_ids.size()), due.returned);
-  const int64_t row = tree.run(num_blocks, [&] { return rows.resume(match, resumption, use, &due); });
-  NamedRows(rows, names.ptr()).add(seq_id.ptr(), row);
-  return row;
+PyObject* resume(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return of_rows(self, num_args, 14, [&](SequenceRows& rows) -> PyObject* {
+    const NamedRows names(rows, args[0]);
+    if (!py::isinstance<Match>(args[2])) throw py::type_error("match must be a Match");
+    auto& match = py::handle(args[2]).cast<Match&>();
+    Integers pending(object(args[3]), "pending"), host_ids(object(args[4]), "host_ids");
+    const auto name = py::cast<py::bytes>(object(args[9]));
+    const Resumption resumption{.num_tokens = int64_from(args[7], "num_tokens"),
+                                .num_written = int64_from(args[8], "num_written"),
+                                .pending = pending.copied_ids(),
+                                .num_left = int64_from(args[5], "num_left"),
+                                .num_spare = int64_from(args[6], "num_spare"),
+                                .host_ids = host_ids.copied_ids(),
+                                .name = std::string_view(name),
+                                .is_private = flag(args[10]),
+                                .is_hit = flag(args[11])};
+    const HostUse host = host_use(args[13]);
+    SharedTree& tree = tree_of(rows);
+    const int64_t num_blocks = rows.num_blocks_to_resume(match, resumption);
+    const py::object ids = new_ids(num_blocks);
+    DueMoves moves;
+    MoveList list(args[12]);
+    list.add_all(std::min(num_blocks, tree.pool()->num_blocks()), host, tree.has_host_tier(), moves);
+    list.add("swap_in", static_cast<int64_t>(resumption.host_ids.size()), moves.returned);
+    const int64_t row = tree.run(num_blocks, [&] { return rows.resume(match, resumption, host, &moves); });
+    rows.look_at(row, [&](const Sequence& sequence) {
+      std::copy(sequence.ids.begin(), sequence.ids.end(), values_of<int32_t>(ids));
+    });
+    names.add(args[1], row);
+    return ids.inc_ref().ptr();
+  });
 }
 
 // Python's objects are made without the rows' mutex: making one may run code of others.
@@ -329,6 +337,10 @@ void add_fast_sequence_methods(py::handle type) {
       std::string("begin($self, names, seq_id, tokens, namespace, priority, num_left_over, share_parts, num_spare, "
                   "is_hit, moves, host, /)\n--\n\n") +
           doc("SequenceRows.begin"),
+      std::string(
+          "resume($self, names, seq_id, match, pending, host_ids, num_left, num_spare, num_tokens, num_written, "
+          "namespace, is_private, is_hit, moves, host, /)\n--\n\n") +
+          doc("SequenceRows.resume"),
       std::string("num_blocks_to_append($self, rows, num_new_tokens, /)\n--\n\n") +
           doc("SequenceRows.num_blocks_to_append"),
       std::string("append_if_free($self, rows, num_new_tokens, /)\n--\n\n") + doc("SequenceRows.append_if_free"),
@@ -342,15 +354,16 @@ void add_fast_sequence_methods(py::handle type) {
   };
   static PyMethodDef methods[] = {
       {"begin", fast_call(&begin), METH_FASTCALL, texts[0].c_str()},
-      {"num_blocks_to_append", fast_call(&num_blocks_to_append), METH_FASTCALL, texts[1].c_str()},
-      {"append_if_free", fast_call(&append_if_free), METH_FASTCALL, texts[2].c_str()},
-      {"append", fast_call(&append), METH_FASTCALL, texts[3].c_str()},
-      {"commit", fast_call(&commit), METH_FASTCALL, texts[4].c_str()},
-      {"commit_each", fast_call(&commit_each), METH_FASTCALL, texts[5].c_str()},
-      {"tables", fast_call(&tables), METH_FASTCALL, texts[6].c_str()},
-      {"last", fast_call(&last), METH_FASTCALL, texts[7].c_str()},
-      {"slots", fast_call(&slots), METH_FASTCALL, texts[8].c_str()},
-      {"remove", fast_call(&remove), METH_FASTCALL, texts[9].c_str()},
+      {"resume", fast_call(&resume), METH_FASTCALL, texts[1].c_str()},
+      {"num_blocks_to_append", fast_call(&num_blocks_to_append), METH_FASTCALL, texts[2].c_str()},
+      {"append_if_free", fast_call(&append_if_free), METH_FASTCALL, texts[3].c_str()},
+      {"append", fast_call(&append), METH_FASTCALL, texts[4].c_str()},
+      {"commit", fast_call(&commit), METH_FASTCALL, texts[5].c_str()},
+      {"commit_each", fast_call(&commit_each), METH_FASTCALL, texts[6].c_str()},
+      {"tables", fast_call(&tables), METH_FASTCALL, texts[7].c_str()},
+      {"last", fast_call(&last), METH_FASTCALL, texts[8].c_str()},
+      {"slots", fast_call(&slots), METH_FASTCALL, texts[9].c_str()},
+      {"remove", fast_call(&remove), METH_FASTCALL, texts[10].c_str()},
   };
   for (PyMethodDef& method : methods) add_method(type, method);
 }
@@ -371,10 +384,6 @@ void bind_sequences(py::module_& m) {
     return std::make_unique<SequenceRows>(tree, is_caching);
   };
   rows.def(py::init(make), py::arg("tree").none(false), py::arg("is_caching"), doc("SequenceRows.__init__"))
-      .def("resume", &resume, py::arg("names"), py::arg("seq_id"), py::kw_only(), py::arg("match"), py::arg("pending"),
-           py::arg("host_ids"), py::arg("num_left"), py::arg("num_tokens"), py::arg("num_written"),
-           py::arg("namespace"), py::arg("is_private"), py::arg("is_hit"), py::arg("moves"), py::arg("host"),
-           doc("SequenceRows.resume"))
       .def("fork", &fork, py::arg("names"), py::arg("seq_id"), py::arg("row"), py::arg("num_tokens"),
            doc("SequenceRows.fork"))
       .def("give_back_room", &SequenceRows::give_back_room, py::arg("row"), doc("SequenceRows.give_back_room"))

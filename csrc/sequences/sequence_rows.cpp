@@ -141,14 +141,18 @@ BegunSequence SequenceRows::begin(const Prompt& prompt, const HostUse& host, Due
   return begun;
 }
 
+int64_t SequenceRows::num_blocks_to_resume(const Match& match, const Resumption& resumption) const {
+  return std::max(blocks_for(resumption.num_tokens), match.num_blocks() + resumption.num_left);
+}
+
 int64_t SequenceRows::resume(Match& match, const Resumption& resumption, const HostUse& host, DueMoves* moves) {
   std::lock_guard lock(mutex_);
   const int64_t num_on_device = tree_->num_device_blocks(match), num_left = resumption.num_left;
   check(num_left >= 0, "num_left must not be negative, got ", num_left);
+  check(resumption.num_spare >= 0, "num_spare must not be negative, got ", resumption.num_spare);
   check(resumption.num_written >= match.num_tokens() && resumption.num_written <= resumption.num_tokens,
         "num_written must be in [", match.num_tokens(), ", ", resumption.num_tokens, "], got ", resumption.num_written);
-  const auto num_blocks =
-      static_cast<size_t>(std::max(blocks_for(resumption.num_tokens), match.num_blocks() + num_left));
+  const auto num_blocks = static_cast<size_t>(num_blocks_to_resume(match, resumption));
   Sequence fresh;
   fresh.num_tokens = resumption.num_tokens;
   fresh.num_written = resumption.num_written;
@@ -160,7 +164,7 @@ int64_t SequenceRows::resume(Match& match, const Resumption& resumption, const H
   if (is_caching_) fresh.pending.reserve(std::max(static_cast<size_t>(block_size_), resumption.pending.size()));
   fresh.pending.assign(resumption.pending.begin(), resumption.pending.end());
   reserve_row();
-  check_free(static_cast<int64_t>(fresh.ids.size()) - num_on_device);
+  check_free(static_cast<int64_t>(fresh.ids.size()) - num_on_device + resumption.num_spare);
   const auto own = std::span(fresh.ids).subspan(static_cast<size_t>(match.num_blocks()));
   moves->returned.reserve(std::min(own.size(), resumption.host_ids.size()));
   give(&fresh, match, num_on_device, resumption.is_hit, host, moves);

@@ -57,6 +57,7 @@ struct Resumption {
   int64_t num_written = 0;  // at least the match's
   std::span<const int32_t> pending;  // written tokens after the match, where others are to find them
   int64_t num_left = 0;     // first own blocks that stay given back
+  int64_t num_spare = 0;    // as of Prompt
   std::span<const int32_t> host_ids;  // contents of the next own blocks
   std::string_view name;
   bool is_private = false;
@@ -110,6 +111,7 @@ class SequenceRows {
 
   // Begins a sequence with the blocks of a match, which it takes over, and free ones. If it throws, the match stays the
   // caller's. Throws as `begin` does, and InvalidArgument for negative numbers. Returns the row.
+  int64_t num_blocks_to_resume(const Match& match, const Resumption& resumption) const;  // its table has
   int64_t resume(Match& match, const Resumption& resumption, const HostUse& host, DueMoves* moves);
 
   // Returns the row of a new sequence with the first `num_tokens` tokens of another, all written, in the same blocks.

@@ -195,7 +195,8 @@ class BlockManager:
             ValueError: Ids repeat, a number is negative, or there is another number of numbers.
         """
         seq_ids = as_list("seq_ids", seq_ids)
-        rows = self._sequences.rows_of(seq_ids)
+        on_device = self._sequences.on_device
+        rows = [on_device[seq_id] for seq_id in seq_ids]
         if len(set(seq_ids)) != len(seq_ids):
             raise ValueError(f"seq_ids must be distinct, got {seq_ids}")
         if type(num_new_tokens) is int and num_new_tokens == 1:

@@ -39,8 +39,8 @@ class BlockSpace:
     def __init__(self, config: BlockConfig, rule: LoadOrCompute | None = None) -> None:
         self.pool = BlockPool(config.num_blocks)
         self.host_pool = BlockPool(config.num_host_blocks)
-        self._has_host_tier = config.num_host_blocks > 0
-        host_pool = self.host_pool if self._has_host_tier else None
+        self.has_host_tier = config.num_host_blocks > 0
+        host_pool = self.host_pool if self.has_host_tier else None
         self.tree = PrefixTree(self.pool, config.block_size, host_pool, eviction=config.eviction)
         self.block_size = config.block_size
         self.host_policy = config.host_policy or HostPolicy()
@@ -102,7 +102,7 @@ class BlockSpace:
     @property
     def native(self) -> tuple[list[list[Any]], tuple[bool, int, int] | None]:
         """The last arguments of a native call that gives blocks: the list for its moves, and how it uses the host."""
-        if not self._has_host_tier:
+        if not self.has_host_tier:
             return self._moves.added, None
         fewest = 0 if self.rule is None else self.rule.fewest_to_load
         return self._moves.added, (
@@ -403,7 +403,7 @@ class BlockSpace:
     @property
     def _keeps_evicted(self) -> bool:
         """Whether blocks are copied to the host."""
-        return self._has_host_tier and (self.rule is None or self.rule.should_store())
+        return self.has_host_tier and (self.rule is None or self.rule.should_store())
 
     def _match_all(self, tokens: Tokens, namespace: bytes) -> Match:
         """Return the match, also of a prompt that is cached to its last token."""

@@ -3,7 +3,6 @@
 prompts, SamplingParams ─► Engine ─► ServingLoop, Scheduler, BlockManager: see EngineParts ─► tokens
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,6 +26,7 @@ from kvpage.serving.config import EngineConfig
 from kvpage.serving.generate.alternative import names_alternative
 from kvpage.serving.loop.intake import Prompt, as_prompts
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
+from kvpage.serving.loop.prompt_runs import run_to_ends, stream_of
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.serving_loop import ServingLoop
 from kvpage.serving.loop.token_stream import TokenStream
@@ -209,7 +209,8 @@ class Engine(UpdatableEngine, SteerableEngine, ScoringEngine, SessionEngine):
         warmings = [self._intake.warming(tokens, namespace, blend.blender.config) for tokens in segments]
         prompts = [(as_tokens(prompt.tokens)[: prompt.copy_at], prompt.copy_at is not None) for prompt in warmings]
         is_new = blend.wants_each(prompts, self.kv_namespace(namespace))
-        outputs = self._generate([prompt for prompt, new in zip(warmings, is_new, strict=True) if new])
+        new_prompts = [prompt for prompt, new in zip(warmings, is_new, strict=True) if new]
+        outputs = run_to_ends(self._loop, self._add, new_prompts)
         blend.drain()
         if errors := [output.error for output in outputs if output.error is not None]:
             raise RuntimeError(f"{len(errors)} of {len(outputs)} segments could not be computed: {errors[0]}")
@@ -291,7 +292,8 @@ class Engine(UpdatableEngine, SteerableEngine, ScoringEngine, SessionEngine):
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable, got {type(progress).__name__}")
         pairs = zip(prompts, params_by_prompt, strict=True)
-        return self._generate([Prompt(*pair, blend=blend, cache_at=cache_at) for pair in pairs], progress)
+        checked = [Prompt(*pair, blend=blend, cache_at=cache_at) for pair in pairs]
+        return run_to_ends(self._loop, self._add, checked, progress)
 
     def beam_search(
         self, prompts: Sequence[Tokens], params: BeamSearchParams | None = None, namespace: bytes = b""
@@ -344,38 +346,8 @@ class Engine(UpdatableEngine, SteerableEngine, ScoringEngine, SessionEngine):
         """
         if params is not None and check_params(params).n != 1:
             raise ValueError(f"n must be 1 for a stream, got {params.n}")
-        sink: deque[StepOutput] = deque()
-
-        def take() -> StepOutput:
-            self._loop.step_until(sink, [request])
-            return sink.popleft()
-
-        with HeldInterrupts():
-            prompt = Prompt(tokens, params, blend=blend, segments=segments, sink=sink, cache_at=cache_at)
-            request = self._add(prompt)
-            return TokenStream(take, lambda: self._loop.drop(request), lambda: self._loop.forget(request))
-
-    def _generate(
-        self, prompts: Sequence[Prompt], progress: Callable[[int], object] | None = None
-    ) -> list[RequestOutput]:
-        """Run them to their ends. If anything raises, they are aborted."""
-        sink: deque[StepOutput] = deque()
-        outputs: dict[str, RequestOutput] = {}
-        requests: list[Request] = []
-        try:
-            with HeldInterrupts():
-                for prompt in prompts:
-                    requests.append(self._add(prompt._replace(sink=sink)))
-            while len(outputs) < len(requests):
-                self._loop.step_until(sink, requests)
-                finished = {output.request_id: output.output for output in sink if output.output}
-                sink.clear()
-                outputs.update(finished)
-                if finished and progress is not None:
-                    progress(len(finished))
-        finally:
-            self._loop.drop(*requests)
-        return [outputs[request.request_id] for request in requests]
+        prompt = Prompt(tokens, params, blend=blend, segments=segments, cache_at=cache_at)
+        return stream_of(self._loop, self._add, prompt)
 
     def _add(self, prompt: Prompt) -> Request:
         """Queue a prompt; see add_request."""

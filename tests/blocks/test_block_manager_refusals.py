@@ -36,7 +36,7 @@ def test_whatever_fails_leaves_no_pin(monkeypatch, error):
         raise error
 
     with monkeypatch.context() as patch, pytest.raises(type(error)):
-        patch.setattr(manager.space, "check_room", fail)
+        patch.setattr(type(manager.space), "native", property(fail))
         manager.swap_in(2, MINE)
     assert (manager.stats(), manager.tree.num_matches) == before and before[1] == 0
     manager.check()

@@ -222,8 +222,10 @@ class AllGroups:
         return self._space.should_load(ids.shape[1] - num_on_device + len(own_ids), num_saved)
 
     def _begin(self, seq_id: SeqId, prompt: Prompt, hit: PrefixHit) -> Allocation:
-        size, num_blocks, num_matched = self._space.block_size, hit.match.num_blocks, hit.match.num_tokens
-        num_tail, num_host = hit.num_tokens - num_matched, num_blocks - hit.match.num_device_blocks
+        size, num_blocks = self._space.block_size, hit.ids.shape[1]
+        has_host_tier = self._space.has_host_tier
+        num_host = num_blocks - _num_on_device(hit.ids) if has_host_tier else 0
+        num_matched = num_blocks * size
         try:
             for group, claim in zip(self._groups, hit.claims, strict=True):
                 group.check_begin(hit.ids, claim)
@@ -243,13 +245,13 @@ class AllGroups:
                 self._space.tree.release(hit.match)
             raise
         # With a host tier, blocks have come back, and copies of others may be gone.
-        ids = self._sequences.path(seq_id) if self._space.tree.has_host_tier else hit.ids
+        ids = self._sequences.path(seq_id) if has_host_tier else hit.ids
         for group, claim in zip(self._groups, hit.claims, strict=True):
             group.begin(seq_id, prompt, ids, claim, block_ids[num_blocks:])
         if seq_id in self._sequences.swapped:
             self._sequences.forget_swapped(seq_id)
         if prompt.is_counted:
-            query = Query(len(prompt.tokens), num_tail, hit.num_refused)
+            query = Query(len(prompt.tokens), hit.num_tokens - num_matched, hit.num_refused)
             self._space.count(query, num_matched - num_host * size, num_host * size)
         return Allocation(hit.num_tokens, block_ids)
 

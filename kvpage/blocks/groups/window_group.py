@@ -64,6 +64,9 @@ class WindowGroup(GroupManager[Claim]):
         """
         num_blocks = min(most // self._size, ids.shape[1])
         last = self._size - 1 if self._takes_tails else 0
+        longest = min(num_blocks * self._size + last, most)
+        if self.blocks.has(ids[:, self.blocks.first_block(longest) : num_blocks]).all():  # as of most prompts
+            return Claim(longest)
         positions = np.minimum(np.arange(num_blocks + 1) * self._size + last, most)
         is_usable = self.blocks.usable_at(ids[:, :num_blocks], positions)
         return Claim(int(positions[is_usable][-1]))

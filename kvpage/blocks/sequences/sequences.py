@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvpage._C import Match, PrefixTree, SequenceRows
 from kvpage.blocks.sequence_state import COMPANION, Allocation, Ids, SeqId, SequenceState, Slots, SwappedState
 from kvpage.blocks.space import BlockSpace
+from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.values import as_list, as_positions
 
 Rows = npt.NDArray[np.int64] | Sequence[int]
@@ -74,25 +75,14 @@ class Sequences:
 
         See SequenceRows.resume. Raise OutOfBlocks without room, beside `num_spare` blocks. Pins end if that helps.
         """
-        num_blocks = max(self.blocks_for(num_tokens) - num_left, match.num_blocks)
-        self.space.check_room(num_blocks - match.num_device_blocks, num_spare)
-        moves, host = self.space.native
-        row = self.rows.resume(
-            self.on_device,
-            seq_id,
-            match=match,
-            pending=pending,
-            host_ids=host_ids,
-            num_left=num_left,
-            num_tokens=num_tokens,
-            num_written=num_written,
-            namespace=namespace,
-            is_private=is_private,
-            is_hit=is_hit,
-            moves=moves,
-            host=host,
-        )
-        return self.rows.ids(row)
+        fresh = pending, host_ids, num_left, num_spare, num_tokens, num_written, namespace, is_private, is_hit
+        try:
+            return self.rows.resume(self.on_device, seq_id, match, *fresh, *self.space.native)
+        except OutOfBlocks as shortage:
+            if not len(self.space.pins):
+                raise
+            self.space.check_room(shortage.needed, 0)
+            return self.rows.resume(self.on_device, seq_id, match, *fresh, *self.space.native)
 
     def fork(self, seq_id: SeqId, new_seq_id: SeqId, num_tokens: int) -> None:
         """Begin a sequence with the first tokens of another, in the same blocks; see SequenceRows.fork."""

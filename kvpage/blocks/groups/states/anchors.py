@@ -42,8 +42,11 @@ class Anchors:
 
     def on_path(self, ids: PathIds) -> Iterator[Anchor]:
         """Yield the anchors of a match's blocks, the last first. Most callers take the first alone."""
-        companions, num_looked_at = ids[COMPANION], FEW_BLOCKS
-        end = len(companions)
+        companions = ids[COMPANION]
+        for companion in companions[: -FEW_BLOCKS - 1 : -1].tolist():
+            if companion in self._at:
+                yield self._at[companion]
+        end, num_looked_at = len(companions) - FEW_BLOCKS, 8 * FEW_BLOCKS
         while end > 0:
             last = companions[max(end - num_looked_at, 0) : end]
             for companion in last[self._is_anchor[last]][::-1].tolist():
