@@ -70,7 +70,7 @@ def test_models_and_namespaces_are_told_apart(tier, store):
 def test_records_that_are_no_chunks_are_counted(tier):
     ByteStore(ByteStoreConfig(), {"engine": "vllm"}, [tier]).put([b"k", b"l"], [np.zeros(4), np.ones(4)])
     reach = tier_reach(tier, [1])
-    assert reach.reaches == () and list(reach.others.values()) == [2] and "log_requests" in str(reach.others)
+    assert reach.reaches == () and list(reach.others.values()) == [2] and "--door" in str(reach.others)
 
 
 def test_sealed_records_need_their_keys():

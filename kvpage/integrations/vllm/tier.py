@@ -48,14 +48,13 @@ from kvpage.integrations.vllm.interface import vllm_version
 from kvpage.integrations.vllm.jobs import FinishedJob, Jobs
 from kvpage.integrations.vllm.lookups import LOGGER, Lookups, RequestLog
 from kvpage.integrations.vllm.metrics import MetricsWriter, StatsReader, TierCounts, definitions
+from kvpage.integrations.vllm.prompt_keys import PERSISTENT
 from kvpage.integrations.vllm.touches import Touches
 from kvpage.store import ByteStore
 
 logger = logging.getLogger(LOGGER)
 
 STATS_SECONDS = 1.0
-PERSISTENT = bytes(16)
-"""The prefix of keys that every process finds."""
 
 
 class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # vLLM has no types for mypy
