@@ -1,6 +1,5 @@
 """SealedReader: a sealed record, opened frame by frame as its pieces are asked for."""
 
-import ctypes
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRec
 from kvpage.store.records.record_io import PIECE_BYTES, read_head
 from kvpage.store.sealed.seal_keys import SealKeys
 from kvpage.store.sealed.sealed_record import FRAME_BYTES, SEALED_FRAME, TAG_BYTES, FrameCipher, SealNote
-from kvpage.store.tiers.stretches import Runs, cut_runs, scatter_stretches
+from kvpage.store.tiers.stretches import Runs, cut_runs, memory_at, scatter_stretches
 from kvpage.store.tiers.tier import Key, Reader
 
 
@@ -38,7 +37,7 @@ class SealedReader(Reader):
         lock_out: called with the key if the record's secret is not here.
     """
 
-    takes_runs = True
+    takes_runs = has_proved = True
 
     def __init__(
         self, reader: Reader, key: Key, keys: SealKeys, buffers: Buffers, lock_out: Callable[[Key], None]
@@ -66,16 +65,19 @@ class SealedReader(Reader):
         return memoryview(record.lead[begin:] + self._body(0, end - num_lead).tobytes())
 
     def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> None:
-        """As of Reader: each frame's seal is proof. Frames within one run each are opened there, others in a piece."""
-        ends = np.cumsum(runs[:, 1])
-        for at in range(0, int(ends[-1]), PIECE_BYTES):
-            end = min(at + PIECE_BYTES, int(ends[-1]))
+        """As of Reader: each frame's seal is proof. A frame within one run is opened there, others in a piece."""
+        ends, at = np.cumsum(runs[:, 1]), 0
+        piece_bytes = FRAME_BYTES if int(runs[:, 1].max()) >= FRAME_BYTES else PIECE_BYTES
+        while at < int(ends[-1]):
+            offset = begin + at - len(self._record.lead)  # after the lead, whose end is that of a frame
+            end = min(at + piece_bytes - offset % FRAME_BYTES, int(ends[-1]))
             cut = cut_runs(runs, ends, at, end)
-            if self._is_in_frames(begin + at, cut):
-                self._open_in_place(begin + at, cut)
+            if offset >= 0 and end - at == FRAME_BYTES and len(cut) == 1 and cut[0, 0]:
+                self._open_frame(offset // FRAME_BYTES, memory_at(*cut[0].tolist()))
             else:
                 piece = self.piece(begin + at, begin + end)
                 scatter_stretches(piece, cut, len(piece), num_threads, streaming=False)
+            at = end
 
     def release_piece(self) -> None:
         buffer, self._buffer = self._buffer, None
@@ -113,20 +115,6 @@ class SealedReader(Reader):
         lead, begin = bytearray(note.lead_bytes), head.payload_begin + note.body_bytes
         cipher.open(0, self._reader.piece(begin, begin + len(lead) + TAG_BYTES), memoryview(lead))
         return _Opened(head, note, cipher, bytes(lead))
-
-    def _is_in_frames(self, begin: int, runs: Runs) -> bool:
-        """Return whether each run takes whole frames."""
-        is_aligned = begin >= len(self._record.lead) and (begin - len(self._record.lead)) % FRAME_BYTES == 0
-        return is_aligned and bool(runs[:, 0].all()) and not (runs[:, 1] % FRAME_BYTES).any()
-
-    def _open_in_place(self, begin: int, runs: Runs) -> None:
-        """Open whole frames into the runs."""
-        number = (begin - len(self._record.lead)) // FRAME_BYTES
-        for address, size in runs.tolist():
-            memory = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
-            for at in range(0, size, FRAME_BYTES):
-                self._open_frame(number, memory[at : at + FRAME_BYTES])
-                number += 1
 
     def _body(self, begin: int, end: int) -> memoryview:
         """Return bytes after the lead. The last frame of the piece before is opened once for both."""
