@@ -7,7 +7,6 @@ h is SHA-256 or xxh3-128, over pickle or canonical CBOR. Read in vLLM 0.32 and 0
 """
 
 import hashlib
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import xxhash
 
 from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.integrations.vllm.value_bytes import canonical_cbor, pickled
 from kvpage.integrations.weight_files import is_named
 from kvpage.store.bytes.header import Value
 from kvpage.store.prompt_reach import DoorPart
@@ -123,28 +123,5 @@ def _positive(facts: Mapping[str, Value], name: str) -> int:
 def _digest_of(algorithm: str) -> Callable[[Any], bytes]:
     """Return vLLM's hash of a value."""
     digest = xxhash.xxh3_128_digest if algorithm.startswith("xxhash") else lambda data: hashlib.sha256(data).digest()
-    encode = (
-        canonical_cbor if algorithm.endswith("cbor") else lambda value: pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    )
+    encode = canonical_cbor if algorithm.endswith("cbor") else pickled
     return lambda value: digest(encode(value))
-
-
-def canonical_cbor(value: Any) -> bytes:
-    """Return the canonical CBOR of None, of a natural number below 2 to 64, bytes, text, or a tuple of them."""
-    if value is None:
-        return b"\xf6"
-    if isinstance(value, int):
-        return _cbor_head(0, value)
-    if isinstance(value, bytes):
-        return _cbor_head(2, len(value)) + value
-    if isinstance(value, str):
-        return _cbor_head(3, len(value.encode())) + value.encode()
-    return _cbor_head(4, len(value)) + b"".join(map(canonical_cbor, value))
-
-
-def _cbor_head(kind: int, number: int) -> bytes:
-    """Return the kind of a value, and its number or length in as few bytes as can be."""
-    if number < 24:
-        return bytes([kind << 5 | number])
-    log = next(log for log in range(4) if number < 1 << (8 << log))
-    return bytes([kind << 5 | 24 + log]) + number.to_bytes(1 << log, "big")

@@ -21,6 +21,7 @@ from kvpage.store.records.record import (
     DIGEST_BYTES,
     HEADER,
     MAX_META_BYTES,
+    SEALED_CODEC,
     CorruptRecord,
     RecordHead,
     Shape,
@@ -196,7 +197,7 @@ def read_head(reader: Reader, meta: bytes | None = None) -> tuple[RecordHead, by
         raise CorruptRecord(f"a record of {reader.num_bytes} bytes has no room for its head")
     header = bytes(reader.piece(0, begin))
     if meta is not None and is_sealed(header):
-        raise UnreadableRecord("the record is sealed, and its tier has no keys", "key")
+        raise _sealed()
     head = RecordHead.unpack(header, reader.num_bytes)
     if meta is not None and head.meta != meta:
         raise CorruptRecord("the record is of another model, layout or namespace", "foreign")
@@ -293,13 +294,11 @@ def decode(reader: Reader, head: RecordHead, digests: bytes, codec: Codec) -> me
 
 
 def copy_record(reader: Reader, writer: Writer, key: bytes) -> None:
-    """Copy a whole record as it is. Raises CorruptRecord for a wrong digest, or if it is not that of `key`.
+    """Copy a whole record as it is, with the digests that a proved record lacks.
 
-    Digests that a proved record lacks are added.
+    Raises CorruptRecord for a wrong digest, or if it is not that of `key`; UnreadableRecord for a sealed one.
     """
-    head, digests = read_head(reader)
-    if head.key != key:
-        raise CorruptRecord("the record is another one", "foreign")
+    head, digests = _read_open_head(reader, key)
     header, copied = head.pack(), []
     writer.piece(0, head.payload_begin)[:] = header
     for begin, end in pieces(head, is_in_memory=False):
@@ -310,10 +309,11 @@ def copy_record(reader: Reader, writer: Writer, key: bytes) -> None:
 
 
 def verify_record(reader: Reader, key: bytes) -> None:
-    """Raise CorruptRecord unless the record is that of the key and every digest is right."""
-    head, digests = read_head(reader)
-    if head.key != key:
-        raise CorruptRecord("the record is another one", "foreign")
+    """Raise CorruptRecord unless the record is that of the key and every digest is right.
+
+    Raises UnreadableRecord for a sealed one.
+    """
+    head, digests = _read_open_head(reader, key)
     for begin, end in pieces(head, reader.is_in_memory):
         read_piece(reader, head, digests, begin, end, BytesSink(None, head.stretch_bytes))
 
@@ -338,6 +338,20 @@ def _pieces_to(ends: Sequence[int]) -> Iterator[tuple[int, int]]:
         if after - begin > PIECE_BYTES:
             yield begin, end
             begin = end
+
+
+def _read_open_head(reader: Reader, key: bytes) -> tuple[RecordHead, bytes]:
+    """Return head and digests of the record of a key. Raises as `read_head` with a meta."""
+    head, digests = read_head(reader)
+    if head.key != key:
+        raise CorruptRecord("the record is another one", "foreign")
+    if head.codec == SEALED_CODEC:
+        raise _sealed()
+    return head, digests
+
+
+def _sealed() -> UnreadableRecord:
+    return UnreadableRecord("the record is sealed, and its tier has no keys", "key")
 
 
 def _checksum(header: bytes, digests: bytes) -> bytes:

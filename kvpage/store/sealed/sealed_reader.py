@@ -13,6 +13,8 @@ from kvpage.store.sealed.sealed_record import FRAME_BYTES, SEALED_FRAME, TAG_BYT
 from kvpage.store.tiers.stretches import Runs, cut_runs, memory_at, scatter_stretches
 from kvpage.store.tiers.tier import Key, Reader
 
+AT_ONCE = 2  # frames of a call of the tier
+
 
 class _Opened(NamedTuple):
     """The record, after its head was read. lead: the plain bytes of frame 0."""
@@ -66,18 +68,13 @@ class SealedReader(Reader):
 
     def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> None:
         """As of Reader: each frame's seal is proof. A frame within one run is opened there, others in a piece."""
-        ends, at = np.cumsum(runs[:, 1]), 0
-        piece_bytes = FRAME_BYTES if int(runs[:, 1].max()) >= FRAME_BYTES else PIECE_BYTES
-        while at < int(ends[-1]):
-            offset = begin + at - len(self._record.lead)  # after the lead, whose end is that of a frame
-            end = min(at + piece_bytes - offset % FRAME_BYTES, int(ends[-1]))
-            cut = cut_runs(runs, ends, at, end)
-            if offset >= 0 and end - at == FRAME_BYTES and len(cut) == 1 and cut[0, 0]:
-                self._open_frame(offset // FRAME_BYTES, memory_at(*cut[0].tolist()))
-            else:
-                piece = self.piece(begin + at, begin + end)
-                scatter_stretches(piece, cut, len(piece), num_threads, streaming=False)
-            at = end
+        if int(runs[:, 1].max(initial=0)) < FRAME_BYTES:
+            self._open_pieces(begin, runs, num_threads)
+            return
+        for address, size in runs.tolist():
+            if address:
+                self._open_run(begin, memory_at(address, size))
+            begin += size
 
     def release_piece(self) -> None:
         buffer, self._buffer = self._buffer, None
@@ -115,6 +112,39 @@ class SealedReader(Reader):
         lead, begin = bytearray(note.lead_bytes), head.payload_begin + note.body_bytes
         cipher.open(0, self._reader.piece(begin, begin + len(lead) + TAG_BYTES), memoryview(lead))
         return _Opened(head, note, cipher, bytes(lead))
+
+    def _open_pieces(self, begin: int, runs: Runs, num_threads: int) -> None:
+        """Open short runs by way of pieces."""
+        ends = np.cumsum(runs[:, 1])
+        for at in range(0, int(ends[-1]) if len(ends) else 0, PIECE_BYTES):
+            end = min(at + PIECE_BYTES, int(ends[-1]))
+            piece = self.piece(begin + at, begin + end)
+            scatter_stretches(piece, cut_runs(runs, ends, at, end), len(piece), num_threads, streaming=False)
+
+    def _open_run(self, begin: int, memory: memoryview) -> None:
+        """Open the record's bytes from `begin` on: whole frames where they go, the ends by way of a piece."""
+        offset = begin - len(self._record.lead)
+        first = min(-offset % FRAME_BYTES, len(memory))
+        last = first + (len(memory) - first) // FRAME_BYTES * FRAME_BYTES
+        if first:
+            memory[:first] = self.piece(begin, begin + first)
+        if first < last:
+            self._open_whole((offset + first) // FRAME_BYTES, memory[first:last])
+        if last < len(memory):
+            memory[last:] = self.piece(begin + last, begin + len(memory))
+
+    def _open_whole(self, frame: int, memory: memoryview) -> None:
+        """Open whole frames after the lead, so many at once as a core's cache can keep."""
+        head, cipher, reader = self._record.head, self._record.cipher, self._reader
+        for at in range(0, len(memory), AT_ONCE * FRAME_BYTES):
+            to = memory[at : at + AT_ONCE * FRAME_BYTES]
+            begin, count = head.payload_begin + frame * SEALED_FRAME, len(to) // FRAME_BYTES
+            assert begin + count * SEALED_FRAME <= head.payload_end
+            sealed = reader.piece(begin, begin + count * SEALED_FRAME)
+            for number in range(count):
+                data = sealed[number * SEALED_FRAME : (number + 1) * SEALED_FRAME]
+                cipher.open(1 + frame + number, data, to[number * FRAME_BYTES : (number + 1) * FRAME_BYTES])
+            frame += count
 
     def _body(self, begin: int, end: int) -> memoryview:
         """Return bytes after the lead. The last frame of the piece before is opened once for both."""

@@ -2,7 +2,8 @@
 
     header     as of every record, with the codec "sealed"; meta: SealNote, in clear
     payload    frame 1 | frame 2 | ... | frame 0 | zeros          each followed by its tag, 16 bytes
-    digests, checksum    of what stands there, so that damage is seen without the key
+    digests    zeros: the tags prove more
+    checksum   of the header and the zeros
 
     the record   [ lead: the first piece ][ FRAME_BYTES ][ FRAME_BYTES ][ the rest ]
     its frames          0                       1              2             3

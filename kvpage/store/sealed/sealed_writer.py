@@ -14,7 +14,7 @@ from kvpage.store.sealed.sealed_record import (
     FrameCipher,
     new_note,
 )
-from kvpage.store.tiers.stretches import Runs, cut_runs, digest_of, digests_of, gather_stretches, memory_at
+from kvpage.store.tiers.stretches import Runs, cut_runs, digest_of, gather_stretches, memory_at
 from kvpage.store.tiers.tier import Tier, TierError, Writer
 
 
@@ -40,7 +40,6 @@ class SealedWriter(Writer):
         self._head: RecordHead | None = None
         self._lead = b""  # sealed
         self._next, self._at = 1, 0  # number of the next frame, and its place in the sealed record
-        self._digests: list[bytes] = []
         self._is_broken = False
 
     def write_runs(self, runs: Runs, stretch_bytes: int, num_threads: int) -> None:
@@ -77,7 +76,7 @@ class SealedWriter(Writer):
         rest += self._lead
         rest += bytes(head.payload_end - self._at - len(rest))
         self._writer.piece(self._at, head.payload_end)[:] = rest
-        table = b"".join([*self._digests, digests_of(memoryview(rest), SEALED_FRAME)])
+        table = bytes(head.num_digest_bytes)
         self._writer.piece(head.payload_end, head.num_bytes)[:] = table + digest_of(head.pack() + table)
         self._is_broken = True  # all is sealed
         return self._writer
@@ -145,7 +144,6 @@ class SealedWriter(Writer):
             return
         to = self._writer.piece(self._at, self._at + SEALED_FRAME)
         self._seal(frame, to)
-        self._digests.append(digests_of(to, SEALED_FRAME))
         self._at += SEALED_FRAME
 
     def _seal(self, data: memoryview, to: memoryview) -> None:

@@ -53,6 +53,7 @@ FLAT = [name for name in POOLS if "another size" not in name and "states" not in
 @pytest.fixture(scope="module", autouse=True)
 def sglang() -> None:
     real_pools.without_images()
+    real_pools.without_reserve()
 
 
 @pytest.fixture

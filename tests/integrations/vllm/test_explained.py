@@ -11,7 +11,8 @@ from support.fake_tiering import Tiering, config_of, disk, flip, make_model
 from typer.testing import CliRunner
 
 from kvpage.blocks.explain import Ending
-from kvpage.integrations.vllm.prompt_keys import ALGORITHMS, VllmPrompt, canonical_cbor
+from kvpage.integrations.vllm.prompt_keys import ALGORITHMS, VllmPrompt
+from kvpage.integrations.vllm.value_bytes import canonical_cbor, pickled
 from kvpage.store import ByteStore, ByteStoreConfig
 from kvpage.store.inspection import view_tier
 from kvpage.store.prompt_reach import door_reach
@@ -136,6 +137,16 @@ def test_every_hash_has_its_seed_and_extras(algorithm):
     assert len({key for row in keys for key in row}) == sum(map(len, keys))
     num_bytes = 16 + (32 if algorithm.startswith("sha256") else 16) + 4
     assert {len(key) for row in keys for key in row} == {num_bytes}
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 128, 30_000, 70_000])
+def test_pickles_are_pythons(num_tokens):
+    tokens = tuple((0, 255, 256, 65535, 65536, 2**31 - 1, number)[number % 7] for number in range(num_tokens))
+    for extras in (None, (("lora", "a" * 300, "/a"), ("cache_salt", "\u00e9")), (("cache_salt", ""),)):
+        value = (b"b" * 32, tokens, extras)
+        assert pickled(value) == pickle.dumps(value, protocol=5)
+    for value in ("0", "", None, b"", b"x" * 256, 7, ()):
+        assert pickled(value) == pickle.dumps(value, protocol=5)
 
 
 def test_the_cbor_of_a_block_is_canonical():
