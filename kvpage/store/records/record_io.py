@@ -203,9 +203,14 @@ def read_head(reader: Reader, meta: bytes | None = None) -> tuple[RecordHead, by
         raise CorruptRecord("the record is of another model, layout or namespace", "foreign")
     table = bytes(reader.piece(head.payload_end, head.num_bytes))
     digests = table[:-CHECKSUM_BYTES]
-    if _checksum(header[: head.payload_begin], digests) != table[-CHECKSUM_BYTES:]:
-        raise CorruptRecord("the checksum is wrong")
+    check_table(head, table)
     return head, digests
+
+
+def check_table(head: RecordHead, table: bytes | memoryview) -> None:
+    """Raise CorruptRecord unless the table, of the digests and the checksum, is the head's."""
+    if _checksum(head.pack(), bytes(table[:-CHECKSUM_BYTES])) != table[-CHECKSUM_BYTES:]:
+        raise CorruptRecord("the checksum is wrong")
 
 
 def read_shape(reader: Reader, kinds: RecordKinds, namespace: bytes) -> Shape:

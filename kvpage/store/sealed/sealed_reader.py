@@ -6,14 +6,21 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpage.store.disk.reader_writer import Buffers, new_buffer
-from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord
-from kvpage.store.records.record_io import PIECE_BYTES, read_head
+from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord, is_sealed
+from kvpage.store.records.record_io import PIECE_BYTES, check_table, read_head
 from kvpage.store.sealed.seal_keys import SealKeys
-from kvpage.store.sealed.sealed_record import FRAME_BYTES, SEALED_FRAME, TAG_BYTES, FrameCipher, SealNote
+from kvpage.store.sealed.sealed_record import (
+    FRAME_BYTES,
+    MAX_HEAD_BYTES,
+    SEALED_FRAME,
+    TAG_BYTES,
+    FrameCipher,
+    SealNote,
+)
 from kvpage.store.tiers.stretches import Runs, cut_runs, memory_at, scatter_stretches
 from kvpage.store.tiers.tier import Key, Reader
 
-AT_ONCE = 2  # frames of a call of the tier
+AT_ONCE = 4  # frames of a call of the tier: fewer cost more calls, and more leave a core's cache
 
 
 class _Opened(NamedTuple):
@@ -100,18 +107,32 @@ class SealedReader(Reader):
         return self._opened
 
     def _open(self) -> _Opened:
-        head, _ = read_head(self._reader)
+        """Read both ends at once: the header, and all from the last frame on, which has the record's digests."""
+        header = bytes(self._reader.piece(0, min(MAX_HEAD_BYTES, self._reader.num_bytes)))
+        head = RecordHead.unpack(header, self._reader.num_bytes) if is_sealed(header) else read_head(self._reader)[0]
         note = SealNote.of(head)
         if head.key != self._key:
             raise CorruptRecord("the record is another one", "foreign")
+        last = (note.plain_bytes - note.lead_bytes - 1) // FRAME_BYTES * SEALED_FRAME if note.body_bytes else 0
+        tail = self._reader.piece(head.payload_begin + last, head.num_bytes)
+        check_table(head, tail[head.payload_end - head.num_bytes :])
         try:
             cipher = FrameCipher(self._keys, note, head)
         except UnreadableRecord:
             self._lock_out(self._key)
             raise
-        lead, begin = bytearray(note.lead_bytes), head.payload_begin + note.body_bytes
-        cipher.open(0, self._reader.piece(begin, begin + len(lead) + TAG_BYTES), memoryview(lead))
-        return _Opened(head, note, cipher, bytes(lead))
+        return _Opened(head, note, cipher, self._opened_ends(note, cipher, tail))
+
+    def _opened_ends(self, note: SealNote, cipher: FrameCipher, tail: memoryview) -> bytes:
+        """Open the lead, and the last frame into the buffer. Return the lead. tail: from the last frame on."""
+        size = note.body_bytes % SEALED_FRAME or min(note.body_bytes, SEALED_FRAME)
+        lead = bytearray(note.lead_bytes)
+        cipher.open(0, tail[size : size + len(lead) + TAG_BYTES], memoryview(lead))
+        if size:
+            self._buffer, last = self._buffer or self._buffers.take(), (note.body_bytes - 1) // SEALED_FRAME
+            cipher.open(1 + last, tail[:size], self._buffer[: size - TAG_BYTES])
+            self._first, self._last = last, last + 1
+        return bytes(lead)
 
     def _open_pieces(self, begin: int, runs: Runs, num_threads: int) -> None:
         """Open short runs by way of pieces."""
@@ -134,7 +155,7 @@ class SealedReader(Reader):
             memory[last:] = self.piece(begin + last, begin + len(memory))
 
     def _open_whole(self, frame: int, memory: memoryview) -> None:
-        """Open whole frames after the lead, so many at once as a core's cache can keep."""
+        """Open whole frames after the lead."""
         head, cipher, reader = self._record.head, self._record.cipher, self._reader
         for at in range(0, len(memory), AT_ONCE * FRAME_BYTES):
             to = memory[at : at + AT_ONCE * FRAME_BYTES]

@@ -28,6 +28,7 @@ NOTE = struct.Struct("<13s32sQI")  # magic, salt, bytes of the record, bytes of 
 NOTE_MAGIC, PURPOSE = b"kvpage-seal-1", b"kvpage seal 1"
 FRAME_BYTES, TAG_BYTES, SALT_BYTES = 1 << 18, 16, 32
 SEALED_FRAME = FRAME_BYTES + TAG_BYTES
+MAX_HEAD_BYTES = 256  # of a sealed record: its note has at most 121
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,14 +68,13 @@ class SealedWriter(Writer):
     def finished(self) -> Writer:
         """Seal the rest, and return the writer of the sealed record, filled to its end. Raises TierError."""
         self._seal_whole_frames()
-        head, rest = self._head, bytearray()
+        head, end = self._head, 0
         assert head is not None and self._buffer is not None, "a whole record has a lead"
+        rest = self._writer.piece(self._at, head.payload_end)
         if self._filled:
-            rest += bytes(self._filled + TAG_BYTES)
-            self._seal(self._buffer[: self._filled], memoryview(rest))
-        rest += self._lead
-        rest += bytes(head.payload_end - self._at - len(rest))
-        self._writer.piece(self._at, head.payload_end)[:] = rest
+            end = self._filled + TAG_BYTES
+            self._seal(self._buffer[: self._filled], rest[:end])
+        rest[end:] = self._lead.ljust(len(rest) - end, b"\0")
         table = bytes(head.num_digest_bytes)
         self._writer.piece(head.payload_end, head.num_bytes)[:] = table + digest_of(head.pack() + table)
         self._is_broken = True  # all is sealed
@@ -97,19 +96,40 @@ class SealedWriter(Writer):
 
     def _frames_of(self, runs: Runs, num_bytes: int) -> Iterator[memoryview]:
         """Walk over the whole frames of what is filled and of the runs. The rest is filled afterwards."""
-        assert self._buffer is not None
+        if int(runs[:, 1].max(initial=0)) < FRAME_BYTES:
+            yield from self._gathered(runs, num_bytes)
+            return
+        for address, size in runs.tolist():
+            memory, at = memory_at(address, size), 0
+            while at < size:
+                part = memory[at : at + FRAME_BYTES - self._filled]
+                at += len(part)
+                if len(part) == FRAME_BYTES:
+                    yield part
+                else:
+                    self._room(len(part))[:] = part
+                    yield from self._filled_frame()
+
+    def _gathered(self, runs: Runs, num_bytes: int) -> Iterator[memoryview]:
+        """As `_frames_of`, of short runs."""
         ends, at = np.cumsum(runs[:, 1]), 0
         while at < num_bytes:
             size = min(FRAME_BYTES - self._filled, num_bytes - at)
             cut, at = cut_runs(runs, ends, at, at + size), at + size
-            if size == FRAME_BYTES and len(cut) == 1:
-                yield memory_at(*cut[0].tolist())
-                continue
-            gather_stretches(cut, self._buffer[self._filled : self._filled + size], size, 1, streaming=False)
-            self._filled += size
-            if self._filled == FRAME_BYTES:
-                yield self._buffer[:FRAME_BYTES]
-                self._filled = 0
+            gather_stretches(cut, self._room(size), size, 1, streaming=False)
+            yield from self._filled_frame()
+
+    def _room(self, num_bytes: int) -> memoryview:
+        """Return the next bytes of the buffer, which are filled before anything else happens."""
+        assert self._buffer is not None
+        self._filled += num_bytes
+        return self._buffer[self._filled - num_bytes : self._filled]
+
+    def _filled_frame(self) -> Iterator[memoryview]:
+        """Yield the buffer's frame if it is whole, and empty the buffer then."""
+        if self._filled == FRAME_BYTES and self._buffer is not None:
+            yield self._buffer[:FRAME_BYTES]
+            self._filled = 0
 
     def _seal_whole_frames(self) -> None:
         """Seal all that is filled, but for the bytes after the last whole frame."""
