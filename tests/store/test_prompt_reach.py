@@ -99,7 +99,8 @@ def test_facts_that_no_store_writes_are_of_another_version(tier, store, monkeypa
 
 def test_no_fact_reaches_a_terminal_as_it_is(tier):
     metadata = replace(make(tiers=[tier]).metadata, model_name="\x1b[2Jm", row_layout="")
-    reach = PromptReach({**decode_meta(metadata.encode(C, b"")), "kv_dtype": "\x1b[2J"}, 0, "the prompt ends", 0)
+    facts = {**decode_meta(metadata.encode(C, b"")), "extra": b"\x1b[2J"}
+    reach = PromptReach("model \x1b[2J", facts, 0, "the prompt ends", 0)
     assert "\x1b" not in str(reach)
 
 
