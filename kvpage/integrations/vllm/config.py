@@ -59,7 +59,9 @@ class StoreTierConfig:
     log_requests: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tiers", ByteStoreConfig(self.tiers, self.num_threads, self.deadline).tiers)
+        any_dtype = "bfloat16"  # vLLM tells its own later
+        store = ByteStoreConfig(self.tiers, self.num_threads, self.deadline, any_dtype)
+        object.__setattr__(self, "tiers", store.tiers)
         if self.max_pending is not None:
             object.__setattr__(self, "max_pending", parse_size(self.max_pending))
             check_at_least("max_pending", self.max_pending, 1)

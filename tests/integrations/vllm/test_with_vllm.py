@@ -107,7 +107,10 @@ def test_the_second_process_is_warm_and_flipped_bits_give_right_tokens_where_vll
     fs = {"type": "fs", "root_dir": str(tmp_path / "fs")}
     assert lives.live(model, [wave(asked)], fs).tokens == plain.tokens
     assert damage(tmp_path / "kv") and damage(tmp_path / "fs")
-    assert any(explained(tmp_path / "kv", VllmPrompt(tokens))[0].refused for tokens in asked)
+    reaches = [explained(tmp_path / "kv", VllmPrompt(tokens)) for tokens in asked]
+    assert any(
+        not reach or reach[0].num_tokens < len(tokens) - BLOCK for reach, tokens in zip(reaches, asked, strict=True)
+    )
     of_fs = lives.live(model, [wave(asked)], fs)
     of_kvpage = lives.live(model, [wave(asked)], disk(tmp_path / "kv"))
     assert "a record was dropped" in lives.log()
