@@ -6,8 +6,9 @@ a model of the hub    ─► its commit: the cache names what was downloaded by 
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -38,6 +39,28 @@ def files_name(path: Path) -> str | None:
     for file in files:
         whole.update(os.fsencode(file.relative_to(path)) + f" {_digest(file)};".encode())
     return f"folder {whole.hexdigest()}"
+
+
+def is_named(model: str | None, facts: Mapping[str, Any]) -> bool:
+    """Return whether a store's header is of a model.
+
+    Args:
+        model: A name that the user gave, or that the header has; or the folder of the weights. None for any.
+        facts: The header, with the names that `files_name` or `hub_name` gave.
+
+    Returns:
+        Whether it is.
+
+    Raises:
+        OSError: A file of the folder cannot be read.
+    """
+    if model is None:
+        return True
+    weights = str(facts.get("weights"))
+    if model in (facts.get("model"), weights, weights.removeprefix("named ")):
+        return True
+    files = files_name(Path(model)) if Path(model).exists() else None
+    return weights.split(" draft ")[0] == files if files else weights.startswith(f"hub {model} ")
 
 
 def hub_name(repository: str, revision: str | None, cache: str | None) -> str | None:

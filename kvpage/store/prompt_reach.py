@@ -1,6 +1,7 @@
 """PromptReach: how many tokens of a prompt a tier has, and why it ends there, told from the tier alone.
 
     heads of all records ─► the metadata of each model and namespace there ─► keys of the prompt's chunks
+                            or the headers of an engine, to its Door       ─► keys as the engine makes them
                                                        each record, verified ─► there, absent or refused
 
 No model is needed: a record carries all that its key is made of, but for the tokens. Nothing is changed or dropped.
@@ -9,13 +10,15 @@ No model is needed: a record carries all that its key is made of, but for the to
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvpage.blocks.explain import Ending
 from kvpage.checks.tokens import Tokens, as_tokens
+from kvpage.store.bytes.byte_jobs import ByteKeys
+from kvpage.store.bytes.header import Value, decode_header
 from kvpage.store.records.keys import chain_keys, decode_meta
 from kvpage.store.records.record import (
     BYTES_CODEC,
@@ -28,6 +31,9 @@ from kvpage.store.records.record import (
 )
 from kvpage.store.records.record_io import read_head, verify_record
 from kvpage.store.tiers.tier import Key, Reader, RecordGone, Tier, TierError
+
+State = tuple[str, str]
+"""The reason and the details of a miss."""
 
 
 class Refusal(NamedTuple):
@@ -43,6 +49,7 @@ class PromptReach:
     """How far one model's chunks of one namespace reach into a prompt, in one tier.
 
     Attributes:
+        name: of the model and its chunks.
         facts: the metadata of the records, by name.
         num_tokens: leading tokens that are whole.
         ending: why not more.
@@ -50,6 +57,7 @@ class PromptReach:
         refused: records of the prompt that are there and wrong.
     """
 
+    name: str
     facts: dict[str, Any] = field(repr=False)
     num_tokens: int
     ending: str
@@ -57,18 +65,12 @@ class PromptReach:
     refused: tuple[Refusal, ...] = ()
 
     def __str__(self) -> str:
-        facts = self.facts
-        rank = f"rank {facts['worker_id']} of {facts['world_size']}"
-        extra = facts["extra"].decode("utf-8", "replace") if facts["extra"] else ""
-        name = f"model {facts['model_name']!r}, namespace {facts['namespace']!r}"
-        lines = [
-            printable(
-                f"{self.num_tokens} tokens of {name} ({facts['kv_dtype']}, {rank}, chunks of {facts['chunk_size']}): "
-                f"then {self.ending}"
-            )
-        ]
-        lines += [f"other facts: {printable(extra)}"] if extra else []
-        lines += [f"{self.num_further} tokens further on are there, and of no use"] if self.num_further else []
+        lines = [printable(f"{self.num_tokens} tokens of {self.name}: then {self.ending}")]
+        extra = self.facts.get("extra")
+        lines += [f"other facts: {printable(extra.decode('utf-8', 'replace'))}"] if extra else []
+        lines += (
+            [f"{self.num_further} tokens further on are there: of use to windows alone"] if self.num_further else []
+        )
         lines += [f"refused at token {token}: {reason} ({message})" for token, reason, message in self.refused]
         return "\n    ".join(lines)
 
@@ -88,10 +90,41 @@ class TierReach:
     others: dict[str, int]
 
 
+class DoorPart(NamedTuple):
+    """One kind of an engine's chunks of a prompt.
+
+    name: of the kind. ends: the token after each chunk. keys: the engine's, of each chunk. is_usual: whether it is told
+    of even where no chunk is there.
+    """
+
+    name: str
+    ends: Sequence[int]
+    keys: Sequence[bytes]
+    is_usual: bool = True
+
+
+class Door(Protocol):
+    """An engine that keeps a prompt's chunks in a ByteStore, under keys of its own. num_tokens: of the prompt."""
+
+    num_tokens: int
+
+    def is_mine(self, facts: Mapping[str, Value]) -> bool:
+        """Return whether a store's header is this engine's, and of the model that was asked for."""
+
+    def parts(self, facts: Mapping[str, Value], read: Callable[[bytes], bytes | None]) -> Sequence[DoorPart]:
+        """Return the chunks of the prompt, as a store with these facts names them.
+
+        read: returns the bytes of a small record by the engine's key; None if it is not there, or refused.
+
+        Raises ValueError where the facts or a record are not as the engine writes them.
+        """
+
+
+MAX_SMALL_BYTES = 1 << 20
 FACTS = {"chunk_size", "extra", "kv_dtype", "model_name", "namespace", "worker_id", "world_size"}
 ANOTHER_VERSION = "of another version"
 OTHERS = {
-    BYTES_CODEC: "of other engines, which name them themselves: see log_requests of their tier",
+    BYTES_CODEC: "of other engines: see --door",
     SEALED_CODEC: "sealed: the URL names no keys, see seal_key_file",
     STATE_CODEC: "states",
     INDEX_CODEC: "indexes of states",
@@ -113,19 +146,42 @@ def tier_reach(tier: Tier, tokens: Tokens, model: str | None = None, namespace: 
     array = as_tokens(tokens)
     if not len(array):
         raise ValueError("tokens must be at least one, got none")
-    metas, others = _metas(tier)
+    metas, _, others = _metas(tier)
     reaches = []
     for meta in metas:
         facts = decode_meta(meta)
         if model in (None, facts["model_name"]) and namespace in (None, facts["namespace"]):
             reaches.append(_reach(tier, array, meta, facts))
+    return _told(tier, reaches, others)
+
+
+def door_reach(tier: Tier, door: Door) -> TierReach:
+    """Return what a `tier` has of the prompt of an engine's `door`. Records are read as by `tier_reach`.
+
+    Raises:
+        TierError: the tier cannot list its records.
+    """
+    _, metas, others = _metas(tier)
+    reaches = []
+    for meta in metas:
+        try:
+            facts = decode_header(meta)
+            if door.is_mine(facts):
+                reaches += _door_reaches(tier, door, meta, facts)
+        except ValueError:
+            others[ANOTHER_VERSION] += 1
+    return _told(tier, reaches, others)
+
+
+def _told(tier: Tier, reaches: list[PromptReach], others: Counter[str]) -> TierReach:
     reaches.sort(key=lambda reach: -reach.num_tokens)
     return TierReach(tier.name, tuple(reaches), dict(others))
 
 
-def _metas(tier: Tier) -> tuple[list[bytes], Counter[str]]:
-    """Return the metadata of all chunks, each once, and the number of other records by kind."""
-    metas: dict[bytes, None] = {}
+def _metas(tier: Tier) -> tuple[list[bytes], list[bytes], Counter[str]]:
+    """Return the metadata of all chunks and of all ByteStores, each once, and the number of other records by kind."""
+    chunks: dict[bytes, None] = {}
+    headers: dict[bytes, None] = {}
     others: Counter[str] = Counter()
     for info in list(tier.infos()):
         for reader in tier.open([info.key]):
@@ -133,18 +189,19 @@ def _metas(tier: Tier) -> tuple[list[bytes], Counter[str]]:
                 with reader, suppress(RecordGone):
                     kind, meta = _kind(reader)
                     if kind is None:
-                        metas[meta] = None
+                        chunks[meta] = None
                     else:
+                        headers |= {meta: None} if kind == BYTES_CODEC else {}
                         others[OTHERS.get(kind, kind)] += 1
-    return list(metas), others
+    return list(chunks), list(headers), others
 
 
 def _kind(reader: Reader) -> tuple[str | None, bytes]:
-    """Return None and the metadata of a chunk's record, or the kind of another one. Raises RecordGone."""
+    """Return None and the metadata of a chunk's record, or the kind of another one and its meta. Raises RecordGone."""
     try:
         head, _ = read_head(reader)
         if is_bytes(head.codec):
-            return BYTES_CODEC, b""
+            return BYTES_CODEC, head.meta
         if head.codec in OTHERS:
             return head.codec, b""
         facts = decode_meta(head.meta)
@@ -161,21 +218,55 @@ def _kind(reader: Reader) -> tuple[str | None, bytes]:
 def _reach(tier: Tier, tokens: Any, meta: bytes, facts: dict[str, Any]) -> PromptReach:
     size = int(facts["chunk_size"])
     keys = chain_keys(hashlib.sha256(meta).digest(), size, tokens)
-    states = list(_states(tier, keys))
+    ends = [min(size * number, len(tokens)) for number in range(1, len(keys) + 1)]
+    rank = f"rank {facts['worker_id']} of {facts['world_size']}"
+    model = f"model {facts['model_name']!r}, namespace {facts['namespace']!r}"
+    name = f"{model} ({facts['kv_dtype']}, {rank}, chunks of {facts['chunk_size']})"
+    return _reach_of(list(_states(tier, keys)), ends, len(tokens), name, facts)
+
+
+def _door_reaches(tier: Tier, door: Door, meta: bytes, facts: dict[str, Value]) -> Iterator[PromptReach]:
+    names = ByteKeys(meta)
+    for part in door.parts(facts, lambda key: _small(tier, *names.of([key]))):
+        states = list(_states(tier, names.of(part.keys)))
+        if part.is_usual or any(state != ABSENT for state in states):
+            yield _reach_of(states, part.ends, door.num_tokens, part.name, facts)
+
+
+def _small(tier: Tier, key: Key) -> bytes | None:
+    """Return the payload of a small record; None if it is not there, or refused."""
+    (reader,) = tier.open([key])
+    if reader is None:
+        return None
+    with reader:
+        try:
+            verify_record(reader, key)
+            head, _ = read_head(reader)
+            is_small = is_bytes(head.codec) and head.payload_bytes == head.raw_bytes <= MAX_SMALL_BYTES
+            return bytes(reader.piece(head.payload_begin, head.payload_end)) if is_small else None
+        except (CorruptRecord, UnreadableRecord, TierError):
+            return None
+
+
+def _reach_of(
+    states: Sequence[State | None], ends: Sequence[int], num_tokens: int, name: str, facts: dict[str, Any]
+) -> PromptReach:
+    """Return the reach of chunks into a prompt of `num_tokens`. ends: the token after each."""
     num_whole = next((index for index, state in enumerate(states) if state is not None), len(states))
-    lengths = [min(size, len(tokens) - index * size) for index in range(len(keys))]
-    further = [length for length, state in zip(lengths, states, strict=True) if state is None][num_whole:]
+    begins = [0, *ends]
+    further = sum(ends[index] - begins[index] for index in range(num_whole, len(ends)) if states[index] is None)
     refused = [
-        Refusal(index * size, *state) for index, state in enumerate(states) if state is not None and state != ABSENT
+        Refusal(begins[index], *state) for index, state in enumerate(states) if state is not None and state != ABSENT
     ]
-    ending = _ending(states, num_whole)
-    return PromptReach(facts, sum(lengths[:num_whole]), ending, sum(further), tuple(refused))
+    is_cut = num_whole == len(ends) and begins[-1] < num_tokens
+    ending = "the rest is shorter than a chunk" if is_cut else _ending(states, num_whole)
+    return PromptReach(name, facts, begins[num_whole], ending, further, tuple(refused))
 
 
 ABSENT = ("absent", "")
 
 
-def _ending(states: Sequence[tuple[str, str] | None], num_whole: int) -> str:
+def _ending(states: Sequence[State | None], num_whole: int) -> str:
     if num_whole == len(states):
         return Ending.PROMPT.value
     if states[num_whole] != ABSENT:
@@ -183,7 +274,7 @@ def _ending(states: Sequence[tuple[str, str] | None], num_whole: int) -> str:
     return Ending.GAP.value if None in states[num_whole:] else Ending.NOT_CACHED.value
 
 
-def _states(tier: Tier, keys: Sequence[Key]) -> Iterator[tuple[str, str] | None]:
+def _states(tier: Tier, keys: Sequence[Key]) -> Iterator[State | None]:
     """Yield for each key None for a whole record, or the reason and details of a miss."""
     for key in keys:
         (reader,) = tier.open([key])

@@ -70,7 +70,7 @@ def test_models_and_namespaces_are_told_apart(tier, store):
 def test_records_that_are_no_chunks_are_counted(tier):
     ByteStore(ByteStoreConfig(), {"engine": "vllm"}, [tier]).put([b"k", b"l"], [np.zeros(4), np.ones(4)])
     reach = tier_reach(tier, [1])
-    assert reach.reaches == () and list(reach.others.values()) == [2] and "log_requests" in str(reach.others)
+    assert reach.reaches == () and list(reach.others.values()) == [2] and "--door" in str(reach.others)
 
 
 def test_sealed_records_need_their_keys():
@@ -99,7 +99,8 @@ def test_facts_that_no_store_writes_are_of_another_version(tier, store, monkeypa
 
 def test_no_fact_reaches_a_terminal_as_it_is(tier):
     metadata = replace(make(tiers=[tier]).metadata, model_name="\x1b[2Jm", row_layout="")
-    reach = PromptReach({**decode_meta(metadata.encode(C, b"")), "kv_dtype": "\x1b[2J"}, 0, "the prompt ends", 0)
+    facts = {**decode_meta(metadata.encode(C, b"")), "extra": b"\x1b[2J"}
+    reach = PromptReach("model \x1b[2J", facts, 0, "the prompt ends", 0)
     assert "\x1b" not in str(reach)
 
 

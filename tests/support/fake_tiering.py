@@ -50,6 +50,20 @@ def disk(tmp_path: Path, name: str = "kv") -> str:
     return f"disk://{tmp_path / name}?size=4MiB&segment=1MiB"
 
 
+def flip(folder: Path, key: bytes) -> None:
+    """Flip one bit of a chunk where it lies on disk."""
+    for path in folder.rglob("*"):
+        at = path.read_bytes().find(bytes_of(key)) if path.is_file() else -1
+        if at >= 0:
+            with path.open("r+b") as file:
+                file.seek(at + NUM_BYTES // 2)
+                byte = file.read(1)[0]
+                file.seek(at + NUM_BYTES // 2)
+                file.write(bytes([byte ^ 4]))
+            return
+    raise AssertionError("the chunk is nowhere")
+
+
 class VllmConfig(SimpleNamespace):
     """vLLM's whole configuration, of which a tier is told a part."""
 

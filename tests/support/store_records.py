@@ -63,7 +63,7 @@ def write(writer: Writer, data: bytes, cuts: list[int], runs_at: int | None = No
         if number == runs_at and writer.takes_runs and begin < end:
             middle = (begin + end) // 2
             runs = np.concatenate([runs_of(memoryview(data)[begin:middle]), runs_of(memoryview(data)[middle:end])])
-            assert writer.write_runs(runs, end - begin, 1) == xxhash.xxh3_128_digest(data[begin:end])
+            assert writer.write_runs(runs, end - begin, 1) in (None, xxhash.xxh3_128_digest(data[begin:end]))
         else:
             writer.piece(begin, end)[:] = data[begin:end]
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvpage.integrations.sglang.prompt_keys import page_key
 from kvpage.integrations.sglang.shard import Shard
 from kvpage.store.bytes.pieces import Pieces
 
@@ -35,7 +36,7 @@ class HostPages:
         self.is_logical = way == LOGICAL
         """Whether the pool has no bytes: its pages are only the anchors of other pools' pages."""
         self.by_address = way == PIECES and by_address
-        self._scope = shard.scope(name, pool, PIECES if self.by_address else FLAT)
+        self.scope = shard.scope(name, pool, PIECES if self.by_address else FLAT)
 
     def keys(self, page_keys: Sequence[str]) -> list[bytes]:
         """Return the keys of the records.
@@ -43,7 +44,7 @@ class HostPages:
         Args:
             page_keys: SGLang's hashes of the pages.
         """
-        return [self._scope + key.encode() for key in page_keys]
+        return [page_key(self.scope, key) for key in page_keys]
 
     def check(self, num_keys: int, host_indices: torch.Tensor | None) -> torch.Tensor:
         """Return the indices of the pages' tokens.

@@ -13,6 +13,7 @@ import torch
 
 from kvpage.integrations.sglang.hits import leading
 from kvpage.integrations.sglang.host_pages import HostPages
+from kvpage.integrations.sglang.prompt_keys import packed, scopes_key
 from kvpage.integrations.sglang.settings import HiCacheSettings
 from kvpage.integrations.sglang.shard import Shard
 from kvpage.integrations.sglang.traffic import Traffic
@@ -63,6 +64,8 @@ class PageStorage:
         self._names_dtype = header["kv_cache_dtype"] is not None
         self._store = ByteStore(settings.store_config(shard.name), header, tiers)
         self._pools: dict[str, HostPages] = {}
+        self._scopes_key = scopes_key(shard.name)
+        self._scopes = self._stored_scopes = packed([])
 
     def register(self, name: str, pool: Any) -> None:
         """Take a pool of host memory, in place of one that had its name.
@@ -81,6 +84,7 @@ class PageStorage:
                 "kv_cache_dtype must be named in the extra config, since this cache's bytes do not tell it, got None"
             )
         self._pools[name] = pages
+        self._scopes = packed([pool.scope for pool in self._pools.values()])
 
     def pages(self, name: str) -> HostPages:
         """Return a pool.
@@ -233,11 +237,21 @@ class PageStorage:
         self.traffic.read(flags, buffers, time.perf_counter() - start)
         return flags
 
+    def _put(self, keys: list[bytes], buffers: Buffers) -> list[bool]:
+        """Store pages, and the scopes of the pools for who explains a prompt, again where they were evicted."""
+        if not keys:
+            return []
+        deadline, scopes = self.settings.deadline, self._scopes
+        if scopes != self._stored_scopes:
+            self._store.put([self._scopes_key], [scopes], skip_existing=False, deadline=deadline)
+            self._stored_scopes = scopes
+        return self._store.put([*keys, self._scopes_key], [*buffers, scopes], deadline=deadline)[:-1]
+
     def _write(self, keys: list[bytes], buffers: Buffers) -> list[bool]:
         # A key that comes twice in a call names the same bytes: chained hashes. The store takes each once.
         once = list({key: index for index, key in reversed(list(enumerate(keys)))}.values())
         start = time.perf_counter()
-        flags = self._store.put([keys[i] for i in once], [buffers[i] for i in once], deadline=self.settings.deadline)
+        flags = self._put([keys[i] for i in once], [buffers[i] for i in once])
         self.traffic.wrote(flags, [buffers[i] for i in once], time.perf_counter() - start)
         by_key = {keys[index]: flag for index, flag in zip(once, flags, strict=True)}
         return [by_key[key] for key in keys]

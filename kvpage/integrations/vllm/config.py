@@ -12,6 +12,7 @@ from kvpage.store.config import ByteStoreConfig, parse_size
 LOCALITIES = ("LOCAL", "REMOTE")
 ON_RESET = ("forget", "keep")
 PATIENCES = ("lookup_patience", "load_patience", "store_patience")
+LEAST_PENDING = 256 << 20
 OF_VLLM = ("backpressure", "module_path", "type")  # vLLM reads these itself
 
 
@@ -33,7 +34,7 @@ class StoreTierConfig:
         load_patience: Seconds after which the rest of a load is a miss.
         store_patience: Seconds after which the rest of a store is given up.
         max_pending: Bytes that wait to be stored at most; chunks beyond them are not stored. A text such as "256MiB"
-            becomes a number.
+            becomes a number. None for half of vLLM's host memory, and for LEAST_PENDING at least.
         locality: "LOCAL" or "REMOTE", for vLLM's filters of tiers; None for neither.
         enable_kv_events: Whether chunks that come and go are among vLLM's events. vLLM's own switch must be on, too.
         log_requests: Whether a line of the log tells for each request what the store had of it.
@@ -52,15 +53,18 @@ class StoreTierConfig:
     lookup_patience: float = 1.0
     load_patience: float = 10.0
     store_patience: float = 30.0
-    max_pending: int = 256 << 20
+    max_pending: int | None = None
     locality: str | None = None
     enable_kv_events: bool = False
     log_requests: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tiers", ByteStoreConfig(self.tiers, self.num_threads, self.deadline).tiers)
-        object.__setattr__(self, "max_pending", parse_size(self.max_pending))
-        check_at_least("max_pending", self.max_pending, 1)
+        any_dtype = "bfloat16"  # vLLM tells its own later
+        store = ByteStoreConfig(self.tiers, self.num_threads, self.deadline, any_dtype)
+        object.__setattr__(self, "tiers", store.tiers)
+        if self.max_pending is not None:
+            object.__setattr__(self, "max_pending", parse_size(self.max_pending))
+            check_at_least("max_pending", self.max_pending, 1)
         flag("enable_kv_events", self.enable_kv_events)
         flag("persistent", self.persistent)
         flag("log_requests", self.log_requests)
@@ -97,6 +101,20 @@ class StoreTierConfig:
         if "tiers" not in values:
             raise ValueError('tiers must be given, such as ["disk:///var/kv?size=100GiB"], got none')
         return cls(**values)
+
+    def pending_bytes(self, host_bytes: int) -> int:
+        """Return how many bytes may wait to be stored.
+
+        A step's chunks wait together, and the next step's come while they are written: one limit for all sizes of steps
+        would drop every second step of a long prompt.
+
+        Args:
+            host_bytes: Of vLLM's host memory. What waits cannot leave it.
+
+        Returns:
+            The bytes.
+        """
+        return max(LEAST_PENDING, host_bytes // 2) if self.max_pending is None else self.max_pending
 
     def of_store(self, rank: str, dtype: str | None = None) -> ByteStoreConfig:
         """Return the configuration of a replica's store.

@@ -48,14 +48,13 @@ from kvpage.integrations.vllm.interface import vllm_version
 from kvpage.integrations.vllm.jobs import FinishedJob, Jobs
 from kvpage.integrations.vllm.lookups import LOGGER, Lookups, RequestLog
 from kvpage.integrations.vllm.metrics import MetricsWriter, StatsReader, TierCounts, definitions
+from kvpage.integrations.vllm.prompt_keys import PERSISTENT
 from kvpage.integrations.vllm.touches import Touches
 from kvpage.store import ByteStore
 
 logger = logging.getLogger(LOGGER)
 
 STATS_SECONDS = 1.0
-PERSISTENT = bytes(16)
-"""The prefix of keys that every process finds."""
 
 
 class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # vLLM has no types for mypy
@@ -104,7 +103,8 @@ class KVPageTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]  # 
         self._touches = Touches(lambda keys: begun(lambda: later.touch(keys, deadline=patience)))
         is_telling = self._tells_events(config, offloading_spec)
         self._events = BlockEvents(self._store, config.tiers, self._prefix) if is_telling else None
-        self._jobs = Jobs(self._store, rows, config.load_patience, config.store_patience, config.max_pending)
+        max_pending = config.pending_bytes(rows.num_chunks * rows.num_bytes)
+        self._jobs = Jobs(self._store, rows, config.load_patience, config.store_patience, max_pending)
         self._writer, self._stats, self._told_at = MetricsWriter(), StatsReader(self._store.stats), 0.0
         self._num_failed: Counter[str] = Counter()
         num_tokens = offloading.cache.tokens_per_hash * offloading.cache.blocks_per_chunk

@@ -8,12 +8,13 @@ differ.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvpage.store.records.record import MAX_META_BYTES
 
 ENCODING = b"kvpage-bytes-1"
+MAX_DIGITS, MAX_DEPTH = 64, 8  # of numbers and lists that are read: anybody may have written them
 _LENGTH = struct.Struct("<cQ")
 
 Value = str | int | float | bool | bytes | None | Sequence[Any]
@@ -38,6 +39,60 @@ def encode_header(header: Header) -> bytes:
     if len(ENCODING) + len(body) > MAX_META_BYTES:
         raise ValueError(f"header must be at most {MAX_META_BYTES - len(ENCODING)} bytes encoded, got {len(body)}")
     return ENCODING + body
+
+
+def decode_header(meta: bytes) -> dict[str, Value]:
+    """Return the names and values of `encode_header`; none for bytes that a caller encoded.
+
+    Nothing in the bytes is trusted. Raises ValueError for others.
+    """
+    if not meta.startswith(ENCODING):
+        raise ValueError("a header must begin as this version writes it")
+    values = list(_values(meta[len(ENCODING) :]))
+    if len(values) == 1 and isinstance(values[0], bytes):
+        return {}
+    if len(values) % 2:
+        raise ValueError("a header must be names and values")
+    names = values[0::2]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("names of a header must be text")
+    return {str(name): value for name, value in zip(names, values[1::2], strict=True)}
+
+
+def _values(data: bytes, depth: int = 0) -> Iterator[Value]:
+    """Walk over encoded values. depth: of the list that they are in."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"lists of a header must be nested at most {MAX_DEPTH} times")
+    at = 0
+    while at < len(data):
+        if at + _LENGTH.size > len(data):
+            raise ValueError("a header ends within a length")
+        letter, length = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size
+        if length > len(data) - at:
+            raise ValueError("a header ends within a value")
+        yield _value(letter, data[at : at + length], depth)
+        at += length
+
+
+def _value(letter: bytes, data: bytes, depth: int) -> Value:
+    """Return what `_typed` encodes."""
+    match letter:
+        case b"b" if data in (b"0", b"1"):
+            return data == b"1"
+        case b"s":
+            return data.decode("utf-8", "surrogatepass")
+        case b"i" if len(data) <= MAX_DIGITS:
+            return int(data)
+        case b"f" if len(data) == struct.calcsize("<d"):
+            return float(struct.unpack("<d", data)[0])
+        case b"y":
+            return data
+        case b"n" if not data:
+            return None
+        case b"l":
+            return [*_values(data, depth + 1)]
+    raise ValueError(f"a value of a header must be of a known type, got {letter!r} of {len(data)} bytes")
 
 
 def _one(value: Value) -> bytes:

@@ -4,7 +4,7 @@
     meta       the canonical encoding of KVStoreMetadata and the namespace, from which the key is made
     padding    zeros up to a multiple of 64: the payload starts on a cache line
     payload    K and V as the codec left them, in stretches of the length in the header, the last one shorter
-    digests    16 bytes for each stretch: its xxh3-128
+    digests    16 bytes for each stretch: its xxh3-128; zeros where another proof is around the record, as a seal
     checksum   16 bytes, xxh3-128 of header, meta, padding and digests: last, so that a record is written in one pass
 
 Stretches (layers, in raw chunks) can be hashed in any order by several threads, and each can be verified when it has
@@ -121,6 +121,11 @@ class RecordHead:
             self.stretch_bytes,
         )
         return (head + self.meta).ljust(self.payload_begin, b"\0")
+
+    @property
+    def num_digest_bytes(self) -> int:
+        """Bytes of all digests."""
+        return self.num_bytes - CHECKSUM_BYTES - self.payload_end
 
     @classmethod
     def unpack(cls, data: memoryview | bytes, num_bytes: int) -> "RecordHead":

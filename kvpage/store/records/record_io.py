@@ -21,6 +21,7 @@ from kvpage.store.records.record import (
     DIGEST_BYTES,
     HEADER,
     MAX_META_BYTES,
+    SEALED_CODEC,
     CorruptRecord,
     RecordHead,
     Shape,
@@ -173,7 +174,8 @@ def write_record(writer: Writer, head: RecordHead, chunk: Source, num_threads: i
     writer.piece(0, head.payload_begin)[:] = header
     runs = chunk.runs() if writer.takes_runs else None
     if runs is not None:
-        digests.append(writer.write_runs(runs, head.stretch_bytes, num_threads))
+        written = writer.write_runs(runs, head.stretch_bytes, num_threads)
+        digests.append(bytes(head.num_digest_bytes) if written is None else written)
     for begin, end in pieces(head, writer.is_in_memory, chunk.piece_ends) if runs is None else ():
         piece = writer.piece(head.payload_begin + begin, head.payload_begin + end)
         digests.append(chunk.fill(begin, piece, num_threads, writer.is_in_memory))
@@ -195,15 +197,20 @@ def read_head(reader: Reader, meta: bytes | None = None) -> tuple[RecordHead, by
         raise CorruptRecord(f"a record of {reader.num_bytes} bytes has no room for its head")
     header = bytes(reader.piece(0, begin))
     if meta is not None and is_sealed(header):
-        raise UnreadableRecord("the record is sealed, and its tier has no keys", "key")
+        raise _sealed()
     head = RecordHead.unpack(header, reader.num_bytes)
     if meta is not None and head.meta != meta:
         raise CorruptRecord("the record is of another model, layout or namespace", "foreign")
     table = bytes(reader.piece(head.payload_end, head.num_bytes))
     digests = table[:-CHECKSUM_BYTES]
-    if _checksum(header[: head.payload_begin], digests) != table[-CHECKSUM_BYTES:]:
-        raise CorruptRecord("the checksum is wrong")
+    check_table(head, table)
     return head, digests
+
+
+def check_table(head: RecordHead, table: bytes | memoryview) -> None:
+    """Raise CorruptRecord unless the table, of the digests and the checksum, is the head's."""
+    if _checksum(head.pack(), bytes(table[:-CHECKSUM_BYTES])) != table[-CHECKSUM_BYTES:]:
+        raise CorruptRecord("the checksum is wrong")
 
 
 def read_shape(reader: Reader, kinds: RecordKinds, namespace: bytes) -> Shape:
@@ -238,7 +245,8 @@ def read_record(reader: Reader, kind: RecordKind, chunk: Sink, num_threads: int 
     codec = check_kind(head, kind)
     if codec is None:
         check_raw(head, chunk)
-        runs = chunk.runs() if reader.takes_runs and head.payload_bytes >= MIN_RUNS_BYTES else None
+        is_straight = reader.takes_runs and (reader.has_proved or head.payload_bytes >= MIN_RUNS_BYTES)
+        runs = chunk.runs() if is_straight else None
         if runs is not None:
             read_into_runs(reader, head, digests, 0, head.payload_bytes, runs, num_threads)
             return True
@@ -258,12 +266,16 @@ def check_raw(head: RecordHead, chunk: Sink) -> None:
 
 def read_piece(
     reader: Reader, head: RecordHead, digests: bytes, begin: int, end: int, chunk: Sink, num_threads: int = 1
-) -> None:
-    """Give the payload's bytes [begin, end), whole stretches, to the chunk. Raises CorruptRecord for a wrong digest."""
+) -> bytes:
+    """Give the payload's bytes [begin, end), whole stretches, to the chunk, and return their digests.
+
+    Raises CorruptRecord for a wrong digest, unless the reader has proved the bytes.
+    """
     actual = chunk.take(begin, reader.piece(head.payload_begin + begin, head.payload_begin + end), num_threads)
     first = begin // head.stretch_bytes * DIGEST_BYTES
-    if actual != digests[first : first + len(actual)]:
+    if not reader.has_proved and actual != digests[first : first + len(actual)]:
         raise CorruptRecord("a digest is wrong")
+    return actual
 
 
 def read_into_runs(
@@ -287,23 +299,26 @@ def decode(reader: Reader, head: RecordHead, digests: bytes, codec: Codec) -> me
 
 
 def copy_record(reader: Reader, writer: Writer, key: bytes) -> None:
-    """Copy a whole record as it is. Raises CorruptRecord for a wrong digest, or if it is not that of `key`."""
-    head, digests = read_head(reader)
-    if head.key != key:
-        raise CorruptRecord("the record is another one", "foreign")
-    header = head.pack()
+    """Copy a whole record as it is, with the digests that a proved record lacks.
+
+    Raises CorruptRecord for a wrong digest, or if it is not that of `key`; UnreadableRecord for a sealed one.
+    """
+    head, digests = _read_open_head(reader, key)
+    header, copied = head.pack(), []
     writer.piece(0, head.payload_begin)[:] = header
     for begin, end in pieces(head, is_in_memory=False):
         to = writer.piece(head.payload_begin + begin, head.payload_begin + end)
-        read_piece(reader, head, digests, begin, end, BytesSink(to, head.stretch_bytes))
-    writer.piece(head.payload_end, head.num_bytes)[:] = digests + _checksum(header, digests)
+        copied.append(read_piece(reader, head, digests, begin, end, BytesSink(to, head.stretch_bytes)))
+    table = b"".join(copied)
+    writer.piece(head.payload_end, head.num_bytes)[:] = table + _checksum(header, table)
 
 
 def verify_record(reader: Reader, key: bytes) -> None:
-    """Raise CorruptRecord unless the record is that of the key and every digest is right."""
-    head, digests = read_head(reader)
-    if head.key != key:
-        raise CorruptRecord("the record is another one", "foreign")
+    """Raise CorruptRecord unless the record is that of the key and every digest is right.
+
+    Raises UnreadableRecord for a sealed one.
+    """
+    head, digests = _read_open_head(reader, key)
     for begin, end in pieces(head, reader.is_in_memory):
         read_piece(reader, head, digests, begin, end, BytesSink(None, head.stretch_bytes))
 
@@ -328,6 +343,20 @@ def _pieces_to(ends: Sequence[int]) -> Iterator[tuple[int, int]]:
         if after - begin > PIECE_BYTES:
             yield begin, end
             begin = end
+
+
+def _read_open_head(reader: Reader, key: bytes) -> tuple[RecordHead, bytes]:
+    """Return head and digests of the record of a key. Raises as `read_head` with a meta."""
+    head, digests = read_head(reader)
+    if head.key != key:
+        raise CorruptRecord("the record is another one", "foreign")
+    if head.codec == SEALED_CODEC:
+        raise _sealed()
+    return head, digests
+
+
+def _sealed() -> UnreadableRecord:
+    return UnreadableRecord("the record is sealed, and its tier has no keys", "key")
 
 
 def _checksum(header: bytes, digests: bytes) -> bytes:

@@ -1,18 +1,26 @@
 """SealedReader: a sealed record, opened frame by frame as its pieces are asked for."""
 
-import ctypes
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from kvpage.store.disk.reader_writer import Buffers, new_buffer
-from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord
-from kvpage.store.records.record_io import PIECE_BYTES, read_head
+from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord, is_sealed
+from kvpage.store.records.record_io import PIECE_BYTES, check_table, read_head
 from kvpage.store.sealed.seal_keys import SealKeys
-from kvpage.store.sealed.sealed_record import FRAME_BYTES, SEALED_FRAME, TAG_BYTES, FrameCipher, SealNote
-from kvpage.store.tiers.stretches import Runs, cut_runs, scatter_stretches
+from kvpage.store.sealed.sealed_record import (
+    FRAME_BYTES,
+    MAX_HEAD_BYTES,
+    SEALED_FRAME,
+    TAG_BYTES,
+    FrameCipher,
+    SealNote,
+)
+from kvpage.store.tiers.stretches import Runs, cut_runs, memory_at, scatter_stretches
 from kvpage.store.tiers.tier import Key, Reader
+
+AT_ONCE = 4  # frames of a call of the tier: fewer cost more calls, and more leave a core's cache
 
 
 class _Opened(NamedTuple):
@@ -38,7 +46,7 @@ class SealedReader(Reader):
         lock_out: called with the key if the record's secret is not here.
     """
 
-    takes_runs = True
+    takes_runs = has_proved = True
 
     def __init__(
         self, reader: Reader, key: Key, keys: SealKeys, buffers: Buffers, lock_out: Callable[[Key], None]
@@ -66,16 +74,14 @@ class SealedReader(Reader):
         return memoryview(record.lead[begin:] + self._body(0, end - num_lead).tobytes())
 
     def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> None:
-        """As of Reader: each frame's seal is proof. Frames within one run each are opened there, others in a piece."""
-        ends = np.cumsum(runs[:, 1])
-        for at in range(0, int(ends[-1]), PIECE_BYTES):
-            end = min(at + PIECE_BYTES, int(ends[-1]))
-            cut = cut_runs(runs, ends, at, end)
-            if self._is_in_frames(begin + at, cut):
-                self._open_in_place(begin + at, cut)
-            else:
-                piece = self.piece(begin + at, begin + end)
-                scatter_stretches(piece, cut, len(piece), num_threads, streaming=False)
+        """As of Reader: each frame's seal is proof. A frame within one run is opened there, others in a piece."""
+        if int(runs[:, 1].max(initial=0)) < FRAME_BYTES:
+            self._open_pieces(begin, runs, num_threads)
+            return
+        for address, size in runs.tolist():
+            if address:
+                self._open_run(begin, memory_at(address, size))
+            begin += size
 
     def release_piece(self) -> None:
         buffer, self._buffer = self._buffer, None
@@ -101,32 +107,65 @@ class SealedReader(Reader):
         return self._opened
 
     def _open(self) -> _Opened:
-        head, _ = read_head(self._reader)
+        """Read both ends at once: the header, and all from the last frame on, which has the record's digests."""
+        header = bytes(self._reader.piece(0, min(MAX_HEAD_BYTES, self._reader.num_bytes)))
+        head = RecordHead.unpack(header, self._reader.num_bytes) if is_sealed(header) else read_head(self._reader)[0]
         note = SealNote.of(head)
         if head.key != self._key:
             raise CorruptRecord("the record is another one", "foreign")
+        last = (note.plain_bytes - note.lead_bytes - 1) // FRAME_BYTES * SEALED_FRAME if note.body_bytes else 0
+        tail = self._reader.piece(head.payload_begin + last, head.num_bytes)
+        check_table(head, tail[head.payload_end - head.num_bytes :])
         try:
             cipher = FrameCipher(self._keys, note, head)
         except UnreadableRecord:
             self._lock_out(self._key)
             raise
-        lead, begin = bytearray(note.lead_bytes), head.payload_begin + note.body_bytes
-        cipher.open(0, self._reader.piece(begin, begin + len(lead) + TAG_BYTES), memoryview(lead))
-        return _Opened(head, note, cipher, bytes(lead))
+        return _Opened(head, note, cipher, self._opened_ends(note, cipher, tail))
 
-    def _is_in_frames(self, begin: int, runs: Runs) -> bool:
-        """Return whether each run takes whole frames."""
-        is_aligned = begin >= len(self._record.lead) and (begin - len(self._record.lead)) % FRAME_BYTES == 0
-        return is_aligned and bool(runs[:, 0].all()) and not (runs[:, 1] % FRAME_BYTES).any()
+    def _opened_ends(self, note: SealNote, cipher: FrameCipher, tail: memoryview) -> bytes:
+        """Open the lead, and the last frame into the buffer. Return the lead. tail: from the last frame on."""
+        size = note.body_bytes % SEALED_FRAME or min(note.body_bytes, SEALED_FRAME)
+        lead = bytearray(note.lead_bytes)
+        cipher.open(0, tail[size : size + len(lead) + TAG_BYTES], memoryview(lead))
+        if size:
+            self._buffer, last = self._buffer or self._buffers.take(), (note.body_bytes - 1) // SEALED_FRAME
+            cipher.open(1 + last, tail[:size], self._buffer[: size - TAG_BYTES])
+            self._first, self._last = last, last + 1
+        return bytes(lead)
 
-    def _open_in_place(self, begin: int, runs: Runs) -> None:
-        """Open whole frames into the runs."""
-        number = (begin - len(self._record.lead)) // FRAME_BYTES
-        for address, size in runs.tolist():
-            memory = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
-            for at in range(0, size, FRAME_BYTES):
-                self._open_frame(number, memory[at : at + FRAME_BYTES])
-                number += 1
+    def _open_pieces(self, begin: int, runs: Runs, num_threads: int) -> None:
+        """Open short runs by way of pieces."""
+        ends = np.cumsum(runs[:, 1])
+        for at in range(0, int(ends[-1]) if len(ends) else 0, PIECE_BYTES):
+            end = min(at + PIECE_BYTES, int(ends[-1]))
+            piece = self.piece(begin + at, begin + end)
+            scatter_stretches(piece, cut_runs(runs, ends, at, end), len(piece), num_threads, streaming=False)
+
+    def _open_run(self, begin: int, memory: memoryview) -> None:
+        """Open the record's bytes from `begin` on: whole frames where they go, the ends by way of a piece."""
+        offset = begin - len(self._record.lead)
+        first = min(-offset % FRAME_BYTES, len(memory))
+        last = first + (len(memory) - first) // FRAME_BYTES * FRAME_BYTES
+        if first:
+            memory[:first] = self.piece(begin, begin + first)
+        if first < last:
+            self._open_whole((offset + first) // FRAME_BYTES, memory[first:last])
+        if last < len(memory):
+            memory[last:] = self.piece(begin + last, begin + len(memory))
+
+    def _open_whole(self, frame: int, memory: memoryview) -> None:
+        """Open whole frames after the lead."""
+        head, cipher, reader = self._record.head, self._record.cipher, self._reader
+        for at in range(0, len(memory), AT_ONCE * FRAME_BYTES):
+            to = memory[at : at + AT_ONCE * FRAME_BYTES]
+            begin, count = head.payload_begin + frame * SEALED_FRAME, len(to) // FRAME_BYTES
+            assert begin + count * SEALED_FRAME <= head.payload_end
+            sealed = reader.piece(begin, begin + count * SEALED_FRAME)
+            for number in range(count):
+                data = sealed[number * SEALED_FRAME : (number + 1) * SEALED_FRAME]
+                cipher.open(1 + frame + number, data, to[number * FRAME_BYTES : (number + 1) * FRAME_BYTES])
+            frame += count
 
     def _body(self, begin: int, end: int) -> memoryview:
         """Return bytes after the lead. The last frame of the piece before is opened once for both."""

@@ -2,7 +2,8 @@
 
     header     as of every record, with the codec "sealed"; meta: SealNote, in clear
     payload    frame 1 | frame 2 | ... | frame 0 | zeros          each followed by its tag, 16 bytes
-    digests, checksum    of what stands there, so that damage is seen without the key
+    digests    zeros: the tags prove more
+    checksum   of the header and the zeros
 
     the record   [ lead: the first piece ][ FRAME_BYTES ][ FRAME_BYTES ][ the rest ]
     its frames          0                       1              2             3
@@ -27,6 +28,7 @@ NOTE = struct.Struct("<13s32sQI")  # magic, salt, bytes of the record, bytes of 
 NOTE_MAGIC, PURPOSE = b"kvpage-seal-1", b"kvpage seal 1"
 FRAME_BYTES, TAG_BYTES, SALT_BYTES = 1 << 18, 16, 32
 SEALED_FRAME = FRAME_BYTES + TAG_BYTES
+MAX_HEAD_BYTES = 256  # of a sealed record: its note has at most 121
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,9 @@
 """SealedWriter: takes a record in pieces, and writes it sealed, frame by frame."""
 
+from collections.abc import Iterator
+
+import numpy as np
+
 from kvpage.store.disk.reader_writer import Buffers, new_buffer
 from kvpage.store.records.record import RecordHead
 from kvpage.store.sealed.seal_keys import SealKeys
@@ -10,7 +14,7 @@ from kvpage.store.sealed.sealed_record import (
     FrameCipher,
     new_note,
 )
-from kvpage.store.tiers.stretches import digest_of, digests_of
+from kvpage.store.tiers.stretches import Runs, cut_runs, digest_of, gather_stretches, memory_at
 from kvpage.store.tiers.tier import Tier, TierError, Writer
 
 
@@ -25,6 +29,8 @@ class SealedWriter(Writer):
         buffers: memory for pieces, which goes back there.
     """
 
+    takes_runs = True
+
     def __init__(self, owner: Tier, writer: Writer, num_bytes: int, keys: SealKeys, buffers: Buffers) -> None:
         self.owner, self.key, self.num_bytes = owner, writer.key, num_bytes
         self._writer, self._keys, self._buffers = writer, keys, buffers
@@ -34,14 +40,20 @@ class SealedWriter(Writer):
         self._head: RecordHead | None = None
         self._lead = b""  # sealed
         self._next, self._at = 1, 0  # number of the next frame, and its place in the sealed record
-        self._digests: list[bytes] = []
         self._is_broken = False
 
+    def write_runs(self, runs: Runs, stretch_bytes: int, num_threads: int) -> None:
+        """As of Writer: each frame's seal is proof. A frame within one run is sealed from there, without a copy."""
+        num_bytes = int(runs[:, 1].sum())
+        self._check_next(self._end, self._end + num_bytes)
+        self._seal_whole_frames()
+        self._is_broken = True  # until all went well
+        for frame in self._frames_of(runs, num_bytes):
+            self._seal_frame(frame)
+        self._end, self._is_broken = self._end + num_bytes, False
+
     def piece(self, begin: int, end: int) -> memoryview:
-        if self._buffer is None:
-            raise ValueError("the writer must be open, got a closed one")
-        if begin != self._end or not begin <= end <= self.num_bytes:
-            raise ValueError(f"begin must be {self._end} and end at most {self.num_bytes}, got {begin}, {end}")
+        self._check_next(begin, end)
         self._seal_whole_frames()
         buffer = self._lengthened(end - begin)
         view = buffer[self._filled : self._filled + end - begin]
@@ -56,15 +68,14 @@ class SealedWriter(Writer):
     def finished(self) -> Writer:
         """Seal the rest, and return the writer of the sealed record, filled to its end. Raises TierError."""
         self._seal_whole_frames()
-        head, rest = self._head, bytearray()
+        head, end = self._head, 0
         assert head is not None and self._buffer is not None, "a whole record has a lead"
+        rest = self._writer.piece(self._at, head.payload_end)
         if self._filled:
-            rest += bytes(self._filled + TAG_BYTES)
-            self._seal(self._buffer[: self._filled], memoryview(rest))
-        rest += self._lead
-        rest += bytes(head.payload_end - self._at - len(rest))
-        self._writer.piece(self._at, head.payload_end)[:] = rest
-        table = b"".join([*self._digests, digests_of(memoryview(rest), SEALED_FRAME)])
+            end = self._filled + TAG_BYTES
+            self._seal(self._buffer[: self._filled], rest[:end])
+        rest[end:] = self._lead.ljust(len(rest) - end, b"\0")
+        table = bytes(head.num_digest_bytes)
         self._writer.piece(head.payload_end, head.num_bytes)[:] = table + digest_of(head.pack() + table)
         self._is_broken = True  # all is sealed
         return self._writer
@@ -77,6 +88,49 @@ class SealedWriter(Writer):
 
     # --- inside ---
 
+    def _check_next(self, begin: int, end: int) -> None:
+        if self._buffer is None:
+            raise ValueError("the writer must be open, got a closed one")
+        if begin != self._end or not begin <= end <= self.num_bytes:
+            raise ValueError(f"begin must be {self._end} and end at most {self.num_bytes}, got {begin}, {end}")
+
+    def _frames_of(self, runs: Runs, num_bytes: int) -> Iterator[memoryview]:
+        """Walk over the whole frames of what is filled and of the runs. The rest is filled afterwards."""
+        if int(runs[:, 1].max(initial=0)) < FRAME_BYTES:
+            yield from self._gathered(runs, num_bytes)
+            return
+        for address, size in runs.tolist():
+            memory, at = memory_at(address, size), 0
+            while at < size:
+                part = memory[at : at + FRAME_BYTES - self._filled]
+                at += len(part)
+                if len(part) == FRAME_BYTES:
+                    yield part
+                else:
+                    self._room(len(part))[:] = part
+                    yield from self._filled_frame()
+
+    def _gathered(self, runs: Runs, num_bytes: int) -> Iterator[memoryview]:
+        """As `_frames_of`, of short runs."""
+        ends, at = np.cumsum(runs[:, 1]), 0
+        while at < num_bytes:
+            size = min(FRAME_BYTES - self._filled, num_bytes - at)
+            cut, at = cut_runs(runs, ends, at, at + size), at + size
+            gather_stretches(cut, self._room(size), size, 1, streaming=False)
+            yield from self._filled_frame()
+
+    def _room(self, num_bytes: int) -> memoryview:
+        """Return the next bytes of the buffer, which are filled before anything else happens."""
+        assert self._buffer is not None
+        self._filled += num_bytes
+        return self._buffer[self._filled - num_bytes : self._filled]
+
+    def _filled_frame(self) -> Iterator[memoryview]:
+        """Yield the buffer's frame if it is whole, and empty the buffer then."""
+        if self._filled == FRAME_BYTES and self._buffer is not None:
+            yield self._buffer[:FRAME_BYTES]
+            self._filled = 0
+
     def _seal_whole_frames(self) -> None:
         """Seal all that is filled, but for the bytes after the last whole frame."""
         if self._is_broken:
@@ -86,10 +140,8 @@ class SealedWriter(Writer):
         self._is_broken = True  # until all went well
         begin = 0 if self._cipher else self._seal_lead(self._buffer[: min(self._filled, FRAME_BYTES)])
         while self._filled - begin >= FRAME_BYTES:
-            to = self._writer.piece(self._at, self._at + SEALED_FRAME)
-            self._seal(self._buffer[begin : begin + FRAME_BYTES], to)
-            self._digests.append(digests_of(to, SEALED_FRAME))
-            begin, self._at = begin + FRAME_BYTES, self._at + SEALED_FRAME
+            self._seal_frame(self._buffer[begin : begin + FRAME_BYTES])
+            begin += FRAME_BYTES
         left = self._filled - begin
         self._buffer[:left] = self._buffer[begin : self._filled]
         self._filled, self._is_broken = left, False
@@ -104,6 +156,15 @@ class SealedWriter(Writer):
         self._lead, self._at = bytes(sealed), self._head.payload_begin
         self._writer.piece(0, self._head.payload_begin)[:] = self._head.pack()
         return len(lead)
+
+    def _seal_frame(self, frame: memoryview) -> None:
+        """Seal a whole frame into the tier. The first one becomes the lead."""
+        if self._cipher is None:
+            self._seal_lead(frame)
+            return
+        to = self._writer.piece(self._at, self._at + SEALED_FRAME)
+        self._seal(frame, to)
+        self._at += SEALED_FRAME
 
     def _seal(self, data: memoryview, to: memoryview) -> None:
         assert self._cipher is not None, "the lead comes first"

@@ -1,5 +1,7 @@
 """Stretches of bytes and their xxh3-128 digests, one after the other, from which a record's checksum is made."""
 
+import ctypes
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,6 +15,11 @@ Runs = npt.NDArray[np.int64]
 def address_of(data: Bytes) -> int:
     """Return the address of contiguous bytes, which their owner keeps alive; they may be read-only."""
     return np.frombuffer(data, np.uint8).ctypes.data if len(data) else 0
+
+
+def memory_at(address: int, num_bytes: int) -> memoryview:
+    """Return a view of memory, which its owner keeps alive."""
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
 
 
 def digests_of(data: Bytes, stretch_bytes: int, num_threads: int = 1) -> bytes:

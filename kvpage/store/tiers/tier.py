@@ -78,11 +78,13 @@ class Reader(ABC):
         num_bytes: bytes of the record.
         is_in_memory: whether pieces are the record itself, so that small ones gain nothing.
         takes_runs: whether `read_runs` can be called.
+        has_proved: whether all bytes that it gives are those that were written, so that digests prove nothing more.
     """
 
     num_bytes: int
     is_in_memory = False
     takes_runs = False
+    has_proved = False
 
     def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes | None:
         """Read the record's bytes from `begin` on, straight into the memory that the `runs` name.
@@ -141,7 +143,7 @@ class Writer(ABC):
     is_in_memory = False
     takes_runs = False
 
-    def write_runs(self, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes:
+    def write_runs(self, runs: Runs, stretch_bytes: int, num_threads: int) -> bytes | None:
         """Write the record's next bytes, straight from the memory that the runs name.
 
         Args:
@@ -150,10 +152,10 @@ class Writer(ABC):
             num_threads: threads that hash and write.
 
         Returns:
-            The digests of the stretches, 16 bytes each.
+            The digests of the stretches, 16 bytes each. None from a writer whose readers have proved all bytes.
 
         Raises:
-            TierError: the bytes cannot be written; the writer is as it was.
+            TierError: the bytes cannot be written; the writer is as it was, or takes no more.
         """
         raise NotImplementedError(f"{type(self).__name__} takes pieces alone")
 

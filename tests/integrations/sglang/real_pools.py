@@ -27,6 +27,13 @@ def without_images() -> None:
             sys.modules[name] = module
 
 
+def without_reserve() -> None:
+    """Let SGLang make its small pools where less than 10 GB are free, which it leaves alone."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+
+
 def sizes() -> dict[str, Any]:
     return dict(host_to_device_ratio=1.0, host_size=0, page_size=PAGE, pin_memory=False)
 

@@ -257,7 +257,7 @@ def test_metrics_are_sglangs_own_and_given_once(make: Make):
     assert [len(stats.prefetch_bandwidth), len(stats.backup_bandwidth)] == [1, 1]
     assert backend.get_stats() == fake_sglang.StorageMetrics()
     (tier,) = backend.store_stats().tiers
-    assert (tier.hits, tier.misses, tier.written) == (2, 2, 2)
+    assert (tier.hits, tier.misses, tier.written) == (2, 2, 3)  # with the record of the scopes
 
 
 def test_without_metrics_there_are_none(make: Make):

@@ -26,6 +26,7 @@ TOKENS = list(range(1000, 1000 + 4 * 20))
 @pytest.fixture(scope="module", autouse=True)
 def sglang() -> None:
     real_pools.without_images()
+    real_pools.without_reserve()
 
 
 def on_disk(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import shutil
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -19,6 +20,10 @@ from integrations.sglang.real_pools import EngineSide, filled, mamba_pool, mha_p
 from support import fake_sglang
 from support.redis_server import RedisServer, needs_redis
 from support.waiting import until
+
+from kvpage.integrations.sglang.prompt_keys import SGLangPrompt
+from kvpage.store.inspection import view_tier
+from kvpage.store.prompt_reach import door_reach
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs sglang: tests/integrations/run.sh sglang", allow_module_level=True)
@@ -48,6 +53,7 @@ FLAT = [name for name in POOLS if "another size" not in name and "states" not in
 @pytest.fixture(scope="module", autouse=True)
 def sglang() -> None:
     real_pools.without_images()
+    real_pools.without_reserve()
 
 
 @pytest.fixture
@@ -195,6 +201,19 @@ def test_what_one_process_kept_another_one_fetches(tmp_path: Path, engine: Calla
     assert [page_of(pool, page) for page in range(50, 250)] == wanted
     stats = side.controller.storage_backend.get_stats()
     assert (sum(stats.prefetch_pgs), stats.backup_pgs) == (200, [])
+
+
+def test_explain_makes_sglangs_own_hashes(tmp_path: Path):
+    from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
+
+    kept(tmp_path, mha_pool("page_first"), 20)
+    tier = view_tier(on_disk(tmp_path))
+    (reach,) = door_reach(tier, SGLangPrompt(TOKENS)).reaches
+    tier.close()
+    assert (reach.num_tokens, reach.refused) == (80, ())
+    for prompt in (SGLangPrompt(TOKENS), SGLangPrompt(TOKENS, "s"), SGLangPrompt(TOKENS, "s", ("a", "/a"))):
+        lora = uuid.uuid5(uuid.NAMESPACE_URL, "a\0/a").hex if prompt.adapter else None
+        assert prompt.hashes(4) == get_hash_str(TOKENS, storage_namespace_seed(lora, prompt.salt), page_size=4)
 
 
 def test_a_damaged_page_ends_the_prefix(tmp_path: Path, engine: Callable[..., EngineSide]):

@@ -54,6 +54,7 @@ class Comparison:
         self._waves = [[([rng.randrange(10, 8000) for _ in range(num_tokens)], 2, None)] for _ in range(num_prompts)]
         self._arms = arms(folder)
         self.seconds: dict[str, list[float]] = {name: [] for name in ("computed", *self._arms)}
+        self.num_dropped = 0  # chunks that kvpage was given, and did not store
         answer = self._live(None)
         self._expected, self.seconds["computed"] = answer.tokens, answer.seconds
         for name in self._arms:
@@ -70,6 +71,7 @@ class Comparison:
         """Print the figures."""
         for name, values in self.seconds.items():
             print(f"{self.num_tokens:6} tokens, first token, {name:9} {_shown(values)}")
+        print(f"{self.num_tokens:6} tokens, chunks that kvpage did not store: {self.num_dropped}")
         num_bytes = len(self._waves) * self.num_tokens // BLOCK * BLOCK * TOKEN_BYTES
         for name in self._arms:
             num = num_disk_bytes(self._folder / name)
@@ -84,6 +86,7 @@ class Comparison:
         answer = self._live(self._arms[name])
         if answer.tokens != self._expected:
             sys.exit(f"tokens of {name} must be those that were computed, got {answer.tokens} for {self._expected}")
+        self.num_dropped += int(answer.metric("kvpage_dropped_stores"))
         return answer
 
 

@@ -59,7 +59,15 @@ def test_wrong_settings_are_refused(values, error, text):
 
 def test_settings_of_json():
     config = StoreTierConfig.from_dict({"tiers": list(MEMORY), "max_pending": "2MiB", "locality": "LOCAL"})
-    assert config.tiers == MEMORY and config.max_pending == 2 << 20
+    assert config.tiers == MEMORY and config.pending_bytes(1 << 40) == 2 << 20
+    coded = StoreTierConfig(("disk:kv?codec=split",))
+    assert coded.of_store("dp0", "float16").dtype == "float16"
+    with pytest.raises(ValueError, match="dtype must be given"):
+        coded.of_store("dp0", None)
+    default = StoreTierConfig(MEMORY)
+    assert [default.pending_bytes(size) for size in (0, 1 << 29, (1 << 29) + 2, 1 << 31)] == [
+        1 << 28, 1 << 28, (1 << 28) + 1, 1 << 30,
+    ]  # fmt: skip
     assert dataclasses.is_dataclass(config) and not hasattr(config, "__dict__")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import fake_vllm
-from support.fake_tiering import NUM_BYTES, Tiering, bytes_of, config_of, disk, held, make_model
+from support.fake_tiering import NUM_BYTES, Tiering, config_of, disk, flip, held, make_model
 from support.insides import stack_of, store_of
 from support.redis_server import RedisServer, needs_redis
 from support.waiting import until
@@ -24,20 +24,6 @@ def _vllm(monkeypatch):
 @pytest.fixture
 def model(tmp_path) -> Path:
     return make_model(tmp_path / "model", b"weights")
-
-
-def flip(folder: Path, key: bytes) -> None:
-    """Flip one bit of a chunk where it lies on disk."""
-    for path in folder.rglob("*"):
-        at = path.read_bytes().find(bytes_of(key)) if path.is_file() else -1
-        if at >= 0:
-            with path.open("r+b") as file:
-                file.seek(at + NUM_BYTES // 2)
-                byte = file.read(1)[0]
-                file.seek(at + NUM_BYTES // 2)
-                file.write(bytes([byte ^ 4]))
-            return
-    raise AssertionError("the chunk is nowhere")
 
 
 # --- what is stored is found ---

@@ -20,6 +20,10 @@ from support.redis_server import RedisServer, needs_redis
 from support.vllm_lives import Lives, Request
 from support.vllm_models import make_gemma, make_llama
 
+from kvpage.integrations.vllm.prompt_keys import VllmPrompt
+from kvpage.store.inspection import view_tier
+from kvpage.store.prompt_reach import PromptReach, door_reach
+
 pytestmark = pytest.mark.routers
 BLOCK = 128
 CHUNK_BYTES = 2 * 2 * 2 * 32 * 4 * BLOCK  # layers, K and V, heads, numbers, bytes of a number, tokens
@@ -65,6 +69,13 @@ def whole_blocks(tokens: list[int]) -> int:
     return (len(tokens) - 1) // BLOCK * BLOCK
 
 
+def explained(folder: Path, prompt: VllmPrompt) -> tuple[PromptReach, ...]:
+    tier = view_tier(f"disk://{folder}")
+    reaches = door_reach(tier, prompt).reaches
+    tier.close()
+    return reaches
+
+
 def damage(folder: Path) -> int:
     """Flip a high bit of every 61st number in each file of more than a page; return how many."""
     count = 0
@@ -89,10 +100,17 @@ def test_the_second_process_is_warm_and_flipped_bits_give_right_tokens_where_vll
     warm = lives.live(model, [wave(asked)], disk(tmp_path / "kv"))
     assert warm.tokens == plain.tokens and warm.cached == [whole_blocks(tokens) for tokens in asked]
     assert cold.left_behind == warm.left_behind == []
+    for tokens in asked:
+        (reach,) = explained(tmp_path / "kv", VllmPrompt(tokens, model=str(model)))
+        assert (reach.num_tokens, reach.refused) == (len(tokens) // BLOCK * BLOCK, ())
 
     fs = {"type": "fs", "root_dir": str(tmp_path / "fs")}
     assert lives.live(model, [wave(asked)], fs).tokens == plain.tokens
     assert damage(tmp_path / "kv") and damage(tmp_path / "fs")
+    reaches = [explained(tmp_path / "kv", VllmPrompt(tokens)) for tokens in asked]
+    assert any(
+        not reach or reach[0].num_tokens < len(tokens) - BLOCK for reach, tokens in zip(reaches, asked, strict=True)
+    )
     of_fs = lives.live(model, [wave(asked)], fs)
     of_kvpage = lives.live(model, [wave(asked)], disk(tmp_path / "kv"))
     assert "a record was dropped" in lives.log()

@@ -19,8 +19,9 @@ from support.tier_life import TierLife
 from kvpage.store import ByteStore, ByteStoreConfig, KVStore, KVStoreConfig, Placed, SealKeys, metadata_of
 from kvpage.store.disk.disk_tier import DiskTier
 from kvpage.store.disk.shared_disk import SharedDisk
+from kvpage.store.inspection import verify
 from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord, is_sealed
-from kvpage.store.records.record_io import BytesSink, verify_record
+from kvpage.store.records.record_io import BytesSink, copy_record, verify_record
 from kvpage.store.remote.backend import Backend
 from kvpage.store.remote.options import RemoteOptions
 from kvpage.store.remote.remote_tier import RemoteTier
@@ -298,7 +299,7 @@ def test_no_wrong_byte_and_no_cut_goes_unnoticed(is_resealed):
                 values.values[key(0)] = renamed(bytes(wrong), key(0))
             except CorruptRecord:
                 continue
-            if values.values[key(0)] == right:  # the digests alone were wrong
+            if values.values[key(0)] == renamed(right, key(0)):  # the digests alone were wrong
                 continue
         with contextlib.suppress(CorruptRecord, UnreadableRecord):
             assert read_whole(tier, key(0)) is None
@@ -324,14 +325,18 @@ def test_no_length_in_a_note_is_believed(plain_bytes, lead_bytes):
         reader.piece(0, 1)
 
 
-def test_sealed_records_are_whole_without_the_keys():
-    """The digests are of what stands there: damage is found by who cannot read."""
+def test_sealed_records_are_neither_whole_nor_broken_without_the_keys():
+    """Their proof is the seal: who cannot read leaves them alone."""
     tier = MemoryTier(8 << 20, pin_memory=False)
     put(SealedTier(tier, KEYS), {key(i): record(key(i), size) for i, size in enumerate(SIZES)})
     for number in range(len(SIZES)):
         (reader,) = tier.open([key(number)])
-        with reader:
-            verify_record(reader, key(number))
+        with reader, tier.create(bytes(32), reader.num_bytes) as writer:
+            with pytest.raises(UnreadableRecord, match="sealed"):
+                verify_record(reader, key(number))
+            with pytest.raises(UnreadableRecord, match="sealed"):
+                copy_record(reader, writer, key(number))
+    assert verify(tier) == (0, []) and tier.stats().num_records == len(SIZES)
     assert BytesSink(None, 1).runs() is None
 
 
