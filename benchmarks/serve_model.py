@@ -14,11 +14,14 @@ from kvpage.benchmarks.serving_workloads import DTYPES, VOCAB, Shape, make_model
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
-def save_model(folder: Path, shape: Shape, dtype: str) -> None:
-    """Write a Llama with random weights into the folder, with a byte-level tokenizer of its vocabulary."""
+def save_model(folder: Path, shape: Shape, dtype: str, **fields: Any) -> None:
+    """Write a Llama with random weights into the folder, with a byte-level tokenizer of its vocabulary.
+
+    fields: of its configuration.
+    """
     logging.disable_progress_bar()
-    model = make_model(shape, DTYPES[dtype], VOCAB)
-    model.generation_config.eos_token_id = None
+    model = make_model(shape, DTYPES[dtype], VOCAB, **fields)
+    model.generation_config.eos_token_id = fields.get("eos_token_id")
     model.save_pretrained(folder)
     make_tokenizer(VOCAB).save_pretrained(folder)
     config = folder / "tokenizer_config.json"

@@ -28,10 +28,10 @@ def start_servers(options: argparse.Namespace, num_blocks: int, num_seqs: int, s
     script = str(Path(__file__).with_name("serve_own.py"))
     port = free_port()
     numbers = map(str, (port, options.threads, options.dtype, num_blocks, num_seqs))
-    own = _running([sys.executable, script, folder, *numbers], {**os.environ, "GOMP_SPINCOUNT": "0"}, port)
+    own = running([sys.executable, script, folder, *numbers], {**os.environ, "GOMP_SPINCOUNT": "0"}, port)
     found = {"kvpage": stack.enter_context(own)}
     if options.vllm:
-        found["vllm"] = stack.enter_context(_vllm_server(options, folder, num_seqs))
+        found["vllm"] = stack.enter_context(vllm_server(options, folder, num_seqs))
     return found
 
 
@@ -43,26 +43,29 @@ def free_port() -> int:
 
 
 @contextmanager
-def _vllm_server(options: argparse.Namespace, folder: str, num_seqs: int) -> Iterator[str]:
-    """Start vLLM's server, with the libraries that its guide for CPUs names; give its URL."""
+def vllm_server(
+    options: argparse.Namespace, folder: str, num_seqs: int, max_model_len: int = 2048, added: Sequence[str] = ()
+) -> Iterator[str]:
+    """Start vLLM's server, with the libraries that its guide for CPUs names; give its URL. added: to its arguments."""
     port = free_port()
     arguments = [
         "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "model",
         "--port", str(port), "--host", "127.0.0.1", "--dtype", {"fp32": "float32", "bf16": "bfloat16"}[options.dtype],
-        "--max-num-seqs", str(num_seqs), "--max-model-len", "2048", "--max-num-batched-tokens", "2048",
-        "--enforce-eager", "--disable-uvicorn-access-log",
+        "--max-num-seqs", str(num_seqs), "--max-model-len", str(max_model_len), "--max-num-batched-tokens", "2048",
+        "--enforce-eager", "--disable-uvicorn-access-log", *added,
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {**VLLM_ENVIRONMENT, "KMP_BLOCKTIME": "0", "OMP_NUM_THREADS": str(options.threads)}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # the server has processes of its own
     if preload := ":".join(map(str, recommended(options.vllm))):
         environment["LD_PRELOAD"] = preload
-    with _running([str(options.vllm), *arguments], environment, port) as url:
+    with running([str(options.vllm), *arguments], environment, port) as url:
         yield url
 
 
 @contextmanager
-def _running(command: Sequence[str], environment: Mapping[str, str], port: int) -> Iterator[str]:
+def running(command: Sequence[str], environment: Mapping[str, str], port: int) -> Iterator[str]:
+    """Start a server that listens on a port of this machine; give its URL once it answers, and end it afterwards."""
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         try:

@@ -1203,6 +1203,15 @@ class PrefixTree:
             whole block is known to have been evicted: of the last 4,096 runs of blocks, those before which nothing was
             evicted since, nor added in another way.
         """
+    def num_held(self, tokens: _Integers, namespace: bytes = b"") -> int:
+        """Return the device blocks, of those not in use, that a match of a prompt would pin, with a part of a block.
+
+        Nothing is pinned, and nothing counts as used.
+
+        Args:
+            tokens: Token ids of a prompt, of which one is left to compute.
+            namespace: Where to look.
+        """
     def names(self, limit: int) -> list[bytes]:
         """Return the namespaces that have cached blocks, in order.
 

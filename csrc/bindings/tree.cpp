@@ -170,6 +170,13 @@ py::list entries(SharedTree& tree, int64_t limit, const std::optional<py::bytes>
   return list;
 }
 
+int64_t num_held(SharedTree& tree, const py::object& tokens, const py::bytes& name) {
+  const Integers integers(tokens, "tokens");
+  const TokenView view = integers.tokens();
+  const std::string_view space(name);
+  return tree.walk(view.size(), [&] { return tree.num_held(view, space); });
+}
+
 py::tuple look(SharedTree& tree, const py::object& tokens, const py::bytes& name) {
   const Integers integers(tokens, "tokens");
   const TokenView view = integers.tokens();
@@ -376,6 +383,7 @@ void bind_tree(py::module_& m) {
   def("clear", [](SharedTree& t) { return t.run(kLong, [&] { return t.clear(); }); }, doc("PrefixTree.clear"));
   def("entries", &entries, doc("PrefixTree.entries"), py::arg("limit"), py::arg("namespace") = py::none());
   def("look", &look, doc("PrefixTree.look"), py::arg("tokens"), in_namespace);
+  def("num_held", &num_held, doc("PrefixTree.num_held"), py::arg("tokens"), in_namespace);
   def("names", &names, doc("PrefixTree.names"), py::arg("limit"));
   def("hottest", &hottest, doc("PrefixTree.hottest"), py::arg("limit"), py::arg("max_tokens") = 16,
       py::arg("namespace") = py::none());

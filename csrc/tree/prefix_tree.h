@@ -250,6 +250,10 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // nothing counts as used.
   PathLook look(const TokenView& tokens, std::string_view name) const;
 
+  // Device blocks that are not in use, and that a match of a prompt, with the part of a block that it shares, would
+  // pin: the path, and the rest of the edge with the part. One token is left to compute.
+  int64_t num_held(const TokenView& tokens, std::string_view name) const;
+
   // The namespaces, `limit` at most, in order.
   std::vector<std::string> names(int64_t limit) const;
 

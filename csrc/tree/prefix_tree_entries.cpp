@@ -102,6 +102,25 @@ void PrefixTree::look_on(const Place& place, const TokenView& tokens, PathLook* 
   if (next && num_common < block_size_) look->cached_token = next[num_common];
 }
 
+int64_t PrefixTree::num_held(const TokenView& tokens, std::string_view name) const {
+  std::lock_guard lock(mutex_);
+  const TreeNode* root = find_root(name);
+  if (!root) return 0;
+  const int64_t most = std::max<int64_t>(tokens.size() - 1, 0);
+  const Place place = walk(const_cast<TreeNode*>(root), tokens, most / block_size_);
+  const int64_t start = place.num_blocks * block_size_, count = std::min(block_size_, most - start);
+  int64_t num_held = 0, in_edge = place.in_edge;
+  if (in_edge < place.node->num_blocks) {
+    const int32_t* next = place.node->tokens.data() + in_edge * block_size_;
+    if (tokens.common_prefix(start, next, count) > 0) in_edge = place.node->num_blocks;
+  } else if (const TreeNode* child = siblings_.longest_common(place.node, tokens, start, count).child) {
+    if (child->num_pins == 0) num_held += child->num_device_blocks();
+  }
+  for (const TreeNode* node = place.node; !node->is_root(); node = node->parent, in_edge = node->num_blocks)
+    if (node->num_pins == 0) num_held += std::min(in_edge, node->num_device_blocks());
+  return num_held;
+}
+
 std::vector<std::string> PrefixTree::names(int64_t limit) const {
   std::lock_guard lock(mutex_);
   check(limit >= 0, "limit must not be negative, got ", limit);

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpage.blocks.explain import Explanation, GroupReach, reach_of_attention
+from kvpage.blocks.explain import Explanation, GroupReach, Searched, reach_of_attention
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.sequence_state import Allocation, Ids, SeqId
 from kvpage.checks.errors import OutOfBlocks
@@ -186,21 +186,22 @@ class DraftedManager:
         self.target.reset_prefix_cache()
         self.drafts.reset_prefix_cache()
 
-    def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
+    def explain(self, tokens: Tokens, namespace: bytes = b"", searched: Searched = "all") -> Explanation:
         """Return how far each group of both models reaches into a prompt, and why not further. Nothing is changed.
 
         Args:
             tokens: A prompt.
             namespace: Where to look.
+            searched: See BlockManager.explain.
 
         Returns:
             Of the group "successor", num_tokens counts positions, and differs_at is the place of a token in the prompt.
         """
         tokens = some_tokens(tokens)
-        explanation, reach = self.target.explain(tokens, namespace), self._reach(tokens, namespace)
+        explanation, reach = self.target.explain(tokens, namespace, searched), self._reach(tokens, namespace)
         both = explanation
         if reach.num_tokens + 1 < len(tokens):
-            both = self.target.explain(tokens[: reach.num_tokens + 1], namespace)
+            both = self.target.explain(tokens[: reach.num_tokens + 1], namespace, "none")
         return replace(explanation, num_cached_tokens=both.num_cached_tokens, groups=(*explanation.groups, reach))
 
     def check(self) -> None:

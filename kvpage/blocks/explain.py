@@ -23,6 +23,9 @@ MOST_NAMESPACES = 1024  # that are searched for a longer match
 EditMode = Literal["exact", "erratum"]
 MODES: tuple[str, ...] = get_args(EditMode)
 
+Searched = Literal["all", "own", "none"]
+"""Where a longer match is searched: in all namespaces; in those of the caller's own, by other weights; nowhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class EditCost:
@@ -161,6 +164,7 @@ class Explanation:
         num_cached_tokens: Tokens that a request would not compute: those that every group has. One is left at least.
         groups: What each group has.
         elsewhere: The namespace with the longest match, and its tokens, where it is longer than in the prompt's own.
+        lacks_room: Whether the part of a block that the prompt shares is not used: no block is left to copy it to.
         version: The version of the weights with the longest match in the caller's own namespace, and its tokens, where
             this is a longer one. A new version finds nothing of it.
         store: What an engine's store has; None without one.
@@ -174,9 +178,12 @@ class Explanation:
     store: StoreReach | None = None
     edits: tuple[EditCost, ...] = ()
     version: tuple[str, int] | None = None
+    lacks_room: bool = False
 
     def __str__(self) -> str:
         lines = [f"{self.num_cached_tokens} of {self.num_tokens} tokens are cached", *map(str, self.groups)]
+        if self.lacks_room:
+            lines.append("a part of a block is not shared: no block is left to copy it to")
         if self.version is not None:
             lines.append(f"the weights have changed: {_of_version(self.version[0])} has {self.version[1]} tokens")
         elif self.elsewhere is not None:
@@ -187,12 +194,26 @@ class Explanation:
         return "\n  ".join(lines)
 
 
-def explain_attention(space: BlockSpace, tokens: Ids, namespace: bytes, shares_parts: bool) -> Explanation:
+def explain_attention(
+    space: BlockSpace, tokens: Ids, namespace: bytes, shares_parts: bool, searched: Searched
+) -> Explanation:
     """Return how much of a prompt is cached where attention is the only group."""
     reach = reach_of_attention(space, tokens, namespace, shares_parts)
     most = most_found(len(tokens), space.block_size, shares_parts)
-    elsewhere, version = longest_elsewhere(space.tree, tokens, namespace, reach.num_tokens)
-    return Explanation(len(tokens), min(reach.num_tokens, most), (reach,), elsewhere, version=version)
+    num_cached = min(reach.num_tokens, most)
+    lacks_room = num_cached % space.block_size > 0 and _lacks_room(space, tokens, namespace)
+    if lacks_room:
+        num_cached -= num_cached % space.block_size
+    elsewhere, version = longest_elsewhere(space.tree, tokens, namespace, reach.num_tokens, searched)
+    return Explanation(len(tokens), num_cached, (reach,), elsewhere, version=version, lacks_room=lacks_room)
+
+
+def _lacks_room(space: BlockSpace, tokens: Ids, namespace: bytes) -> bool:
+    """Return whether the blocks that a prompt takes are too few beside those that it would read a part of."""
+    size = space.block_size
+    num_on_device = int((space.tree.look(tokens[: (len(tokens) - 1) // size * size], namespace)[0][0] >= 0).sum())
+    num_taken = -(-len(tokens) // size) - num_on_device
+    return num_taken > space.num_free - space.tree.num_held(tokens, namespace)
 
 
 def most_found(num_tokens: int, block_size: int, shares_parts: bool) -> int:
@@ -222,16 +243,21 @@ def reach_of_attention(space: BlockSpace, tokens: Ids, namespace: bytes, shares_
 
 
 def longest_elsewhere(
-    tree: PrefixTree, tokens: Ids, namespace: bytes, num_tokens: int
+    tree: PrefixTree, tokens: Ids, namespace: bytes, num_tokens: int, searched: Searched
 ) -> tuple[tuple[bytes, int] | None, tuple[str, int] | None]:
     """Return the other namespace that has most of the tokens, and how many, if that is more than `num_tokens`.
 
-    And the same among other versions of the weights alone.
+    And the same among other versions of the weights alone. Nothing is looked at that is not to be searched: not even
+    the time that the call takes depends on it.
     """
+    if searched == "none":
+        return None, None
+    weights, caller = WeightsName.split(namespace)
     names = [name for name in tree.names(MOST_NAMESPACES) if name != namespace]
+    if searched == "own":
+        names = [name for name in names if WeightsName.split(name)[1] == caller]
     matches = [(tree.look(tokens, name)[1], name) for name in names]
     most, name = max(matches, default=(0, b""))
-    weights, caller = WeightsName.split(namespace)
     splits = [(num_common, *WeightsName.split(name)) for num_common, name in matches]
     of_versions = [
         (num_common, other.version)
@@ -239,7 +265,7 @@ def longest_elsewhere(
         if of_caller == caller and other.adapter == weights.adapter
     ]
     num_of_version, version = max(of_versions, default=(0, ""))
-    elsewhere = (name, most) if most > num_tokens else None
+    elsewhere = (name, most) if searched == "all" and most > num_tokens else None
     return elsewhere, (version, num_of_version) if num_of_version > num_tokens else None
 
 

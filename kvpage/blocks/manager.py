@@ -23,7 +23,7 @@ from dataclasses import fields
 from typing import Any
 
 from kvpage.blocks.config import BlockConfig
-from kvpage.blocks.explain import Ending, Explanation, GroupReach, explain_attention
+from kvpage.blocks.explain import Ending, Explanation, GroupReach, Searched, explain_attention
 from kvpage.blocks.groups.all_groups import AllGroups
 from kvpage.blocks.groups.group import Prompt
 from kvpage.blocks.groups.held_blocks import HeldBlocks, hold
@@ -484,7 +484,7 @@ class BlockManager:
         """The part of the device's blocks that sequences hold, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
-    def explain(self, tokens: Tokens, namespace: bytes = b"") -> Explanation:
+    def explain(self, tokens: Tokens, namespace: bytes = b"", searched: Searched = "all") -> Explanation:
         """Return how far each group reaches into a prompt, and why not further. Nothing is changed.
 
         The tree remembers its last evictions. Of earlier ones it is not known whether a block was evicted or never
@@ -493,14 +493,15 @@ class BlockManager:
         Args:
             tokens: A prompt, at least one token.
             namespace: Where to look.
+            searched: Where a longer match is searched: "all" namespaces; the caller's "own", by other weights; "none".
         """
         check_namespace(namespace)
         tokens = some_tokens(tokens)
         if not self.enable_prefix_caching:
             return Explanation(len(tokens), 0, (GroupReach("attention", 0, Ending.OFF),))
         if not self._groups:
-            return explain_attention(self.space, tokens, namespace, self.share_parts)
-        return self._all_groups.explain(tokens, namespace)
+            return explain_attention(self.space, tokens, namespace, self.share_parts, searched)
+        return self._all_groups.explain(tokens, namespace, searched)
 
     def state(self, seq_id: SeqId) -> SequenceState:
         """Return a copy of the state of a sequence on the device."""

@@ -21,6 +21,7 @@ from kvpage.server.protocol.errors import ApiError, failed
 from kvpage.server.routes import (
     chats,
     completions,
+    explain,
     messages,
     models,
     page,
@@ -32,7 +33,7 @@ from kvpage.server.routes.operators import health, weights
 from kvpage.server.service import Service
 from kvpage.serving import AsyncEngine
 
-ROUTES = completions, chats, responses, messages, sessions, models, tokens, health, weights, page
+ROUTES = completions, chats, responses, messages, sessions, models, tokens, explain, health, weights, page
 logger = logging.getLogger(__name__)
 
 

@@ -18,6 +18,7 @@ from kvpage.server.config import ServerConfig
 from kvpage.server.metrics.latencies import Latencies
 from kvpage.server.page.feed import Feed
 from kvpage.server.protocol.errors import ApiError, bad_request, busy
+from kvpage.server.running.explainer import Explainer
 from kvpage.server.running.kept_responses import KeptResponses
 from kvpage.server.running.open_requests import OpenRequests, Place
 from kvpage.server.running.runner import Runner
@@ -50,6 +51,7 @@ class Service:
         syntax: The format in which the model thinks and calls tools.
         mark_ids: Special tokens that are marks of it.
         runner: Runs jobs.
+        explainer: Explains prompts.
         latencies: Times of requests.
         http: Counts of HTTP requests.
         feed: Pictures for the page.
@@ -76,6 +78,7 @@ class Service:
         logger.info("%s", self.syntax.in_words)
         self.feed = Feed(engine, tokenizer)
         self.runner = Runner(engine, self.latencies, self.feed.ended, config.tenant_pin_quota)
+        self.explainer = Explainer(engine, self.vocabulary, self.runner.has_blocks)
         self.is_draining, self.created = False, int(time.time())
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="kvpage-compiler")
         max_bytes = config.max_open_bytes or BODIES_AT_ONCE * config.max_body_bytes

@@ -22,6 +22,7 @@ from kvpage.serving.weights.watch import ChangedWeights
 
 FLAGS = (
     "load_or_compute", "native_layers", "enforce_eager", "compile_model", "save_portions", "same_bits",
+    "explains_requests",
 )  # fmt: skip
 AttentionBackendName = Literal["auto", "kvpage", "flashinfer", "flash_attn", "flash_attn_3", "flash_mla"]
 MAX_RANK_TIMEOUT = 86_400.0
@@ -97,6 +98,8 @@ class EngineConfig:
         changed_weights: What a step does that finds the model's weights changed in place, without `update_weights` or
             `reset_prefix_cache`: "error" raises WeightsChanged; "version" begins a version of a new name, and computes
             the K and V of all requests again. The page "Weights" says what is noticed.
+        explains_requests: Note of each request how far the cache reached into its prompt, and why not further; see
+            RequestOutput. It costs each request one more look at the tree.
 
     Raises:
         TypeError: A value is of another type.
@@ -137,6 +140,7 @@ class EngineConfig:
     same_bits: bool = False
     sessions: SessionConfig = field(default_factory=SessionConfig)
     changed_weights: ChangedWeights = "error"
+    explains_requests: bool = False
 
     def __post_init__(self) -> None:
         _check_type("cache_config", self.cache_config, CacheConfig)

@@ -5,7 +5,6 @@ prompts, SamplingParams ─► Engine ─► ServingLoop, Scheduler, BlockManage
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpage.blend.segments import SegmentCache
-from kvpage.blocks.explain import Explanation
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.checks.interrupts import HeldInterrupts, made_or_undone, uninterrupted
 from kvpage.checks.tokens import Tokens, as_tokens
@@ -36,6 +34,7 @@ from kvpage.serving.params.sampling import SamplingParams, check_params, params_
 from kvpage.serving.sessions.session_engine import SessionEngine
 from kvpage.serving.stats import EngineStats
 from kvpage.serving.stats.debug import EngineDebug
+from kvpage.serving.stats.explaining import ExplainingEngine
 from kvpage.serving.stats.request_state import RequestState, request_states
 from kvpage.serving.steer.beam_search import BeamSearchOutput, search_beams
 from kvpage.serving.steer.scoring import ScoringEngine
@@ -43,7 +42,7 @@ from kvpage.serving.steer.steerable import SteerableEngine
 from kvpage.store.block_store import BlockStore
 
 
-class Engine(UpdatableEngine, SteerableEngine, ScoringEngine, SessionEngine):
+class Engine(UpdatableEngine, SteerableEngine, ScoringEngine, SessionEngine, ExplainingEngine):
     """A serving loop over one model. Make it by `from_model`.
 
     It is not thread-safe: one engine, one thread. A forked process needs an engine of its own: in it, every call that
@@ -357,28 +356,6 @@ class Engine(UpdatableEngine, SteerableEngine, ScoringEngine, SessionEngine):
         return request
 
     # --- prompts that are not queued ---------------------------------------------------------------------------------
-
-    def explain(self, tokens: Tokens, namespace: bytes = b"", adapter: str | None = None) -> Explanation:
-        """Return how far what is cached reaches into a prompt, and why it ends there, for each group of layers.
-
-        A store is asked, too, and waited for at most `EngineConfig.store_deadline` seconds, as by a request. One that
-        raises or is late is no error: `Explanation.store` says so.
-
-        Args:
-            tokens: Token ids of a prompt.
-            namespace: Where to search.
-            adapter: See SamplingParams.
-
-        Returns:
-            The explanation. Nothing changes by it in the engine, not even what counts as used.
-
-        Raises:
-            ValueError, TypeError: As `add_request` for tokens and namespace.
-        """
-        array, store = self.check_tokens(tokens), self._connectors.store
-        kv_namespace = self.kv_namespace(namespace, adapter)
-        explanation = self.sessions.explained(self.manager.explain(array, kv_namespace), array, namespace)
-        return explanation if store is None else replace(explanation, store=store.explain(array, kv_namespace))
 
     def check_tokens(self, tokens: Tokens) -> npt.NDArray[np.int32]:
         return self._intake.check_tokens(tokens)

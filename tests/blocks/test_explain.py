@@ -5,6 +5,7 @@ import random
 import pytest
 from support.block_requests import computed
 from support.hybrid_requests import B, manager_of, serve
+from support.seeds import seed_of
 
 from kvpage import BlockManager
 from kvpage.blocks.explain import Ending, Explanation
@@ -90,11 +91,34 @@ def test_a_request_finds_what_was_said(latency, share_parts):
     assert (space.host_hit_tokens > 0) == (latency != 0.6) and (space.refused_tokens > 0) == (latency is not None)
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 5])
+@pytest.mark.parametrize("num_running", [0, 2])
+def test_a_part_is_not_promised_where_no_block_is_left_to_copy_it_to(num_host_blocks, num_running):
+    rng = random.Random(seed_of(num_host_blocks + num_running))
+    manager, num_lacking = BlockManager(8, B, num_host_blocks=num_host_blocks), 0
+    for seq_id in range(num_running):
+        computed(manager, f"running {seq_id}", [seq_id, 1, 1])
+    for seq_id in range(400):
+        tokens = [rng.choice((1, 1, 2)) for _ in range(rng.randrange(1, (6 - num_running) * B + 2))]
+        told = manager.explain(tokens)
+        found = manager.allocate(seq_id, tokens).num_cached_tokens
+        assert told.num_cached_tokens == found
+        if told.lacks_room:
+            num_lacking += 1
+            assert told.groups[0].num_tokens > found and found % B == 0 and "no block is left" in str(told)
+        manager.do_moves(lambda move: None)
+        manager.commit(seq_id, tokens[found:])
+        manager.release(seq_id)
+    assert num_lacking
+
+
 def test_another_namespace_that_has_more_is_named():
     manager = filled()
     found = reach(manager, TOKENS, b"tenant")
     assert found.elsewhere == (b"", 3 * B) and found.num_cached_tokens == 0
     assert reach(manager, TOKENS).elsewhere is None
+    for searched in ("own", "none"):
+        assert manager.explain(TOKENS, b"tenant", searched).elsewhere is None
     assert "another namespace, b'', has 12 tokens" in str(found)
 
 

@@ -178,9 +178,12 @@ class TreeLife(Life):
     def match(self) -> None:
         tokens, name = self.prompt()
         kind, priority = self.as_some_kind(tokens), self.rng.choice([0, 0, 0, 1, 7])
-        self.keep(
-            self.both(lambda: self.tree.match(kind, name, priority), lambda: self.naive.match(tokens, name, priority))
+        num_held, num_evictable = self.tree.num_held(kind, name), self.tree.num_evictable
+        pair = self.both(
+            lambda: self.tree.match(kind, name, priority), lambda: self.naive.match(tokens, name, priority)
         )
+        assert 0 <= num_evictable - self.tree.num_evictable <= num_held <= num_evictable
+        self.keep(pair)
 
     def match_part(self) -> None:
         if not self.matches:

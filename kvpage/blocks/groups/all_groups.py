@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvpage._C import Match
-from kvpage.blocks.explain import Explanation, GroupReach, longest_elsewhere, reach_of_attention
+from kvpage.blocks.explain import Explanation, GroupReach, Searched, longest_elsewhere, reach_of_attention
 from kvpage.blocks.groups.group import Agreement, GroupManager, Groups, Prompt, agree
 from kvpage.blocks.sequence_state import Allocation, Ids, PathIds, SeqId
 from kvpage.blocks.sequences.sequences import Sequences
@@ -55,7 +55,7 @@ class AllGroups:
         """
         return self._agreed(ids, prompt)[0].num_tokens
 
-    def explain(self, tokens: Ids, namespace: bytes) -> Explanation:
+    def explain(self, tokens: Ids, namespace: bytes, searched: Searched) -> Explanation:
         """Return how far each group reaches into a prompt. Beside states, which stand amid blocks, a part counts."""
         tree, prompt = self._space.tree, Prompt(tokens, namespace, 0, 1)
         ids = tree.look(tokens, namespace)[0]
@@ -64,7 +64,7 @@ class AllGroups:
         for group in reversed(self._groups):  # states first: windows reach into their tails, too
             reaches.insert(0, group.explain(ids, prompt, attention))
             attention = group.amend(attention, ids, prompt, position)
-        elsewhere, version = longest_elsewhere(tree, tokens, namespace, attention.num_tokens)
+        elsewhere, version = longest_elsewhere(tree, tokens, namespace, attention.num_tokens, searched)
         return Explanation(len(tokens), position, (attention, *reaches), elsewhere, version=version)
 
     @uninterrupted

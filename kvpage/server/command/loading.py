@@ -122,6 +122,7 @@ def engine_config(options: ServeOptions) -> EngineConfig:
             parse_size(options.host_state_memory),
             options.checkpoint_every or None,
         ),
+        explains_requests=True,  # for the page
     )
 
 

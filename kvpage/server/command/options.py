@@ -10,6 +10,7 @@ from typing import Literal
 from kvpage.checks.values import check_at_least
 from kvpage.layout.model_folder import check_model_folder
 from kvpage.server.config import MAX_HINTED_PRIORITY, ApiKey
+from kvpage.serving.weights.adapters.adapter import check_adapter_name
 from kvpage.store.config import TierURL, parse_size
 from kvpage.store.placement import FACTORIES
 
@@ -127,6 +128,7 @@ class ServeOptions:
             name, _, folder = text.partition("=")
             if not name or not folder or name in folders:
                 raise ValueError(f"--adapter must be NAME=FOLDER, with each name once, got {text!r}")
+            check_adapter_name(name)
             folders[name] = Path(folder)
         return folders
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvpage.blocks.explain import Explanation
 from kvpage.serving import LiveRequest, RequestOutput
 
 MAX_ENDED, MAX_LEAVING = 256, 32
@@ -68,6 +69,7 @@ class EndedRequests:
             "computed": num_prompt - num_found if has_begun else 0,
             "generated": sum(len(sample.token_ids) for sample in output.samples),
             "seconds": output.finish_time - output.arrival_time,
+            "why": why(output.explanation),
         }
         self._ended.append(Ended(namespace, parts, output.finish_time))
 
@@ -89,3 +91,12 @@ class EndedRequests:
                 self._leaving.append((request, namespace))
             else:
                 self.note(request.output, namespace)
+
+
+def why(explanation: Explanation | None) -> list[str] | None:
+    """Return why the cache reached no further into a prompt, a line for each group of layers.
+
+    Args:
+        explanation: At its first admission; None where there is none.
+    """
+    return None if explanation is None else [str(group) for group in explanation.groups]

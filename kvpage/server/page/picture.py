@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvpage._C import HotPrefix
-from kvpage.server.page.ended import Ended
+from kvpage.server.page.ended import Ended, why
 from kvpage.server.page.snapshot import MAX_LANES, Snapshot
 from kvpage.serving import EngineStats, RequestState, SessionState
 from kvpage.store import KVStoreStats
@@ -118,6 +118,7 @@ def _lane(state: RequestState, now: float) -> dict[str, Any]:
         "computed": max(num_prompt - num_found, 0),
         "generated": state.num_generated_tokens,
         "seconds": now - state.arrival_time,
+        "why": why(state.explanation),
     }
 
 

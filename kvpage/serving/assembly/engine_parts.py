@@ -257,6 +257,7 @@ def _looped(
         servable.attention.window if rank_parts.shares_blocks else None,
         turns=connectors,
         reclaimers=[connectors.reclaim],
+        explains=config.explains_requests,
     )
     groups = StepGroups(manager, caches, tell)
     batch_runner = BatchRunner(runner, caches, manager, transfers, lead, groups)

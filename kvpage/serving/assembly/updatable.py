@@ -10,7 +10,7 @@ from kvpage.serving.config import EngineConfig
 from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.loop.serving_loop import ServingLoop, step_on
 from kvpage.serving.model.runner import ModelRunner
-from kvpage.serving.weights.adapters.adapter import Adapter
+from kvpage.serving.weights.adapters.adapter import Adapter, check_adapter_name
 from kvpage.serving.weights.adapters.adapter_file import read_adapter
 from kvpage.serving.weights.engine_weights import EngineWeights
 from kvpage.serving.weights.weight_files import read_weights
@@ -154,17 +154,17 @@ class UpdatableEngine:
         with the base model.
 
         Args:
-            name: A name that is not loaded.
+            name: A name that is not loaded: 1 to 256 printable characters without slashes, and no blank at an end.
             folder: With `adapter_config.json` and `adapter_model.safetensors`.
 
         Raises:
-            ValueError: The adapter is not served, or not on this engine, with the reason.
+            ValueError: The adapter is not served, or not on this engine, with the reason. The name is another.
+            TypeError: The name is no str.
             OSError: A file cannot be read.
             RuntimeError: A step is under way.
         """
         self._parts.loop.check_between_steps("load_adapter")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name must be a str that is not empty, got {name!r}")
+        check_adapter_name(name)
         self._check_adaptable()
         adapter = read_adapter(name, Path(folder), self._parts.runner.model)
         self._parts.weights.check_new(name)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
+from kvpage.blocks.explain import Explanation, Searched
 from kvpage.checks.interrupts import HeldInterrupts
 from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import check_at_least
@@ -272,6 +273,35 @@ class AsyncEngine:
             raise TypeError(f"function must be callable, got {type(function).__name__}")
         return self.call(lambda engine: function(engine.session(session_id, namespace)))
 
+    async def explain(
+        self,
+        tokens: Tokens,
+        namespace: bytes = b"",
+        adapter: str | None = None,
+        *,
+        searched: Searched = "all",
+    ) -> Explanation:
+        """Return how far what is cached reaches into a prompt, and why it ends there; see Engine.explain.
+
+        Steps go on while a store is asked. All that is told is of one moment, after its answer.
+
+        Args:
+            tokens: See Engine.explain.
+            namespace: See Engine.explain.
+            adapter: See Engine.explain.
+            searched: Where a longer match is searched: "all" namespaces; the caller's "own", by other weights; "none".
+
+        Raises:
+            ValueError, TypeError: As Engine.explain.
+            EngineClosed: The engine is closed, or has failed.
+        """
+        question = await asyncio.wrap_future(self.call(lambda engine: engine.ask(tokens, namespace, adapter)))
+        if question.stored is not None:
+            waiting = asyncio.wrap_future(question.stored)
+            waiting.add_done_callback(_take_failure)  # it is in the answer, and no news for the loop
+            await asyncio.wait([waiting], timeout=self.engine.config.store_deadline)
+        return await asyncio.wrap_future(self.call(lambda engine: engine.answer(question, searched)))
+
     async def update_weights(
         self, version: str, change: Callable[[], object] | None = None, *, running: Running = "restart"
     ) -> None:
@@ -409,3 +439,8 @@ class AsyncEngine:
 def _cancel_update(began: "Future[Future[None]]") -> None:
     if not began.cancelled() and began.exception() is None:
         began.result().cancel()
+
+
+def _take_failure(future: "asyncio.Future[Any]") -> None:
+    if not future.cancelled():
+        future.exception()

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import repeat
 from typing import Literal, NamedTuple
 
+from kvpage.blocks.explain import Explanation
 from kvpage.serving.text.token_logprobs import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -51,6 +52,8 @@ class RequestOutput:
         prompt_logprobs: One for each token of the prompt, None for the first one, which follows nothing; None unless
             SamplingParams.prompt_logprobs asked for them, or where the request ended before all were computed.
         num_loaded_tokens: Tokens of `num_cached_tokens` that came from the host tier or a store for this request.
+        explanation: How far the cache reached into the prompt at the first admission, and why not further. None unless
+            `EngineConfig.explains_requests` asks for it, and for a prompt of which all log-probabilities are computed.
     """
 
     request_id: str
@@ -64,6 +67,7 @@ class RequestOutput:
     num_recomputed_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_loaded_tokens: int = 0
+    explanation: Explanation | None = None
 
     @property
     def is_blended(self) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpage.blend.segments import Reuse
+from kvpage.blocks.explain import Explanation
 from kvpage.serving.blending.blended_prompt import BlendedPrompt
 from kvpage.serving.loop.outputs import FinishReason, RequestOutput, Sample, StepOutput
 from kvpage.serving.params.sampling import DEFAULT_MAX_TOKENS, MAX_SEED, SamplingParams
@@ -40,6 +41,7 @@ class SampleGroup:
     num_cached_tokens: at the first admission. num_loaded_tokens: that the host tier or a store gave for it before.
     answer_rules: of the engine; None gives no answers.
     is_asked, is_found: whether a store was asked for its prompt, and has had some of it.
+    explanation: what its first admission found in the cache, and why not more; None where nobody has asked.
     """
 
     arrival: int
@@ -54,6 +56,7 @@ class SampleGroup:
     answer_rules: AnswerRules | None = None
     is_asked: bool = False
     is_found: bool = False
+    explanation: Explanation | None = None
 
     def note_token(self, now: float) -> None:
         """Note that a sample has a new token: the first of all has its time kept."""
@@ -360,6 +363,7 @@ class Request:
             num_recomputed_tokens=0 if blending is None else blending.num_recomputed_tokens,
             prompt_logprobs=None if first.scored is None else first.scored.logprobs,
             num_loaded_tokens=min(group.num_loaded_tokens, group.num_cached_tokens or 0),
+            explanation=group.explanation,
         )
 
 

@@ -31,6 +31,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from kvpage.blocks.explain import Explanation
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.stats import Preemptions
 from kvpage.checks.errors import OutOfBlocks
@@ -54,6 +55,7 @@ class Scheduler:
     window: of the attention of all layers; None if one of them sees everything.
     turns: what waiting requests get when their turns come.
     reclaimers: asked for blocks, in order, where running requests cannot give any.
+    explains: whether each request is to know how far the cache reached into its prompt, and why not further.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Scheduler:
         *,
         turns: Turns | None = None,
         reclaimers: Iterable[Reclaimer] = (),
+        explains: bool = False,
     ) -> None:
         check_at_least("max_num_seqs", max_num_seqs, 1)
         check_at_least("max_num_batched_tokens", max_num_batched_tokens, 1)
@@ -79,7 +82,7 @@ class Scheduler:
         self.num_left = self.num_queued = 0
         self._decodes = Decodes([], np.empty(0, np.int64))  # of the last step
         self._has_priorities = False
-        self._turns, self.reclaimers = turns or Turns(), list(reclaimers)
+        self._turns, self.reclaimers, self._explains = turns or Turns(), list(reclaimers), explains
         self._outcome_ahead: Outcome = lambda request: None  # of the step that was begun ahead of the last batch
 
     def use_outcomes(self, outcome_ahead: Outcome) -> None:
@@ -413,6 +416,7 @@ class Scheduler:
             num_spare = 0
         elif not self._windows.has_room(request):
             return False
+        explanation = self._explained(request)
         try:
             if was_swapped:
                 allocation = self.manager.swap_in(request.seq_id, tokens, num_spare=num_spare)
@@ -425,11 +429,18 @@ class Scheduler:
         if request.admit(allocation.num_cached_tokens):
             self.num_prompt_tokens += request.num_prompt_tokens
             self.num_cached_tokens += allocation.num_cached_tokens
+            request.group.explanation = explanation
         if request.blending is not None and not was_swapped:
             request.blending.admit(allocation.num_cached_tokens)
         self.waiting.remove(request)
         self.running.append(request)
         return True
+
+    def _explained(self, request: Request) -> Explanation | None:
+        """Return how far the cache reaches into a prompt before its first admission; None where nobody has asked."""
+        if not self._explains or request.group.is_admitted or request.scores_prompt:
+            return None
+        return self.manager.explain(request.prompt, request.namespace, "none")
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

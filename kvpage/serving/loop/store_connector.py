@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import wait
 
-from kvpage.blocks.explain import StoreReach
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.interrupts import interruptible
@@ -79,10 +78,6 @@ class StoreConnector:
     def wait(self, limit: WaitLimit | None = None) -> None:
         """Wait until something is done that a request waits for, or is late; no longer than the limit."""
         self.loads.wait(limit)
-
-    def explain(self, tokens: TokenIds, namespace: bytes) -> StoreReach:
-        """Return how far the store reaches into a prompt, and what a request would do; see PromptLoads.explain."""
-        return self.loads.explain(tokens, namespace)
 
     def reclaim(self) -> bool:
         """Wait for a load or a save that has blocks, so that these can be evicted; False if there is none."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+from kvpage.blocks.explain import Explanation
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.scheduler import Scheduler
@@ -27,6 +28,7 @@ class RequestState:
         num_generated_tokens: Tokens that it has generated.
         arrival_time: Seconds of time.monotonic() when it was queued.
         first_token_time: The same of its first token; None before it.
+        explanation: See RequestOutput. None before the first admission.
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class RequestState:
     num_generated_tokens: int
     arrival_time: float
     first_token_time: float | None
+    explanation: Explanation | None = None
 
 
 def request_states(scheduler: Scheduler, connectors: Connectors, limit: int) -> list[RequestState]:
@@ -72,4 +75,5 @@ def _state_of(request: Request, stage: Stage) -> RequestState:
         num_generated_tokens=request.num_generated,
         arrival_time=group.arrival_time,
         first_token_time=group.first_token_time,
+        explanation=group.explanation,
     )

@@ -136,6 +136,30 @@ def test_adapters_come_and_go_by_name(tmp_path):
         engine.unload_adapter("a")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["", "a/b", "/", "a\\b", "a\nb", "\x00", "a\x7f", "a\u200b", "\ud800", " a", "a ", ".", "..", "a" * 257],
+)
+def test_odd_names_are_refused_and_nothing_is_loaded(tmp_path, name):
+    model = make_model("llama")
+    folder, engine = write_adapter(tmp_path / "a", model, targets(model)), make_engine(model)
+    with pytest.raises(ValueError, match="name must have"):
+        engine.load_adapter(name, folder)
+    assert engine.stats().weights.adapters == ()
+
+
+def test_plain_names_are_taken(tmp_path):
+    model = make_model("llama")
+    folder, engine = write_adapter(tmp_path / "a", model, targets(model)), make_engine(model)
+    names = ["sql", "a b", "v1.2-rc_3", "org:sql@2", "größe", "a" * 256]
+    for name in names:
+        engine.load_adapter(name, folder)
+    assert engine.stats().weights.adapters == tuple(names)
+    for wrong in (None, b"a", 3):
+        with pytest.raises(TypeError, match="name must be a str"):
+            engine.load_adapter(wrong, folder)
+
+
 def test_what_is_not_served_is_refused_by_name(tmp_path):
     model = make_model("llama")
     engine, paths = make_engine(model), targets(model)

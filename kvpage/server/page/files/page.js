@@ -435,6 +435,7 @@ function drawLanes({ requests, ended, running, waiting }) {
     const lane = element("div", `lane${active ? " active" : ""}${one.over ? " over" : ""}`,
       element("span", "stage", STAGES[one.stage] || one.stage), bar(parts, longest), count);
     lane.title = one.id;
+    if (one.why) lane.append(element("span", "why", one.why.join(" · ")));
     return lane;
   });
   const hidden = running + waiting - requests.length;

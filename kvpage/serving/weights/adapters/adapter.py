@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+MAX_NAME_CHARACTERS = 256
+MAX_SHOWN = 80  # characters of a name in an error
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraLayer:
@@ -45,3 +48,18 @@ class Adapter:
     digest: str
     layers: Mapping[str, LoraLayer]
     keeps_kv: bool
+
+
+def check_adapter_name(name: str) -> None:
+    """Raise TypeError unless an adapter's name is a str, and ValueError for a name that no request could write plainly.
+
+    Names are models' names in requests, parts of URLs, and words of logs and metrics.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {type(name).__name__}")
+    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
+        raise ValueError(f"name must have 1 to {MAX_NAME_CHARACTERS} characters, got {len(name)}")
+    is_plain = name.isprintable() and name == name.strip() and not {"/", "\\"} & {*name}
+    if not is_plain or name in (".", ".."):
+        rule = "printable characters without slashes, and no blank at an end"
+        raise ValueError(f"name must have {rule}, got {name[:MAX_SHOWN]!r}")

@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from itertools import islice
 from typing import Any
 
-from kvpage.blocks.explain import StoreReach, StoreVerdict
+from kvpage.blocks.explain import Explanation, StoreReach, StoreVerdict
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.sequence_state import Allocation
@@ -136,13 +136,15 @@ class PromptLoads:
             return True
         return False
 
-    def explain(self, tokens: TokenIds, namespace: bytes) -> StoreReach:
-        """Return how far the store reaches into a prompt that is not queued, and whether a request would load that.
+    def question(self, tokens: TokenIds, namespace: bytes) -> "Future[Explanation]":
+        """Ask the store what it has of a prompt that is not queued. Nothing is loaded, and nothing is counted."""
+        return self._loaders.submit(lambda: self._group.explain(tokens, namespace))
 
-        It waits for the store as long as a request does. Nothing is loaded, and nothing is counted.
+    def reach(self, answer: "Future[Explanation]", tokens: TokenIds, namespace: bytes) -> StoreReach:
+        """Return how far the store reaches into a prompt, and whether a request would load that.
+
+        answer: To a `question` of the same prompt. One that is not there by now is late.
         """
-        answer = self._loaders.submit(lambda: self._group.explain(tokens, namespace))
-        wait([answer], timeout=self._deadline)
         if not answer.done():
             answer.cancel()  # if no thread has taken it up
             return StoreReach(0, StoreVerdict.LATE)
