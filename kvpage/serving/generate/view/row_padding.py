@@ -43,7 +43,7 @@ def check_places(arguments: Mapping[str, Any], pads: Sequence[int], start: int, 
         is_right = mask.shape == shown.shape and torch.equal(as_numbers("attention_mask", mask).bool(), shown)
     if not is_right:
         raise ValueError(
-            f"attention_mask must be that which the cache was made with, up to token {end}, and show the tokens after it"
+            f"attention_mask must be that which the cache was made with, and then show all tokens, up to token {end}"
         )
     expected = torch.arange(start, end) - counts[:, None]
     positions = arguments.get("position_ids")
@@ -61,7 +61,9 @@ def _shown(counts: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 def _agree(positions: Any, expected: torch.Tensor) -> bool:
     """Whether the tokens that are no padding have the expected positions."""
-    numbers = torch.atleast_2d(as_numbers("position_ids", positions))
+    numbers = as_numbers("position_ids", positions)
+    if numbers.dim() == 1:
+        numbers = numbers.unsqueeze(0)
     if numbers.dim() != 2 or numbers.shape[1] != expected.shape[1] or len(numbers) not in (1, len(expected)):
         return False
     return bool(((numbers == expected) | (expected < 0)).all())
