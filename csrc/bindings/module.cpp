@@ -3,6 +3,7 @@
 
 #include "base/build_facts.h"
 #include "base/check.h"
+#include "simd/instruction_sets.h"
 
 using namespace kvpage;
 
@@ -55,6 +56,7 @@ void kvpage::set_out_of_blocks(const OutOfBlocks& error) {
 }
 
 PYBIND11_MODULE(_C, m) {
+  check_instruction_cap();
   m.doc() = "The native core of kvpage: addresses, sizes and stream handles in; no torch.";
   register_errors(m);
   m.def("build_info", &build_info, "What this extension was built with.");

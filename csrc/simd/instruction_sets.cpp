@@ -1,6 +1,9 @@
 #include "simd/instruction_sets.h"
 
+#include <cstdlib>
 #include <string_view>
+
+#include "base/check.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -37,11 +40,38 @@ bool has_amx_bf16() { return false; }
 bool has_avx512_fp16() { return false; }
 #endif
 
+// Those with code of their own, each with the instructions of all before it. Others come after them.
+constexpr std::string_view kSets[] = {"base", "avx2", "avx512", "avx512bf16"};
+constexpr size_t kNumSets = sizeof(kSets) / sizeof(kSets[0]);
+
+size_t rank_of(std::string_view set) {
+  size_t rank = 0;
+  while (rank < kNumSets && kSets[rank] != set) ++rank;
+  return rank;
+}
+
+// The rank of the best set that the environment allows.
+size_t read_cap() {
+  const char* name = std::getenv(kCapVariable);
+  if (name == nullptr || *name == '\0') return kNumSets;
+  const size_t rank = rank_of(name);
+  check(rank < kNumSets, kCapVariable, " must be base, avx2, avx512 or avx512bf16, got ", name);
+  return rank;
+}
+
+size_t cap() {
+  static const size_t rank = read_cap();
+  return rank;
+}
+
 }  // namespace
+
+void check_instruction_cap() { cap(); }
 
 bool has_instruction_set(const char* name) {
   const std::string_view set = name;
   if (set == "base" || set == "pairs_model") return true;
+  if (rank_of(set) > cap()) return false;
   return (set == "avx2" && has_avx2()) || (set == "avx512" && has_avx512()) ||
          (set == "avx512bf16" && has_avx512bf16()) || (set == "amx_bf16" && has_amx_bf16()) ||
          (set == "avx512_fp16" && has_avx512_fp16());

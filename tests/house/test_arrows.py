@@ -12,7 +12,7 @@ MORE_ENTRIES = {
     "kvpage.checks": (13, "each kind of check, and of lock, has a file"),
     "kvpage.blocks": (14, "each kind of cache group has a folder; the options have a file"),
     "kvpage": (len(ROOMS) + 1, "the rooms, and source_folder, which runs before any of them can be found"),
-    "kvpage.serving.generate": (13, "each part of one Cache has a file; its states have a folder"),
+    "kvpage.serving.generate": (14, "each part of one Cache has a file; its states and its view have folders"),
     "kvpage.serving": (15, "each thing that an engine does has a folder"),
     "kvpage.store": (20, "a store is one noun with many parts"),
     "kvpage.layout": (18, "each part of a cache's description has a file"),

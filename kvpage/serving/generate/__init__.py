@@ -28,6 +28,7 @@ Modules. Each imports only modules in the lines above its own:
     forward_hooks    ForwardHooks: report the forwards that are given a cache
     kv_page_layer    KVPageLayer: a layer of a cache, as transformers reads it
     states           the states of the rows, for models whose layers keep some
+    view             the view of a model that computes the same bits, by a runner, without hooks
     model_blocks     ModelBlocks: the blocks of one model, without any check
     kv_page_cache    KVPageCache: the cache of one call
     pool_check       verify_blocks: refuse a model whose logits over blocks are not its own

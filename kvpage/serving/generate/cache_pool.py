@@ -13,6 +13,7 @@ from kvpage.layout.kv_scales import KVScales
 from kvpage.serving.generate.model_blocks import ModelBlocks, check_eval
 from kvpage.serving.generate.pool_check import verify_blocks
 from kvpage.serving.generate.states.pool_states import PoolStates
+from kvpage.serving.generate.view.view_parts import check_backend, view_parts
 from kvpage.serving.model.argument_check import check_model
 from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.hf_cache.argument import checked_cache_argument
@@ -27,9 +28,11 @@ from kvpage.serving.params.states import StateConfig
 class KVPageCachePool(ModelBlocks):
     """Blocks of one model for `model.generate`, shared by the KVPageCaches over them. Make it by `from_model`.
 
-    It owns the cache tensors (`engine`) and the block manager (`manager`). The model stays the caller's. Blocks are
-    valid for the model's weights as they are. After a change of weights in place, call `reset_prefix_cache`. Give each
-    adapter a namespace of its own.
+    It owns the cache tensors (`engine`) and the block manager (`manager`). The model stays the caller's. `model` is
+    what `generate` is called on: the caller's model or, with `same_bits`, a view over the same weights.
+
+    Blocks are valid for the model's weights as they are. After a change of weights in place, call `reset_prefix_cache`.
+    Give each adapter a namespace of its own.
     """
 
     @classmethod
@@ -44,6 +47,7 @@ class KVPageCachePool(ModelBlocks):
         kv_scales: Sequence[KVScales] | None = None,
         max_working_bytes: int | None = None,
         states: StateConfig | None = None,
+        same_bits: bool = False,
     ) -> "KVPageCachePool":
         """Make a pool on the model's device, with as many blocks in each tier as the config says.
 
@@ -60,12 +64,16 @@ class KVPageCachePool(ModelBlocks):
                 gathers K and V, one layer at a time. None: no limit. 0, and blocks that quantise: always gather.
             states: the budget of the states of a model whose layers keep some, of rows in use and checkpoints together;
                 None for the default. Other models do not read it.
+            same_bits: whether logits are functions of the model and a row's tokens alone, bit by bit, on a CPU. Call
+                `generate` on the pool's `model` then, not on the caller's, which is refused. It computes as an Engine
+                with `same_bits` does. Blocks are read in place: `max_working_bytes` is not read.
 
         Returns:
             The pool, with nothing cached.
 
         Raises:
-            TypeError: for a model or a config of another type.
+            OptionError: a ValueError, with the reason, for a model or a machine that cannot have the same bits.
+            TypeError: for a model, a config or an option of another type.
             ValueError: with the reason, for a model that keeps more than K and V, and states beside them in
                 `past_key_values`; whose K and V do not fit into blocks of this layout, whose sliding window is not in
                 its mask, that is compiled or in training mode; for a cache without blocks, and a budget without a
@@ -75,19 +83,23 @@ class KVPageCachePool(ModelBlocks):
         _check_cache_config(cache_config)
         if max_working_bytes is not None and as_integer("max_working_bytes", max_working_bytes) < 0:
             raise ValueError(f"max_working_bytes must not be negative, got {max_working_bytes}")
+        if not isinstance(same_bits, bool):
+            raise TypeError(f"same_bits must be a bool, got {type(same_bits).__name__}")
         budget = _checked_budget(states)
         check_config(model, takes_states=True)
         _check_cacheable(model)
         check_eval(model)
-        pool_states = _found_states(model, cache_config, budget)
-        shape = KVShape.of_model(model) if pool_states is None else pool_states.found.kv_shape
-        assert shape is not None
-        _check_backend(model, shape, cache_config)
-        check_windows(model)
-        _verify(model, shape, cache_config, kv_scales, pool_states)
         blocks = BlockConfig.of_cache(
             cache_config, share_parts=share_parts, host_policy=host_policy, pin_quota=pin_quota
         )
+        if same_bits:
+            return cls(*view_parts(model, cache_config, kv_scales, budget, blocks))
+        pool_states = _found_states(model, cache_config, budget)
+        shape = KVShape.of_model(model) if pool_states is None else pool_states.found.kv_shape
+        assert shape is not None
+        check_backend(model, shape, cache_config)
+        check_windows(model)
+        _verify(model, shape, cache_config, kv_scales, pool_states)
         pool = cls.make(model, shape, cache_config, kv_scales, blocks, max_working_bytes, pool_states)
         assert isinstance(pool, cls)
         return pool
@@ -137,15 +149,6 @@ def _verify(
 def _check_cacheable(model: PreTrainedModel) -> None:
     checked_cache_argument(model)
     check_states_are_cached(model, FIRST_VERSION)
-
-
-def _check_backend(model: PreTrainedModel, shape: KVShape, cache_config: CacheConfig) -> None:
-    if shape.is_latent != (cache_config.backend == "mla"):
-        handed = "latents" if shape.is_latent else "K and V of heads"
-        raise ValueError(
-            f"backend must be 'mla' exactly where a model hands latents to its cache, {type(model).__name__} hands "
-            f"{handed} to {cache_config.backend!r}"
-        )
 
 
 def _checked_budget(states: StateConfig | None) -> StateConfig:

@@ -10,6 +10,10 @@ beyond that are computed again and not written: the tree owns their blocks, and 
     open ─► skip_found ─► begin ─► the model writes K and V ─► finish ─► begin ─► ... ─► release
 
 The next `begin`, `select` or `release` commits the tokens of a `finish`. Until then, `crop` takes them back for free.
+
+A row may begin with padding, which has no blocks and is not computed. Its sequence in the manager begins after that:
+
+    row 2   [ pad pad | to compute to compute ]
 """
 
 import uuid
@@ -24,6 +28,7 @@ import torch
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.generate.row_slots import RowSlots
+from kvpage.serving.generate.states.packed_pass import PackedPass
 from kvpage.serving.generate.states.row_states import RowPass, RowStates
 from kvpage.serving.generate.working_rows import WorkingRows
 
@@ -40,7 +45,8 @@ _NO_TOKEN = np.int32(-1)  # in no vocabulary
 @dataclass(slots=True)
 class _Row:
     """room: tokens that have blocks. num_written: tokens that were found or committed. is_private: no other row has
-    its namespace, whose blocks are forgotten with the row.
+    its namespace, whose blocks are forgotten with the row. num_pads: of the row's tokens, the first ones, that do not
+    count in the others.
     """
 
     seq_id: int
@@ -48,6 +54,15 @@ class _Row:
     num_written: int
     namespace: bytes
     is_private: bool
+    num_pads: int = 0
+
+    def count(self, length: int) -> int:
+        """Return how many of the row's first `length` tokens are no padding."""
+        return max(length - self.num_pads, 0)
+
+    def known(self, tokens: TokenRow, length: int) -> TokenRow:
+        """Return the first `length` tokens of the row, without padding. tokens: of the row, with it."""
+        return tokens[self.num_pads : max(length, self.num_pads)]
 
 
 class CachedRows:
@@ -84,31 +99,47 @@ class CachedRows:
     @property
     def num_found(self) -> int:
         """How many tokens every row has in its blocks that were not computed here."""
-        return min((row.num_written for row in self._rows), default=0)
+        return min((row.num_pads + row.num_written for row in self._rows), default=0)
+
+    @property
+    def nums_pads(self) -> list[int]:
+        """The number of pads of each row."""
+        return [row.num_pads for row in self._rows]
 
     def is_findable(self, row: int) -> bool:
         """Whether others find the row: its K and V follow from its tokens alone."""
         return not self._rows[row].is_private
 
     def open(
-        self, tokens: TokenRows, is_findable: Sequence[bool], namespace: bytes, cache_at: Sequence[int] = ()
+        self,
+        tokens: TokenRows,
+        is_findable: Sequence[bool],
+        namespace: bytes,
+        cache_at: Sequence[int] = (),
+        nums_pads: Sequence[int] | None = None,
     ) -> None:
         """Allocate blocks for rows of these tokens, and find the cached beginning of each. There must be no rows yet.
 
         A row that is not findable neither finds nor is found: its K and V do not follow from its tokens alone. Where
         there are states, all rows begin at one position: a state cannot be shortened. cache_at: see KVPageCache.
+        nums_pads: the padding at the beginning of each row, less than its tokens; None for rows without any.
         """
-        self._rows, self._tokens = self._allocate_each(tokens, is_findable, namespace, cache_at=cache_at), tokens
-        self._num_prompt = tokens.shape[1]
-        num_found = [row.num_written for row in self._rows]
-        while self._states is not None and max(num_found) > min(num_found):
+        nums_pads = [0] * len(tokens) if nums_pads is None else nums_pads
+        parts = [row[num_pads:] for row, num_pads in zip(tokens, nums_pads, strict=True)]
+        max_cached: list[int] | None = None
+        while True:
+            rows = self._allocate_each(parts, is_findable, namespace, max_cached, cache_at)
+            for row, num_pads in zip(rows, nums_pads, strict=True):
+                row.num_pads = num_pads
+            self._rows, self._tokens, self._num_prompt = rows, tokens, tokens.shape[1]
+            max_cached = [row.count(self.num_found) for row in rows]
+            if self._states is None or max_cached == [row.num_written for row in rows]:
+                return
             self._release_all()
-            rows = self._allocate_each(tokens, is_findable, namespace, min(num_found), cache_at)
-            self._rows, self._tokens, num_found = rows, tokens, [row.num_written for row in rows]
 
     def hide(self, places: Sequence[int]) -> None:
         """Make these rows, of which nothing is computed, unfindable and without found tokens."""
-        hidden = self._allocate_each(self._tokens[list(places)], [False] * len(places), b"")
+        hidden = self._allocate_each(list(self._tokens[list(places)]), [False] * len(places), b"")
         for index, row in zip(places, hidden, strict=True):
             self._give_back(self._rows[index], self._tokens[index, :0])
             self._rows[index] = row
@@ -144,14 +175,18 @@ class CachedRows:
         self._manager.do_moves(self._engine.do_move)
         return torch.from_numpy(self._manager.block_tables([row.seq_id for row in self._rows])).to(self._engine.device)
 
-    def begin_states(self, start: int, end: int) -> RowPass | None:
+    def begin_states(self, start: int, end: int) -> RowPass | PackedPass | None:
         """Return the states of a forward that `begin` has reserved blocks for; None for a model without any."""
         if self._states is None:
             return None
+        seq_ids = [row.seq_id for row in self._rows]
+        if not self._states.forwards:
+            starts, ends = ([row.count(position) for row in self._rows] for position in (start, end))
+            return self._states.begin_packed(seq_ids, starts, ends)
         findable = [not row.is_private for row in self._rows]
-        return self._states.begin([row.seq_id for row in self._rows], findable, start, end, self._num_prompt)
+        return self._states.begin(seq_ids, findable, start, end, self._num_prompt)
 
-    def finish(self, tokens: TokenRows, start: int, states: RowPass | None = None) -> None:
+    def finish(self, tokens: TokenRows, start: int, states: RowPass | PackedPass | None = None) -> None:
         """Count the tokens that `begin` was given: their K and V are written in all layers, their states computed."""
         if states is not None:
             states.finish()
@@ -166,8 +201,8 @@ class CachedRows:
         if self.working is not None and start < self.length and not self.working.is_empty:
             self.working.write(self._slots(start, self.length))
         for row, tokens in zip(self._rows, self._tokens, strict=True):
-            if row.num_written < self.length:
-                self._commit_row(row, tokens[: self.length])
+            if row.num_written < row.count(self.length):
+                self._commit_row(row, row.known(tokens, self.length))
         if self._states is not None and self._has_marks:
             self._states.keep([row.seq_id for row in self._rows])
             self._has_marks = False
@@ -184,7 +219,7 @@ class CachedRows:
             raise ValueError(f"length must be in [0, {self.length}], got {length}")
         if length == self.length:
             return
-        stays = [row.num_written <= length for row in self._rows]
+        stays = [row.num_written <= row.count(length) for row in self._rows]
         self._rearrange(range(len(self)), stays, self._tokens[:, :length], length)
         self.length = length
 
@@ -214,7 +249,7 @@ class CachedRows:
         rows, tokens = self._rows, self._tokens[:, : self.length]
         self._rows, self._tokens, self.length = [], np.empty((0, 0), np.int32), 0
         for row, row_tokens in zip(rows, tokens, strict=True):
-            self._give_back(row, row_tokens)
+            self._give_back(row, row_tokens[row.num_pads :])
 
     # --- inside ---
 
@@ -224,7 +259,7 @@ class CachedRows:
         return start // block_size < self.length // block_size
 
     def _reserve(self, end: int) -> None:
-        lacking = [max(end - row.room, 0) for row in self._rows]
+        lacking = [max(row.count(end) - row.room, 0) for row in self._rows]
         if any(lacking):
             self._manager.append([row.seq_id for row in self._rows], lacking)
             for row, count in zip(self._rows, lacking, strict=True):
@@ -232,17 +267,18 @@ class CachedRows:
 
     def _allocate_each(
         self,
-        tokens: TokenRows,
+        tokens: Sequence[TokenRow],
         is_findable: Sequence[bool],
         namespace: bytes,
-        max_cached: int | None = None,
+        max_cached: Sequence[int] | None = None,
         cache_at: Sequence[int] = (),
     ) -> list[_Row]:
         rows: list[_Row] = []
+        limits = [None] * len(tokens) if max_cached is None else max_cached
         try:
-            for row_tokens, findable in zip(tokens, is_findable, strict=True):
+            for row_tokens, findable, limit in zip(tokens, is_findable, limits, strict=True):
                 row_namespace = namespace if findable else b"private:" + uuid.uuid4().bytes
-                rows.append(self._allocate(row_tokens, row_namespace, not findable, max_cached, cache_at))
+                rows.append(self._allocate(row_tokens, row_namespace, not findable, limit, cache_at))
         except BaseException:
             for row in rows:
                 self._manager.release(row.seq_id)
@@ -265,10 +301,11 @@ class CachedRows:
     def _commit_row(self, row: _Row, tokens: TokenRow) -> None:
         """Commit the tokens that are not yet: those after the prompt are findable if they leave what a prompt would."""
         is_hiding = self._states is not None and not self._states.shares_answers
-        if is_hiding and row.num_written <= self._num_prompt < len(tokens):
-            self._manager.commit(row.seq_id, tokens[row.num_written : self._num_prompt])
+        num_prompt = row.count(self._num_prompt)
+        if is_hiding and row.num_written <= num_prompt < len(tokens):
+            self._manager.commit(row.seq_id, tokens[row.num_written : num_prompt])
             self._manager.make_private(row.seq_id)
-            row.num_written = self._num_prompt
+            row.num_written = num_prompt
         self._manager.commit(row.seq_id, tokens[row.num_written :])
         row.num_written = len(tokens)
 
@@ -282,11 +319,13 @@ class CachedRows:
         rows: list[_Row] = []
         try:
             for source, stays in zip(sources, is_kept, strict=True):
-                rows.append(self._rows[source] if stays else self._copy(self._rows[source], tokens[source], length))
+                row = self._rows[source]
+                own, count = tokens[source, row.num_pads :], row.count(length)
+                rows.append(row if stays else self._copy(row, own, count))
         except BaseException:
             for row, stays, source in zip(rows, is_kept, sources, strict=False):
                 if not stays:
-                    self._give_back(row, tokens[source, :length])
+                    self._give_back(row, row.known(tokens[source], length))
             raise
         if self.working is not None and list(sources) != list(range(len(self._rows))):
             self.working.drop()
@@ -295,10 +334,10 @@ class CachedRows:
         self._rows, self._tokens, self.length = rows, tokens[list(sources)], length
         for row, row_tokens in zip(old, old_tokens, strict=True):
             if row.seq_id not in kept_ids:
-                self._give_back(row, row_tokens[:old_length])
+                self._give_back(row, row.known(row_tokens, old_length))
 
     def _copy(self, row: _Row, tokens: TokenRow, length: int) -> _Row:
-        """Make a second row with the first `length` tokens of `row`, and room for all of `tokens`."""
+        """Make a second row with the first `length` tokens of `row`, and room for all of `tokens`, without padding."""
         if row.room == row.num_written == length:
             copied = replace(row, seq_id=next(self._seq_ids))
             self._manager.fork(row.seq_id, copied.seq_id)
@@ -306,8 +345,9 @@ class CachedRows:
         # One token more than the row has: a lookup leaves the last one to compute.
         most = None if self._states is None else length
         if self._states is not None and not self._states.shares_answers:
-            most = min(length, self._num_prompt)
+            most = min(length, row.count(self._num_prompt))
         copied = self._allocate(np.append(tokens, _NO_TOKEN), row.namespace, row.is_private, most)
+        copied.num_pads = row.num_pads
         if copied.num_written < length:
             self._copy_blocks(row, copied, length)
             self._commit_row(copied, tokens[:length])
@@ -325,8 +365,10 @@ class CachedRows:
 
     def _slots(self, start: int, end: int) -> RowSlots:
         self._manager.do_moves(self._engine.do_move)
-        seq_ids, num_rows = [row.seq_id for row in self._rows], len(self)
-        slots = self._manager.slot_mappings(seq_ids, [start] * num_rows, [end] * num_rows).reshape(num_rows, -1)
-        for row, row_slots in zip(self._rows, slots, strict=True):
-            row_slots[: max(row.num_written - start, 0)] = PAD_SLOT
-        return RowSlots(torch.from_numpy(slots.reshape(-1)).to(self._engine.device), self.tables(), start, end)
+        starts, ends = ([row.count(position) for row in self._rows] for position in (start, end))
+        slots = self._manager.slot_mappings([row.seq_id for row in self._rows], starts, ends)
+        at = 0
+        for row, first, last in zip(self._rows, starts, ends, strict=True):
+            slots[at : at + max(min(row.num_written, last) - first, 0)] = PAD_SLOT
+            at += last - first
+        return RowSlots(torch.from_numpy(slots).to(self._engine.device), self.tables(), start, end)

@@ -12,6 +12,7 @@ from kvpage.checks.tensors import as_numbers
 from kvpage.checks.tokens import as_array
 from kvpage.serving.generate.cached_rows import TokenRows
 from kvpage.serving.generate.row_slots import RowSlots
+from kvpage.serving.generate.states.packed_pass import PackedPass
 from kvpage.serving.generate.states.row_states import RowPass
 from kvpage.serving.model.hf_cache.argument import KV_ARGUMENTS
 
@@ -77,7 +78,7 @@ class Forward:
     layers_left: set[int]
     repeats: int
     call: FrameType
-    states: RowPass | None
+    states: RowPass | PackedPass | None
 
     @property
     def is_done(self) -> bool:

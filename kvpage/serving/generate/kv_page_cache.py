@@ -22,7 +22,10 @@ from kvpage.serving.generate.kv_page_layer import KVPageLayer, StatefulLayer
 from kvpage.serving.generate.model_blocks import ModelBlocks
 from kvpage.serving.generate.row_slots import RowSlots
 from kvpage.serving.generate.states.mixer_hooks import MixerHooks
+from kvpage.serving.generate.states.packed_pass import PackedPass
 from kvpage.serving.generate.states.row_states import RowPass
+from kvpage.serving.generate.view.row_padding import check_places, pads_of_mask
+from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.states.piece_cache import PieceCache
 
 # A negative number is how many tokens `crop` removes. A positive one is the length that it leaves. In versions of
@@ -94,12 +97,12 @@ class KVPageCache(Cache):
         pool.check_length(tokens.shape[1])
         self._pool, self._namespace = pool, namespace
         self._forward: Forward | None = None
+        pads = None if pool.runner is None else pads_of_mask(mask, len(tokens))
         self._rows = pool.make_rows()
         with HeldInterrupts():
-            self._rows.open(tokens, is_unmasked(mask, *tokens.shape), namespace, marks)
+            self._rows.open(tokens, self._are_findable(mask, tokens), namespace, marks, pads)
             self._rows.skip_found()
-            of_mixers = [MixerHooks(forward, self) for forward in (pool.states.forwards if pool.states else ())]
-            self._held = _Held(self._rows, [ForwardHooks(pool.model, self), *of_mixers])
+            self._held = _Held(self._rows, self._make_hooks())
             self._finalizer = weakref.finalize(self, pool.forgotten.append, self._held.release)
             self._finalizer.atexit = False
 
@@ -117,6 +120,17 @@ class KVPageCache(Cache):
         self._forward = None
         if self._finalizer.detach():
             self._held.release()
+
+    def _are_findable(self, mask: Any, tokens: TokenRows) -> list[bool]:
+        """Return for each row whether others find it. mask: of the tokens."""
+        return is_unmasked(mask, *tokens.shape) if self._pool.runner is None else [True] * len(tokens)
+
+    def _make_hooks(self) -> "list[ForwardHooks | MixerHooks]":
+        """Return hooks on the pool's model; none where its forward asks the cache by itself."""
+        if self._pool.runner is not None:
+            return []
+        of_mixers = [MixerHooks(forward, self) for forward in (self._pool.states.forwards if self._pool.states else ())]
+        return [ForwardHooks(self._pool.model, self), *of_mixers]
 
     # --- called by the model ---
 
@@ -448,9 +462,27 @@ class KVPageCache(Cache):
 
     @property
     def row_pass(self) -> RowPass | None:
-        """The states of the forward that is under way; None outside of one, and for a model without states."""
+        """The states that the model's mixers read, of the forward that is under way; None where none do."""
         forward = self._current()
-        return None if forward is None else forward.states
+        states = None if forward is None else forward.states
+        return states if isinstance(states, RowPass) else None
+
+    @property
+    def runner(self) -> ModelRunner | None:
+        """What computes for the pool's model, a view with `same_bits`; None where the model computes by itself."""
+        return self._pool.runner
+
+    @property
+    def nums_pads(self) -> list[int]:
+        """The padding of each row, where the pool has `same_bits`."""
+        return self._rows.nums_pads
+
+    @property
+    def forward_under_way(self) -> Forward:
+        """The forward that has begun."""
+        forward = self._current()
+        assert forward is not None, "it has begun"
+        return forward
 
     @uninterrupted
     def begin_forward(self, arguments: Mapping[str, Any], call: FrameType) -> None:
@@ -469,13 +501,15 @@ class KVPageCache(Cache):
         self._pool.check_forward(tokens, start + tokens.shape[1])
         if self._pool.states is not None and start != rows.length:
             raise ValueError(f"a forward over states must begin at token {rows.length}, got {start}")
+        pads = self._pads_of(arguments, tokens, start)
         if not len(rows):  # after a reset
-            rows.open(tokens, is_whole, self._namespace)
+            rows.open(tokens, is_whole if pads is None else [True] * len(tokens), self._namespace, nums_pads=pads)
         repeats, rest = divmod(len(tokens), len(rows))
         if rest or not repeats:
             raise ValueError(f"input_ids must have {len(rows)} rows, or a multiple of it, got {len(tokens)}")
         rows.check(tokens, start, repeats)
-        self._hide([all(is_whole[row : row + repeats]) for row in range(0, len(tokens), repeats)])
+        if pads is None:
+            self._hide([all(is_whole[row : row + repeats]) for row in range(0, len(tokens), repeats)])
         if repeats > 1:
             self._repeat(repeats)
         try:
@@ -486,6 +520,18 @@ class KVPageCache(Cache):
         end = start + tokens.shape[1]
         states = rows.begin_states(start, end)
         self._forward = Forward(tokens, start, end, slots, set(self._pool.layers), repeats, call, states)
+
+    def _pads_of(self, arguments: Mapping[str, Any], tokens: TokenRows, start: int) -> list[int] | None:
+        """Return the padding of each row of a forward; None where the model computes it, too. ValueError for others."""
+        if self.runner is None:
+            return None
+        if len(self._rows):
+            pads = [num_pads for num_pads in self.nums_pads for _ in range(len(tokens) // len(self._rows))]
+        else:
+            pads = pads_of_mask(arguments.get("attention_mask"), len(tokens))
+        if len(pads) == len(tokens):  # another number of rows is refused elsewhere
+            check_places(arguments, pads, start, start + tokens.shape[1])
+        return pads
 
     def finish_forward(self) -> None:
         """Count the forward's tokens as computed if every layer has written them."""
@@ -498,6 +544,8 @@ class KVPageCache(Cache):
     def end_forward(self) -> None:
         """Undo a forward that has not finished: rows that it repeated are single again."""
         forward, self._forward = self._forward, None
+        if forward and isinstance(forward.states, PackedPass):
+            forward.states.undo()
         if forward and forward.repeats > 1:
             self._rows.select(range(0, len(self._rows), forward.repeats))
 
@@ -540,6 +588,11 @@ class KVPageCache(Cache):
     def _checked_forward(self, key_states: torch.Tensor, layer_idx: int) -> Forward:
         """Return the forward to which these K belong. ValueError where there is none."""
         forward = self._current()
+        if self.runner is not None:
+            raise ValueError(
+                f"generate must be called on the pool's model, which computes with same_bits, not on the "
+                f"{type(self._pool.model).__name__} that it is a view of: layers of torch have other bits"
+            )
         if forward is None or layer_idx not in forward.layers_left:
             raise ValueError(
                 f"K and V of layer {layer_idx} must come from a forward of the pool's model, once each, before release"

@@ -19,14 +19,17 @@ from kvpage.serving.generate.states.row_states import RowStates
 from kvpage.serving.generate.working_rows import WorkingMemory, WorkingRows
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.limits import constant_rope_len, rope_limit, vocab_size
+from kvpage.serving.model.runner import ModelRunner
 
 
 class ModelBlocks:
     """The cache tensors and the block manager of one model. KVPageCachePool checks first that they fit the model.
 
-    model: the caller's. engine: owns the tensors. manager: owns the blocks. dtype: that of the model's K and V.
+    model: the caller's, or a view of it: see KVPageCachePool. engine: owns the tensors. manager: owns the blocks.
+    dtype: that of the model's K and V.
     layers: by layer_idx. num_layers: up to the last one with K and V or a state.
     states: of a model whose layers keep some; None for another.
+    runner: computes the forwards of `model`, a view of the caller's; None where the caller's own model computes.
     forgotten: releases of caches that were dropped without one. The garbage collector appends at any time.
     """
 
@@ -38,8 +41,9 @@ class ModelBlocks:
         manager: BlockManager,
         max_working_bytes: int | None = None,
         states: RowStates | None = None,
+        runner: ModelRunner | None = None,
     ) -> None:
-        self.states = states
+        self.states, self.runner = states, runner
         self.model, self.engine, self.manager, self.dtype = model, engine, manager, shape.dtype
         layers = zip(shape.layer_ids, engine.bound_caches, shape.layer_shapes, strict=True)
         self.layers = {layer_id: LayerBlocks(cache, shape.is_latent, sizes) for layer_id, cache, sizes in layers}
@@ -101,7 +105,9 @@ class ModelBlocks:
             self.forgotten.popleft()()
 
     def _make_working(self) -> WorkingRows | None:
-        """Make working rows; None where blocks do not keep K and V bit by bit."""
+        """Make working rows; None where blocks do not keep K and V bit by bit, or nobody reads the rows."""
+        if self.runner is not None:  # it reads blocks in place
+            return None
         if not all(layer.keeps(self.dtype) for layer in self.layers.values()):
             return None
         num_slots = self.engine.num_gpu_blocks * self.manager.block_size

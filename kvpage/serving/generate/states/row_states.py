@@ -16,8 +16,10 @@ import torch
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.state_cache import StateCache, StateKey
 from kvpage.ops.cuda.uploads import upload
+from kvpage.serving.generate.states.packed_pass import PackedPass
 from kvpage.serving.model.states.mixer import PieceForward
 from kvpage.serving.model.states.piece_cache import PieceCache
+from kvpage.serving.model.states.state_pass import StateRow
 
 
 class RowPass:
@@ -102,7 +104,7 @@ class RowPass:
 class RowStates:
     """Slots of a pool, for the rows of one cache after the other.
 
-    forwards: Of the modules of the model that read and write states.
+    forwards: Of the modules of the model that read and write states; none where a runner computes them.
     """
 
     def __init__(self, manager: BlockManager, cache: StateCache, forwards: Sequence[PieceForward]) -> None:
@@ -127,11 +129,20 @@ class RowStates:
 
         num_prompt: How many of each row's tokens are a prompt's.
         """
+        assert self.forwards, "no runner computes"
         rows = list(zip(seq_ids, is_findable, strict=True))
         marks = [self._group.reserve(seq_id, start, end) if findable else [] for seq_id, findable in rows]
         self._group.do_moves(self._cache.do_move)
         slots = np.array([self._group.slot_of(seq_id) for seq_id in seq_ids], np.int64)
         return RowPass(self._cache.views, upload([slots], self._cache.device)[0], start, end, marks, num_prompt)
+
+    def begin_packed(self, seq_ids: Sequence[Hashable], starts: Sequence[int], ends: Sequence[int]) -> PackedPass:
+        """Return the states of a runner's forward over the tokens [starts[i], ends[i]) of each row, as `begin`."""
+        bounds = list(zip(seq_ids, starts, ends, strict=True))
+        marks = [self._group.reserve(*bound) if bound[1] < bound[2] else [] for bound in bounds]
+        self._group.do_moves(self._cache.do_move)
+        slots = [self._group.slot_of(seq_id) for seq_id in seq_ids]
+        return PackedPass(self._cache, [StateRow(*row) for row in zip(slots, starts, ends, marks, strict=True)])
 
     def keep(self, seq_ids: Sequence[Hashable]) -> None:
         """Make the states at marks findable, whose tokens are committed."""
