@@ -21,6 +21,7 @@ from kvpage.ops import reference
 from kvpage.ops.cuda.layers import device_gate, device_rms_norm, device_rope
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.assembly import parts
+from kvpage.serving.model.attention import HeadAttention
 from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.joined import JoinedLinear, join
 from kvpage.serving.model.view import ModelView
@@ -167,7 +168,7 @@ def is_plain(rows):
 
 
 def view_of(model):
-    return ModelView(model, DeviceLayers(is_plain), "averages").module
+    return ModelView(model, DeviceLayers(HeadAttention(), is_plain), "averages").module
 
 
 def counts_of(modules, monkeypatch):
@@ -205,7 +206,7 @@ def test_a_view_computes_what_the_model_computes(kind, dtype):
 def test_an_engine_answers_as_generate_does(kind, monkeypatch):
     model = model_of(kind, torch.float32)
     model.set_attn_implementation("sdpa")
-    monkeypatch.setattr(parts, "_native_layers", lambda *args: DeviceLayers(is_plain))
+    monkeypatch.setattr(parts, "_native_layers", lambda *args: DeviceLayers(HeadAttention(), is_plain))
     engine = Engine.from_model(model, EngineConfig(CacheConfig(4, 64)))
     assert any(isinstance(module, JoinedLinear) for module in engine.debug.runner.view.modules())
     prompts = [list(range(3, 12)), list(range(40, 45))]

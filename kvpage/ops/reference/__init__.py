@@ -14,6 +14,7 @@ from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import FP8_DTYPES, KVScales
 from kvpage.layout.kv_view import KVView
 from kvpage.layout.rotation import Rotation
+from kvpage.layout.row_norm import RowNorm
 from kvpage.ops.reference.sampling import sample_rows as sample_rows
 
 
@@ -352,3 +353,11 @@ def rms_norm(
     if rounds_before_weight:
         normal = normal.to(x.dtype).float()
     return (normal * (weight.float() + weight_offset)).to(x.dtype)
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor, x_norm: RowNorm | None, sum_norm: RowNorm | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """residual + x, or residual + norm(x), rounded to the dtype; then the norm of this sum, if there is any."""
+    total = residual + (x if x_norm is None else rms_norm(x, *x_norm))
+    return total, None if sum_norm is None else rms_norm(total, *sum_norm)
