@@ -71,7 +71,7 @@ def device_add_norm(
     if not 1 <= grids[0].size <= MOST_ELEMENTS or not all(weight.is_contiguous() for weight in weights):
         return None
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    out = None if sum_norm is None else torch.empty_like(total)
+    out = None if sum_norm is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
         norm.add_norm(x, grids[0], residual, grids[1], x_norm, sum_norm, total, out)
     return total, out
