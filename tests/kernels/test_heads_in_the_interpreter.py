@@ -1,4 +1,4 @@
-"""Heads of new tokens and sums of residuals, run by Triton's interpreter: as the kernels that did the same one by one."""
+"""Heads of new tokens and sums of residuals, run by Triton's interpreter: as kernels that do the same one by one."""
 
 import itertools
 
@@ -40,7 +40,9 @@ def layout_of(dtype, size=16, backend="flash", value_size=None):
 
 def poisoned(layout):
     cache = layout.allocate(NUM_BLOCKS, 1, torch.device("cpu"))[0]
-    cache.untyped_storage().copy_(torch.full((cache.untyped_storage().nbytes(),), POISON, dtype=torch.uint8).untyped_storage())
+    cache.untyped_storage().copy_(
+        torch.full((cache.untyped_storage().nbytes(),), POISON, dtype=torch.uint8).untyped_storage()
+    )
     return cache
 
 

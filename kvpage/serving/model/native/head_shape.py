@@ -1,8 +1,8 @@
 """HeadShape: how an attention module makes heads of its rows, and with which options it attends. It was tried out.
 
-    rows ─► q_proj ─► heads ─► q_norm ─┐
-    rows ─► k_proj ─► heads ─► k_norm ─┴─► rotate ─► attention function ─► o_proj
-    rows ─► v_proj ─► heads ───────────────────────►                          norms where there are any
+rows ─► q_proj ─► heads ─► q_norm ─┐
+rows ─► k_proj ─► heads ─► k_norm ─┴─► rotate ─► attention function ─► o_proj
+rows ─► v_proj ─► heads ───────────────────────►                          norms where there are any
 """
 
 import inspect
@@ -46,12 +46,12 @@ class HeadShape(NamedTuple):
 class Trial:
     """One call of a module's own forward, whose parts are stubs, and whose functions tell of their arguments."""
 
-    def __init__(self, counts: tuple[int, int, int], size: int) -> None:
+    def __init__(self, counts: tuple[int, ...], size: int) -> None:
         """counts: columns of the three products. size: elements of a head."""
         self._size = size
         rows = random_rows(1, NUM_TOKENS, sum(counts))
         self.hidden, self.embeddings = random_rows(1, NUM_TOKENS, 2), (random_rows(1, 1), random_rows(2, 1))
-        self.products = dict(zip(PRODUCTS, rows.split(counts, -1), strict=False))
+        self.products = dict(zip(PRODUCTS, torch.split(rows, [*counts], -1), strict=False))
         self.rotated = random_rows(1), random_rows(2)
         self.output, self.result = random_rows(1, NUM_TOKENS, counts[0] // size, 2), random_rows(3)
         self.is_as_expected = True
@@ -66,8 +66,9 @@ class Trial:
 
     def heads(self, name: str, norm: int | None) -> torch.Tensor:
         """Return a product as attention gets it. norm: the number of a norm."""
-        heads = self.products[name].unflatten(-1, (-1, self._size)).transpose(1, 2)
-        return heads if norm is None else self._norm(norm)(heads)
+        rows = self.products[name]
+        heads = rows.view(*rows.shape[:2], -1, self._size).transpose(1, 2)
+        return heads if norm is None else normed(heads, norm)
 
     def _product(self, name: str) -> Any:
         def product(rows: object) -> torch.Tensor:
@@ -79,7 +80,7 @@ class Trial:
     def _norm(self, number: int) -> Any:
         def norm(rows: torch.Tensor) -> torch.Tensor:
             self.is_as_expected &= rows.dim() == 4 and rows.shape[3] == self._size
-            return rows * (number + 2) + 1
+            return normed(rows, number)
 
         return norm
 
@@ -112,19 +113,25 @@ class Trial:
         return self.result
 
 
+def normed(rows: torch.Tensor, number: int) -> torch.Tensor:
+    """Return what a norm of this number makes of rows in the trial."""
+    return rows * (number + 2) + 1
+
+
 def head_shape_of(module: nn.Module) -> HeadShape | None:
     """Return the shape of an attention module, found by trying its forward out; None for other modules."""
-    parts, forward = module._modules, type(module).forward
-    size = vars(module).get("head_dim")
+    parts: dict[str, Any] = module._modules
+    forward = type(module).forward
+    size: Any = vars(module).get("head_dim")
     has_norms = parts.keys() == {*PRODUCTS, *NORMS}
     if not (has_norms or parts.keys() == {*PRODUCTS}) or type(size) is not int or type(forward) is not FunctionType:
         return None
     if module._parameters or module._buffers or any(type(parts[name]) is not nn.Linear for name in PRODUCTS):
         return None
-    counts = tuple(parts[name].out_features for name in PRODUCTS[:3])  # type: ignore[union-attr]
+    counts = tuple(parts[name].out_features for name in PRODUCTS[:3])
     if size < 1 or any(count % size or not count for count in counts):
         return None
-    trial = Trial(counts, size)  # type: ignore[arg-type]  # three of them
+    trial = Trial(counts, size)
     tried = with_meaning(forward, ROTATE, trial.rotate(has_norms))
     tried = None if tried is None else with_meaning(tried, FUNCTIONS, trial)
     if tried is None:
@@ -160,4 +167,4 @@ def _shape(trial: Trial, size: int, has_norms: bool, absent: frozenset[str]) -> 
     if any(kind not in (type(None), bool, int, float) for kind in kinds.values()) or options.get("s_aux") is not None:
         return None
     numbers = (options.get(name) for name in ("scaling", "sliding_window", "softcap"))
-    return HeadShape(size, size, has_norms, *numbers, absent)  # type: ignore[arg-type]
+    return HeadShape._make((size, size, has_norms, *numbers, absent))

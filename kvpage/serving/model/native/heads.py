@@ -17,7 +17,6 @@ from kvpage.layout.row_norm import RowNorm
 from kvpage.ops import BoundCache
 from kvpage.serving.model.native.head_shape import FUNCTIONS, HeadShape, head_shape_of
 from kvpage.serving.model.native.norm import row_norm_of
-from kvpage.serving.model.native.plain import is_unwatched
 from kvpage.serving.model.native.rotary import RotaryForward
 
 OPTIONS = {"scaling", "sliding_window", "softcap", "s_aux", "dropout"}
@@ -69,7 +68,8 @@ class HeadForward:
         self._attention = Attention(shape.scaling or shape.size**-0.5, *options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rows, embeddings = kwargs.get("hidden_states"), kwargs.get("position_embeddings")
+        rows: Any = kwargs.get("hidden_states")
+        embeddings: Any = kwargs.get("position_embeddings")
         if args or not self._is_usual(rows, embeddings, kwargs):
             return self._other(*args, **kwargs)
         norms = self._norms()
@@ -77,16 +77,18 @@ class HeadForward:
         if step is None:
             return self._other(**kwargs)
         parts: dict[str, Any] = self._copy._modules
-        heads: Any = tuple(
+        query, key, value = (
             parts[name](rows).unflatten(-1, (-1, self._shape.size)) for name in ("q_proj", "k_proj", "v_proj")
         )
 
         def write(cache: BoundCache, slots: torch.Tensor) -> torch.Tensor | None:
-            return self._write(*(part[0] for part in heads), norms, *(part[0] for part in embeddings), cache, slots)
+            cos, sin = embeddings
+            return self._write(query[0], key[0], value[0], norms, cos[0], sin[0], cache, slots)
 
-        output = self._attends.attend(
-            self._copy, step, self._attention, write, lambda: self._turned(heads, embeddings)
-        )
+        def turned() -> Heads:
+            return self._turned(query, key, value, embeddings)
+
+        output = self._attends.attend(self._copy, step, self._attention, write, turned)
         return parts["o_proj"](output.flatten(2)), None
 
     def _is_usual(self, rows: Any, embeddings: Any, kwargs: dict[str, Any]) -> bool:
@@ -95,7 +97,9 @@ class HeadForward:
             return False
         if type(embeddings) is not tuple or len(embeddings) != 2:
             return False
-        if any(type(part) is not torch.Tensor or part.shape != (1, rows.shape[1], self._shape.size) for part in embeddings):
+        if any(
+            type(part) is not torch.Tensor or part.shape != (1, rows.shape[1], self._shape.size) for part in embeddings
+        ):
             return False
         if not OPTIONS.isdisjoint(kwargs) or any(kwargs.get(name) is not None for name in self._shape.absent):
             return False
@@ -114,9 +118,8 @@ class HeadForward:
         functions = self._other.names.get(FUNCTIONS, {})
         return self._attends.step_of(copy, functions.get(copy.config._attn_implementation), kwargs.get("kvpage"))
 
-    def _turned(self, heads: Heads, embeddings: tuple[torch.Tensor, torch.Tensor]) -> Heads:
+    def _turned(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, embeddings: Any) -> Heads:
         """Return the heads as the module's own forward hands them to attention."""
-        query, key, value = heads
         if self._shape.has_norms:
             parts: dict[str, Any] = self._copy._modules
             query, key = parts["q_norm"](query), parts["k_norm"](key)

@@ -94,7 +94,7 @@ def shape_of(module: nn.Module, norms: list[str]) -> LayerShape | None:
     names = [*defaults, *(("kvpage", "another") if takes_others else ())]
     calls = _calls_of(module, parts, random_rows(1, 2, SIZE), {name: Argument() for name in names})[0]
     for order in _orders([call.name for call in calls], norms):
-        shape = LayerShape(*order, defaults, takes_others)
+        shape = LayerShape._make((*order, defaults, takes_others))
         if all(_has(shape, module, parts, names, *case) for case in _cases()):
             return shape
     return None
@@ -106,10 +106,13 @@ def _orders(names: list[str], norms: list[str]) -> Iterator[tuple[Any, ...]]:
     if len(modules) != 2 or len({*names}) != len(names):
         return
     attention, mlp = map(names.index, modules)
-    before, between, after = names[:attention], names[attention + 1 : mlp], names[mlp + 1 :]
+    before: list[Any] = names[:attention]
+    after: list[Any] = names[mlp + 1 :]
+    between = names[attention + 1 : mlp]
     if len(before) > 1 or len(after) > 1 or not 1 <= len(between) <= 2:
         return
-    for pair in [between] if len(between) == 2 else [[None, between[0]], [between[0], None]]:
+    pairs: list[list[Any]] = [between] if len(between) == 2 else [[None, between[0]], [between[0], None]]
+    for pair in pairs:
         yield (*(before or [None]), modules[0], *pair, modules[1], *(after or [None]))
 
 

@@ -79,8 +79,10 @@ def row_norm_of(module: nn.Module | None) -> RowNorm | None:
     """Return the numbers of a norm that NormKinds made, if its call would now be their formula and nothing else."""
     if module is None or not is_native_norm(module) or not is_unwatched(module):
         return None
-    source, _, tried = module._native
-    if type(source) is not type(module).__bases__[0] or type(source).forward is not tried:
+    native: Any = module._native
+    source, _, tried = native
+    kind: Any = type(module).__bases__[0]
+    if type(source) is not kind or kind.forward is not tried:
         return None
     numbers = _numbers_of(module)
     return None if numbers.weight is None else numbers
