@@ -134,7 +134,9 @@ def heads_kernel(
             query_ptr, row, token, inside, query_weight_ptr, query_eps, query_weight_offset,
             cos_ptr, sin_ptr, cos_stride, sin_stride, HEADS,
         )  # fmt: skip
-        store_rows(out_ptr, (token * NUM_QUERY_HEADS + head) * KEY.value.SIZE, elements, inside, KEY.value.SIZE, KEY.value.TILE)
+        store_rows(
+            out_ptr, (token * NUM_QUERY_HEADS + head) * KEY.value.SIZE, elements, inside, KEY.value.SIZE, KEY.value.TILE
+        )
     else:
         slot = tl.load(slot_ptr + token, mask=inside, other=-1)
         report((slot < -1) | (slot >= num_slots), error_ptr, BIT)

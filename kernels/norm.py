@@ -209,4 +209,6 @@ def norm_constants(size: int, dtype: torch.dtype, rounds: bool) -> NormConstants
 
 def sum_constants(size: int, dtype: torch.dtype, x_rounds: bool | None, rounds: bool | None) -> SumConstants:
     """Cut rows into tiles as norms alone do. x_rounds, rounds: of each norm; None for no norm."""
-    return SumConstants(norm_constants(size, dtype, bool(x_rounds)), x_rounds is not None, rounds is not None, bool(rounds))
+    return SumConstants(
+        norm_constants(size, dtype, bool(x_rounds)), x_rounds is not None, rounds is not None, bool(rounds)
+    )

@@ -1,4 +1,4 @@
-"""Layers whose sums and heads are one kernel, in Triton's interpreter: whatever is done to a model shows in its view."""
+"""Layers whose sums and heads are one kernel, in Triton's interpreter: what is done to a model shows in its view."""
 
 from collections import Counter
 from itertools import cycle

@@ -204,7 +204,9 @@ def _are_slots(slots: torch.Tensor, rows: torch.Tensor) -> bool:
 def _are_of_heads(norms: tuple[RowNorm, RowNorm], rows: torch.Tensor) -> bool:
     """Return whether both norms are of the rows' size and dtype, and round alike."""
     weights = [norm.weight for norm in norms]
-    fit = all(_is_like(weight, rows) and weight.shape == rows.shape[2:] and weight.is_contiguous() for weight in weights)
+    fit = all(
+        _is_like(weight, rows) and weight.shape == rows.shape[2:] and weight.is_contiguous() for weight in weights
+    )
     return fit and norms[0].rounds_before_weight == norms[1].rounds_before_weight
 
 

@@ -2,12 +2,14 @@
 
     q_proj, k_proj, v_proj; gate_proj, up_proj    JoinedLinear          one product of torch's for each group
     ...RMSNorm with one weight                    a subclass of its own one kernel; if a trial has shown the formula
+    decoder layer with such norms                 ResidualForward       one kernel for a sum and the norms around it
     act_fn(gate) * up of a gated MLP              DeviceGatedForward    one kernel; likewise
     attention with rotated rows                   RotaryForward         one kernel for queries and keys
+    the same in an engine's step                  HeadForward           one kernel for norms, rotation and written rows
 
 Each stand-in computes what the model's own module does, up to the rounding of its dtype: a trial on a CPU has shown the
-formula when the view was made. With the kernel that writes rows, a layer of a decode step launches 10 kernels beside
-attention for Llama, 12 for Qwen3 and 14 for Gemma 3. The modules' own are 37, 53 and 81.
+formula when the view was made. A layer of a decode step launches 8 kernels beside attention for Llama, Qwen3 and Gemma
+3. The modules' own are 37, 53 and 81.
 """
 
 from collections.abc import Iterable
