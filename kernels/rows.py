@@ -89,6 +89,37 @@ def store_runs(ptr, row, run_stride, elements, wanted, SIZE: tl.constexpr, TILE:
 
 
 @triton.jit
+def keep_rows(
+    elements,  # [rows, TILE], as bits
+    cache_ptr,
+    place,  # [rows] offsets of the rows' first elements in the cache
+    run_stride,
+    scale_ptr,  # fp32, or None
+    scale_at,  # [rows] offsets of the rows' scales
+    inside,  # [rows] whether there is such a row
+    wanted,  # [rows] whether it has a place
+    PART: tl.constexpr,  # a Part of ROWS
+    ROWS: tl.constexpr,  # RowConstants
+):
+    """Write elements of rows to their places in the cache, quantised as the cache is."""
+    SIZE: tl.constexpr = PART.value.SIZE
+    TILE: tl.constexpr = PART.value.TILE
+    RUN: tl.constexpr = PART.value.RUN
+    ROW: tl.constexpr = ROWS.value.ROW
+    CODE: tl.constexpr = ROWS.value.CODE
+    if CODE == "int8":
+        elements, scales = encode_int8(to_fp32(elements, ROW))
+        tl.store(scale_ptr + scale_at, scales, mask=wanted)
+    elif CODE != "bits":
+        scales = None if scale_ptr is None else tl.load(scale_ptr + scale_at, mask=inside, other=1)
+        elements = encode_fp8(to_fp32(elements, ROW), scales, CODE)
+    if RUN == 0:
+        store_rows(cache_ptr, place, elements, wanted, SIZE, TILE)
+    else:
+        store_runs(cache_ptr, place, run_stride, elements, wanted, SIZE, TILE, RUN)
+
+
+@triton.jit
 def into_cache(
     row_ptr,
     row,  # [rows] offsets of rows
@@ -103,22 +134,8 @@ def into_cache(
     ROWS: tl.constexpr,  # RowConstants
 ):
     """Write rows to their places in the cache, quantised as the cache is."""
-    SIZE: tl.constexpr = PART.value.SIZE
-    TILE: tl.constexpr = PART.value.TILE
-    RUN: tl.constexpr = PART.value.RUN
-    ROW: tl.constexpr = ROWS.value.ROW
-    CODE: tl.constexpr = ROWS.value.CODE
-    elements = load_rows(row_ptr, row, inside, SIZE, TILE)
-    if CODE == "int8":
-        elements, scales = encode_int8(to_fp32(elements, ROW))
-        tl.store(scale_ptr + scale_at, scales, mask=wanted)
-    elif CODE != "bits":
-        scales = None if scale_ptr is None else tl.load(scale_ptr + scale_at, mask=inside, other=1)
-        elements = encode_fp8(to_fp32(elements, ROW), scales, CODE)
-    if RUN == 0:
-        store_rows(cache_ptr, place, elements, wanted, SIZE, TILE)
-    else:
-        store_runs(cache_ptr, place, run_stride, elements, wanted, SIZE, TILE, RUN)
+    elements = load_rows(row_ptr, row, inside, PART.value.SIZE, PART.value.TILE)
+    keep_rows(elements, cache_ptr, place, run_stride, scale_ptr, scale_at, inside, wanted, PART, ROWS)
 
 
 @triton.jit

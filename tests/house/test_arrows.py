@@ -15,10 +15,11 @@ MORE_ENTRIES = {
     "kvpage.serving.generate": (14, "each part of one Cache has a file; its states and its view have folders"),
     "kvpage.serving": (15, "each thing that an engine does has a folder"),
     "kvpage.store": (20, "a store is one noun with many parts"),
-    "kvpage.layout": (18, "each part of a cache's description has a file"),
+    "kvpage.layout": (19, "each part of a cache's description has a file"),
     "kvpage.serving.model": (23, "each feature of a model family has a file"),
+    "kvpage.serving.model.native": (16, "each kind of layer has a file, and each trial of a shape"),
     "kvpage.ops.cuda": (13, "each kind of kernel has a file, as have the ways to launch it"),
-    "kvpage.kernels": (28, "Triton finds helpers only by their module's globals; folders would hide them"),
+    "kvpage.kernels": (29, "Triton finds helpers only by their module's globals; folders would hide them"),
 }
 NO_ENTRY = (INIT, "__main__")
 

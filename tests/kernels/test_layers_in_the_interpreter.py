@@ -1,12 +1,13 @@
 """Layers of a view on a GPU, run by Triton's interpreter: what they compute, and how many kernels a layer launches."""
 
-import contextlib
 import copy
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
+from support.cpu_graphs import as_on_a_device
 from support.kernel_calls import INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,15 +15,18 @@ pytest.importorskip("triton")
 if not INTERPRETED:
     pytest.skip("the interpreter runs them", allow_module_level=True)
 
-from kvpage import CacheConfig
+from kvpage import CacheConfig, CacheEngine, ModelConfig, ops
 from kvpage.kernels.prepared import Prepared
 from kvpage.kernels.row_grid import RowGrid
 from kvpage.ops import reference
 from kvpage.ops.cuda.layers import device_gate, device_rms_norm, device_rope
 from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.assembly import parts
+from kvpage.serving.model.attention import HeadAttention
 from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.joined import JoinedLinear, join
+from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.model.step import PackedTokens, Step
 from kvpage.serving.model.view import ModelView
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -31,13 +35,15 @@ NO_KERNELS = {
     *("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "expand", "slice", "unsqueeze", "squeeze"),
     *("split", "split_with_sizes", "chunk", "select", "alias", "detach", "unbind", "as_strided", "empty", "new_empty"),
 }
-LAUNCHES = {"llama": 9, "qwen3": 11, "gemma3_text": 13}  # beside attention; written rows are one more
+LAUNCHES = 8  # of a layer, beside attention
+NUMBERS_OF_LAYERS = 6, 12  # Gemma's kinds of layers alternate
+ATTENTION = 4  # kernels of `averages`
 MODULES = {"llama": 36, "qwen3": 52, "gemma3_text": 80}
 
 
 @pytest.fixture(autouse=True)
-def no_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+def device(cpu_as_device):
+    """The CPU stands in for one."""
 
 
 def rows_of(dtype, *shapes):
@@ -167,7 +173,7 @@ def is_plain(rows):
 
 
 def view_of(model):
-    return ModelView(model, DeviceLayers(is_plain), "averages").module
+    return ModelView(model, DeviceLayers(HeadAttention(), is_plain), "averages").module
 
 
 def counts_of(modules, monkeypatch):
@@ -178,16 +184,49 @@ def counts_of(modules, monkeypatch):
     return counted.counts
 
 
-@pytest.mark.parametrize("kind", LAUNCHES)
-def test_a_layer_launches_few_kernels(kind, monkeypatch):
-    models = [model_of(kind, torch.bfloat16, num_layers) for num_layers in (6, 12)]  # Gemma's kinds of layers alternate
-    for modules, most in ((lambda model: model, MODULES[kind]), (view_of, LAUNCHES[kind])):
-        few, many = (counts_of(modules(model), monkeypatch).total() for model in models)
-        attention = 4  # of `averages`
-        assert (many - few) / 6 - attention == most
+def engine_of(model, monkeypatch):
+    model.set_attn_implementation("sdpa")
+    monkeypatch.setattr(parts, "_native_layers", lambda *args: DeviceLayers(HeadAttention(), is_plain))
+    return Engine.from_model(model, EngineConfig(CacheConfig(4, 64), max_num_seqs=2))
 
 
-@pytest.mark.parametrize("kind", LAUNCHES)
+def runner_of(model):
+    model.set_attn_implementation("sdpa")
+    return ModelRunner(model, DeviceLayers(HeadAttention(), is_plain))
+
+
+def step_of(model):
+    """A step of two sequences, of 1 and 3 tokens, that begin."""
+    cache = CacheEngine(CacheConfig(4, 4), ModelConfig.from_hf(model.config, model.dtype))
+    slots, tables = np.array([8, 0, 1, 2]), np.array([[2], [0]], np.int32)
+    return Step.make(cache, slots, tables, [0, 0], [1, 3])
+
+
+PACKED = PackedTokens(np.array([5, 9, 7, 1], np.int32), [0, 0], [1, 3], np.array([0, 3]))
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_models_own_layer_launches_many_kernels(kind, monkeypatch):
+    few, many = (counts_of(model_of(kind, torch.bfloat16, num), monkeypatch).total() for num in NUMBERS_OF_LAYERS)
+    assert (many - few) / 6 - ATTENTION == MODULES[kind]
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_layer_of_a_step_launches_few_kernels(kind, monkeypatch):
+    monkeypatch.setattr(ops, "attend", lambda query, *args: torch.empty(query.shape, dtype=query.dtype))
+    counts = []
+    for num_layers in (2, 3):
+        model = model_of(kind, torch.bfloat16, num_layers)
+        runner = runner_of(model)
+        runner.forward(PACKED, step_of(model))  # it shows which norm comes after which layer
+        step = step_of(model)
+        with torch.no_grad(), Counted(monkeypatch) as counted:
+            runner.forward(PACKED, step)
+        counts.append(counted.counts.total())
+    assert counts[1] - counts[0] == LAUNCHES
+
+
+@pytest.mark.parametrize("kind", MODULES)
 @DTYPES
 def test_a_view_computes_what_the_model_computes(kind, dtype):
     model = model_of(kind, dtype)
@@ -201,19 +240,22 @@ def test_a_view_computes_what_the_model_computes(kind, dtype):
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("kind", LAUNCHES)
+@pytest.mark.parametrize("kind", MODULES)
 def test_an_engine_answers_as_generate_does(kind, monkeypatch):
+    """The second time by captured steps."""
     model = model_of(kind, torch.float32)
-    model.set_attn_implementation("sdpa")
-    monkeypatch.setattr(parts, "_native_layers", lambda *args: DeviceLayers(is_plain))
-    engine = Engine.from_model(model, EngineConfig(CacheConfig(4, 64)))
+    engine = engine_of(model, monkeypatch)
     assert any(isinstance(module, JoinedLinear) for module in engine.debug.runner.view.modules())
     prompts = [list(range(3, 12)), list(range(40, 45))]
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    outputs = engine.generate(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
         ids = torch.tensor([prompt])
         want = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
         assert output.samples[0].token_ids == want[0, len(prompt) :].tolist()
+    again = as_on_a_device(engine).generate(prompts, params)
+    assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
+    assert engine.stats().graphs.num_replays > 0
 
 
 class Doubling(torch.nn.Module):

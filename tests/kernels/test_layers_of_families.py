@@ -13,6 +13,7 @@ if not INTERPRETED:
     pytest.skip("the interpreter runs them", allow_module_level=True)
 
 from kvpage.serving.assembly import parts
+from kvpage.serving.model.attention import HeadAttention
 from kvpage.serving.model.native.device import DeviceLayers
 
 
@@ -24,6 +25,6 @@ def has_only_to_compute(rows):
 def test_a_family_has_the_tokens_of_generate(kind, monkeypatch):
     """docs/families.md tells of those that are refused."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(parts, "_native_layers", lambda *args: DeviceLayers(has_only_to_compute))
+    monkeypatch.setattr(parts, "_native_layers", lambda *args: DeviceLayers(HeadAttention(), has_only_to_compute))
     family = judge_one(kind, WEIGHT_STDS[0])
     assert not family.is_wrong, family

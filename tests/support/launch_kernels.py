@@ -33,7 +33,8 @@ from kvpage.kernels.blend import row_deviation  # noqa: E402
 from kvpage.kernels.chunk import move_chunk  # noqa: E402
 from kvpage.kernels.gate import gate  # noqa: E402
 from kvpage.kernels.gather import gather_cache, gather_cache_by_device_lengths  # noqa: E402
-from kvpage.kernels.norm import rms_norm  # noqa: E402
+from kvpage.kernels.heads import write_heads  # noqa: E402
+from kvpage.kernels.norm import add_norm, rms_norm  # noqa: E402
 from kvpage.kernels.reshape import reshape_and_cache  # noqa: E402
 from kvpage.kernels.rope import rope  # noqa: E402
 from kvpage.kernels.rotary import mix_rows  # noqa: E402
@@ -41,6 +42,7 @@ from kvpage.kernels.row_grid import RowGrid  # noqa: E402
 from kvpage.kernels.sampling_launch import sample_rows  # noqa: E402
 from kvpage.layout.attention import Attention
 from kvpage.layout.rotation import Rotation  # noqa: E402
+from kvpage.layout.row_norm import RowNorm  # noqa: E402
 from kvpage.ops import SAMPLING_RECORD_WORDS, SamplingMemory  # noqa: E402
 
 CPU, ERROR = torch.device("cpu"), torch.zeros(1, dtype=torch.int32)
@@ -115,6 +117,25 @@ def turned() -> Call:
     return lambda: rope(query, key, cos, sin, *outs)
 
 
+def summed(has_first: bool) -> Call:
+    """Return a call of a sum and its norm, with a norm before it or without."""
+    x, residual, total, out = torch.zeros(4, NUM_TOKENS, 1024, dtype=BF16)
+    norm, grid = RowNorm(torch.ones(1024, dtype=BF16), 1e-6, 0.0, True), RowGrid.of(x)
+    return lambda: add_norm(x, grid, residual, grid, norm if has_first else None, norm, total, out)
+
+
+def heads(dtype: torch.dtype, has_norms: bool, backend: str = "flash") -> Call:
+    """Return a call that writes heads in bf16, for caches of this dtype."""
+    layout = CacheLayout(16, 8, 128, dtype, backend=backend)
+    views, scales = layout.views(layout.allocate(9, 1, CPU)[0]), KVScales.of(1, [2.0] * 8) if dtype == E4M3 else None
+    query, key, value = torch.zeros(NUM_TOKENS, 32, 128, dtype=BF16).split([16, 8, 8], 1)
+    cos, sin = torch.zeros(2, NUM_TOKENS, 128, dtype=BF16)
+    norm = RowNorm(torch.ones(128, dtype=BF16), 1e-6, 0.0, True)
+    norms, out = (norm, norm) if has_norms else None, torch.empty(NUM_TOKENS, 16, 128, dtype=BF16)
+    slots = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+    return lambda: write_heads(query, key, value, norms, cos, sin, out, views, slots, scales, ERROR)
+
+
 def attention(name: str, arch: int = 90) -> Call:
     """Return a call of a case of attention_compiled, with splits of the keys, which are merged."""
     case = ATTENTION[name]
@@ -164,6 +185,13 @@ CASES: dict[str, tuple[int, Callable[[], Call]]] = {
     "gate, silu": (90, partial(gated, "silu")),
     "gate, gelu": (80, partial(gated, "gelu_tanh")),
     "rope": (90, turned),
+    "sum and norm": (90, partial(summed, False)),
+    "norm, sum and norm": (80, partial(summed, True)),
+    "heads": (90, partial(heads, BF16, True)),
+    "heads, no norms": (80, partial(heads, BF16, False)),
+    "heads e4m3": (80, partial(heads, E4M3, True)),
+    "heads int8": (90, partial(heads, INT8, True)),
+    "heads paged": (80, partial(heads, BF16, True, "paged")),
     "decode": (90, partial(attention, "decode")),
     "decode, all options": (80, partial(attention, "decode, all options", 80)),
     "decode e4m3": (90, partial(attention, "decode e4m3")),

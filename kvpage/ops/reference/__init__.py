@@ -14,6 +14,7 @@ from kvpage.layout.cache_layout import CacheLayout
 from kvpage.layout.kv_scales import FP8_DTYPES, KVScales
 from kvpage.layout.kv_view import KVView
 from kvpage.layout.rotation import Rotation
+from kvpage.layout.row_norm import RowNorm
 from kvpage.ops.reference.sampling import sample_rows as sample_rows
 
 
@@ -352,3 +353,37 @@ def rms_norm(
     if rounds_before_weight:
         normal = normal.to(x.dtype).float()
     return (normal * (weight.float() + weight_offset)).to(x.dtype)
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor, x_norm: RowNorm | None, sum_norm: RowNorm | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """residual + x, or residual + norm(x), rounded to the dtype; then the norm of this sum, if there is any."""
+    total = residual + (x if x_norm is None else rms_norm(x, *x_norm))
+    return total, None if sum_norm is None else rms_norm(total, *sum_norm)
+
+
+def write_heads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    norms: tuple[RowNorm, RowNorm] | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    layout: CacheLayout,
+    scales: KVScales | None = None,
+) -> torch.Tensor:
+    """Norm and rotate heads [tokens, heads, size], each step rounded; write K and V to slots, and return queries."""
+    if norms is not None:
+        query, key = rms_norm(query, *norms[0]), rms_norm(key, *norms[1])
+    query, key = (_with_turned_halves(rows, cos[:, None], sin[:, None]) for rows in (query, key))
+    reshape_and_cache(key, value, cache, slots, layout, scales)
+    return query
+
+
+def _with_turned_halves(rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x cos - y sin, y cos + x sin of the halves x and y of each head."""
+    x, y = rows.chunk(2, -1)
+    return rows * cos + torch.cat([-y, x], -1) * sin

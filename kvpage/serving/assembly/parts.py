@@ -29,6 +29,7 @@ from kvpage.serving.loop.ranks.rank_caches import RankCaches
 from kvpage.serving.loop.ranks.rank_lost import RankLost
 from kvpage.serving.loop.ranks.sharding import check_heads, check_sharded_size, scales_of_this_rank
 from kvpage.serving.model.argument_check import check_model
+from kvpage.serving.model.attention import HeadAttention
 from kvpage.serving.model.attention_shapes import with_seen_shapes
 from kvpage.serving.model.config_check import check_config, check_divides
 from kvpage.serving.model.kv_calibration import choose_scales
@@ -276,7 +277,7 @@ def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers
     if not config.native_layers or config.compile_model:
         return None
     if model.device.type == "cuda":
-        return DeviceLayers()
+        return DeviceLayers(HeadAttention())
     return NativeLayers(config.same_bits) if model.device.type == "cpu" else None
 
 

@@ -5,6 +5,7 @@ name "kvpage" in AttentionInterface, and deliberately not in AttentionMaskInterf
 Causality and window are decided here, by the positions in each sequence.
 """
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AttentionInterface
 from kvpage import ops
 from kvpage.layout.attention import Attention
 from kvpage.layout.cache_layout import CacheLayout
+from kvpage.ops import BoundCache
 from kvpage.serving.model.dense_attention import attend
 from kvpage.serving.model.step import Step
 
@@ -54,6 +56,18 @@ def paged_attention(
     step = kvpage or current_step.get()
     if step is None:
         raise StepMissing(f"{type(module).__name__} was called with the implementation 'kvpage' outside Engine.step()")
+
+    def compute(layer: int, step: Step) -> torch.Tensor:
+        attention = Attention(scaling or query.shape[3] ** -0.5, sliding_window, softcap, s_aux, value.shape[3])
+        return _attend(module, (query, key, value), layer, step, attention)
+
+    return _in_layer(module, step, sliding_window, compute), None
+
+
+def _in_layer(
+    module: torch.nn.Module, step: Step, sliding_window: int | None, compute: Callable[[int, Step], torch.Tensor]
+) -> torch.Tensor:
+    """Compute attention of a module's layer, with the blocks that are its own: its index, and a step over them."""
     layer = getattr(module, "layer_idx", None)
     if layer not in step.caches and step.states is not None:
         layer = step.next_layer()
@@ -65,16 +79,63 @@ def paged_attention(
     writes = layer not in step.sharing
     if step.arrival is not None and writes and layer not in step.windows:  # windows' blocks are moved before the step
         step.arrival.wait_layer(layer)
-    attention = Attention(scaling or query.shape[3] ** -0.5, sliding_window, softcap, s_aux, value.shape[3])
     of_layer = step.windows.get(layer, step)
     if step.threads is None or step.threads.caller is None:
-        output = _attend(module, (query, key, value), layer, of_layer, attention)
+        output = compute(layer, of_layer)
     else:
         with step.threads.lifted():
-            output = _attend(module, (query, key, value), layer, of_layer, attention)
+            output = compute(layer, of_layer)
     if step.written is not None and writes:
         step.written(layer)
-    return output, None
+    return output
+
+
+class HeadAttention:
+    """Attention of layers whose heads are written before attention by one operation, which norms and rotates, too."""
+
+    def step_of(self, module: torch.nn.Module, function: object, step: Step | None) -> Step | None:
+        """Return the step of a module's layer, if it would write all rows and attend over blocks; else None.
+
+        Args:
+            module: Has the layer's index.
+            function: The attention function that the module would call.
+            step: The argument `kvpage` of its forward; None without.
+        """
+        step = step or current_step.get()
+        layer = getattr(module, "layer_idx", None)
+        if step is None or function is not paged_attention or layer not in step.caches or layer in step.sharing:
+            return None
+        of_layer = step.windows.get(layer, step)
+        is_plain = of_layer.takes_all_rows and of_layer.blend is None and of_layer.latents is None
+        return step if is_plain else None
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        step: Step,
+        attention: Attention,
+        write: Callable[[BoundCache, torch.Tensor], torch.Tensor | None],
+        rows: Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Write K and V and attend, as paged_attention does: [1, num_tokens, heads, value_size].
+
+        Args:
+            module: Of a layer that `step_of` takes.
+            step: The one that it returned.
+            attention: The options.
+            write: Writes K and V to slots of a cache, and returns queries [num_tokens, heads, size]. None: it did
+                nothing, and does not take such a cache.
+            rows: Returns query, key and value, as paged_attention gets them. Called after a None.
+        """
+
+        def compute(layer: int, step: Step) -> torch.Tensor:
+            cache = step.caches[layer]
+            query = write(cache, step.slot_mapping)
+            if query is None:
+                return _attend(module, rows(), layer, step, attention)
+            return ops.attend(query, cache, step.sequences, attention).unsqueeze(0)
+
+        return _in_layer(module, step, attention.sliding_window, compute)
 
 
 def _attend(

@@ -51,7 +51,7 @@ def rotating_of(kind: type[nn.Module]) -> object:
     """The function by which a copy's forward rotates."""
     rotating = RotaryKinds(is_plain_call, host_rope).rotating_of(kind.forward)
     assert rotating is not None
-    return inspect.unwrap(rotating).__globals__[NAME]
+    return inspect.unwrap(rotating.forward).__globals__[NAME]
 
 
 @pytest.mark.parametrize("width", [8, 6])

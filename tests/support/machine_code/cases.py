@@ -110,6 +110,8 @@ CASES = {
     "norm bf16": Case("a tile", partial(layer, "norm")),
     "gate bf16": Case("a tile", partial(layer, "gate")),
     "rope bf16": Case("a tile", partial(layer, "rope")),
+    "sum and norm bf16": Case("a tile", partial(layer, "sum, norm")),
+    "heads bf16": Case("a tile", partial(layer, "heads")),
     "decode bf16": Case("a tile of keys", partial(attention, "decode")),
     "decode e4m3": Case("a tile of keys", partial(attention, "decode e4m3")),
     "decode int8": Case("a tile of keys", partial(attention, "decode int8")),

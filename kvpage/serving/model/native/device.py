@@ -2,12 +2,14 @@
 
     q_proj, k_proj, v_proj; gate_proj, up_proj    JoinedLinear          one product of torch's for each group
     ...RMSNorm with one weight                    a subclass of its own one kernel; if a trial has shown the formula
+    decoder layer with such norms                 ResidualForward       one kernel for a sum and the norms around it
     act_fn(gate) * up of a gated MLP              DeviceGatedForward    one kernel; likewise
     attention with rotated rows                   RotaryForward         one kernel for queries and keys
+    the same in an engine's step                  HeadForward           one kernel for norms, rotation and written rows
 
 Each stand-in computes what the model's own module does, up to the rounding of its dtype: a trial on a CPU has shown the
-formula when the view was made. With the kernel that writes rows, a layer of a decode step launches 10 kernels beside
-attention for Llama, 12 for Qwen3 and 14 for Gemma 3. The modules' own are 37, 53 and 81.
+formula when the view was made. A layer of a decode step launches 8 kernels beside attention for Llama, Qwen3 and Gemma
+3. The modules' own are 37, 53 and 81.
 """
 
 from collections.abc import Iterable
@@ -17,13 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvpage.ops.cuda.layers import device_gate, device_rms_norm, device_rope
+from kvpage.ops.cuda.layers import device_add_norm, device_gate, device_heads, device_rms_norm, device_rope
 from kvpage.serving.model.native.containers import containers_of
 from kvpage.serving.model.native.gated_mlp import activation_of
+from kvpage.serving.model.native.heads import Attends, HeadKinds
 from kvpage.serving.model.native.joined import PlainCall, join
 from kvpage.serving.model.native.norm import NormKinds
 from kvpage.serving.model.native.plain import is_plain_call, is_unwatched
-from kvpage.serving.model.native.rotary import RotaryKinds
+from kvpage.serving.model.native.residual import Sums
+from kvpage.serving.model.native.rotary import RotaryForward, RotaryKinds
 from kvpage.serving.model.native.torch_threads import TorchThreads
 
 GROUPS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -35,15 +39,18 @@ is_plain_on_gpu = partial(is_plain_call, device_type="cuda")
 class DeviceLayers:
     """The native layers of one view on a GPU. Layers of modules that stay are the same objects at every call.
 
+    attends: attention over blocks, for layers whose heads are written by one kernel; None to leave heads to others.
     is_plain: tells whether a call has only to compute; tests have kernels run elsewhere.
     """
 
-    def __init__(self, is_plain: PlainCall = is_plain_on_gpu) -> None:
+    def __init__(self, attends: Attends | None = None, is_plain: PlainCall = is_plain_on_gpu) -> None:
         self.threads = TorchThreads(lambda: None)  # nothing to limit
         self._is_plain = is_plain
         self._layers: dict[nn.Module, nn.Module | None] = {}
-        self._norms = NormKinds(is_plain, device_rms_norm)
+        self._sums = Sums(is_plain, device_add_norm)
+        self._norms = NormKinds(is_plain, device_rms_norm, self._sums.take)
         self._rotary = RotaryKinds(is_plain, device_rope)
+        self._heads = None if attends is None else HeadKinds(is_plain, attends, device_heads)
 
     def containers(self, copied: Iterable[nn.Module]) -> list[nn.Module]:
         """Return modules that must be copied, too, so that layers inside of them can be native."""
@@ -73,9 +80,12 @@ class DeviceLayers:
     def fused_forward(self, module: nn.Module, copy: nn.Module) -> Any:
         """Return a forward for the module's copy with fewer operations; None to leave it as it is."""
         activation = activation_of(module)
-        if activation is None:
-            return self._rotary.forward_of(module, copy)
-        return DeviceGatedForward(copy, activation, self._is_plain)
+        if activation is not None:
+            return DeviceGatedForward(copy, activation, self._is_plain)
+        forward = self._sums.forward_of(module, copy) or self._rotary.forward_of(module, copy)
+        if self._heads is None or not isinstance(forward, RotaryForward):
+            return forward
+        return self._heads.forward_of(module, copy, forward)
 
 
 class DeviceGatedForward:

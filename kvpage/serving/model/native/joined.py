@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvpage.serving.model.native.plain import version_of
+
 PlainCall = Callable[[torch.Tensor], bool]
 
 
@@ -72,7 +74,7 @@ class JoinedProduct:
         if not self._is_plain(rows) or [parameter.data_ptr() for parameter in parameters] != self._addresses:
             self._forget()
             return None
-        versions = [_version(tensor) for tensor in (rows, *parameters)]
+        versions = [version_of(tensor) for tensor in (rows, *parameters)]
         if self._input is not rows or versions != self._versions or index not in self._columns:
             if rows.dtype is not self._weight.dtype:
                 return None
@@ -151,8 +153,3 @@ def _side_by_side(parameters: Sequence[Any]) -> torch.Tensor:
         parameter.data = part
         parameter.joined_at = part.data_ptr()  # for those who watch whether others give it other memory
     return joined
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for those of inference mode, which do not count it."""
-    return 0 if tensor.is_inference() else tensor._version

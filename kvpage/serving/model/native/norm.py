@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from kvpage import ops
+from kvpage.layout.row_norm import RowNorm
 from kvpage.ops.cpu.operands import check_memory
-from kvpage.serving.model.native.plain import DTYPES
+from kvpage.serving.model.native.plain import DTYPES, is_unwatched
 from kvpage.serving.model.native.trial import own_forward, random_rows, relative_error
 
 ComputeNorm = Callable[[torch.Tensor, Any, float, float, bool], torch.Tensor | None]
+TakeNorm = Callable[[nn.Module, torch.Tensor, RowNorm], torch.Tensor | None]
 EPSILONS = ("variance_epsilon", "eps", "epsilon")
 """Names that models give to the epsilon of their norms."""
 MAX_ERROR = 1e-5  # of fp32 rows, relative
@@ -41,10 +43,16 @@ class NormKinds:
         is_plain: Tells whether a call has only to compute.
         compute: Returns kvpage.ops.rms_norm of (rows, weight, eps, weight_offset, rounds_before_weight); None for rows
             and weights that it does not take.
+        take: Returns the norm of these rows where it was computed before; None elsewhere.
     """
 
-    def __init__(self, is_plain: Callable[[torch.Tensor], bool], compute: ComputeNorm) -> None:
-        self._is_plain, self._compute = is_plain, compute
+    def __init__(
+        self,
+        is_plain: Callable[[torch.Tensor], bool],
+        compute: ComputeNorm,
+        take: TakeNorm = lambda norm, rows, numbers: None,
+    ) -> None:
+        self._is_plain, self._compute, self._take = is_plain, compute, take
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}
 
     def stand_in(self, source: nn.Module) -> nn.Module | None:
@@ -55,7 +63,7 @@ class NormKinds:
             return None
         kind = type(source)
         if kind not in self._classes:
-            self._classes[kind] = _native_class(kind, self._is_plain, self._compute)
+            self._classes[kind] = _native_class(kind, self._is_plain, self._compute, self._take)
         norm: nn.Module = self._classes[kind].__new__(self._classes[kind])
         object.__setattr__(norm, "__dict__", vars(source))
         object.__setattr__(norm, "_native", (source, formula, kind.forward))
@@ -65,6 +73,25 @@ class NormKinds:
 def is_native_norm(module: nn.Module) -> bool:
     """Return whether the module is one that NormKinds made."""
     return type(module).__module__ == __name__
+
+
+def row_norm_of(module: nn.Module | None) -> RowNorm | None:
+    """Return the numbers of a norm that NormKinds made, if its call would now be their formula and nothing else."""
+    if module is None or not is_native_norm(module) or not is_unwatched(module):
+        return None
+    native: Any = module._native
+    source, _, tried = native
+    kind: Any = type(module).__bases__[0]
+    if type(source) is not kind or kind.forward is not tried:
+        return None
+    numbers = _numbers_of(module)
+    return None if numbers.weight is None else numbers
+
+
+def _numbers_of(norm: Any) -> RowNorm:
+    _, (epsilon, offset, rounds), _ = norm._native
+    attributes = vars(norm)
+    return RowNorm(attributes["_parameters"].get("weight"), attributes[epsilon], offset, rounds)
 
 
 def _epsilon_name(source: nn.Module) -> str | None:
@@ -97,7 +124,7 @@ def _error(source: nn.Module, formula: NormFormula, dtype: torch.dtype) -> float
 
 
 def _native_class(
-    kind: type[nn.Module], is_plain: Callable[[torch.Tensor], bool], compute: ComputeNorm
+    kind: type[nn.Module], is_plain: Callable[[torch.Tensor], bool], compute: ComputeNorm, take: TakeNorm
 ) -> type[nn.Module]:
     """Return the subclass of a class of norms whose forward is native for plain calls.
 
@@ -105,16 +132,16 @@ def _native_class(
     """
 
     def forward(norm: Any, *args: Any, **kwargs: Any) -> Any:
-        source, formula, tried = norm._native
+        source, _, tried = norm._native
         is_as_tried = type(source) is kind and kind.forward is tried
         if len(args) == 1 and not kwargs and is_as_tried and is_plain(args[0]):
-            epsilon, offset, rounds = formula
-            attributes = vars(norm)
-            weight = attributes["_parameters"].get("weight")
-            output = compute(args[0], weight, attributes[epsilon], offset, rounds)
+            numbers = _numbers_of(norm)
+            output = take(norm, args[0], numbers)
+            if output is None:
+                output = compute(args[0], *numbers)
             if output is not None:
                 return output
-            check_memory(weight=weight)
+            check_memory(weight=numbers.weight)
         return type(source).forward(source, *args, **kwargs)
 
     return type(f"Native{kind.__name__}", (kind,), {"__slots__": ("_native",), "forward": forward})

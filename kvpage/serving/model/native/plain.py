@@ -53,3 +53,8 @@ def is_unwatched(module: nn.Module) -> bool:
         or "forward" in attributes
         or attributes.get("_compiled_call_impl") is not None
     )
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for those of inference mode, which do not count it."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -12,7 +12,7 @@ than the arithmetic.
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,16 +26,35 @@ MAX_ERROR = 1e-5  # of fp32 rows, relative
 
 
 class RotaryForward:
-    """The forward of one copy. A forward that its class gets later is called instead."""
+    """The forward of one copy. A forward that its class gets later is called instead.
 
-    def __init__(self, copy: nn.Module, own: FunctionType, rotating: FunctionType) -> None:
-        self._copy, self._own, self._rotating = copy, own, MethodType(rotating, copy)
+    Attributes:
+        names: The names of the model's file, which may change.
+        rotate: What NAME means for the copy.
+    """
+
+    def __init__(self, copy: nn.Module, own: FunctionType, rotating: "Rotating") -> None:
+        self._copy, self._own, self._rotating = copy, own, MethodType(rotating.forward, copy)
+        self.names, self._tried, self.rotate = rotating.names, rotating.tried, rotating.rotate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current: Any = type(self._copy).forward
         if current is not self._own:
             return current(self._copy, *args, **kwargs)
         return self._rotating(*args, **kwargs)
+
+    def rotates_as_tried(self) -> bool:
+        """Return whether the model's own function is the one that was tried out."""
+        return self.names.get(NAME) is self._tried
+
+
+class Rotating(NamedTuple):
+    """A forward with another meaning of NAME. names: of its file. tried: the meaning there. rotate: the other."""
+
+    forward: FunctionType
+    names: dict[str, Any]
+    tried: Callable[..., Any]
+    rotate: Callable[..., Any]
 
 
 class RotaryKinds:
@@ -49,7 +68,7 @@ class RotaryKinds:
 
     def __init__(self, is_plain: Callable[[torch.Tensor], bool], rotate: Rotate) -> None:
         self._is_plain, self._rotate = is_plain, rotate
-        self._rotating: dict[FunctionType, FunctionType | None] = {}
+        self._rotating: dict[FunctionType, Rotating | None] = {}
 
     def forward_of(self, module: nn.Module, copy: nn.Module) -> RotaryForward | None:
         """Return a forward for the module's copy; None if the module rotates nothing, or in another way."""
@@ -61,14 +80,16 @@ class RotaryKinds:
         rotating = self._rotating[forward]
         return None if rotating is None else RotaryForward(copy, forward, rotating)
 
-    def rotating_of(self, forward: FunctionType) -> FunctionType | None:
+    def rotating_of(self, forward: FunctionType) -> Rotating | None:
         """Return the same function with another meaning of NAME; None if the model's rotates in another way."""
         inner = innermost(forward, NAME)
         assert inner is not None
         rotate = inner.__globals__.get(NAME)
         if not callable(rotate) or not _rotates_halves(rotate):
             return None
-        return with_meaning(forward, NAME, partial(self._rotate_both, inner.__globals__, rotate))
+        other = partial(self._rotate_both, inner.__globals__, rotate)
+        rotating = with_meaning(forward, NAME, other)
+        return None if rotating is None else Rotating(rotating, inner.__globals__, rotate, other)
 
     def _rotate_both(self, names: dict[str, Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Rotate (query, key, cos, sin), if this is all that is given. names: of the model's file, which may change."""
