@@ -1,4 +1,4 @@
-"""The small parts around pools and tree: moves, the rule, pins, hints."""
+"""The small parts around pools and tree: moves, pins, hints."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,6 @@ from support.block_requests import B, computed, num_found
 
 from kvpage import BlockManager, CacheConfig, CacheEngine, ModelConfig, OutOfBlocks
 from kvpage.blocks.config import BlockConfig, HostPolicy
-from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.moves import BlockMoves
 from kvpage.blocks.pins import UserPins
 from kvpage.blocks.space import BlockSpace
@@ -63,9 +62,6 @@ def test_a_move_that_fails_stays_with_those_behind_it():
     assert not moves and len(moves) == 0
 
 
-# --- the rule ---
-
-
 def test_the_engine_carries_moves_out_in_order():
     config = CacheConfig(block_size=2, num_gpu_blocks=4, num_cpu_blocks=3)
     engine = CacheEngine(config, ModelConfig(2, 1, ("full_attention",) * 2, torch.float32))
@@ -83,41 +79,6 @@ def test_the_engine_carries_moves_out_in_order():
     moves.add("swap_in", [(2, 0)])
     moves.do(engine.do_move)
     assert [engine.gpu_cache[1][0, block, 0, 0, 0].item() for block in range(4)] == [3, 0, 2, 1]
-
-
-def test_the_rule_loads_until_it_knows_better():
-    rule = LoadOrCompute(block_bytes=1000, block_size=10)
-    assert rule.should_load(1) and rule.should_store()
-    rule.saw_transfer(5000, 1.0)  # 0.2 s a block
-    assert rule.should_load(1)
-    rule.saw_prefill(100, 1.0)  # 0.1 s a block
-    assert not rule.should_load(1) and not rule.should_load(100) and not rule.should_store()
-    for _ in range(60):
-        rule.saw_transfer(1_000_000, 1.0)
-    assert rule.should_load(1) and rule.should_store()
-    rule.saw_transfer(0, 1.0)
-    rule.saw_prefill(10, 0.0)
-    assert rule.should_load(1)
-
-
-def test_latency_decides_over_few_blocks_only():
-    rule = LoadOrCompute(1000, 10, bytes_per_second=1e6, tokens_per_second=1000.0, latency=0.05)
-    assert [rule.should_load(n) for n in (1, 5, 6, 100)] == [False, False, True, True] and rule.should_store()
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"block_bytes": 0}, {"block_size": 1.5}, {"bytes_per_second": 0.0}, {"latency": -1.0}]
-)
-def test_the_rule_checks_its_numbers(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        LoadOrCompute(**{"block_bytes": 1, "block_size": 1, **wrong})
-
-
-@pytest.mark.parametrize("name", ["bytes_per_second", "tokens_per_second", "latency"])
-@pytest.mark.parametrize("value", ["1e9", [1.0], 1j])
-def test_speeds_of_a_rule_are_numbers(name, value):
-    with pytest.raises(TypeError, match=f"{name} must be a number, got {type(value).__name__}"):
-        LoadOrCompute(1 << 16, 4, **{name: value})
 
 
 # --- pins and hints ---

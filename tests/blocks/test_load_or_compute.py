@@ -147,9 +147,112 @@ def test_what_is_told_to_be_cached_is_what_a_prompt_gets(kind, tokens_per_second
 
 
 def test_the_rule_counts_the_tokens_that_are_saved():
+    """And whole blocks are the same with their tokens and without, also where a sum is rounded."""
+    rounded = LoadOrCompute(1, 10, bytes_per_second=10.0, tokens_per_second=50.0, latency=0.3)
     rule = LoadOrCompute(1000, 10, bytes_per_second=1e6, tokens_per_second=1000.0, latency=0.05)
     for num_blocks in range(100):
-        assert rule.should_load(num_blocks, num_blocks * 10) == rule.should_load(num_blocks)
+        for each in (rounded, rule):
+            assert each.should_load(num_blocks, num_blocks * 10) == each.should_load(num_blocks)
     assert [rule.should_load(1, num_tokens) for num_tokens in (0, 50, 51, 52)] == [False, False, False, True]
     rule.tokens_per_second = None
     assert rule.should_load(1, 0)
+
+
+# --- the rule alone ---
+
+
+@pytest.mark.parametrize(("name", "call"), [("bytes_per_second", "saw_transfer"), ("tokens_per_second", "saw_prefill")])
+def test_speeds_are_moving_averages(name, call):
+    """The newest measurement weighs a fifth. Nothing, or no time, is no measurement."""
+    rule = LoadOrCompute(1, B)
+    see = getattr(rule, call)
+    see(1, 2.0)
+    assert getattr(rule, name) == 0.5
+    see(21, 2.0)
+    assert getattr(rule, name) == pytest.approx(0.5 + 0.2 * 10)
+    before = getattr(rule, name)
+    for amount, seconds in ((0, 1.0), (-1, 1.0), (1, 0.0), (1, -1.0)):
+        see(amount, seconds)
+        assert getattr(rule, name) == before
+    see(5, 0.5)
+    assert getattr(rule, name) == pytest.approx(before + 0.2 * (10 - before))
+
+
+@pytest.mark.parametrize("speeds", [{}, {"bytes_per_second": 1e-9}, {"tokens_per_second": 1e9}])
+def test_a_rule_that_lacks_a_speed_loads_and_stores_all(speeds):
+    rule = LoadOrCompute(1, B, latency=1.0, **speeds)
+    assert rule.fewest_to_load == 0 and rule.should_store() is True
+    for num_blocks in (0, 1, 9):
+        assert rule.should_load(num_blocks) is rule.should_load(num_blocks, num_blocks * B + 1) is True
+
+
+def test_loading_takes_its_latency_and_the_blocks_time():
+    assert LoadOrCompute(6, B, latency=0.5).load_seconds(3) is None
+    rule = LoadOrCompute(6, B, bytes_per_second=2.0, latency=0.5)
+    assert [rule.load_seconds(num_blocks) for num_blocks in (0, 1, 3)] == [0.5, 3.5, 9.5]
+
+
+def test_what_takes_as_long_is_computed():
+    """A block takes a second, either way."""
+    rule = LoadOrCompute(1, B, bytes_per_second=1.0, tokens_per_second=float(B))
+    assert rule.fewest_to_load is None and rule.should_store() is False
+    assert [rule.should_load(num_blocks) for num_blocks in (0, 1, 9)] == [False] * 3
+    assert [rule.should_load(1, num_tokens) for num_tokens in (B - 1, B, B + 1)] == [False, False, True]
+    rule.tokens_per_second = B / 2
+    rule.latency = 1.0  # as long as the first block saves
+    assert rule.fewest_to_load == 2 and rule.should_store() is True
+    assert [rule.should_load(num_blocks) for num_blocks in (0, 1, 2)] == [False, False, True]
+    assert [rule.should_load(2, num_tokens) for num_tokens in (5, 6, 7)] == [False, False, True]
+    assert rule.should_load(2 * B, 2) is False
+
+
+def test_the_rule_loads_until_it_knows_better():
+    rule = LoadOrCompute(block_bytes=1000, block_size=10)
+    assert rule.should_load(1) and rule.should_store()
+    rule.saw_transfer(5000, 1.0)  # 0.2 s a block
+    assert rule.should_load(1)
+    rule.saw_prefill(100, 1.0)  # 0.1 s a block
+    assert not rule.should_load(1) and not rule.should_load(100) and not rule.should_store()
+    for _ in range(60):
+        rule.saw_transfer(1_000_000, 1.0)
+    assert rule.should_load(1) and rule.should_store()
+    rule.saw_transfer(0, 1.0)
+    rule.saw_prefill(10, 0.0)
+    assert rule.should_load(1)
+
+
+def test_latency_decides_over_few_blocks_only():
+    rule = LoadOrCompute(1000, 10, bytes_per_second=1e6, tokens_per_second=1000.0, latency=0.05)
+    assert [rule.should_load(n) for n in (1, 5, 6, 100)] == [False, False, True, True] and rule.should_store()
+
+
+@pytest.mark.parametrize("name", ["block_bytes", "block_size"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "1", None])
+def test_a_block_is_of_a_positive_number(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got {value!r}"):
+        LoadOrCompute(**{"block_bytes": 1, "block_size": 1, name: value})
+
+
+@pytest.mark.parametrize("name", ["bytes_per_second", "tokens_per_second"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan")])
+def test_speeds_of_a_rule_are_positive(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be positive, got {value!r}"):
+        LoadOrCompute(1, 1, **{name: value})
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_a_latency_is_not_negative(value):
+    with pytest.raises(ValueError, match=f"latency must not be negative, got {value!r}"):
+        LoadOrCompute(1, 1, latency=value)
+
+
+@pytest.mark.parametrize("name", ["bytes_per_second", "tokens_per_second", "latency"])
+@pytest.mark.parametrize("value", ["1e9", [1.0], 1j])
+def test_speeds_of_a_rule_are_numbers(name, value):
+    with pytest.raises(TypeError, match=f"{name} must be a number, got {type(value).__name__}"):
+        LoadOrCompute(1 << 16, 4, **{name: value})
+
+
+def test_a_latency_is_needed():
+    with pytest.raises(TypeError, match="latency must be a number, got NoneType"):
+        LoadOrCompute(1, 1, latency=None)

@@ -160,3 +160,44 @@ def test_a_refused_insertion_keeps_no_room_in_what_it_would_have_filled_or_lengt
     with pytest.raises(ValueError, match="block"):
         tree.insert([7, 7] + tail, block_ids)
     tree.check()
+
+
+def test_what_has_a_copy_makes_no_room_on_the_host():
+    pool = BlockPool(4)
+    tree = PrefixTree(pool, B, BlockPool(4))
+    for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        cache(tree, pool, tokens)
+        with_copies = tree.match([*tokens, 0])
+        assert len(tree.write_out(with_copies)) == 2
+        tree.release(with_copies)
+    num_freed, pairs = tree.demote(2)
+    assert (num_freed, len(pairs), tree.num_host_cached) == (2, 0, 4)
+    assert tree.counts == (2, 0, 4, 0, 0)
+    tree.check()
+
+
+def test_an_edge_makes_room_of_its_own_copies_as_each_block_leaves():
+    """Of four blocks the first and the third have copies, and the rest of the host is pinned. Three leave, the last one
+    first: it takes the place of the first copy. The third has its copy. The second takes the place of the last."""
+    pool, host_pool = BlockPool(8), BlockPool(3)
+    tree = PrefixTree(pool, B, host_pool)
+    tokens, pinned, dropped = [1, 2, 3, 4, 5, 6, 7, 8], [20, 21], [30, 31]
+    cache(tree, pool, tokens[:6])
+    for other in (pinned, dropped):
+        cache(tree, pool, other)
+    match = tree.match([*tokens[:6], 0])
+    assert len(tree.write_out(match)) == 3
+    tree.release(match)
+    assert tree.demote(2)[0] == 2  # the others take the places of the first two copies
+    assert tree.drop(dropped) == B
+    pin = tree.match([*pinned, 0])
+    cache(tree, pool, tokens)
+    match = tree.match([*tokens, 0])
+    assert len(tree.write_out(match)) == 1 and host_pool.num_free == 0
+    ids = match.block_ids.tolist()
+    tree.release(match)
+    num_freed, pairs = tree.demote(3)
+    assert num_freed == 3 and [device_id for device_id, _ in pairs.tolist()] == [ids[1]]
+    match = tree.match([*tokens, 0])
+    assert (match.num_blocks, match.num_device_blocks) == (3, 1)
+    tree.check()

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]  # the package of these sources, whichever is installed
 
 import pytest  # noqa: E402
 import tiers  # noqa: E402
@@ -32,7 +33,6 @@ from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-ROOT = HERE.parents[1]
 console = Console(stderr=True, width=240)
 Result = tuple[list[Mutant], dict[int, str | None]]
 SEEDS = list(range(1, 12))  # one for each kind of tree that the lives have

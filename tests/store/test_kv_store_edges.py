@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 from support.store_engines import B, make_engine
+from support.store_states import LAYOUT, state_of
 
-from kvpage.store import KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
+from kvpage.store import ByteStore, ByteStoreConfig, KVStore, KVStoreConfig, KVStoreMetadata, metadata_of
 from kvpage.store.tiers.memory_tier import MemoryTier
 
 L, H, D, C = 2, 2, 4, 4
@@ -144,8 +145,44 @@ def test_what_is_meant_where_nothing_is_said():
         assert asked == ["create", False]
 
 
+def test_records_of_bytes_stand_beside_chunks():
+    memory = bytearray(5)
+    with make() as store:
+        records = store.byte_records({"of": "this"})
+        assert records.put([b"k"], [b"bytes"]) == [True]
+        assert store.byte_records({"of": "others"}).get_into([b"k"], [memory]) == [False]
+        assert records.get_into([b"k"], [memory]) == [True] and memory == b"bytes"
+        with pytest.raises(TypeError, match="header must be a mapping or bytes, got int"):
+            store.byte_records(1)
+        store.clear()
+        assert records.get_into([b"k"], [memory]) == [False]
+
+
 def test_latents_have_one_part():
     kv = kv_of(C)[:, :1].clone()
     with make() as store:
         assert store.store(TOKENS[:C], kv).result() == 1
         assert torch.equal(store.retrieve(TOKENS[:C], return_tuple=False)[0], kv)
+
+
+def test_records_of_a_namespace_are_removed_of_this_model_alone():
+    """Chunks and states of it; other models and records of bytes stay, which have the namespace b""."""
+    tier = memory()
+    store, other = (KVStore(KVStoreConfig(C), KVStoreMetadata(m, kv_dtype=torch.float32), [tier]) for m in ("m", "n"))
+    names = [b"", b"one", b"two"]
+    for each in (store, other):
+        for name in names:
+            each.store(TOKENS, kv_of(len(TOKENS)), namespace=name)
+    states = store.states(LAYOUT, torch.float32)
+    assert states.put(TOKENS, state_of(TOKENS), b"one")
+    ByteStore(ByteStoreConfig(), {"model": "m"}, [tier]).put([b"k"], [b"bytes"])
+    num_records, asked = len(store.records()), set()
+    assert store.remove_namespaces(lambda name: asked.add(name) or name == b"one") == 5  # a state, and its index
+    assert asked == {*names} and len(store.records()) == num_records - 5
+    assert not states.positions(TOKENS, b"one")
+    assert [store.lookup(TOKENS, name) for name in names] == [len(TOKENS), 0, len(TOKENS)]
+    assert store.remove_namespaces(lambda name: name == b"") == 3
+    assert [store.lookup(TOKENS, name) for name in names] == [0, 0, len(TOKENS)]
+    assert [other.lookup(TOKENS, name) for name in names] == [len(TOKENS)] * 3
+    assert store.remove_namespaces(lambda name: False) == 0
+    assert len(store.records()) == num_records - 8

@@ -9,7 +9,7 @@ from support.store_engines import TOKENS, B, C, L, all_bytes, make_engine, token
 
 from kvpage import CacheConfig, CacheEngine, ModelConfig
 from kvpage.cache.layer_slice import LayerSlice
-from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, LayerwiseStore, metadata_of
+from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, KVStoreMetadata, LayerwiseStore, metadata_of
 
 BLOCKS = list(range(8))
 
@@ -160,6 +160,19 @@ def test_arguments_are_checked(store) -> None:
         layerwise.lookup(TOKENS, namespace="text")
     with pytest.raises(ValueError, match="engine must be the one"):
         ArrivingStore(layerwise).load_blocks(TOKENS, make_engine(), BLOCKS)
+
+
+def test_layers_have_the_chunks_of_their_store_or_others(store) -> None:
+    engine = make_engine()
+    assert [store.layers(engine, size).chunk_size for size in (None, 1, C + 1)] == [C, 1, C + 1]
+    with pytest.raises(ValueError, match="chunk_size must be an integer of at least 1, got 0"):
+        store.layers(engine, 0)
+    with pytest.raises(TypeError, match="chunk_size must be an integer"):
+        store.layers(engine, 1.5)
+    config, metadata = KVStoreConfig(C, ("memory://?size=4MiB",)), KVStoreMetadata("m", kv_dtype=torch.float16)
+    with KVStore(config, metadata) as other:
+        with pytest.raises(ValueError, match=r"kv_dtype of the store must be the engine's, torch.bfloat16, got torch.f"):
+            other.layers(engine)
 
 
 @pytest.mark.parametrize("run", [(-1, 1), (0, 0), (1, 1), (2, 1), (0, L + 1), (L, L + 1)])

@@ -237,12 +237,12 @@ class TreeLife(Life):
 
     # --- copies ---
 
-    def to_host(self, real: np.ndarray, naive: list[tuple[int, Host]]) -> None:
+    def to_host(self, real: np.ndarray, naive: list[tuple[int, Host]], figure: str = "demoted") -> None:
         assert real[:, 0].tolist() == [device for device, _ in naive]
         for (device, host_id), (_, host) in zip(real.tolist(), naive, strict=True):
             self.host_memory[host_id] = self.device_memory[device]
             self.host_ids[host.number] = host_id
-        self.figures["demoted"] += len(naive)
+        self.figures[figure] += len(naive)
 
     def to_device(self, real: np.ndarray, naive: list[tuple[Host, int]]) -> None:
         assert real.tolist() == [[self.host_ids[host.number], device] for host, device in naive]
@@ -271,14 +271,16 @@ class TreeLife(Life):
             with self.watched():
                 results = self.both(lambda: self.tree.write_out(pair[0]), lambda: self.naive.write_out(pair[1]))
                 if results is not None:
-                    self.to_host(*results)
+                    self.to_host(*results, "written")
 
     def send_out(self) -> None:
         if pair := self.some_match():
+            num_before = self.naive.on_device(list(self.naive.blocks))
             with self.watched():
                 results = self.both(lambda: self.tree.send_out(pair[0]), lambda: self.naive.send_out(pair[1]))
                 if results is not None:
                     self.to_host(*results)
+            self.figures["evicted"] += num_before - self.naive.on_device(list(self.naive.blocks))
 
     # --- companions ---
 
@@ -366,7 +368,9 @@ class TreeLife(Life):
     def evict(self) -> None:
         count = self.rng.randrange(5)
         with self.watched():
-            assert self.tree.evict(count) == self.naive.leave(count, False)[0]
+            num_freed, _ = self.naive.leave(count, False)
+            assert self.tree.evict(count) == num_freed
+            self.figures["evicted"] += num_freed
 
     def demote(self) -> None:
         count = self.rng.randrange(6)
@@ -375,6 +379,7 @@ class TreeLife(Life):
             expected, naive_pairs = self.naive.leave(count, True)
             assert num_freed == expected
             self.to_host(pairs, naive_pairs)
+            self.figures["evicted"] += num_freed
 
     def evict_host(self) -> None:
         count = self.rng.randrange(3)
@@ -483,6 +488,8 @@ class TreeLife(Life):
         assert tree.num_cached == naive.on_device(list(blocks)) and tree.num_evictable == naive.on_device(naive.used)
         assert tree.num_host_cached == sum(block.host is not None for block in blocks.values())
         assert tree.num_host_evictable == sum(blocks[key].host is not None for key in naive.used)
+        left = [self.figures[figure] for figure in ("evicted", "demoted", "written", "promoted")]
+        assert tree.counts == (*left, left[1] + left[2] - tree.num_host_cached)
         for key, block in blocks.items():
             assert block.device is None or self.device_memory[block.device] == key
             assert block.host is None or self.host_memory[self.host_ids[block.host.number]] == key

@@ -40,6 +40,7 @@ SCHEDULER = [
     "tests/serving/loop/test_scheduler.py",
     "tests/serving/loop/test_prompt_logprobs.py",
     "tests/serving/states/test_engine_states.py",
+    "tests/serving/weights/test_updates.py",
     "tests/serving/windows/test_window_scheduler.py",
 ]
 STORE = [
@@ -60,6 +61,7 @@ RECORD = [
 STATES = ["tests/store/states/test_state_records.py", "tests/store/states/test_state_index.py"]
 TREE = [
     "tests/blocks/test_tree_edges.py",
+    "tests/blocks/test_eviction_policies.py",
     "tests/blocks/test_prefix_tree.py",
     "tests/blocks/test_prefix_tree_eviction.py",
     "tests/blocks/test_tree_hits.py",
@@ -124,7 +126,9 @@ SUITES = {
         *STORE,
         *STATES,
         "tests/store/load/test_early_load.py",
+        "tests/store/test_layerwise_store.py",
         "tests/store/test_prompt_reach.py",
+        "tests/store/test_store_starting.py",
         "tests/serving/test_explain_store.py",
         "tests/serving/windows/test_window_store.py",
     ],

@@ -4,6 +4,7 @@ import pytest
 from support.scheduler_steps import request_of, scheduler_of, step
 
 from kvpage.serving.loop.request import Request
+from kvpage.serving.text.token_logprobs import ScoredPrompt
 
 
 def test_after_a_restart_everything_is_computed_again():
@@ -30,6 +31,32 @@ def ranked(number: int, priority: int, num_tokens: int = 5, max_tokens: int = 8)
 
 def ids(requests: list[Request]) -> list[str]:
     return [request.request_id for request in requests]
+
+
+def test_a_restart_has_those_that_wait_looked_at_anew():
+    scheduler = scheduler_of()
+    scheduler.add(request_of(0, 5))
+    before = scheduler.num_queued
+    scheduler.restart()
+    assert scheduler.num_queued > before and ids(scheduler.waiting) == ["r0"]
+
+
+def test_those_that_decode_go_stale_and_run_on_through_a_restart():
+    """A prefill begins again, and so does a request that still scores its prompt."""
+    scheduler = scheduler_of(budget=16)
+    requests = [request_of(number, num_tokens) for number, num_tokens in enumerate((5, 5, 30))]
+    for request in requests[:2]:
+        scheduler.add(request)
+    step(scheduler)
+    requests[1].scored = ScoredPrompt(5, 0, 64)
+    scheduler.add(requests[2])
+    assert step(scheduler) == [("r0", 5, 6), ("r1", 5, 6), ("r2", 0, 14)]
+    assert scheduler.go_stale() == 1 and [request.is_stale for request in requests] == [True, False, False]
+    scheduler.restart(keeps_stale=True)
+    assert ids(scheduler.running) == ["r0"] and ids(scheduler.waiting) == ["r1", "r2"]
+    assert step(scheduler)[0] == ("r0", 6, 7)
+    scheduler.restart()
+    assert not scheduler.running and ids(scheduler.waiting) == ["r0", "r1", "r2"] and not requests[0].is_stale
 
 
 def test_lower_numbers_come_first_and_the_others_in_order_of_arrival():
@@ -99,3 +126,13 @@ def test_only_those_that_are_tried_are_admitted(tried):
     scheduler.add(requests[2])
     expected = [number for number in range(3) if not tried or number in tried]
     assert step(scheduler, [requests[number] for number in tried]) == [(f"r{number}", 0, 5) for number in expected]
+
+
+def test_a_step_for_some_requests_preempts_for_no_other():
+    scheduler = scheduler_of(max_num_seqs=1)
+    tried = ranked(0, 1)
+    scheduler.add(tried)
+    step(scheduler)
+    scheduler.add(ranked(1, 0))
+    assert step(scheduler, [tried]) == [("r0", 5, 6)]
+    assert step(scheduler) == [("r1", 0, 5)]

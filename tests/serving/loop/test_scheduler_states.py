@@ -132,6 +132,19 @@ def test_a_preempted_request_finds_its_state_in_a_full_budget() -> None:
     assert step(scheduler) == [("r0", B + 1, B + 2)]
 
 
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_a_step_ahead_spoils_the_state_of_one_that_is_preempted(is_computed: bool) -> None:
+    """The state is after the newest token, which is to be computed again."""
+    scheduler = scheduler_of(4)
+    scheduler.add(request_of(0, B + 1))
+    step(scheduler)
+    scheduler.schedule()
+    scheduler.use_outcomes(lambda request: is_computed)
+    scheduler.preempt_last()
+    scheduler.use_outcomes(lambda request: None)
+    assert step(scheduler) == [("r0", 0, B + 2)]
+
+
 def test_a_waiting_fork_takes_back_a_token_that_nobody_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, append, failures = make_engine(make_state_model("lfm2"), states=StateConfig(0)), Request.append, []
 

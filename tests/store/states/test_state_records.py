@@ -79,6 +79,7 @@ def test_a_run_of_chunks_without_a_state() -> None:
     with store:
         store.store(TOKENS, kv_of(TOKENS))
         assert store.lookup(TOKENS) == len(TOKENS)
+        assert store.explain(TOKENS).num_cached_tokens == len(TOKENS) - 1  # the last one is computed
         assert states.longest(TOKENS) == 0
         text = str(states.explain(TOKENS))
         assert "0 of 14 tokens are cached" in text and "attention: 14 tokens, then the prompt ends" in text
@@ -257,6 +258,17 @@ def test_wrong_arguments(call, error: type[Exception], words: str) -> None:
         with pytest.raises(error, match=words):
             call(states)
         assert store.records() == []
+
+
+def test_states_tell_the_dtype_of_their_k_and_v() -> None:
+    """Of a store that knows none."""
+    with KVStore(KVStoreConfig(C), KVStoreMetadata("m", kv_dtype=None), [memory_tier()]) as store:
+        with pytest.raises(TypeError, match="layout must be a StateLayout"):
+            store.states("layout", KV_DTYPE)
+        store.states(LAYOUT)
+        assert store.metadata.kv_dtype is None
+        store.states(LAYOUT, KV_DTYPE)
+        assert store.metadata.kv_dtype == KV_DTYPE
 
 
 def test_wrong_layouts() -> None:
