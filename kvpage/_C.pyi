@@ -1445,6 +1445,8 @@ class SequenceRows:
         """Return a match of the sequence's cached blocks. The caller releases it."""
     def ids(self, row: int) -> npt.NDArray[np.int32]:
         """Return the sequence's block ids, int32 [num_blocks], in a new array."""
+    def num_written(self, row: int, /) -> int:
+        """Return how many tokens of a sequence are written."""
     def state(self, row: int) -> tuple[int, int, int, int, int, npt.NDArray[np.int32], bytes, bool]:
         """Return the fields of kvpage.blocks.sequence_state.SequenceState."""
     def num_blocks_to_append(self, rows: _Integers, num_new_tokens: int | _Integers, /) -> int:

@@ -321,7 +321,14 @@ py::object ids(const SequenceRows& rows, int64_t row) {
   return copy_of(rows.look_at(row, [](const Sequence& sequence) { return sequence.ids; }));
 }
 
-// In the order of kvpage.blocks.states.SequenceState.
+PyObject* num_written(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return of_rows(self, num_args, 1, [&](SequenceRows& rows) {
+    const int64_t row = int64_from(args[0], "row");
+    return PyLong_FromLongLong(rows.look_at(row, [](const Sequence& sequence) { return sequence.num_written; }));
+  });
+}
+
+// In the order of kvpage.blocks.sequence_state.SequenceState.
 py::tuple state(const SequenceRows& rows, int64_t row) {
   const auto [numbers, pending, name, is_private] = rows.look_at(row, [](const Sequence& sequence) {
     const std::array<int64_t, 5> numbers{sequence.num_tokens, sequence.num_written, sequence.match.num_blocks(),
@@ -350,6 +357,7 @@ void add_fast_sequence_methods(py::handle type) {
       std::string("tables($self, rows, /)\n--\n\n") + doc("SequenceRows.tables"),
       std::string("last($self, rows, /)\n--\n\n") + doc("SequenceRows.last"),
       std::string("slots($self, rows, starts, ends, /)\n--\n\n") + doc("SequenceRows.slots"),
+      std::string("num_written($self, row, /)\n--\n\n") + doc("SequenceRows.num_written"),
       std::string("remove($self, names, seq_id, /)\n--\n\n") + doc("SequenceRows.remove"),
   };
   static PyMethodDef methods[] = {
@@ -363,7 +371,8 @@ void add_fast_sequence_methods(py::handle type) {
       {"tables", fast_call(&tables), METH_FASTCALL, texts[7].c_str()},
       {"last", fast_call(&last), METH_FASTCALL, texts[8].c_str()},
       {"slots", fast_call(&slots), METH_FASTCALL, texts[9].c_str()},
-      {"remove", fast_call(&remove), METH_FASTCALL, texts[10].c_str()},
+      {"num_written", fast_call(&num_written), METH_FASTCALL, texts[10].c_str()},
+      {"remove", fast_call(&remove), METH_FASTCALL, texts[11].c_str()},
   };
   for (PyMethodDef& method : methods) add_method(type, method);
 }

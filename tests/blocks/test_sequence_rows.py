@@ -221,3 +221,30 @@ def test_a_last_token_whose_block_was_given_back_has_no_slot() -> None:
     slots, tables, _ = manager.rows.inputs(rows)
     assert slots.tolist() == [tables[0, 2] * B]
     manager.check()
+
+
+@pytest.mark.parametrize("num_spare", [-1, 0, 3, 4])
+def test_a_sequence_that_goes_on_after_a_match_leaves_spare_blocks(num_spare: int) -> None:
+    """It has 2 blocks of the match and 3 of its own, of 8; 2 are given back."""
+    manager = Manager(8, B)
+    computed(manager, "a", [1] * (2 * B))
+    sequences, tree = sequences_of(manager), manager.tree
+    match = tree.match([1] * (2 * B), num_left_over=0)
+    before, numbers = seen(manager), (2, num_spare, 6 * B + 1, 4 * B, b"", False, False)
+
+    def resume() -> list[int]:
+        arguments = ("b", match, [], [], *numbers, [], None)
+        return sequences.rows.resume(sequences.on_device, *arguments).tolist()
+
+    if num_spare == 0 or num_spare == 3:
+        block_ids = resume()
+        assert len(block_ids) == 7 and block_ids[:2] == manager.block_ids("a").tolist() and block_ids[2:4] == [0, 0]
+        assert sequences.num_written("b") == sequences.state("b").num_written == 4 * B
+        assert match.is_released
+    else:
+        with pytest.raises(OutOfBlocks if num_spare > 0 else ValueError):
+            resume()
+        assert seen(manager) == before and not match.is_released
+        tree.release(match)
+    with pytest.raises(TypeError, match="match must be a Match"):
+        sequences.rows.resume({}, "c", None, [], [], *numbers, [], None)

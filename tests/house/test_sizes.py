@@ -12,6 +12,8 @@ MAX_KERNEL = 80  # a kernel is one function: what it calls must be inlined, and 
 MAX_MEDIAN = 8
 MAX_FILE = 600
 MAX_TEST_FILE = 600
+LONG_FILE = 400
+MAX_LONG_FILES = 16  # it may only fall
 FOLDERS = ("kvpage", "kernels", "benchmarks", "csrc", "examples")
 
 
@@ -51,6 +53,12 @@ def test_files_are_short(folder):
     most = MAX_TEST_FILE if folder == "tests" else MAX_FILE
     lines = [f"{p.relative_to(PROJECT)}: {num_lines(p)} lines" for p in sources(folder) if num_lines(p) > most]
     assert not lines, f"a file in {folder} must have at most {most} lines:{listed(lines)}"
+
+
+def test_few_files_are_long():
+    paths = {path.resolve() for folder in FOLDERS for path in sources(folder)}
+    lines = [f"{p.relative_to(PROJECT)}: {num_lines(p)} lines" for p in sorted(paths) if num_lines(p) > LONG_FILE]
+    assert len(lines) <= MAX_LONG_FILES, f"at most {MAX_LONG_FILES} files may have more:{listed(lines)}"
 
 
 PYTHON = """

@@ -120,10 +120,12 @@ class WindowGroup(GroupManager[Claim]):
 
     def move_on(self, seq_id: SeqId) -> None:
         """Follow the committed tokens: cache the blocks that the tree has, give back those before the window."""
-        state, table = self._sequences.state(seq_id), self._tables[seq_id]
-        if table.num_cached < state.num_cached_blocks:
-            table.cache(self._sequences.path(seq_id, table.num_cached))
-        table.leave(state.num_written)
+        num_written, table = self._written(seq_id), self._tables[seq_id]
+        if table.num_cached < num_written // self._size:
+            num_in_tree = self._sequences.state(seq_id).num_cached_blocks
+            if table.num_cached < num_in_tree:
+                table.cache(self._sequences.path(seq_id, table.num_cached))
+        table.leave(num_written)
 
     # --- while it runs ---
 
@@ -313,7 +315,7 @@ class WindowGroup(GroupManager[Claim]):
     # --- inside ---
 
     def _written(self, seq_id: SeqId) -> int:
-        return self._sequences.state(seq_id).num_written
+        return self._sequences.num_written(seq_id)
 
     def _needs_back(self, seq_id: SeqId, ids: PathIds) -> PathIds | None:
         num_written = self._sequences.swapped[seq_id].num_written

@@ -93,7 +93,7 @@ class Windows(Sequence[WindowGroup]):
         if not self._windows:
             return end
         self._checked_ends([seq_id], [end])
-        num_written = self._sequences.state(seq_id).num_written
+        num_written = self._sequences.num_written(seq_id)
         end = max(min([end, *(window.most_tokens(seq_id) for window in self._windows)]), num_written)
         for window in self._windows if end > num_written else ():
             window.open([seq_id], [end])
@@ -117,7 +117,7 @@ class Windows(Sequence[WindowGroup]):
             ValueError: `num_tokens` or the number of committed tokens is out of range, or amid a block.
         """
         self._checked_ends([seq_id], [num_tokens])
-        num_written = self._sequences.state(seq_id).num_written
+        num_written = self._sequences.num_written(seq_id)
         if num_tokens % self._sequences.block_size or num_written % self._sequences.block_size:
             both = f"got {num_tokens} after {num_written} committed ones"
             raise ValueError(f"num_tokens must be whole blocks of {self._sequences.block_size}, {both}")

@@ -56,6 +56,10 @@ class Sequences:
         """Return a copy of the sequence's state."""
         return SequenceState(*self.rows.state(self.on_device[seq_id]))
 
+    def num_written(self, seq_id: SeqId) -> int:
+        """Return how many tokens of a sequence on the device are written."""
+        return self.rows.num_written(self.on_device[seq_id])
+
     def resume(
         self,
         seq_id: SeqId,

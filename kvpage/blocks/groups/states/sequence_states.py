@@ -130,7 +130,7 @@ class SequenceStates:
         """Make the reserved slots checkpoints, as far as their positions are committed. The others are free."""
         self._sequences.on_device[seq_id]  # KeyError
         running = self.running[seq_id]
-        num_written = self._sequences.state(seq_id).num_written if running.reserved else 0
+        num_written = self._sequences.num_written(seq_id) if running.reserved else 0
         for position, slot in sorted(running.reserved.items()):
             del running.reserved[position]
             is_known = running.marks[position].tail is not None  # committed by rows alone, it is not

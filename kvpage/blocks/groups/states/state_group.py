@@ -212,7 +212,7 @@ class StateGroup(GroupManager[StateClaim]):
 
     def mark(self, seq_id: SeqId, num_tokens: int) -> None:
         """Have a prompt keep its state at one more position that it has not passed."""
-        if self._is_caching and num_tokens > self._sequences.state(seq_id).num_written:
+        if self._is_caching and num_tokens > self._sequences.num_written(seq_id):
             self._states.mark(seq_id, num_tokens)
 
     def keep_end(self, seq_id: SeqId, goes_on: bool) -> bool:
