@@ -94,8 +94,9 @@ def test_only_the_model_that_was_asked_for(tmp_path, model):
         tiering.compute("first", keys_of(TOKENS)[:1])
         tiering.close()
     assert len(explained(tmp_path, VllmPrompt(TOKENS)).reaches) == 2
-    (reach,) = explained(tmp_path, VllmPrompt(TOKENS, model=str(model))).reaches
-    assert reach.num_tokens == SIZE
+    one_model = explained(tmp_path, VllmPrompt(TOKENS, model=str(model)))
+    assert [reach.num_tokens for reach in one_model.reaches] == [SIZE]
+    assert one_model.others == {"of another engine or model": 1}
     assert explained(tmp_path, VllmPrompt(TOKENS, model="none")).reaches == ()
 
 
