@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpage.integrations.sglang.prompt_keys import SGLangPrompt
-from kvpage.integrations.vllm.prompt_keys import VllmPrompt
 from kvpage.store import inspection
 from kvpage.store.config import TierURL
+from kvpage.store.doors.sglang_prompt import SGLangPrompt
+from kvpage.store.doors.vllm_prompt import VllmPrompt
 from kvpage.store.prompt_reach import Door, TierReach, door_reach, tier_reach
 from kvpage.store.tiers.tier import Tier
 from kvpage.tools.store_cli import opened

@@ -11,9 +11,9 @@ from support.fake_tiering import Tiering, config_of, disk, flip, make_model
 from typer.testing import CliRunner
 
 from kvpage.blocks.explain import Ending
-from kvpage.integrations.vllm.prompt_keys import ALGORITHMS, VllmPrompt
-from kvpage.integrations.vllm.value_bytes import canonical_cbor, pickled
 from kvpage.store import ByteStore, ByteStoreConfig
+from kvpage.store.doors.value_bytes import canonical_cbor, pickled
+from kvpage.store.doors.vllm_prompt import ALGORITHMS, VllmPrompt
 from kvpage.store.inspection import view_tier
 from kvpage.store.prompt_reach import door_reach
 from kvpage.store.tiers.memory_tier import MemoryTier
