@@ -122,7 +122,7 @@ class Door(Protocol):
 
 MAX_SMALL_BYTES = 1 << 20
 FACTS = {"chunk_size", "extra", "kv_dtype", "model_name", "namespace", "worker_id", "world_size"}
-ANOTHER_VERSION = "of another version"
+ANOTHER_VERSION, OF_OTHER_DOORS = "of another version", "of another engine or model"
 OTHERS = {
     BYTES_CODEC: "of other engines: see --door",
     SEALED_CODEC: "sealed: the URL names no keys, see seal_key_file",
@@ -146,7 +146,8 @@ def tier_reach(tier: Tier, tokens: Tokens, model: str | None = None, namespace: 
     array = as_tokens(tokens)
     if not len(array):
         raise ValueError("tokens must be at least one, got none")
-    metas, _, others = _metas(tier)
+    metas, headers, others = _metas(tier)
+    others += Counter({OTHERS[BYTES_CODEC]: headers.total()})
     reaches = []
     for meta in metas:
         facts = decode_meta(meta)
@@ -161,15 +162,17 @@ def door_reach(tier: Tier, door: Door) -> TierReach:
     Raises:
         TierError: the tier cannot list its records.
     """
-    _, metas, others = _metas(tier)
+    _, headers, others = _metas(tier)
     reaches = []
-    for meta in metas:
+    for meta, num_records in headers.items():
         try:
             facts = decode_header(meta)
             if door.is_mine(facts):
                 reaches += _door_reaches(tier, door, meta, facts)
+            else:
+                others[OF_OTHER_DOORS] += num_records
         except ValueError:
-            others[ANOTHER_VERSION] += 1
+            others[ANOTHER_VERSION] += num_records
     return _told(tier, reaches, others)
 
 
@@ -178,10 +181,10 @@ def _told(tier: Tier, reaches: list[PromptReach], others: Counter[str]) -> TierR
     return TierReach(tier.name, tuple(reaches), dict(others))
 
 
-def _metas(tier: Tier) -> tuple[list[bytes], list[bytes], Counter[str]]:
-    """Return the metadata of all chunks and of all ByteStores, each once, and the number of other records by kind."""
+def _metas(tier: Tier) -> tuple[list[bytes], Counter[bytes], Counter[str]]:
+    """Return the metadata of all chunks, the number of records by a ByteStore's header, and of others by kind."""
     chunks: dict[bytes, None] = {}
-    headers: dict[bytes, None] = {}
+    headers: Counter[bytes] = Counter()
     others: Counter[str] = Counter()
     for info in list(tier.infos()):
         for reader in tier.open([info.key]):
@@ -190,10 +193,11 @@ def _metas(tier: Tier) -> tuple[list[bytes], list[bytes], Counter[str]]:
                     kind, meta = _kind(reader)
                     if kind is None:
                         chunks[meta] = None
+                    elif kind == BYTES_CODEC:
+                        headers[meta] += 1
                     else:
-                        headers |= {meta: None} if kind == BYTES_CODEC else {}
                         others[OTHERS.get(kind, kind)] += 1
-    return list(chunks), list(headers), others
+    return list(chunks), headers, others
 
 
 def _kind(reader: Reader) -> tuple[str | None, bytes]:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kvpage.integrations.sglang.prompt_keys import SGLangPrompt
-from kvpage.integrations.vllm.prompt_keys import VllmPrompt
+from kvpage.store.doors.sglang_prompt import SGLangPrompt
+from kvpage.store.doors.vllm_prompt import VllmPrompt
 from kvpage.store.prompt_reach import Door, TierReach, door_reach, tier_reach
 from kvpage.store.tiers.tier import Tier
 

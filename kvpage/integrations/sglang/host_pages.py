@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpage.integrations.sglang.prompt_keys import page_key
 from kvpage.integrations.sglang.shard import Shard
 from kvpage.store.bytes.pieces import Pieces
+from kvpage.store.doors.sglang_prompt import page_key
 
 PIECES, FLAT, LOGICAL = "pieces", "flat", "logical"
 NO_ADDRESSES = (ValueError, NotImplementedError, AttributeError)

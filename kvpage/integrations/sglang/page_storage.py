@@ -13,12 +13,12 @@ import torch
 
 from kvpage.integrations.sglang.hits import leading
 from kvpage.integrations.sglang.host_pages import HostPages
-from kvpage.integrations.sglang.prompt_keys import packed, scopes_key
 from kvpage.integrations.sglang.settings import HiCacheSettings
 from kvpage.integrations.sglang.shard import Shard
 from kvpage.integrations.sglang.traffic import Traffic
 from kvpage.integrations.sglang.weights import ServedModel
 from kvpage.store import ByteStore, ByteStoreStats, Placed, Tier
+from kvpage.store.doors.sglang_prompt import packed, scopes_key
 from kvpage.store.stack.call_gate import ClosedStore
 
 logger = logging.getLogger(__name__)

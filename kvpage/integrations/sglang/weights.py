@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpage.integrations.weight_files import files_name, hub_name
+from kvpage.store.doors.weight_files import files_name, hub_name
 
 SETTINGS = (
     "load_format", "model_loader_extra_config", "model_impl", "json_model_override_args", "dtype", "quantization",

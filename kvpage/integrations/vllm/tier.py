@@ -48,9 +48,9 @@ from kvpage.integrations.vllm.interface import vllm_version
 from kvpage.integrations.vllm.jobs import FinishedJob, Jobs
 from kvpage.integrations.vllm.lookups import LOGGER, Lookups, RequestLog
 from kvpage.integrations.vllm.metrics import MetricsWriter, StatsReader, TierCounts, definitions
-from kvpage.integrations.vllm.prompt_keys import PERSISTENT
 from kvpage.integrations.vllm.touches import Touches
 from kvpage.store import ByteStore
+from kvpage.store.doors.vllm_prompt import PERSISTENT
 
 logger = logging.getLogger(LOGGER)
 

@@ -12,7 +12,7 @@ from support.fake_sglang import PoolName
 from support.host_pools import PAGE, MadePool, tokens_of
 from typer.testing import CliRunner
 
-from kvpage.integrations.sglang.prompt_keys import SGLangPrompt, packed, pool_of, scopes_key, unpacked
+from kvpage.store.doors.sglang_prompt import SGLangPrompt, packed, pool_of, scopes_key, unpacked
 from kvpage.store.inspection import view_tier
 from kvpage.store.prompt_reach import TierReach, door_reach
 from kvpage.tools.cli import app

@@ -9,7 +9,7 @@ from support import fake_sglang
 from support.host_pools import MadePool, tokens_of
 
 from kvpage.integrations.sglang import ServedModel
-from kvpage.integrations.weight_files import PART_BYTES
+from kvpage.store.doors.weight_files import PART_BYTES
 
 KEY = ["a" * 64]
 BIG = b"w" * (PART_BYTES + 1)

@@ -21,7 +21,7 @@ from support import fake_sglang
 from support.redis_server import RedisServer, needs_redis
 from support.waiting import until
 
-from kvpage.integrations.sglang.prompt_keys import SGLangPrompt
+from kvpage.store.doors.sglang_prompt import SGLangPrompt
 from kvpage.store.inspection import view_tier
 from kvpage.store.prompt_reach import door_reach
 

@@ -11,9 +11,9 @@ from support.fake_tiering import Tiering, config_of, disk, flip, make_model
 from typer.testing import CliRunner
 
 from kvpage.blocks.explain import Ending
-from kvpage.integrations.vllm.prompt_keys import ALGORITHMS, VllmPrompt
-from kvpage.integrations.vllm.value_bytes import canonical_cbor, pickled
 from kvpage.store import ByteStore, ByteStoreConfig
+from kvpage.store.doors.value_bytes import canonical_cbor, pickled
+from kvpage.store.doors.vllm_prompt import ALGORITHMS, VllmPrompt
 from kvpage.store.inspection import view_tier
 from kvpage.store.prompt_reach import door_reach
 from kvpage.store.tiers.memory_tier import MemoryTier
@@ -94,8 +94,9 @@ def test_only_the_model_that_was_asked_for(tmp_path, model):
         tiering.compute("first", keys_of(TOKENS)[:1])
         tiering.close()
     assert len(explained(tmp_path, VllmPrompt(TOKENS)).reaches) == 2
-    (reach,) = explained(tmp_path, VllmPrompt(TOKENS, model=str(model))).reaches
-    assert reach.num_tokens == SIZE
+    one_model = explained(tmp_path, VllmPrompt(TOKENS, model=str(model)))
+    assert [reach.num_tokens for reach in one_model.reaches] == [SIZE]
+    assert one_model.others == {"of another engine or model": 1}
     assert explained(tmp_path, VllmPrompt(TOKENS, model="none")).reaches == ()
 
 

@@ -20,7 +20,7 @@ from support.redis_server import RedisServer, needs_redis
 from support.vllm_lives import Lives, Request
 from support.vllm_models import make_gemma, make_llama
 
-from kvpage.integrations.vllm.prompt_keys import VllmPrompt
+from kvpage.store.doors.vllm_prompt import VllmPrompt
 from kvpage.store.inspection import view_tier
 from kvpage.store.prompt_reach import PromptReach, door_reach
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from kvpage.integrations.weight_files import files_name, hub_name
+from kvpage.store.doors.weight_files import files_name, hub_name
 
 
 def weights_name(model: str, name: str | None, config: Any = None) -> str:

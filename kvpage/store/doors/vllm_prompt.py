@@ -14,9 +14,9 @@ from typing import Any
 import xxhash
 
 from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.integrations.vllm.value_bytes import canonical_cbor, pickled
-from kvpage.integrations.weight_files import is_named
 from kvpage.store.bytes.header import Value
+from kvpage.store.doors.value_bytes import canonical_cbor, pickled
+from kvpage.store.doors.weight_files import is_named
 from kvpage.store.prompt_reach import DoorPart
 
 PERSISTENT = bytes(16)

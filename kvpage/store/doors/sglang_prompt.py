@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpage.checks.tokens import Tokens, as_tokens
-from kvpage.integrations.weight_files import is_named
 from kvpage.store.bytes.header import Value
+from kvpage.store.doors.weight_files import is_named
 from kvpage.store.prompt_reach import DoorPart
 
 FIRST_RANK = "dp0-pp0-cp0-tp0"

@@ -1,0 +1,1 @@
+"""Prompts as other engines name their chunks: told of from a tier alone, without the engine."""
