@@ -78,7 +78,7 @@ LINES = {
     "blend_quality": "blend --part quality --threads 1",
     "serve_chats": "serve --serve small --threads 2 --dataset sharegpt --rate 1 --num-requests 30"
     " --goodput ttft:1000 tpot:100",
-    "agent": "agent --threads 2 --rounds 3",
+    "agent": "agent --model tiny --threads 2 --rounds 1",
     "serve_trace": "serve --serve small --threads 2 --dataset trace --scale 0.015625 --num-requests 120"
     " --goodput ttft:1000 tpot:100",
 }

@@ -21,15 +21,14 @@ from kvpage.server.protocol.errors import ApiError, failed
 from kvpage.server.routes import (
     chats,
     completions,
-    explain,
     messages,
     models,
-    page,
     responses,
     sessions,
     tokens,
 )
 from kvpage.server.routes.operators import health, weights
+from kvpage.server.routes.shown import explain, page
 from kvpage.server.service import Service
 from kvpage.serving import AsyncEngine
 

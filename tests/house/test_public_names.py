@@ -55,6 +55,7 @@ PRIVATE = {
     "kvpage.integrations.lmcache.retriever.SegmentFetch": "of a task, which a retriever makes",
     "kvpage.blend.selection.Stage": "of an executor, which asks the configuration for it",
     "kvpage.blend.spans.Span": "of the engine, which asks the configuration for it",
+    "kvpage.serving.stats.explaining.Question": "of an engine, of which an AsyncEngine asks it",
     "kvpage.serving.generate.cached_rows.CachedRows": "made by a KVPageCachePool for its caches",
     "kvpage.serving.generate.model_blocks.ModelBlocks": "the part of a KVPageCachePool that its caches use",
     "kvpage.serving.stats.debug.EngineDebug": "the parts of an Engine, which tests look into",

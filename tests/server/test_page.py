@@ -158,7 +158,7 @@ def test_only_so_many_watch(server):
 
 def test_a_watcher_that_does_not_read_is_dropped(monkeypatch):
     """What the kernel and uvicorn hold for it is full at some time; then the feed waits no more."""
-    monkeypatch.setattr("kvpage.server.routes.page.SEND_TIMEOUT", 0.2)
+    monkeypatch.setattr("kvpage.server.routes.shown.page.SEND_TIMEOUT", 0.2)
     monkeypatch.setattr("kvpage.server.page.feed.INTERVAL", 0.0)
     monkeypatch.setattr("kvpage.server.page.feed.picture", lambda *parts: "x" * (1 << 20))
     with listening_server() as (url, server), socket.socket() as client:

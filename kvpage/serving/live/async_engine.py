@@ -291,6 +291,9 @@ class AsyncEngine:
             adapter: See Engine.explain.
             searched: Where a longer match is searched: "all" namespaces; the caller's "own", by other weights; "none".
 
+        Returns:
+            The explanation.
+
         Raises:
             ValueError, TypeError: As Engine.explain.
             EngineClosed: The engine is closed, or has failed.

@@ -79,6 +79,9 @@ class ExplainingEngine(ABC):
             namespace: See `explain`.
             adapter: See `explain`.
 
+        Returns:
+            The question, for `answer`.
+
         Raises:
             ValueError, TypeError: As `explain`.
         """
@@ -93,6 +96,9 @@ class ExplainingEngine(ABC):
         Args:
             question: Of `ask`.
             searched: See BlockManager.explain.
+
+        Returns:
+            The explanation.
         """
         tokens, kv_namespace = question.tokens, question.kv_namespace
         explanation = self.manager.explain(tokens, kv_namespace, searched)

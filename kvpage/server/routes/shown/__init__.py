@@ -1,0 +1,1 @@
+"""The paths that show the cache: the page, and explanations."""
