@@ -320,8 +320,7 @@ class CachedRows:
         try:
             for source, stays in zip(sources, is_kept, strict=True):
                 row = self._rows[source]
-                own, count = tokens[source, row.num_pads :], row.count(length)
-                rows.append(row if stays else self._copy(row, own, count))
+                rows.append(row if stays else self._copy(row, tokens[source, row.num_pads :], row.count(length)))
         except BaseException:
             for row, stays, source in zip(rows, is_kept, sources, strict=False):
                 if not stays:

@@ -34,13 +34,13 @@ class PackedRows(NamedTuple):
         ends = [start + num_tokens - pads[row] for row in rows]
         counts = [min(num_logits, length) for length in lens]
         after = np.cumsum([0, *lens])[1:]
-        wanted = [np.arange(end - count, end) for end, count in zip(after, counts, strict=True)]
+        last = [np.arange(end - count, end) for end, count in zip(after, counts, strict=True)]
         empty = np.empty(0, np.int32)
         packed = PackedTokens(
             np.concatenate([empty, *(tokens[row, num_tokens - new[row] :] for row in rows)]),
             [end - length for end, length in zip(ends, lens, strict=True)],
             ends,
-            np.concatenate([np.empty(0, np.int64), *wanted]),
+            np.concatenate([np.empty(0, np.int64), *last]),
         )
         return cls(packed, rows, counts)
 
