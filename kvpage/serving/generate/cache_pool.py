@@ -83,12 +83,9 @@ class KVPageCachePool(ModelBlocks):
                 the logits.
         """
         check_model(model)
-        _check_cache_config(cache_config)
-        _check_options(max_working_bytes, same_bits)
+        _check_options(cache_config, max_working_bytes, same_bits)
         budget = _checked_budget(states)
-        check_config(model, takes_states=True)
         _check_cacheable(model)
-        check_eval(model)
         blocks = BlockConfig.of_cache(
             cache_config, share_parts=share_parts, host_policy=host_policy, pin_quota=pin_quota
         )
@@ -144,7 +141,8 @@ class KVPageCachePool(ModelBlocks):
 FIRST_VERSION = "5.14"  # of transformers: before, masks of the whole prompt come with rows that begin within it
 
 
-def _check_options(max_working_bytes: int | None, same_bits: bool) -> None:
+def _check_options(cache_config: CacheConfig, max_working_bytes: int | None, same_bits: bool) -> None:
+    _check_cache_config(cache_config)
     if max_working_bytes is not None and as_integer("max_working_bytes", max_working_bytes) < 0:
         raise ValueError(f"max_working_bytes must not be negative, got {max_working_bytes}")
     if not isinstance(same_bits, bool):
@@ -179,8 +177,10 @@ def _verify(
 
 
 def _check_cacheable(model: PreTrainedModel) -> None:
+    check_config(model, takes_states=True)
     checked_cache_argument(model)
     check_states_are_cached(model, FIRST_VERSION)
+    check_eval(model)
 
 
 def _check_backend(model: PreTrainedModel, shape: KVShape, cache_config: CacheConfig) -> None:

@@ -28,8 +28,7 @@ import torch
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.generate.row_slots import RowSlots
-from kvpage.serving.generate.states.packed_pass import PackedPass
-from kvpage.serving.generate.states.row_states import RowPass, RowStates
+from kvpage.serving.generate.states.row_states import PackedPass, RowPass, RowStates
 from kvpage.serving.generate.working_rows import WorkingRows
 
 TokenRow = npt.NDArray[np.int32]

@@ -22,10 +22,8 @@ from kvpage.serving.generate.kv_page_layer import KVPageLayer, StatefulLayer
 from kvpage.serving.generate.model_blocks import ModelBlocks
 from kvpage.serving.generate.row_slots import RowSlots
 from kvpage.serving.generate.states.mixer_hooks import MixerHooks
-from kvpage.serving.generate.states.packed_pass import PackedPass
-from kvpage.serving.generate.states.row_states import RowPass
+from kvpage.serving.generate.states.row_states import PackedPass, RowPass
 from kvpage.serving.generate.view.row_padding import are_findable, pads_of_forward, pads_of_mask
-from kvpage.serving.model.runner import ModelRunner
 from kvpage.serving.model.states.piece_cache import PieceCache
 
 # A negative number is how many tokens `crop` removes. A positive one is the length that it leaves. In versions of
@@ -464,7 +462,7 @@ class KVPageCache(Cache):
         return states if isinstance(states, RowPass) else None
 
     @property
-    def runner(self) -> ModelRunner | None:
+    def runner(self) -> object | None:
         """What computes for the pool's model, a view with `same_bits`; None where the model computes by itself."""
         return self._pool.runner
 

@@ -36,7 +36,7 @@ class RowsOfView(ForwardListener, Protocol):
     """A cache, as the view sees it."""
 
     @property
-    def runner(self) -> ModelRunner | None:
+    def runner(self) -> object | None:
         """What computes; None for a cache whose model computes."""
 
     @property

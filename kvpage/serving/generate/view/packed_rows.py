@@ -13,7 +13,7 @@ import torch
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.generate.cached_rows import TokenRows
 from kvpage.serving.generate.row_slots import RowSlots
-from kvpage.serving.generate.states.packed_pass import PackedPass
+from kvpage.serving.generate.states.row_states import PackedPass
 from kvpage.serving.model.step import PackedTokens, Step
 
 
