@@ -69,7 +69,8 @@ class BitsForward:
             cache.finish_forward()
         finally:
             cache.end_forward()
-        output = CausalLMOutputWithPast(logits=logits, **{_CACHE_FIELD: cache})
+        of_cache: dict[str, Any] = {_CACHE_FIELD: cache}
+        output = CausalLMOutputWithPast(logits=logits, **of_cache)
         return output.to_tuple() if arguments.get("return_dict") is False else output
 
     def _cache(self, arguments: Mapping[str, Any]) -> RowsOfView:

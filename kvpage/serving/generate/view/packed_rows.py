@@ -56,6 +56,6 @@ class PackedRows(NamedTuple):
         if len(logits) == num_rows * num_logits:
             return logits.view(num_rows, num_logits, -1)
         out = logits.new_zeros((num_rows, num_logits, logits.shape[1]))
-        for row, part in zip(self.rows, logits.split(self.counts), strict=True):
+        for row, part in zip(self.rows, torch.split(logits, self.counts), strict=True):
             out[row, num_logits - len(part) :] = part
         return out
