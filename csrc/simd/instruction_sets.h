@@ -1,8 +1,8 @@
 // The instruction sets that some sources are compiled for, by name: "base", "avx2", "avx512", "avx512bf16". Others are
 // only asked for: "amx_bf16", "avx512_fp16".
 //
-// KVPAGE_MAX_CPU_ISA in the environment names the best set that may be taken, as if the processor had no more. It is read
-// once.
+// KVPAGE_MAX_CPU_ISA in the environment names the best set that may be taken, as if the processor had no more. It is
+// read once.
 #pragma once
 
 namespace kvpage {

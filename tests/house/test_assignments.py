@@ -34,6 +34,7 @@ ALLOWED: dict[str, tuple[tuple[str, ...], str]] = {
     "kvpage/store/load/result_pool.py": (("finalizer.atexit",), "weakref.finalize asks for it"),
     "kvpage/server/app.py": (("app.state.",), "starlette's place for the parts of an application"),
     "kvpage/serving/assembly/parts.py": (("cache.numerics",), "of caches made there"),
+    "kvpage/serving/generate/cache_pool.py": (("engine.numerics",), "of a cache made there"),
     "kvpage/store/disk/segment.py": (("call.argtypes",), "ctypes' way to declare a call"),
     "kvpage/serving/assembly/model_files.py": (("tokenizer.chat_template",), "of a tokenizer made there"),
     "kvpage/serving/model/native/joined.py": (

@@ -15,15 +15,22 @@ from support.same_bits_rows import a_life, model_of, pool_of  # noqa: E402
 
 from kvpage.serving.model.native.bits.numerics import numerics_name  # noqa: E402
 
-KINDS = "llama", "gpt_oss", "mixtral", "deepseek_v3", "qwen3_next"
+MODELS = (
+    ("llama", torch.float32),
+    ("llama", torch.bfloat16),
+    ("gpt_oss", torch.bfloat16),
+    ("mixtral", torch.float32),
+    ("deepseek_v3", torch.float32),
+    ("qwen3_next", torch.bfloat16),
+)
 
 
 def main(seed: int, folder: Path) -> None:
-    for kind in KINDS:
-        for dtype in (torch.float32, torch.bfloat16):
-            model = model_of(kind, dtype)
-            check_life(model, random.Random(seed), folder / f"{kind} {dtype}", num_requests=3)
-            a_life(pool_of(model), random.Random(seed), num_calls=2, rows_each=3)
+    for kind, dtype in MODELS:
+        model = model_of(kind, dtype)
+        check_life(model, random.Random(seed), folder / f"{kind} {dtype}", num_requests=3)
+        a_life(pool_of(model), random.Random(seed), num_calls=2, rows_each=3)
+        print(kind, dtype, flush=True)
     print(numerics_name())
 
 

@@ -6,18 +6,22 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from kvpage.blocks.config import BlockConfig, HostPolicy
+from kvpage.blocks.manager import BlockManager
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.values import as_integer
 from kvpage.layout.config import CacheConfig, ParallelConfig
 from kvpage.layout.kv_scales import KVScales
+from kvpage.serving.assembly.parts import check_servable, make_cache
+from kvpage.serving.config import EngineConfig
 from kvpage.serving.generate.model_blocks import ModelBlocks, check_eval
 from kvpage.serving.generate.pool_check import verify_blocks
 from kvpage.serving.generate.states.pool_states import PoolStates
-from kvpage.serving.generate.view.view_parts import check_backend, view_parts
+from kvpage.serving.generate.view.bits_view import bits_view
 from kvpage.serving.model.argument_check import check_model
 from kvpage.serving.model.config_check import check_config
 from kvpage.serving.model.hf_cache.argument import checked_cache_argument
 from kvpage.serving.model.kv_shape import KVShape
+from kvpage.serving.model.native.bits.numerics import numerics_name
 from kvpage.serving.model.probe import unquantized
 from kvpage.serving.model.states.mixer_forward import MixerForward
 from kvpage.serving.model.states.model_states import ModelStates, check_states_are_cached, keeps_states
@@ -65,44 +69,62 @@ class KVPageCachePool(ModelBlocks):
             states: the budget of the states of a model whose layers keep some, of rows in use and checkpoints together;
                 None for the default. Other models do not read it.
             same_bits: whether logits are functions of the model and a row's tokens alone, bit by bit, on a CPU. Call
-                `generate` on the pool's `model` then, not on the caller's, which is refused. It computes as an Engine
-                with `same_bits` does. Blocks are read in place: `max_working_bytes` is not read.
+                `generate` on the pool's `model` then. Blocks are read in place, `max_working_bytes` is not.
 
         Returns:
             The pool, with nothing cached.
 
         Raises:
-            OptionError: a ValueError, with the reason, for a model or a machine that cannot have the same bits.
             TypeError: for a model, a config or an option of another type.
-            ValueError: with the reason, for a model that keeps more than K and V, and states beside them in
-                `past_key_values`; whose K and V do not fit into blocks of this layout, whose sliding window is not in
-                its mask, that is compiled or in training mode; for a cache without blocks, and a budget without a
-                state; for scales that the cache does not take or that distort the logits.
+            ValueError: with the reason, for a model or a machine that cannot have the same bits; for a model that keeps
+                more than K and V, and states beside them in `past_key_values`; whose K and V do not fit into blocks of
+                this layout, whose sliding window is not in its mask, that is compiled or in training mode; for a cache
+                without blocks, and a budget without a state; for scales that the cache does not take or that distort
+                the logits.
         """
         check_model(model)
-        _check_cache_config(cache_config)
-        if max_working_bytes is not None and as_integer("max_working_bytes", max_working_bytes) < 0:
-            raise ValueError(f"max_working_bytes must not be negative, got {max_working_bytes}")
-        if not isinstance(same_bits, bool):
-            raise TypeError(f"same_bits must be a bool, got {type(same_bits).__name__}")
+        _check_options(cache_config, max_working_bytes, same_bits)
         budget = _checked_budget(states)
-        check_config(model, takes_states=True)
         _check_cacheable(model)
-        check_eval(model)
         blocks = BlockConfig.of_cache(
             cache_config, share_parts=share_parts, host_policy=host_policy, pin_quota=pin_quota
         )
         if same_bits:
-            return cls(*view_parts(model, cache_config, kv_scales, budget, blocks))
+            return cls._of_view(model, cache_config, kv_scales, budget, blocks)
         pool_states = _found_states(model, cache_config, budget)
         shape = KVShape.of_model(model) if pool_states is None else pool_states.found.kv_shape
         assert shape is not None
-        check_backend(model, shape, cache_config)
+        _check_backend(model, shape, cache_config)
         check_windows(model)
         _verify(model, shape, cache_config, kv_scales, pool_states)
         pool = cls.make(model, shape, cache_config, kv_scales, blocks, max_working_bytes, pool_states)
         assert isinstance(pool, cls)
         return pool
+
+    @classmethod
+    def _of_view(
+        cls,
+        model: PreTrainedModel,
+        cache_config: CacheConfig,
+        kv_scales: Sequence[KVScales] | None,
+        budget: StateConfig,
+        blocks: BlockConfig,
+    ) -> "KVPageCachePool":
+        """Return a pool whose model is a view. Raises as `from_model` does."""
+        config = EngineConfig(cache_config, kv_scales=kv_scales, same_bits=True)
+        servable = check_servable(model, config)
+        of_model = servable.states
+        shape = KVShape.of_model(model) if of_model is None else of_model.kv_shape
+        states = None if of_model is None else PoolStates.of_model(model, of_model, (), cache_config, budget)
+        assert shape is not None, "a model with states alone is refused"
+        _check_backend(model, shape, cache_config)
+        engine = make_cache(servable, config, None if states is None else states.slots)
+        engine.numerics = numerics_name()
+        manager = BlockManager.of(blocks, groups=[] if states is None else [states.slots])
+        row_states = None if states is None else states.of_manager(manager, model.device)
+        return cls(
+            bits_view(servable.runner, engine), shape, engine, manager, states=row_states, runner=servable.runner
+        )
 
     @uninterrupted
     def reset_prefix_cache(self) -> None:
@@ -117,6 +139,14 @@ class KVPageCachePool(ModelBlocks):
 
 
 FIRST_VERSION = "5.14"  # of transformers: before, masks of the whole prompt come with rows that begin within it
+
+
+def _check_options(cache_config: CacheConfig, max_working_bytes: int | None, same_bits: bool) -> None:
+    _check_cache_config(cache_config)
+    if max_working_bytes is not None and as_integer("max_working_bytes", max_working_bytes) < 0:
+        raise ValueError(f"max_working_bytes must not be negative, got {max_working_bytes}")
+    if not isinstance(same_bits, bool):
+        raise TypeError(f"same_bits must be a bool, got {type(same_bits).__name__}")
 
 
 def _found_states(model: PreTrainedModel, cache_config: CacheConfig, budget: StateConfig) -> PoolStates | None:
@@ -147,8 +177,19 @@ def _verify(
 
 
 def _check_cacheable(model: PreTrainedModel) -> None:
+    check_config(model, takes_states=True)
     checked_cache_argument(model)
     check_states_are_cached(model, FIRST_VERSION)
+    check_eval(model)
+
+
+def _check_backend(model: PreTrainedModel, shape: KVShape, cache_config: CacheConfig) -> None:
+    if shape.is_latent != (cache_config.backend == "mla"):
+        handed = "latents" if shape.is_latent else "K and V of heads"
+        raise ValueError(
+            f"backend must be 'mla' exactly where a model hands latents to its cache, {type(model).__name__} hands "
+            f"{handed} to {cache_config.backend!r}"
+        )
 
 
 def _checked_budget(states: StateConfig | None) -> StateConfig:

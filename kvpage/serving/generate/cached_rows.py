@@ -28,8 +28,7 @@ import torch
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.generate.row_slots import RowSlots
-from kvpage.serving.generate.states.packed_pass import PackedPass
-from kvpage.serving.generate.states.row_states import RowPass, RowStates
+from kvpage.serving.generate.states.row_states import PackedPass, RowPass, RowStates
 from kvpage.serving.generate.working_rows import WorkingRows
 
 TokenRow = npt.NDArray[np.int32]
@@ -320,8 +319,7 @@ class CachedRows:
         try:
             for source, stays in zip(sources, is_kept, strict=True):
                 row = self._rows[source]
-                own, count = tokens[source, row.num_pads :], row.count(length)
-                rows.append(row if stays else self._copy(row, own, count))
+                rows.append(row if stays else self._copy(row, tokens[source, row.num_pads :], row.count(length)))
         except BaseException:
             for row, stays, source in zip(rows, is_kept, sources, strict=False):
                 if not stays:

@@ -40,7 +40,7 @@ class ForwardListener(Protocol):
     def is_in_forward(self) -> bool:
         """Whether a forward has begun whose call is still on the stack: see is_on_stack."""
 
-    def begin_forward(self, arguments: Mapping[str, Any], call: FrameType) -> None:
+    def begin_forward(self, arguments: Mapping[str, Any], call: FrameType) -> object:
         """Begin a forward: torch has called the model, in that frame, with the listener as its cache.
 
         An error raised here is raised by the model's call.

@@ -12,8 +12,7 @@ from kvpage.checks.tensors import as_numbers
 from kvpage.checks.tokens import as_array
 from kvpage.serving.generate.cached_rows import TokenRows
 from kvpage.serving.generate.row_slots import RowSlots
-from kvpage.serving.generate.states.packed_pass import PackedPass
-from kvpage.serving.generate.states.row_states import RowPass
+from kvpage.serving.generate.states.row_states import PackedPass, RowPass
 from kvpage.serving.model.hf_cache.argument import KV_ARGUMENTS
 
 # K and V of a token follow from these alone. Any other tensor (images, embeddings, token types) decides over them too,

@@ -22,10 +22,8 @@ from kvpage.serving.generate.kv_page_layer import KVPageLayer, StatefulLayer
 from kvpage.serving.generate.model_blocks import ModelBlocks
 from kvpage.serving.generate.row_slots import RowSlots
 from kvpage.serving.generate.states.mixer_hooks import MixerHooks
-from kvpage.serving.generate.states.packed_pass import PackedPass
-from kvpage.serving.generate.states.row_states import RowPass
-from kvpage.serving.generate.view.row_padding import check_places, pads_of_mask
-from kvpage.serving.model.runner import ModelRunner
+from kvpage.serving.generate.states.row_states import PackedPass, RowPass
+from kvpage.serving.generate.view.row_padding import are_findable, pads_of_forward, pads_of_mask
 from kvpage.serving.model.states.piece_cache import PieceCache
 
 # A negative number is how many tokens `crop` removes. A positive one is the length that it leaves. In versions of
@@ -100,7 +98,7 @@ class KVPageCache(Cache):
         pads = None if pool.runner is None else pads_of_mask(mask, len(tokens))
         self._rows = pool.make_rows()
         with HeldInterrupts():
-            self._rows.open(tokens, self._are_findable(mask, tokens), namespace, marks, pads)
+            self._rows.open(tokens, are_findable(is_unmasked(mask, *tokens.shape), pads), namespace, marks, pads)
             self._rows.skip_found()
             self._held = _Held(self._rows, self._make_hooks())
             self._finalizer = weakref.finalize(self, pool.forgotten.append, self._held.release)
@@ -120,10 +118,6 @@ class KVPageCache(Cache):
         self._forward = None
         if self._finalizer.detach():
             self._held.release()
-
-    def _are_findable(self, mask: Any, tokens: TokenRows) -> list[bool]:
-        """Return for each row whether others find it. mask: of the tokens."""
-        return is_unmasked(mask, *tokens.shape) if self._pool.runner is None else [True] * len(tokens)
 
     def _make_hooks(self) -> "list[ForwardHooks | MixerHooks]":
         """Return hooks on the pool's model; none where its forward asks the cache by itself."""
@@ -468,29 +462,25 @@ class KVPageCache(Cache):
         return states if isinstance(states, RowPass) else None
 
     @property
-    def runner(self) -> ModelRunner | None:
+    def runner(self) -> object | None:
         """What computes for the pool's model, a view with `same_bits`; None where the model computes by itself."""
         return self._pool.runner
 
     @property
-    def nums_pads(self) -> list[int]:
-        """The padding of each row, where the pool has `same_bits`."""
-        return self._rows.nums_pads
-
-    @property
-    def forward_under_way(self) -> Forward:
-        """The forward that has begun."""
-        forward = self._current()
-        assert forward is not None, "it has begun"
-        return forward
+    def nums_pads(self) -> list[int] | None:
+        """The padding of each row, where the pool has `same_bits`; None where padding is computed."""
+        return None if self.runner is None else self._rows.nums_pads
 
     @uninterrupted
-    def begin_forward(self, arguments: Mapping[str, Any], call: FrameType) -> None:
+    def begin_forward(self, arguments: Mapping[str, Any], call: FrameType) -> Forward:
         """Reserve blocks for the tokens that the model is about to compute. All checks come before any change.
 
         Args:
             arguments: the arguments of the model's call, by name.
             call: torch's frame of that call. The forward ends with it.
+
+        Returns:
+            The forward, which is under way.
 
         Raises:
             OutOfBlocks: where the tokens do not fit.
@@ -501,9 +491,9 @@ class KVPageCache(Cache):
         self._pool.check_forward(tokens, start + tokens.shape[1])
         if self._pool.states is not None and start != rows.length:
             raise ValueError(f"a forward over states must begin at token {rows.length}, got {start}")
-        pads = self._pads_of(arguments, tokens, start)
+        pads = pads_of_forward(arguments, self.nums_pads, len(tokens), start, start + tokens.shape[1])
         if not len(rows):  # after a reset
-            rows.open(tokens, is_whole if pads is None else [True] * len(tokens), self._namespace, nums_pads=pads)
+            rows.open(tokens, are_findable(is_whole, pads), self._namespace, nums_pads=pads)
         repeats, rest = divmod(len(tokens), len(rows))
         if rest or not repeats:
             raise ValueError(f"input_ids must have {len(rows)} rows, or a multiple of it, got {len(tokens)}")
@@ -520,18 +510,7 @@ class KVPageCache(Cache):
         end = start + tokens.shape[1]
         states = rows.begin_states(start, end)
         self._forward = Forward(tokens, start, end, slots, set(self._pool.layers), repeats, call, states)
-
-    def _pads_of(self, arguments: Mapping[str, Any], tokens: TokenRows, start: int) -> list[int] | None:
-        """Return the padding of each row of a forward; None where the model computes it, too. ValueError for others."""
-        if self.runner is None:
-            return None
-        if len(self._rows):
-            pads = [num_pads for num_pads in self.nums_pads for _ in range(len(tokens) // len(self._rows))]
-        else:
-            pads = pads_of_mask(arguments.get("attention_mask"), len(tokens))
-        if len(pads) == len(tokens):  # another number of rows is refused elsewhere
-            check_places(arguments, pads, start, start + tokens.shape[1])
-        return pads
+        return self._forward
 
     def finish_forward(self) -> None:
         """Count the forward's tokens as computed if every layer has written them."""

@@ -19,7 +19,6 @@ from kvpage.serving.generate.states.row_states import RowStates
 from kvpage.serving.generate.working_rows import WorkingMemory, WorkingRows
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.limits import constant_rope_len, rope_limit, vocab_size
-from kvpage.serving.model.runner import ModelRunner
 
 
 class ModelBlocks:
@@ -41,7 +40,7 @@ class ModelBlocks:
         manager: BlockManager,
         max_working_bytes: int | None = None,
         states: RowStates | None = None,
-        runner: ModelRunner | None = None,
+        runner: object | None = None,
     ) -> None:
         self.states, self.runner = states, runner
         self.model, self.engine, self.manager, self.dtype = model, engine, manager, shape.dtype

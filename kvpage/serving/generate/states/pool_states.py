@@ -78,9 +78,13 @@ class PoolStates:
         blocks: BlockConfig,
     ) -> StatefulParts:
         """Return the parts, with nothing cached. The arguments are those of ModelBlocks.make."""
-        manager, slots = BlockManager.of(blocks, groups=[self.slots]), self.slots
-        state_cache = StateCache(self.found.layout, slots.num_slots, slots.num_host_slots, device)
+        manager = BlockManager.of(blocks, groups=[self.slots])
         engine = CacheEngine(
-            with_tails(cache, slots), shape.model_config(), device_config=DeviceConfig(device), kv_scales=kv_scales
+            with_tails(cache, self.slots), shape.model_config(), device_config=DeviceConfig(device), kv_scales=kv_scales
         )
-        return StatefulParts(engine, manager, RowStates(manager, state_cache, self.forwards))
+        return StatefulParts(engine, manager, self.of_manager(manager, device))
+
+    def of_manager(self, manager: BlockManager, device: torch.device) -> RowStates:
+        """Return the slots, for a manager that has their group."""
+        cache = StateCache(self.found.layout, self.slots.num_slots, self.slots.num_host_slots, device)
+        return RowStates(manager, cache, self.forwards)

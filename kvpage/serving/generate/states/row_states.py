@@ -16,10 +16,9 @@ import torch
 from kvpage.blocks.manager import BlockManager
 from kvpage.cache.state_cache import StateCache, StateKey
 from kvpage.ops.cuda.uploads import upload
-from kvpage.serving.generate.states.packed_pass import PackedPass
 from kvpage.serving.model.states.mixer import PieceForward
 from kvpage.serving.model.states.piece_cache import PieceCache
-from kvpage.serving.model.states.state_pass import StateRow
+from kvpage.serving.model.states.state_pass import StatePass, StateRow
 
 
 class RowPass:
@@ -99,6 +98,40 @@ class RowPass:
     def finish(self) -> None:
         """Put the states of all rows into their slots."""
         self.states.write_back()
+
+
+class PackedPass:
+    """One forward of a view, whose runner computes in the rows' slots. A copy of them is put back after a failure.
+
+    rows: of each row of a cache, its slot, the positions to compute, and marks.
+    """
+
+    def __init__(self, cache: StateCache, rows: Sequence[StateRow]) -> None:
+        self._cache, self._rows = cache, rows
+        self._slots = torch.tensor([row.slot for row in rows])
+        self._before: torch.Tensor | None = cache.slots[self._slots]
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether states of some rows are to be kept."""
+        return any(row.marks for row in self._rows)
+
+    def of_step(self, rows: Sequence[int]) -> StatePass:
+        """Return the states of a step that computes these rows."""
+        return StatePass(self._cache, [self._rows[row] for row in rows])
+
+    def is_done(self) -> bool:
+        """Return True: the runner raises where a state was not computed."""
+        return True
+
+    def finish(self) -> None:
+        """Leave what was computed."""
+        self._before = None
+
+    def undo(self) -> None:
+        """Put back the states of before, unless the pass has finished."""
+        if self._before is not None:
+            self._cache.slots[self._slots] = self._before
 
 
 class RowStates:

@@ -8,7 +8,8 @@ computes, and no K or V is copied out of blocks.
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpage.cache.cache_engine import CacheEngine
-from kvpage.serving.assembly.parts import without_autocast
 from kvpage.serving.generate.forward_hooks import ForwardListener, named_arguments
 from kvpage.serving.generate.forward_inputs import Forward
 from kvpage.serving.generate.states.row_states import RowPass
@@ -36,16 +36,15 @@ class RowsOfView(ForwardListener, Protocol):
     """A cache, as the view sees it."""
 
     @property
-    def runner(self) -> ModelRunner | None:
+    def runner(self) -> object | None:
         """What computes; None for a cache whose model computes."""
 
     @property
-    def nums_pads(self) -> list[int]:
+    def nums_pads(self) -> list[int] | None:
         """The padding of each row."""
 
-    @property
-    def forward_under_way(self) -> Forward:
-        """The forward that has begun."""
+    def begin_forward(self, arguments: Mapping[str, Any], call: FrameType) -> Forward:
+        """Begin a forward, and return it."""
 
 
 class BitsForward:
@@ -64,13 +63,14 @@ class BitsForward:
         arguments = named_arguments(self.__signature__, args, kwargs)
         cache, num_logits = self._cache(arguments), self._num_logits(arguments)
         _check_others(arguments)
-        cache.begin_forward(arguments, sys._getframe())
+        forward = cache.begin_forward(arguments, sys._getframe())
         try:
-            logits = self._compute(cache, num_logits)
+            logits = self._compute(forward, cache.nums_pads or [], num_logits)
             cache.finish_forward()
         finally:
             cache.end_forward()
-        output = CausalLMOutputWithPast(logits=logits, **{_CACHE_FIELD: cache})
+        of_cache: dict[str, Any] = {_CACHE_FIELD: cache}
+        output = CausalLMOutputWithPast(logits=logits, **of_cache)
         return output.to_tuple() if arguments.get("return_dict") is False else output
 
     def _cache(self, arguments: Mapping[str, Any]) -> RowsOfView:
@@ -84,14 +84,13 @@ class BitsForward:
         rows: RowsOfView = cache
         return rows
 
-    def _compute(self, cache: RowsOfView, num_logits: int) -> torch.Tensor:
-        forward = cache.forward_under_way
+    def _compute(self, forward: Forward, pads: Sequence[int], num_logits: int) -> torch.Tensor:
         assert forward.slots is not None, "without working memory, K and V go into blocks"
         assert not isinstance(forward.states, RowPass), "no mixer of the caller's computes"
         num_rows, num_tokens = forward.tokens.shape
         num_logits = min(num_logits or num_tokens, num_tokens)
-        rows = PackedRows.of(forward.tokens, forward.start, cache.nums_pads, num_logits)
-        with without_autocast(self._engine.device):
+        rows = PackedRows.of(forward.tokens, forward.start, pads, num_logits)
+        with torch.autocast("cpu", enabled=False):  # an engine computes in the model's own dtype, too
             if rows.rows:
                 logits = self._runner.forward(rows.packed, rows.step(self._engine, forward.slots, forward.states))
             else:

@@ -13,7 +13,7 @@ import torch
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.serving.generate.cached_rows import TokenRows
 from kvpage.serving.generate.row_slots import RowSlots
-from kvpage.serving.generate.states.packed_pass import PackedPass
+from kvpage.serving.generate.states.row_states import PackedPass
 from kvpage.serving.model.step import PackedTokens, Step
 
 
@@ -34,13 +34,13 @@ class PackedRows(NamedTuple):
         ends = [start + num_tokens - pads[row] for row in rows]
         counts = [min(num_logits, length) for length in lens]
         after = np.cumsum([0, *lens])[1:]
-        wanted = [np.arange(end - count, end) for end, count in zip(after, counts, strict=True)]
+        last = [np.arange(end - count, end) for end, count in zip(after, counts, strict=True)]
         empty = np.empty(0, np.int32)
         packed = PackedTokens(
             np.concatenate([empty, *(tokens[row, num_tokens - new[row] :] for row in rows)]),
             [end - length for end, length in zip(ends, lens, strict=True)],
             ends,
-            np.concatenate([np.empty(0, np.int64), *wanted]),
+            np.concatenate([np.empty(0, np.int64), *last]),
         )
         return cls(packed, rows, counts)
 
@@ -56,6 +56,6 @@ class PackedRows(NamedTuple):
         if len(logits) == num_rows * num_logits:
             return logits.view(num_rows, num_logits, -1)
         out = logits.new_zeros((num_rows, num_logits, logits.shape[1]))
-        for row, part in zip(self.rows, logits.split(self.counts), strict=True):
+        for row, part in zip(self.rows, torch.split(logits, self.counts), strict=True):
             out[row, num_logits - len(part) :] = part
         return out

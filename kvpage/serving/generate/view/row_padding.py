@@ -29,6 +29,30 @@ def pads_of_mask(attention_mask: torch.Tensor | None, num_rows: int) -> list[int
     return pads
 
 
+def pads_of_forward(
+    arguments: Mapping[str, Any], known: Sequence[int] | None, num_rows: int, start: int, end: int
+) -> list[int] | None:
+    """Return the padding of each row of a forward that computes the tokens [start, end). ValueError for other places.
+
+    arguments: of the forward. known: the padding of the rows so far, each of which it may repeat; empty without rows,
+    and None where padding is computed: then the result is None, too.
+    """
+    if known is None:
+        return None
+    if known:
+        pads = [num_pads for num_pads in known for _ in range(num_rows // len(known))]
+    else:
+        pads = pads_of_mask(arguments.get("attention_mask"), num_rows)
+    if len(pads) == num_rows:  # another number is refused elsewhere
+        check_places(arguments, pads, start, end)
+    return pads
+
+
+def are_findable(is_whole: list[bool], pads: Sequence[int] | None) -> list[bool]:
+    """Return for each row whether others find it. pads: of rows whose padding is not computed; None for others."""
+    return is_whole if pads is None else [True] * len(pads)
+
+
 def check_places(arguments: Mapping[str, Any], pads: Sequence[int], start: int, end: int) -> None:
     """Raise ValueError unless mask and positions of a forward are those of rows with these pads.
 
