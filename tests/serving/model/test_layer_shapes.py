@@ -161,7 +161,7 @@ def changed(old: str, new: str) -> type[nn.Module]:
         ("    if cache is not None:", "    query_states = query_states * 2\n    if cache is not None:"),
         ("    if cache is not None:", "    value_states = value_states + 1\n    if cache is not None:"),
         ("apply_rotary_pos_emb(query_states, key_states,", "apply_rotary_pos_emb(query_states * 2, key_states,"),
-        ("apply_rotary_pos_emb(query_states, key_states, cos, sin)", "apply_rotary_pos_emb(query_states, key_states, sin, cos)"),
+        ("key_states, cos, sin)", "key_states, sin, cos)"),
         ("scaling=self.scaling,", "scaling=torch.ones(4),"),
         ("scaling=self.scaling,", "scaling=self.scaling, s_aux=torch.ones(4),"),
         ("attn_output = self.o_proj(attn_output)", "attn_output = self.o_proj(attn_output) * 2"),
