@@ -200,6 +200,7 @@ def test_an_edge_makes_room_of_its_own_copies_as_each_block_leaves():
     assert num_freed == 3 and [device_id for device_id, _ in pairs.tolist()] == [ids[1]]
     match = tree.match([*tokens, 0])
     assert (match.num_blocks, match.num_device_blocks) == (3, 1)
+    tree.release(pin)
     tree.check()
 
 
