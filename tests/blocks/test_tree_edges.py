@@ -200,4 +200,26 @@ def test_an_edge_makes_room_of_its_own_copies_as_each_block_leaves():
     assert num_freed == 3 and [device_id for device_id, _ in pairs.tolist()] == [ids[1]]
     match = tree.match([*tokens, 0])
     assert (match.num_blocks, match.num_device_blocks) == (3, 1)
+    tree.release(pin)
+    tree.check()
+
+
+def test_a_copy_that_was_used_before_what_is_on_the_host_alone_leaves_the_host_first():
+    """It stays on the device."""
+    pool = BlockPool(8)
+    tree = PrefixTree(pool, B, BlockPool(8))
+    cache(tree, pool, [1, 2, 3, 4])
+    assert tree.demote(2)[0] == 2
+    cache(tree, pool, [5, 6, 7, 8])
+    match = tree.match([5, 6, 7, 8, 0])
+    assert len(tree.write_out(match)) == 2
+    tree.release(match)
+    tree.release(tree.match([1, 2, 3, 4, 0]))
+    for num_copies in (1, 0):
+        assert tree.evict_host(1) == 1
+        assert (tree.num_cached, tree.num_host_cached) == (2, 2 + num_copies)
+    match = tree.match([5, 6, 7, 8, 0])
+    assert match.num_device_blocks == 2
+    tree.release(match)
+    assert tree.evict_host(3) == 2 and tree.num_cached == 2
     tree.check()

@@ -170,9 +170,9 @@ def test_layers_have_the_chunks_of_their_store_or_others(store) -> None:
     with pytest.raises(TypeError, match="chunk_size must be an integer"):
         store.layers(engine, 1.5)
     config, metadata = KVStoreConfig(C, ("memory://?size=4MiB",)), KVStoreMetadata("m", kv_dtype=torch.float16)
-    with KVStore(config, metadata) as other:
-        with pytest.raises(ValueError, match=r"kv_dtype of the store must be the engine's, torch.bfloat16, got torch.f"):
-            other.layers(engine)
+    message = r"kv_dtype of the store must be the engine's, torch.bfloat16, got torch.float16"
+    with KVStore(config, metadata) as other, pytest.raises(ValueError, match=message):
+        other.layers(engine)
 
 
 @pytest.mark.parametrize("run", [(-1, 1), (0, 0), (1, 1), (2, 1), (0, L + 1), (L, L + 1)])

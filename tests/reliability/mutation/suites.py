@@ -39,6 +39,7 @@ SCHEDULER = [
     "tests/serving/loop/test_scheduler_states.py",
     "tests/serving/loop/test_scheduler.py",
     "tests/serving/loop/test_prompt_logprobs.py",
+    "tests/serving/loop/test_queued_loads.py",
     "tests/serving/states/test_engine_states.py",
     "tests/serving/weights/test_updates.py",
     "tests/serving/windows/test_window_scheduler.py",

@@ -62,6 +62,18 @@ def test_cached_tokens_are_counted_at_first_admissions_only():
     assert counters(scheduler) == (0, 0, 17, 8) and scheduler.running[0].group.num_cached_tokens == 8
 
 
+def test_tokens_that_come_from_the_host_are_counted():
+    scheduler = scheduler_of(8, num_host_blocks=8)
+    scheduler.add(request_of(0, 2 * B + 1, max_tokens=1, first=1))
+    step(scheduler)
+    scheduler.add(request_of(1, 8 * B, max_tokens=1))
+    step(scheduler)
+    again = request_of(2, 2 * B + 1, max_tokens=1, first=1)
+    scheduler.add(again)
+    assert step(scheduler) == [("r2", 2 * B, 2 * B + 1)]
+    assert again.group.num_loaded_tokens == 2 * B
+
+
 # --- queues ---
 
 

@@ -136,3 +136,16 @@ def test_a_step_for_some_requests_preempts_for_no_other():
     scheduler.add(ranked(1, 0))
     assert step(scheduler, [tried]) == [("r0", 5, 6)]
     assert step(scheduler) == [("r1", 0, 5)]
+
+
+def test_a_request_may_be_admitted_where_it_has_a_place_or_takes_one():
+    scheduler = scheduler_of(max_num_seqs=1)
+    assert not scheduler.may_admit
+    scheduler.add(ranked(0, 1))
+    assert scheduler.may_admit
+    step(scheduler)
+    assert not scheduler.may_admit
+    scheduler.add(ranked(1, 1))
+    assert not scheduler.may_admit
+    scheduler.add(ranked(2, 0))
+    assert scheduler.may_admit
