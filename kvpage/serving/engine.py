@@ -24,7 +24,6 @@ from kvpage.serving.config import EngineConfig
 from kvpage.serving.generate.alternative import names_alternative
 from kvpage.serving.loop.intake import Prompt, as_prompts
 from kvpage.serving.loop.outputs import RequestOutput, StepOutput
-from kvpage.serving.loop.prompt_runs import run_to_ends, stream_of
 from kvpage.serving.loop.request import Request
 from kvpage.serving.loop.serving_loop import ServingLoop
 from kvpage.serving.loop.token_stream import TokenStream
@@ -37,6 +36,7 @@ from kvpage.serving.stats.debug import EngineDebug
 from kvpage.serving.stats.explaining import ExplainingEngine
 from kvpage.serving.stats.request_state import RequestState, request_states
 from kvpage.serving.steer.beam_search import BeamSearchOutput, search_beams
+from kvpage.serving.steer.prompt_runs import run_to_ends, stream_of
 from kvpage.serving.steer.scoring import ScoringEngine
 from kvpage.serving.steer.steerable import SteerableEngine
 from kvpage.store.block_store import BlockStore
