@@ -104,9 +104,11 @@ class DoorPart(NamedTuple):
 
 
 class Door(Protocol):
-    """An engine that keeps a prompt's chunks in a ByteStore, under keys of its own. num_tokens: of the prompt."""
+    """An engine that keeps a prompt's chunks in a ByteStore, under keys of its own."""
 
-    num_tokens: int
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
 
     def is_mine(self, facts: Mapping[str, Value]) -> bool:
         """Return whether a store's header is this engine's, and of the model that was asked for."""
@@ -163,7 +165,7 @@ def door_reach(tier: Tier, door: Door) -> TierReach:
         TierError: the tier cannot list its records.
     """
     _, headers, others = _metas(tier)
-    reaches = []
+    reaches: list[PromptReach] = []
     for meta, num_records in headers.items():
         try:
             facts = decode_header(meta)

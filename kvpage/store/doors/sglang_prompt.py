@@ -68,7 +68,7 @@ class SGLangPrompt:
         """
         rank = self.rank or FIRST_RANK
         data = read(scopes_key(rank))
-        model = f"sglang {facts.get('version')}, model {facts.get('model')}, weights {facts.get('weights')}"
+        model = f"sglang {facts.get('version')!s}, model {facts.get('model')!s}, weights {facts.get('weights')!s}"
         if data is None:
             return [DoorPart(f"{model}, rank {rank}, which has no record of its pools here", (), ())]
         parts = []
@@ -87,9 +87,9 @@ class SGLangPrompt:
             page_size: tokens of a page.
         """
         lora = uuid.uuid5(uuid.NAMESPACE_URL, "\0".join(self.adapter)).hex if self.adapter else None
-        before, hashes = _seed(lora, self.salt or None), []
-        for begin in range(0, len(self.tokens) - page_size + 1, page_size):
-            before = hashlib.sha256(before + self.tokens[begin : begin + page_size].astype("<u4").tobytes()).digest()
+        before, hashes, tokens = _seed(lora, self.salt or None), [], as_tokens(self.tokens)
+        for begin in range(0, len(tokens) - page_size + 1, page_size):
+            before = hashlib.sha256(before + tokens[begin : begin + page_size].astype("<u4").tobytes()).digest()
             hashes.append(before.hex())
         return hashes
 

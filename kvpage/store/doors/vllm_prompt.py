@@ -90,8 +90,8 @@ class VllmPrompt:
         step = block_size // per_hash * per_chunk
         hashes = self._hashes(per_hash)[step - 1 :: step]
         ends = [(number + 1) * step * per_hash for number in range(len(hashes))]
-        model = f"{facts['engine']}, weights {facts.get('weights')}"
-        name = f"{model} ({facts.get('cache_dtype')}, chunks of {step * per_hash})"
+        model = f"{facts['engine']!s}, weights {facts.get('weights')!s}"
+        name = f"{model} ({facts.get('cache_dtype')!s}, chunks of {step * per_hash})"
         return [
             DoorPart(f"{name}, group {group}", ends, _keys(hashes, group), not group) for group in range(MAX_GROUPS)
         ]
@@ -101,7 +101,7 @@ class VllmPrompt:
         digest = _digest_of(self.hash_algo)
         before, hashes = digest(SEED if self.hash_seed is None else self.hash_seed), []
         for begin in range(0, len(self.tokens) - per_hash + 1, per_hash):
-            extras = [("lora", *self.adapter)] if self.adapter else []
+            extras: list[tuple[str, ...]] = [("lora", *self.adapter)] if self.adapter else []
             extras += [("cache_salt", self.salt)] if self.salt and not begin else []
             before = digest((before, tuple(self.tokens[begin : begin + per_hash]), tuple(extras) or None))
             hashes.append(before)
