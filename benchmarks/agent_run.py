@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,7 +109,7 @@ def run_agent(url: str, model: str, turns: Iterable[Turn], note: Callable[[], ob
     return costs
 
 
-def check_same(costs: dict[str, Sequence[TurnCost]]) -> None:
+def check_same(costs: Mapping[str, Sequence[TurnCost]]) -> None:
     """Raise WrongTurn where servers count another number of tokens in the same prompt."""
     for each in zip(*costs.values(), strict=True):
         if len({cost.num_prompt for cost in each}) > 1:
