@@ -13,8 +13,7 @@ from kvpage.checks.interrupts import interruptible
 from kvpage.serving.model.attention import IMPLEMENTATION, UNCOMPILED, StepMissing, current_step
 from kvpage.serving.model.latents.attention import LatentPass
 from kvpage.serving.model.native.bits.row_bits import RowBits
-from kvpage.serving.model.native.device import DeviceLayers
-from kvpage.serving.model.native.layers import NativeLayers
+from kvpage.serving.model.native.layers import ViewLayers
 from kvpage.serving.model.states.mixer_forward import view_forwards
 from kvpage.serving.model.states.model_states import ModelStates
 from kvpage.serving.model.step import ModelInputs, PackedTokens, Step
@@ -40,7 +39,7 @@ class ModelRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        native: NativeLayers | DeviceLayers | None = None,
+        native: ViewLayers | None = None,
         *,
         compiles: bool = False,
         holds_interrupts: bool = False,

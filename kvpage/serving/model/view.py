@@ -8,7 +8,7 @@
 
 Both compute with the same weights, also after these change, and call the same hooks. One thread may use the model
 while another uses the view. A view takes some hundred bytes a module, and no tensor. Native layers are optional: see
-NativeLayers.
+ViewLayers.
 """
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 
 from kvpage.serving.model.attention import IMPLEMENTATION, register
 from kvpage.serving.model.native.containers import containers_of
-from kvpage.serving.model.native.device import DeviceLayers
-from kvpage.serving.model.native.layers import NativeLayers, is_wholly_native
+from kvpage.serving.model.native.layers import ViewLayers, is_wholly_native
 from kvpage.serving.weights.adapters.adapted_linear import AdaptedPass, adapted_layers
 from kvpage.serving.weights.adapters.adapter import Adapter
 
@@ -45,7 +44,7 @@ class ModelView:
     def __init__(
         self,
         model: PreTrainedModel,
-        native: NativeLayers | DeviceLayers | None = None,
+        native: ViewLayers | None = None,
         implementation: str = IMPLEMENTATION,
         forwards: Mapping[nn.Module, Callable[[nn.Module], object] | None] | None = None,
     ) -> None:
@@ -121,7 +120,7 @@ class ModelView:
         self._switch()
         self._num_builds += 1
 
-    def _fuse(self, modules: Iterable[nn.Module], native: NativeLayers | DeviceLayers) -> None:
+    def _fuse(self, modules: Iterable[nn.Module], native: ViewLayers) -> None:
         """Give copies whose operations can be fewer another forward."""
         for module in modules:
             forward = native.fused_forward(module, self._copies[module])

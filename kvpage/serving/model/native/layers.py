@@ -10,7 +10,7 @@ is inside of them stays the model's own, too.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,21 @@ from kvpage.serving.model.native.norm import NormKinds, is_native_norm
 from kvpage.serving.model.native.plain import is_plain_call
 from kvpage.serving.model.native.rotary import RotaryForward, RotaryKinds, host_rope
 from kvpage.serving.model.native.torch_threads import TorchThreads
+
+
+class ViewLayers(Protocol):
+    """The native layers of one view: these, or those of a GPU."""
+
+    threads: TorchThreads
+
+    def containers(self, copied: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return modules that must be copied, too, so that layers inside of them can be native."""
+
+    def stand_ins(self, copied: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
+        """Return the native layers in place of children of copied modules, by the model's own layers."""
+
+    def fused_forward(self, module: nn.Module, copy: nn.Module) -> Any:
+        """Return a forward for the module's copy with fewer operations; None to leave it as it is."""
 
 
 class NativeLayers:
