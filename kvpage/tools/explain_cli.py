@@ -45,9 +45,7 @@ def explain(
     door: Annotated[
         str | None, typer.Option(help="vllm or sglang: chunks under that engine's keys", rich_help_panel=DOOR)
     ] = None,
-    adapter: Annotated[
-        str | None, typer.Option(help="the request's LoRA, as NAME=PATH", rich_help_panel=DOOR)
-    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="the request's LoRA, as NAME=PATH", rich_help_panel=DOOR)] = None,
     block_size: Annotated[
         int | None, typer.Option(help="of vllm: tokens of a block, where groups differ", rich_help_panel=DOOR)
     ] = None,
