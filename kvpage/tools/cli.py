@@ -12,7 +12,7 @@ except ModuleNotFoundError as error:
     extra = "serve" if sys.argv[1:2] == ["serve"] else "engine"
     raise SystemExit(f"the command line needs the extra '{extra}': pip install 'kvpage[{extra}]' ({error})") from error
 
-from kvpage.tools.explain_cli import explain
+from kvpage.tools.explain.cli import explain
 from kvpage.tools.serve_cli import serve
 from kvpage.tools.store_cli import store_app
 

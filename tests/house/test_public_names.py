@@ -56,6 +56,7 @@ PRIVATE = {
     "kvpage.blend.selection.Stage": "of an executor, which asks the configuration for it",
     "kvpage.blend.spans.Span": "of the engine, which asks the configuration for it",
     "kvpage.serving.stats.explaining.Question": "of an engine, of which an AsyncEngine asks it",
+    "kvpage.serving.generate.forward_inputs.Forward": "of a KVPageCache, which hands it to the runner of its pool",
     "kvpage.serving.generate.cached_rows.CachedRows": "made by a KVPageCachePool for its caches",
     "kvpage.serving.generate.model_blocks.ModelBlocks": "the part of a KVPageCachePool that its caches use",
     "kvpage.serving.stats.debug.EngineDebug": "the parts of an Engine, which tests look into",

@@ -11,8 +11,8 @@ import typer
 from kvpage.store import inspection
 from kvpage.store.config import TierURL
 from kvpage.store.prompt_reach import printable
-from kvpage.tools.explain_server import ServerQuestion
-from kvpage.tools.explain_tiers import ReachOf, as_plain, reach_by, told_by_tier
+from kvpage.tools.explain.server_question import ServerQuestion
+from kvpage.tools.explain.tier_question import ReachOf, as_plain, reach_by, told_by_tier
 from kvpage.tools.store_cli import opened
 
 SERVER, DOOR = "Of a server", "Of a tier's engine"  # panels of the help

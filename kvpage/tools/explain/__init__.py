@@ -1,0 +1,1 @@
+"""`kvpage explain`: questions to servers and to tiers."""
