@@ -38,6 +38,7 @@ def worker_here(plan: WorkerPlan) -> SimpleNamespace:
 
 
 SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes that are constants of the script
+    "agent": (["--model", "tiny", "--turns", "4", "--sub-turns", "1", "--system-words", "5", *ONCE], {}),
     "attention_steps": (["--shapes", "gpt2", "--dtypes", "bfloat16", "--threads", "1", *ONCE],
                         {"STEPS": {"decode shared": ((40,) * 3, (1,) * 3, 32), "chunks": ((20, 9), (4, 9), 0)}}),
     "blend": (["--layers", "3", "--hidden", "32", "--documents", "2", "--tokens", "64", "--ratios", "0.15", *ONCE],
