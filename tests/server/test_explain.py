@@ -1,10 +1,12 @@
 """/kvpage/explain and `kvpage explain URL`: right for the caller's own prompts, and silent about all others."""
 
 import asyncio
+import http.server
 import json
 import random
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from server.test_page import first_picture
@@ -26,6 +28,7 @@ PATH, B = "/kvpage/explain", 4
 KEYS = [ApiKey("a" * 20, "ann"), ApiKey("b" * 20, "bob"), ApiKey("g" * 20, None)]
 ANN, BOB = ({"authorization": f"Bearer {key.key}"} for key in KEYS[:2])
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
+WRONG_URLS = "ftp://host", "host", "http://host:x", "http://host:99999", "http://[::1", "http://host/a b"
 FORBIDDEN = "elsewhere", "version", "namespace", "error"
 
 
@@ -232,12 +235,56 @@ def test_wrong_command_lines(listening: tuple[str, Server], tmp_path: Any) -> No
         ([url, "--prompt", "x", "--namespace", "n"], "--cache-salt"),
         ([url, "--messages", "-"], "messages must be"),
         ([url, "--messages", str(tmp_path / "none")], "none"),
-        (["ftp://host", "--prompt", "x"], "URL must be like"),
+        *(([wrong, "--prompt", "x"], "URL must be like") for wrong in WRONG_URLS),
+        ([url, "--prompt", "x", "--api-key", "a\nb"], "the key must have"),
+        ([url, "--prompt", "x", "--api-key", "schlüssel"], "the key must have"),
         ([url, "--prompt", "x", "--model", "other"], "404: the model 'other'"),
     ):
         done = cli(*arguments, input="3")
         assert isinstance(done.exception, SystemExit) and words in str(done.exception), (arguments, done.exception)
+        assert "schl" not in str(done.exception)
     assert "401" in str(cli(url, "--prompt", "x", key=None).exception)
+
+
+class Foreign(http.server.BaseHTTPRequestHandler):
+    """Answers a question by another address, or by a page, or by no HTTP at all."""
+
+    seen: ClassVar[list[tuple[str, str | None]]] = []
+
+    def do_POST(self) -> None:
+        self.seen.append((self.path, self.headers["Authorization"]))
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.startswith("/none"):
+            self.wfile.write(b"\x1b[31m hello\r\n\r\n")
+            return
+        code = 302 if self.path.startswith("/moved") else 418
+        self.send_response(code, "x")
+        self.send_header("Location", "/elsewhere")
+        self.end_headers()
+        self.wfile.write(b"a \x1b[31m page")
+
+    def do_GET(self) -> None:
+        self.seen.append((self.path, self.headers["Authorization"]))
+
+    def log_message(self, *words: Any) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("path", "words"), [("/moved", "302"), ("/page", "418: a  [31m page"), ("/none", "answer in HTTP")]
+)
+def test_a_server_that_is_another(path: str, words: str) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), Foreign) as foreign:
+        thread = threading.Thread(target=foreign.serve_forever)
+        thread.start()
+        try:
+            done = cli(f"http://127.0.0.1:{foreign.server_port}{path}", "--prompt", "x")
+        finally:
+            foreign.shutdown()
+            thread.join()
+    assert isinstance(done.exception, SystemExit) and words in str(done.exception), repr(done.exception)
+    assert Foreign.seen.pop() == (f"{path}{PATH}", f"Bearer {KEYS[0].key}")  # and nobody else was asked
+    assert not Foreign.seen
 
 
 def test_an_adapter_and_the_version_of_the_weights(tmp_path: Any) -> None:

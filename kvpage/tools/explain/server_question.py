@@ -4,13 +4,23 @@ import json
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
+
+from kvpage.store.prompt_reach import printable
 
 PATH = "/kvpage/explain"
 TIMEOUT = 60.0  # seconds
 MOST_BYTES = 2**24  # of an answer
 MOST_SHOWN = 300  # characters of an error that is none of kvpage's
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Goes nowhere else: another host must not get the caller's key."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +33,7 @@ class ServerQuestion:
         api_key: The caller's key; None without one. It is in no repr.
 
     Raises:
-        ValueError: The URL is none of HTTP.
+        ValueError: The URL is none of HTTP, or no header can have the key.
     """
 
     url: str
@@ -31,15 +41,16 @@ class ServerQuestion:
     api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_http(self.url):
             raise ValueError(f"URL must be like http://127.0.0.1:8000, got {self.url!r}")
+        if self.api_key is not None and not _is_plain(self.api_key):
+            raise ValueError("the key must have printable ASCII characters, and no blanks")
 
     def ask(self) -> dict[str, Any]:
         """Return the server's explanation.
 
         Raises:
-            OSError: The server does not answer.
+            OSError: The server does not answer, or not in HTTP.
             ValueError: It refuses the question, or is none of kvpage's.
         """
         headers = {"Content-Type": "application/json"}
@@ -47,11 +58,29 @@ class ServerQuestion:
             headers["Authorization"] = f"Bearer {self.api_key}"
         root = self.url.rstrip("/").removesuffix("/v1")
         request = urllib.request.Request(root + PATH, json.dumps(self.body).encode(), headers)
+        opener = urllib.request.build_opener(_NoRedirects)
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
+            with opener.open(request, timeout=TIMEOUT) as reply:
                 return _read(reply.read(MOST_BYTES))
         except urllib.error.HTTPError as error:
-            raise ValueError(f"the server refuses with {error.code}: {_words(error.read(MOST_BYTES))}") from error
+            words = printable(_words(error.read(MOST_BYTES)))
+            raise ValueError(f"the server refuses with {error.code}: {words}") from error
+        except urllib.error.URLError as error:
+            raise OSError(f"the server does not answer: {error.reason}") from error
+        except HTTPException as error:
+            raise OSError(f"the server must answer in HTTP, got {type(error).__name__}") from error
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and _is_plain(url)
+    except ValueError:  # for a port or an address that is none
+        return False
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.isprintable() and " " not in text
 
 
 def _read(content: bytes) -> dict[str, Any]:
