@@ -362,9 +362,13 @@ def test_an_engine_is_its_processs_own():
 
 LISTENING = """
 import os, sys
+def target(fd):
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # a thread of the store has closed it meanwhile
+        return None
 def listening():
-    fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    mine = {os.readlink(fd) for fd in fds if os.path.exists(fd)}
+    mine = {target(fd) for fd in os.listdir("/proc/self/fd")}
     found = []
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in open(f"/proc/self/net/{table}").read().splitlines()[1:]:

@@ -14,7 +14,7 @@ MEMOIZE = b"\x94"
 
 
 class _Frames:
-    """Opcodes in frames, each closed by the opcode that makes it long enough."""
+    """Opcodes in frames. One that is long enough is closed before the next object, and long data stand in none."""
 
     def __init__(self) -> None:
         self._closed, self._open = bytearray(b"\x80\x05"), bytearray()
@@ -22,9 +22,16 @@ class _Frames:
     def add(self, opcodes: bytes) -> None:
         self._open += opcodes
 
-    def end_object(self) -> None:
+    def begin_object(self) -> None:
         if len(self._open) >= FRAME_BYTES:
             self._close()
+
+    def add_data(self, head: bytes, data: bytes) -> None:
+        if len(data) < FRAME_BYTES:
+            self._open += head + data
+        else:
+            self._close()
+            self._closed += head + data
 
     def finished(self) -> bytes:
         self._open += b"."
@@ -53,6 +60,7 @@ def pickled(value: Any) -> bytes:
 
 
 def _pickle(value: Any, frames: _Frames) -> None:
+    frames.begin_object()
     if isinstance(value, tuple):
         frames.add(b"(" if len(value) > 3 else b"")
         for part in value:
@@ -66,8 +74,8 @@ def _pickle(value: Any, frames: _Frames) -> None:
     else:
         data, short, long = (value, b"C", b"B") if isinstance(value, bytes) else (value.encode(), b"\x8c", b"X")
         head = short + bytes([len(data)]) if len(data) < 256 else long + len(data).to_bytes(4, "little")
-        frames.add(head + data + MEMOIZE)
-    frames.end_object()
+        frames.add_data(head, data)
+        frames.add(MEMOIZE)
 
 
 def canonical_cbor(value: Any) -> bytes:

@@ -150,6 +150,19 @@ def test_pickles_are_pythons(num_tokens):
         assert pickled(value) == pickle.dumps(value, protocol=5)
 
 
+@pytest.mark.parametrize("num_bytes", [2**16 - 2, 2**16 - 1, 2**16, 70_000])
+def test_pickles_of_long_texts_are_pythons(num_bytes):
+    for value in ("s" * num_bytes, (b"b" * 32, (1, 2), (("cache_salt", "\u00e9" * (num_bytes // 2)),))):
+        assert pickled(value) == pickle.dumps(value, protocol=5)
+
+
+def test_frames_end_where_pythons_do():
+    """A frame of 64 KiB ends before the next object, and not behind its last one."""
+    for num_tokens in range(21_815, 21_840):  # of 3 bytes each
+        value = (b"b" * 32, tuple(range(300, 300 + num_tokens)), (("cache_salt", "s" * 254),))
+        assert pickled(value) == pickle.dumps(value, protocol=5)
+
+
 def test_the_cbor_of_a_block_is_canonical():
     """By RFC 8949: the shortest heads."""
     for number, text in (
