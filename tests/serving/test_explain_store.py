@@ -1,5 +1,6 @@
 """Engine.explain with a store: what is told is what a request then loads, and trouble of the store is an answer."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,8 @@ from support.state_models import make_state_model
 from kvpage import CacheConfig
 from kvpage.blocks.explain import Ending, StoreVerdict
 from kvpage.blocks.load_or_compute import LoadOrCompute
-from kvpage.serving import Engine, EngineConfig, SamplingParams
+from kvpage.serving import AsyncEngine, Engine, EngineConfig, SamplingParams
+from kvpage.serving.loop.moves.loads.prompt_loads import NUM_LOADERS
 from kvpage.store import ArrivingStore, KVStore, KVStoreConfig, metadata_of
 
 B, C = 4, 8
@@ -150,6 +152,34 @@ def test_a_store_that_is_late_is_an_answer(llama: torch.nn.Module, store: KVStor
             assert found is not None and (found.num_tokens, found.verdict) == (0, StoreVerdict.LATE)
     finally:
         answers.set()
+    engine.close()
+
+
+def test_a_question_that_nobody_waits_for_takes_no_thread(llama: torch.nn.Module, store: KVStore) -> None:
+    answers, asked = threading.Event(), []
+
+    def explain(tokens: Any, namespace: bytes) -> Any:
+        asked.append(tokens)
+        answers.wait()
+        return store.explain(tokens, namespace)
+
+    async def life() -> None:
+        async with AsyncEngine(engine) as live:
+            questions = [asyncio.ensure_future(live.explain(PROMPT)) for _ in range(2 * NUM_LOADERS)]
+            while len(asked) < NUM_LOADERS:
+                await asyncio.sleep(0.001)
+            for _ in questions:  # each has been asked by then
+                await asyncio.wrap_future(live.call(lambda engine: None))
+            for question in questions:
+                question.cancel()
+            await asyncio.wait(questions)
+            answers.set()
+            assert (await live.explain(PROMPT)).store is not None
+
+    engine = make_engine(llama, store_deadline=60.0)
+    engine.use_store(StandIn(store, explain=explain))
+    asyncio.run(life())
+    assert len(asked) == NUM_LOADERS + 1
     engine.close()
 
 

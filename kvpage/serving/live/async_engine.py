@@ -302,7 +302,11 @@ class AsyncEngine:
         if question.stored is not None:
             waiting = asyncio.wrap_future(question.stored)
             waiting.add_done_callback(_take_failure)  # it is in the answer, and no news for the loop
-            await asyncio.wait([waiting], timeout=self.engine.config.store_deadline)
+            try:
+                await asyncio.wait([waiting], timeout=self.engine.config.store_deadline)
+            except asyncio.CancelledError:
+                question.stored.cancel()  # if no thread has taken it up
+                raise
         return await asyncio.wrap_future(self.call(lambda engine: engine.answer(question, searched)))
 
     async def update_weights(
