@@ -94,13 +94,14 @@ class DoorPart(NamedTuple):
     """One kind of an engine's chunks of a prompt.
 
     name: of the kind. ends: the token after each chunk. keys: the engine's, of each chunk. is_usual: whether it is told
-    of even where no chunk is there.
+    of even where no chunk is there. obstacle: why no key can be made; None where keys are.
     """
 
     name: str
     ends: Sequence[int]
     keys: Sequence[bytes]
     is_usual: bool = True
+    obstacle: str | None = None
 
 
 class Door(Protocol):
@@ -234,6 +235,9 @@ def _reach(tier: Tier, tokens: Any, meta: bytes, facts: dict[str, Any]) -> Promp
 def _door_reaches(tier: Tier, door: Door, meta: bytes, facts: dict[str, Value]) -> Iterator[PromptReach]:
     names = ByteKeys(meta)
     for part in door.parts(facts, lambda key: _small(tier, *names.of([key]))):
+        if part.obstacle is not None:
+            yield PromptReach(part.name, facts, 0, part.obstacle, 0)
+            continue
         states = list(_states(tier, names.of(part.keys)))
         if part.is_usual or any(state != ABSENT for state in states):
             yield _reach_of(states, part.ends, door.num_tokens, part.name, facts)

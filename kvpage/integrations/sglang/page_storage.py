@@ -243,8 +243,8 @@ class PageStorage:
             return []
         deadline, scopes = self.settings.deadline, self._scopes
         if scopes != self._stored_scopes:
-            self._store.put([self._scopes_key], [scopes], skip_existing=False, deadline=deadline)
-            self._stored_scopes = scopes
+            [is_stored] = self._store.put([self._scopes_key], [scopes], skip_existing=False, deadline=deadline)
+            self._stored_scopes = scopes if is_stored else self._stored_scopes
         return self._store.put([*keys, self._scopes_key], [*buffers, scopes], deadline=deadline)[:-1]
 
     def _write(self, keys: list[bytes], buffers: Buffers) -> list[bool]:

@@ -70,7 +70,8 @@ class SGLangPrompt:
         data = read(scopes_key(rank))
         model = f"sglang {facts.get('version')!s}, model {facts.get('model')!s}, weights {facts.get('weights')!s}"
         if data is None:
-            return [DoorPart(f"{model}, rank {rank}, which has no record of its pools here", (), ())]
+            obstacle = "nothing can be told: the rank has no record of its pools here"
+            return [DoorPart(f"{model}, rank {rank}", (), (), obstacle=obstacle)]
         parts = []
         for scope in unpacked(data):
             pool, page_size = pool_of(scope)

@@ -81,16 +81,17 @@ class VllmPrompt:
             read: not used.
 
         Raises:
-            ValueError: a fact is not as the tier writes it, or the block size is not whole hashes.
+            ValueError: a fact is not as the tier writes it.
         """
         per_hash, per_chunk = (_positive(facts, name) for name in ("tokens_per_hash", "blocks_per_chunk"))
         block_size = self.block_size or per_hash
+        model = f"{facts['engine']!s}, weights {facts.get('weights')!s}"
         if block_size % per_hash:
-            raise ValueError(f"block_size must be a multiple of {per_hash}, got {block_size}")
+            obstacle = f"nothing can be told: block_size must be a multiple of {per_hash}, got {block_size}"
+            return [DoorPart(model, (), (), obstacle=obstacle)]
         step = block_size // per_hash * per_chunk
         hashes = self._hashes(per_hash)[step - 1 :: step]
         ends = [(number + 1) * step * per_hash for number in range(len(hashes))]
-        model = f"{facts['engine']!s}, weights {facts.get('weights')!s}"
         name = f"{model} ({facts.get('cache_dtype')!s}, chunks of {step * per_hash})"
         return [
             DoorPart(f"{name}, group {group}", ends, _keys(hashes, group), not group) for group in range(MAX_GROUPS)

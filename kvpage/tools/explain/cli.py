@@ -94,7 +94,7 @@ def _check_server(namespace: str | None, door: str | None, options: dict[str, An
         raise ValueError("a server takes --cache-salt in place of --namespace")
     strange = [*_present(door=door), *options]
     if strange:
-        raise ValueError(f"--{strange[0].replace('_', '-')} must be of a tier, got it with the URL of a server")
+        raise ValueError(f"--{strange[0].replace('_', '-')} must come with --store, got it with the URL of a server")
 
 
 def _present(**values: str | None) -> dict[str, str]:

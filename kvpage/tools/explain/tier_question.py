@@ -38,7 +38,7 @@ def reach_by(
     strange += ["namespace"] if door and namespace is not None else []
     if strange:
         shown = ", ".join(f"--{name.replace('_', '-')}" for name in strange)
-        raise ValueError(f"options must be of {f'the door {door}' if door else 'chunks, without --door'}, got {shown}")
+        raise ValueError(f"--door {door} takes no {shown}" if door else f"{shown} must come with --door")
     if door is None:
         name = None if namespace is None else namespace.encode()
         return lambda tier: tier_reach(tier, ids, model, name)

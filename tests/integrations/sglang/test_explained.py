@@ -91,7 +91,7 @@ def test_pools_salts_adapters_and_gaps(make, url):
     assert "missing before others" in both[0].ending
     assert [reach.num_further for reach in explained(url, salt="s").reaches] == [0, 0]
     (reach,) = explained(url, rank="dp0-pp0-cp0-tp1").reaches
-    assert "no record of its pools" in str(reach)
+    assert reach.ending == "nothing can be told: the rank has no record of its pools here" and "tp1" in reach.name
     assert explained(url, model="other").reaches == ()
 
 
@@ -102,6 +102,18 @@ def test_scopes_come_back_where_they_were_removed(make, url):
     assert "no record" in str(explained(url).reaches[0])
     backend.batch_set_v1(keys[:1], tokens_of(0))
     assert explained(url).reaches[0].num_tokens == PAGE
+
+
+def test_scopes_that_were_not_stored_are_stored_again(make, url, monkeypatch):
+    backend, keys = make(), hashes_of(TOKENS)
+    backend.batch_set_v1(keys[:1], tokens_of(0))
+    backend.register_mem_host_pool_v2(filled(), PoolName("mamba"))
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._storage._store, "put", lambda keys, *rest, **named: [False] * len(keys))
+        backend.batch_set_v1(keys[1:2], tokens_of(1))
+    assert len(explained(url).reaches) == 1
+    backend.batch_set_v1(keys[1:2], tokens_of(1))
+    assert len(explained(url).reaches) == 2
 
 
 def test_the_command_line(make, url, tmp_path):

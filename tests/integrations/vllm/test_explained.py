@@ -88,6 +88,15 @@ def test_gaps_damage_salts_and_groups(tmp_path, model):
     assert (reach.num_tokens, reach.refused[0].token) == (0, 0) and "chunks of 64" in str(reach)
 
 
+def test_a_block_size_that_is_no_multiple_is_told(tmp_path, model):
+    tiering = Tiering(model, config=config_of(model), tiers=[disk(tmp_path)])
+    tiering.compute("first", keys_of(TOKENS)[:2])
+    tiering.close()
+    reach = explained(tmp_path, VllmPrompt(TOKENS, block_size=24))
+    assert [one.ending for one in reach.reaches] == ["nothing can be told: block_size must be a multiple of 16, got 24"]
+    assert reach.others == {}
+
+
 def test_only_the_model_that_was_asked_for(tmp_path, model):
     for folder in (model, make_model(tmp_path / "other", b"weightz")):
         tiering = Tiering(folder, config=config_of(folder), tiers=[disk(tmp_path)])
@@ -184,7 +193,3 @@ def test_wrong_prompts_are_refused():
     for wrong in ({"tokens": []}, {"hash_algo": "md5"}, {"hash_algo": "xxhash"}, {"block_size": 0}):
         with pytest.raises(ValueError):
             VllmPrompt(**{"tokens": TOKENS, **wrong})
-    with pytest.raises(ValueError, match="multiple of 16"):
-        VllmPrompt(TOKENS, block_size=24).parts(
-            {"tokens_per_hash": 16, "blocks_per_chunk": 1, "engine": ""}, lambda k: None
-        )
