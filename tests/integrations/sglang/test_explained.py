@@ -12,6 +12,7 @@ from support.fake_sglang import PoolName
 from support.host_pools import PAGE, MadePool, tokens_of
 from typer.testing import CliRunner
 
+from kvpage.store import ByteStore
 from kvpage.store.doors.sglang_prompt import SGLangPrompt, packed, pool_of, scopes_key, unpacked
 from kvpage.store.inspection import view_tier
 from kvpage.store.prompt_reach import TierReach, door_reach
@@ -109,7 +110,7 @@ def test_scopes_that_were_not_stored_are_stored_again(make, url, monkeypatch):
     backend.batch_set_v1(keys[:1], tokens_of(0))
     backend.register_mem_host_pool_v2(filled(), PoolName("mamba"))
     with monkeypatch.context() as patch:
-        patch.setattr(backend._storage._store, "put", lambda keys, *rest, **named: [False] * len(keys))
+        patch.setattr(ByteStore, "put", lambda store, keys, *rest, **named: [False] * len(keys))
         backend.batch_set_v1(keys[1:2], tokens_of(1))
     assert len(explained(url).reaches) == 1
     backend.batch_set_v1(keys[1:2], tokens_of(1))
