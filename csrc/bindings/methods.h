@@ -3,6 +3,7 @@
 #pragma once
 
 #include <new>
+#include <stdexcept>
 #include <string>
 
 #include "base/check.h"
@@ -33,6 +34,8 @@ PyObject* as_method(Call call) noexcept {
   } catch (const InvalidArgument& e) {
     PyErr_SetString(PyExc_ValueError, e.what());
   } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::length_error&) {  // more than any memory has
     PyErr_NoMemory();
   }
   return nullptr;

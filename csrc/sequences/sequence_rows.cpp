@@ -115,7 +115,7 @@ BegunSequence SequenceRows::begin(const Prompt& prompt, const HostUse& host, Due
     }
   }
   const int64_t num_taken = static_cast<int64_t>(fresh.ids.size()) - num_on_device;
-  check_free(num_taken + prompt.num_spare);
+  check_free(num_taken, prompt.num_spare);
   std::optional<HeldMatch> part_match;  // it pins blocks that count as spare all the same: they are read once
   int64_t num_part = 0;
   if (auto part = prompt.shares_parts ? tree_->match_part(match.get(), tokens, prompt.num_left_over) : std::nullopt) {
@@ -142,13 +142,14 @@ BegunSequence SequenceRows::begin(const Prompt& prompt, const HostUse& host, Due
 }
 
 int64_t SequenceRows::num_blocks_to_resume(const Match& match, const Resumption& resumption) const {
-  return std::max(blocks_for(resumption.num_tokens), match.num_blocks() + resumption.num_left);
+  const int64_t num_blocks = std::max<int64_t>(blocks_for(resumption.num_tokens), 0), num_left = resumption.num_left;
+  check(num_left >= 0 && num_left <= num_blocks, "num_left must be in [0, ", num_blocks, "], got ", num_left);
+  return std::max(num_blocks, match.num_blocks() + num_left);
 }
 
 int64_t SequenceRows::resume(Match& match, const Resumption& resumption, const HostUse& host, DueMoves* moves) {
   std::lock_guard lock(mutex_);
   const int64_t num_on_device = tree_->num_device_blocks(match), num_left = resumption.num_left;
-  check(num_left >= 0, "num_left must not be negative, got ", num_left);
   check(resumption.num_spare >= 0, "num_spare must not be negative, got ", resumption.num_spare);
   check(resumption.num_written >= match.num_tokens() && resumption.num_written <= resumption.num_tokens,
         "num_written must be in [", match.num_tokens(), ", ", resumption.num_tokens, "], got ", resumption.num_written);
@@ -164,7 +165,7 @@ int64_t SequenceRows::resume(Match& match, const Resumption& resumption, const H
   if (is_caching_) fresh.pending.reserve(std::max(static_cast<size_t>(block_size_), resumption.pending.size()));
   fresh.pending.assign(resumption.pending.begin(), resumption.pending.end());
   reserve_row();
-  check_free(static_cast<int64_t>(fresh.ids.size()) - num_on_device + resumption.num_spare);
+  check_free(static_cast<int64_t>(fresh.ids.size()) - num_on_device, resumption.num_spare);
   const auto own = std::span(fresh.ids).subspan(static_cast<size_t>(match.num_blocks()));
   moves->returned.reserve(std::min(own.size(), resumption.host_ids.size()));
   give(&fresh, match, num_on_device, resumption.is_hit, host, moves);
@@ -199,9 +200,9 @@ void SequenceRows::give(Sequence* fresh, const Match& match, int64_t num_on_devi
 
 int64_t SequenceRows::num_free() const { return pool_->num_free() + tree_->num_evictable(); }
 
-void SequenceRows::check_free(int64_t num_blocks) const {
-  if (const int64_t most = num_free(); num_blocks > most)
-    throw OutOfBlocks(static_cast<size_t>(num_blocks), static_cast<size_t>(most));
+void SequenceRows::check_free(int64_t num_blocks, int64_t num_spare) const {
+  if (const int64_t most = num_free(); num_blocks > most - num_spare)  // the sum may be beyond 64 bits
+    throw OutOfBlocks(static_cast<size_t>(num_blocks) + static_cast<size_t>(num_spare), static_cast<size_t>(most));
 }
 
 // Evicts what is needed for so many free blocks.

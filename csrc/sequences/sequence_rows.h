@@ -109,9 +109,11 @@ class SequenceRows {
   // and for a negative num_spare. Moves are due also where it throws.
   BegunSequence begin(const Prompt& prompt, const HostUse& host, DueMoves* moves);
 
+  // Returns how many blocks the table of a resumed sequence has. Throws InvalidArgument for a wrong num_left.
+  int64_t num_blocks_to_resume(const Match& match, const Resumption& resumption) const;
+
   // Begins a sequence with the blocks of a match, which it takes over, and free ones. If it throws, the match stays the
-  // caller's. Throws as `begin` does, and InvalidArgument for negative numbers. Returns the row.
-  int64_t num_blocks_to_resume(const Match& match, const Resumption& resumption) const;  // its table has
+  // caller's. Throws as `begin` does, and InvalidArgument for wrong numbers. Returns the row.
   int64_t resume(Match& match, const Resumption& resumption, const HostUse& host, DueMoves* moves);
 
   // Returns the row of a new sequence with the first `num_tokens` tokens of another, all written, in the same blocks.
@@ -187,14 +189,16 @@ class SequenceRows {
   bool shares(const Sequence& sequence) const { return is_caching_ && !sequence.is_private; }
   static constexpr int64_t kMaxTokens = int64_t{1} << 61;  // of a sequence: no sum overflows
 
-  int64_t blocks_for(int64_t num_tokens) const { return (num_tokens + block_size_ - 1) / block_size_; }
+  int64_t blocks_for(int64_t num_tokens) const {
+    return num_tokens / block_size_ + (num_tokens % block_size_ > 0 ? 1 : 0);
+  }
   void name_all(std::span<const int64_t> rows);
 
   void reserve_row();
   int64_t take_row(Sequence&& sequence) noexcept;
 
   int64_t num_free() const;
-  void check_free(int64_t num_blocks) const;
+  void check_free(int64_t num_blocks, int64_t num_spare = 0) const;
   void make_room(int64_t num_blocks, const HostUse& host, DueMoves* moves);
   void give(Sequence* fresh, const Match& match, int64_t num_on_device, bool is_hit, const HostUse& host,
             DueMoves* moves);

@@ -247,8 +247,8 @@ def longest_elsewhere(
 ) -> tuple[tuple[bytes, int] | None, tuple[str, int] | None]:
     """Return the other namespace that has most of the tokens, and how many, if that is more than `num_tokens`.
 
-    And the same among other versions of the weights alone. Nothing is looked at that is not to be searched: not even
-    the time that the call takes depends on it.
+    And the same among other versions of the weights alone. Of namespaces that are not to be searched only names are
+    read, of the first MOST_NAMESPACES: how long the call takes tells how many there are, and nothing of their tokens.
     """
     if searched == "none":
         return None, None

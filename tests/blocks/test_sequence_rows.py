@@ -223,7 +223,7 @@ def test_a_last_token_whose_block_was_given_back_has_no_slot() -> None:
     manager.check()
 
 
-@pytest.mark.parametrize("num_spare", [-1, 0, 3, 4])
+@pytest.mark.parametrize("num_spare", [-1, 0, 3, 4, 2**63 - 1])
 def test_a_sequence_that_goes_on_after_a_match_leaves_spare_blocks(num_spare: int) -> None:
     """It has 2 blocks of the match and 3 of its own, of 8; 2 are given back."""
     manager = Manager(8, B)
@@ -248,3 +248,23 @@ def test_a_sequence_that_goes_on_after_a_match_leaves_spare_blocks(num_spare: in
         tree.release(match)
     with pytest.raises(TypeError, match="match must be a Match"):
         sequences.rows.resume({}, "c", None, [], [], *numbers, [], None)
+
+
+@pytest.mark.parametrize("num_left", [-1, 8, 2**63 - 1])
+def test_more_blocks_given_back_than_there_are(num_left: int) -> None:
+    manager = Manager(8, B)
+    computed(manager, "a", [1] * (2 * B))
+    sequences, match = sequences_of(manager), manager.tree.match([1] * (2 * B), num_left_over=0)
+    before, numbers = seen(manager), (num_left, 0, 6 * B + 1, 4 * B, b"", False, False)
+    with pytest.raises(ValueError, match=rf"num_left must be in \[0, 7\], got {num_left}"):
+        sequences.rows.resume(sequences.on_device, "b", match, [], [], *numbers, [], None)
+    assert seen(manager) == before and not match.is_released
+    manager.tree.release(match)
+
+
+@pytest.mark.parametrize("num_spare", [2**62, 2**63 - 1])
+def test_more_spare_blocks_than_numbers_can_add_up(num_spare: int) -> None:
+    manager = Manager(8, B)
+    with pytest.raises(OutOfBlocks, match=f"needed {num_spare + 2} blocks, 8 are free"):
+        manager.allocate("a", [1] * (B + 1), num_spare=num_spare)
+    assert manager.num_free_blocks == 8

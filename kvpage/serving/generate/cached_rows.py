@@ -277,7 +277,8 @@ class CachedRows:
         try:
             for row_tokens, findable, limit in zip(tokens, is_findable, limits, strict=True):
                 row_namespace = namespace if findable else b"private:" + uuid.uuid4().bytes
-                rows.append(self._allocate(row_tokens, row_namespace, not findable, limit, cache_at))
+                marks = [position for position in cache_at if position <= len(row_tokens)]  # a row may be shorter
+                rows.append(self._allocate(row_tokens, row_namespace, not findable, limit, marks))
         except BaseException:
             for row in rows:
                 self._manager.release(row.seq_id)

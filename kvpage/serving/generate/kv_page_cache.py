@@ -60,10 +60,11 @@ class KVPageCache(Cache):
         input_ids: integers [num_rows, num_tokens], the prompt that `generate` will be given. All rows go on from the
             end of the shortest beginning that was found for any of them. At least one token is left to compute.
         attention_mask: [num_rows, num_tokens], as for `generate`. A row with padding is computed in full, and other
-            calls do not find it.
+            calls do not find it; unless the pool has `same_bits`: then padding is not computed, and the row is found.
         namespace: a tenant's salt. Only caches of one namespace find each other's tokens.
         cache_at: for a model whose layers keep states, positions of the prompt, 1 to its length, from which others may
-            go on: the end of a system prompt.
+            go on: the end of a system prompt. Where padding is not computed, they count the tokens after it, and a
+            row that is shorter has none of them.
 
     Raises:
         OutOfBlocks: where the prompt does not fit, or no slot for a state can be had; nothing is changed. A forward

@@ -1,6 +1,7 @@
 #include "sequence_life.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -138,19 +139,39 @@ void SequenceLife::make(const DueMoves& moves) {
   for (const auto& [from, to] : moves.copied) copy(memory_, from, to, &memory_);
 }
 
+// Blocks that are free, or can be evicted.
+int64_t SequenceLife::num_room() const { return pool_->num_free() + tree_->num_evictable(); }
+
+// Mostly none; now and then more than there are, as many as a number can say, or a wrong number.
+int64_t SequenceLife::some_spare() {
+  if (rng.chance(50)) return 0;
+  if (rng.chance(90)) return rng.below(pool_->num_blocks() + 2);
+  return rng.chance(50) ? std::numeric_limits<int64_t>::max() - rng.below(2) : -1 - rng.below(2);
+}
+
+// A sequence has begun where its blocks and the spare ones fit, and nowhere else; the spare ones are left.
+void SequenceLife::expect_spare(Outcome found, int64_t num_taken, int64_t num_spare, int64_t num_room) {
+  expect((found == Outcome::kRefused) == (num_spare < 0), "a number of spare blocks came to another end");
+  const bool fits = num_spare <= num_room - num_taken;
+  if (found == Outcome::kDone) expect(fits && this->num_room() >= num_spare, "the spare blocks are not left");
+  if (found == Outcome::kOutOfBlocks) expect(!fits, "it did not take the room that there is");
+}
+
 void SequenceLife::begin() {
   if (naive_.size() >= kMostSequences) return remove();
   const Tokens tokens = some_tokens(rng.below(5 * kBlockSize));
   const auto size = static_cast<int64_t>(tokens.size()), num_left_over = is_caching_ ? 1 : size;
-  const int64_t most = pool_->num_free() + tree_->num_evictable();
+  const int64_t most = num_room();
   const bool shares_parts = is_caching_ && rng.chance(70);
   std::optional<BegunSequence> begun;
   DueMoves moves;
-  const Prompt prompt{view(tokens), "space", 0, num_left_over, shares_parts};
+  const Prompt prompt{view(tokens), "space", 0, num_left_over, shares_parts, some_spare()};
   const Outcome found = outcome([&] { begun = rows_->begin(prompt, host_use(), &moves); });
   make(moves);
-  expect((found == Outcome::kRefused) == tokens.empty(), "begin came to another end");
-  if (found == Outcome::kOutOfBlocks) expect(size > most * kBlockSize, "begin did not take the room that there is");
+  expect((found == Outcome::kRefused) == (tokens.empty() || prompt.num_spare < 0), "begin came to another end");
+  if (found == Outcome::kOutOfBlocks)
+    expect((size + kBlockSize - 1) / kBlockSize > most - prompt.num_spare, "begin did not take the room that there is");
+  if (begun) expect(prompt.num_spare <= num_room(), "begin did not leave the spare blocks");
   if (!begun) return;
   if (begun->part_from >= 0)
     copy(begun->is_part_on_device ? memory_ : host_memory_, begun->part_from, begun->part_to, &memory_);
@@ -179,10 +200,14 @@ void SequenceLife::resume() {
   if (is_caching_)
     resumption.pending = std::span(tokens).subspan(match.num_tokens(), written.size() - match.num_tokens());
   resumption.host_ids = host_ids;
+  resumption.num_spare = some_spare();
+  const int64_t num_taken = rows_->num_blocks_to_resume(match, resumption) - tree_->num_device_blocks(match);
+  const int64_t num_room = this->num_room();
   DueMoves moves;
   int64_t row = 0;
   const Outcome found = outcome([&] { row = rows_->resume(match, resumption, host_use(), &moves); });
   make(moves);
+  expect_spare(found, num_taken, resumption.num_spare, num_room);
   if (!host_ids.empty()) host_pool_->release(host_ids);
   expect(tree_->is_released(match) == (found == Outcome::kDone), "a match is held that was given away, or the reverse");
   if (found != Outcome::kDone) return tree_->release(match);

@@ -43,6 +43,9 @@ class SequenceLife : public Life {
   static void copy(const Memory& source, int64_t from, int64_t to, Memory* destination);
   kvpage::HostUse host_use();
   void make(const kvpage::DueMoves& moves);
+  int64_t num_room() const;
+  int64_t some_spare();
+  void expect_spare(Outcome found, int64_t num_taken, int64_t num_spare, int64_t num_room);
   template <typename Call>
   bool done(bool is_known, const Call& library);
 

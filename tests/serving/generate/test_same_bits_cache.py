@@ -51,6 +51,19 @@ def test_it_finds_what_it_computed_under_padding() -> None:
         assert cache.get_seq_length() >= 5 * B - 2
 
 
+@pytest.mark.parametrize("position", [1, B, B + 1, 2 * B + 4])
+def test_marks_are_of_the_tokens_after_padding(position: int) -> None:
+    """A row that is shorter has none."""
+    pool, prompts = pool_of(model_of("qwen3_next")), make_prompts([2 * B + 5, B + 1])
+    ids, mask = padded(prompts)
+    with KVPageCache(pool, ids, mask, cache_at=[position]) as cache:
+        pool.model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1, pad_token_id=0)
+    for prompt in prompts:
+        if len(prompt) >= position:
+            with KVPageCache(pool, rows_of([*prompt[:position], 7])) as cache:
+                assert cache.get_seq_length() == position
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
 def test_beams_have_the_bits_of_beams_alone(kind: str) -> None:
     """Their rows are repeated, reordered and copied."""

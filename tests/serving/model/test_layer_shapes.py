@@ -8,6 +8,7 @@ import torch
 import transformers as tf
 from torch import nn
 from transformers.models.llama import modeling_llama
+from transformers.models.olmo import modeling_olmo
 
 from kvpage.serving.model.native.head_shape import head_shape_of
 from kvpage.serving.model.native.layer_shape import LayerShape, shape_of
@@ -66,6 +67,13 @@ class Limited(Layer):
         return total.clamp(-65504, 65504) if rows.dtype == torch.float16 else total
 
 
+class LimitedInPlace(Layer):
+    """A comparison with the rows after it does not show it."""
+
+    def forward(self, rows, mask=None, **kwargs):
+        return super().forward(rows.clamp_(-100, 100), mask, **kwargs)
+
+
 class Parallel(Layer):
     def forward(self, rows, mask=None, **kwargs):
         normed = self.first(rows)
@@ -107,7 +115,8 @@ def test_known_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [Scaled, Wide, Limited, Parallel, Looking, LookingAtNone, Dropping, Pairs, nn.Linear, nn.Identity]
+    "kind",
+    [Scaled, Wide, Limited, LimitedInPlace, Parallel, Looking, LookingAtNone, Dropping, Pairs, nn.Linear, nn.Identity],
 )
 def test_other_layers_are_left_alone(kind: type[nn.Module]) -> None:
     assert order_of(kind(3, 3) if kind is nn.Linear else kind()) is None
@@ -176,6 +185,14 @@ def test_other_attention_is_left_alone(old: str, new: str) -> None:
     assert head_shape_of(module) is not None
     module.__class__ = changed(old, new)
     assert head_shape_of(module) is None
+
+
+@pytest.mark.parametrize("limit", [None, 0.5, 8.0, 100.0])
+def test_attention_that_limits_its_heads_is_left_alone(limit: float | None) -> None:
+    """OLMo limits them in place."""
+    config = tf.OlmoConfig(hidden_size=32, num_attention_heads=4, clip_qkv=limit)
+    module = modeling_olmo.OlmoAttention(config, 0).eval()
+    assert (head_shape_of(module) is None) == (limit is not None)
 
 
 def test_attention_with_more_inside_is_left_alone() -> None:

@@ -133,8 +133,8 @@ def _has(
 ) -> bool:
     """Whether the layer computes, with arguments of this kind, what one of the shape does, bit by bit."""
     kwargs = {name: None if kind is None else kind() for name in names}
+    expected = _formula(shape, rows, parts)  # before the layer, which may change its rows
     calls, output = _calls_of(module, parts, rows, kwargs)
-    expected = _formula(shape, rows, parts)
     if type(output) is not torch.Tensor or output.dtype is not expected.dtype or output.shape != expected.shape:
         return False
     if not torch.allclose(output, expected, rtol=0, atol=0, equal_nan=True):

@@ -45,7 +45,7 @@ class ResidualForward:
             for name in (shape.first, shape.after_attention, shape.second, shape.after_mlp)
         )
         rows = residual if first is None else first(residual)
-        output, _ = parts[shape.attention](hidden_states=rows, **{**shape.defaults, **kwargs})
+        output = parts[shape.attention](hidden_states=rows, **{**shape.defaults, **kwargs})[0]
         residual, rows = self._sums.add(output, residual, after_attention, second)
         if rows is None:
             rows = residual if second is None else second(residual)
