@@ -147,7 +147,8 @@ class Writer(ABC):
         """Write the record's next bytes, straight from the memory that the runs name.
 
         Args:
-            runs: int64 [n, 2], address and length of each run. If bytes change meanwhile, a digest is wrong.
+            runs: int64 [n, 2], address and length of each run. Bytes must not change meanwhile: a digest
+                would be wrong, and a seal would hold what was read.
             stretch_bytes: bytes of each stretch that is hashed.
             num_threads: threads that hash and write.
 
