@@ -87,7 +87,7 @@ def pointer(argument, dtype, name):
     return f"*i{8 * width}"
 
 
-@pytest.mark.parametrize("dtype, arch", [(BF16, 80), (BF16, 90), (FP32, 100), (BF16, 120)], ids=str)
+@pytest.mark.parametrize("dtype, arch", [(BF16, 80), (BF16, 89), (BF16, 90), (FP32, 100), (BF16, 120)], ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_rows_move_16_bytes_at_a_time_and_nothing_spills(name, dtype, arch):
     compiled = compile_layer(name, dtype, arch)
