@@ -35,6 +35,7 @@ WHOLE: dict[str, str] = {
     "tests/kernels/test_attention_launch.py": "slow",
     "tests/kernels/test_blend_compile.py": "slow",
     "tests/kernels/test_interpreted.py::test_all_cases": "slow",
+    "tests/kernels/test_layer_compile.py": "slow",
     "tests/kernels/test_sampling_compile.py": "slow",
     "tests/kernels/test_triton_compile.py": "slow",
     "tests/kernels/test_interpreted.py::test_families": "nightly",
