@@ -31,6 +31,7 @@ from kvpage.server.protocol.sampling_fields import MAX_SESSION_NAME
 from kvpage.server.running.answer_rules import AnswerRules
 from kvpage.server.running.cache_work import CacheWishes
 from kvpage.server.running.guides import CompiledGuide, compiled_guide, form_guide
+from kvpage.server.running.response_turns import ResponseTurn
 from kvpage.server.running.runner import NO_WISHES, Job, abort_all
 from kvpage.server.running.sampling import sampling_params
 from kvpage.server.service import Service, caller_of
@@ -53,10 +54,13 @@ class Generation:
         service: The server's parts.
         body: The request.
         answer_format: How the answer is written.
+        turn: Of which session the answer becomes a turn where the request names none; None for none.
     """
 
-    def __init__(self, service: Service, body: AnyRequest, answer_format: AnswerFormat) -> None:
-        self._service, self._body, self._format = service, body, answer_format
+    def __init__(
+        self, service: Service, body: AnyRequest, answer_format: AnswerFormat, turn: ResponseTurn | None = None
+    ) -> None:
+        self._service, self._body, self._format, self._turn = service, body, answer_format, turn
 
     async def job(self, prompts: Sequence[Prompt], caller: Caller) -> Job:
         """Return the engine's work. ApiError 400 for a parameter that does not fit."""
@@ -66,7 +70,8 @@ class Generation:
         cache_at = checked(lambda: as_cache_at(body.cache_at or (), shortest))
         if body.kv_hints is not None:
             cache_at = sorted({*cache_at, *(end for end in body.kv_hints.positions() if end <= shortest)})
-        asks = body.session_id is not None or body.session_branch is not None or body.kv_hints is not None
+        named = body.session_id, body.session_branch, body.kv_hints, self._turn
+        asks = any(value is not None for value in named)
         compiled = await self._compiled(prompts[0].text)
         guide = None if compiled is None else compiled.guide
         params = sampling_params(body, [len(prompt.token_ids) for prompt in prompts], guide, service.limits)
@@ -93,6 +98,8 @@ class Generation:
         if body.session_id is not None and adapter is not None:
             raise bad_request("session_id needs the model without an adapter", param="session_id")
         wishes = CacheWishes(body.session_id, body.session_branch or MAIN, tenant=caller.tenant, adapter=adapter)
+        if self._turn is not None:
+            wishes = wishes.in_turn(self._turn)
         if hints is None:
             return wishes
         ttl, demotes, releases = hints.pin_ttl(), bool(hints.of_kind(Demote)), bool(hints.of_kind(Release))
@@ -230,18 +237,23 @@ def _num_tokens(transcripts: Sequence[Transcript]) -> int:
 
 
 async def respond(
-    request: Request, body: AnyRequest, answer_format: AnswerFormat, make_prompts: MakePrompts, stack: ExitStack
+    request: Request,
+    body: AnyRequest,
+    answer_format: AnswerFormat,
+    make_prompts: MakePrompts,
+    stack: ExitStack,
+    turn: ResponseTurn | None = None,
 ) -> Response:
     """Run a request, and return its answer. ApiError 499 once the client has gone.
 
     answer_format: how the answer is written.
     make_prompts: called once.
     stack: contexts that end with the request; the answer takes it along.
+    turn: of which session the answer becomes a turn where the request names none; None for none.
     """
     service = Service.of(request)
-    if "x-session-id" in request.headers:
-        body = with_session_headers(request, body)
-    generation = Generation(service, body, answer_format)
+    body = with_session_headers(request, body)
+    generation = Generation(service, body, answer_format, turn)
     if body.kv_hints is not None:
         record_of(request.scope).ignored.update(body.kv_hints.left_aside())
 
@@ -258,6 +270,8 @@ async def respond(
 
 def with_session_headers(request: Request, body: AnyRequest) -> AnyRequest:
     """Return a body with the session that headers name, where it names none itself. ApiError 400 for a wrong name."""
+    if "x-session-id" not in request.headers:
+        return body
     names = {field: request.headers.get(header) for field, header in SESSION_HEADERS.items()}
     named = {field: name for field, name in names.items() if name is not None and getattr(body, field) is None}
     for field, name in named.items():

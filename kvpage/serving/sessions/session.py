@@ -102,6 +102,7 @@ class Session:
     Args:
         blocks: What is done with blocks.
         keeper: What has it, bounds it and writes it down.
+        has_record: Whether it is written down.
 
     Attributes:
         session_id: Its id.
@@ -110,12 +111,20 @@ class Session:
         retention: The terms on which its blocks are kept; None without any.
         num_turns: Turns so far.
         edits: The last edit of each branch, by name.
+        has_record: Whether it is written down.
     """
 
     def __init__(
-        self, session_id: str, namespace: bytes, owner: bytes, blocks: SessionBlocks, keeper: SessionKeeper
+        self,
+        session_id: str,
+        namespace: bytes,
+        owner: bytes,
+        blocks: SessionBlocks,
+        keeper: SessionKeeper,
+        *,
+        has_record: bool = True,
     ) -> None:
-        self.session_id, self.namespace, self.owner = session_id, namespace, owner
+        self.session_id, self.namespace, self.owner, self.has_record = session_id, namespace, owner, has_record
         self.retention: Retention | None = None
         self.num_turns = 0
         self.edits: dict[str, EditCost] = {}
@@ -355,6 +364,11 @@ class Session:
         """Blocks that are kept. A block of two branches counts twice."""
         lines = list(self._branches.values())  # all at once: statistics may be asked for in another thread
         return sum(self._blocks.num_kept(line) for line in lines)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it has terms on which blocks are kept, or is paused."""
+        return self.retention is not None or self._pause is not None
 
     @property
     def is_open(self) -> bool:

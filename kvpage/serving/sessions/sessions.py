@@ -72,31 +72,38 @@ class Sessions:
 
     # --- by id -------------------------------------------------------------------------------------------------------
 
-    def open(self, session_id: str, namespace: bytes = b"", owner: bytes | None = None) -> Session:
+    def open(
+        self, session_id: str, namespace: bytes = b"", owner: bytes | None = None, *, has_record: bool = True
+    ) -> Session:
         """Return the session of an id, a new one if there is none.
 
-        Where there are too many, the owner with the most of them loses the one that was not used for longest.
+        Where there are too many, the owner with the most of them loses one: of those that keep no blocks, if there are
+        such, the one that was not used for longest.
 
         Args:
             session_id: The id, 1 to 256 characters.
             namespace: Of its blocks: ids of different namespaces are different sessions.
             owner: To whom a new one's retained blocks are counted; None for the namespace.
+            has_record: Whether a new one is read from a record, and written down.
 
         Raises:
             ValueError, TypeError: An argument is out of range, or of another type.
         """
-        session = self.find(session_id, namespace, owner)
+        session = self.find(session_id, namespace, owner, has_record=has_record)
         if session is None:
-            session = self._made(session_id, namespace, owner)
+            session = self._added(self._new(session_id, namespace, owner, has_record), 0)
         return session
 
-    def find(self, session_id: str, namespace: bytes = b"", owner: bytes | None = None) -> Session | None:
+    def find(
+        self, session_id: str, namespace: bytes = b"", owner: bytes | None = None, *, has_record: bool = True
+    ) -> Session | None:
         """Return the session of an id, also one that a record brings back; None if there is none.
 
         Args:
             session_id: See `open`.
             namespace: See `open`.
             owner: See `open`.
+            has_record: Whether records are asked for one that is not here.
 
         Raises:
             ValueError, TypeError: As `open`.
@@ -108,7 +115,7 @@ class Sessions:
         if session is not None:
             self._sessions.move_to_end((namespace, session_id))
             return session
-        records = self._records()
+        records = self._records() if has_record else None
         record = None if records is None else records.read(namespace, session_id)
         return None if record is None else self._restored(session_id, namespace, owner, record)
 
@@ -201,7 +208,7 @@ class Sessions:
         """Forget a session that is closed, and its record."""
         self._leave(session)
         records = self._records()
-        if records is not None:
+        if records is not None and session.has_record:
             records.remove(session.namespace, session.session_id)
 
     def refused(self, num_branches: int) -> None:
@@ -219,11 +226,9 @@ class Sessions:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _made(self, session_id: str, namespace: bytes, owner: bytes | None) -> Session:
-        return self._added(self._new(session_id, namespace, owner), 0)
-
-    def _new(self, session_id: str, namespace: bytes, owner: bytes | None) -> Session:
-        return Session(session_id, namespace, namespace if owner is None else owner, self._blocks, self)
+    def _new(self, session_id: str, namespace: bytes, owner: bytes | None, has_record: bool) -> Session:
+        owner = namespace if owner is None else owner
+        return Session(session_id, namespace, owner, self._blocks, self, has_record=has_record)
 
     def _added(self, session: Session, num_tokens: int) -> Session:
         self._make_room(session, num_tokens)
@@ -238,7 +243,7 @@ class Sessions:
         num_tokens = sum(map(len, record.branches.values()))
         if num_tokens > self._config.max_tokens or len(record.branches) > self._config.max_branches:
             return None
-        session = self._new(session_id, namespace, owner)
+        session = self._new(session_id, namespace, owner, has_record=True)
         session.restore(record.branches, record.retention, record.num_turns)
         try:
             self._added(session, num_tokens)
@@ -280,7 +285,7 @@ class Sessions:
 
     def _write(self, session: Session) -> None:
         records = self._records()
-        if records is not None:
+        if records is not None and session.has_record:
             record = SessionRecord.of(session)
             records.write(session.namespace, session.session_id, record)
 
@@ -288,13 +293,15 @@ class Sessions:
 def _victim(session: Session, weights: Mapping[Session, int]) -> Session:
     """Return the first session, not the given one, of the owner who has most; of its own owner, if others have no more.
 
+    One that keeps no blocks comes first: only its tokens are lost.
+
     weights: What is counted of each session, those that were not used for longest first.
     """
     shares = Counter[bytes]()
     for other, weight in weights.items():
         shares[other.owner] += weight
     others = [other for other, weight in weights.items() if weight and other is not session]
-    victim = max(others, key=lambda other: (shares[other.owner], other.owner == session.owner))
+    victim = max(others, key=lambda other: (shares[other.owner], other.owner == session.owner, not other.keeps))
     if shares[victim.owner] < shares[session.owner]:
         raise ValueError(
             f"tokens of an owner must be at most those of another one whose sessions would go for them, "

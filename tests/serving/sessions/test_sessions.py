@@ -195,6 +195,32 @@ def test_who_has_most_makes_room_for_others():
     assert ann.is_open and not bobs[0].is_open
 
 
+def test_of_an_owner_those_that_keep_no_blocks_make_room_first():
+    sessions = Sessions(SessionBlocks(BlockManager(16, B)), SessionConfig(max_sessions=3))
+    retained, paused, plain, last = (sessions.open(name) for name in ("retained", "paused", "plain", "plain"))
+    retained.retain()
+    paused.pause(3.0)
+    assert plain is last and not plain.keeps
+    fourth = sessions.open("fourth")
+    assert [one.is_open for one in (retained, paused, plain, fourth)] == [True, True, False, True]
+    fourth.retain()
+    sessions.open("fifth")
+    assert [one.is_open for one in (retained, paused, fourth)] == [False, True, True], "where all do, the oldest"
+
+
+def test_a_session_without_a_record_asks_the_store_nothing():
+    class Records:
+        def __getattr__(self, name):
+            raise AssertionError(f"{name} was called")
+
+    sessions = Sessions(SessionBlocks(BlockManager(16, B)), records=Records)
+    assert sessions.find("a", has_record=False) is None
+    session = sessions.open("a", has_record=False)
+    session.supersede([1, 2, 3])
+    session.branch("b")
+    assert sessions.open("a") is session and session.close() == 0 and sessions.find("a", has_record=False) is None
+
+
 def test_calls_come_between_steps_and_a_refused_one_changes_nothing():
     names: list[str] = []
 
