@@ -89,14 +89,12 @@ class Generation:
         )
 
     def _wishes(self, caller: Caller, adapter: str | None) -> CacheWishes:
-        """Return what the request asks of the cache. ApiError 400 for a session of several answers or an adapter."""
+        """Return what the request asks of the cache. ApiError 400 for a session of several answers."""
         body, hints = self._body, self._body.kv_hints
         if body.session_id is not None and (body.num_prompts > 1 or body.n > 1):
             raise bad_request("session_id needs one prompt and n=1", param="session_id")
         if body.session_branch is not None and body.session_id is None:
             raise bad_request("session_branch needs session_id", param="session_branch")
-        if body.session_id is not None and adapter is not None:
-            raise bad_request("session_id needs the model without an adapter", param="session_id")
         wishes = CacheWishes(body.session_id, body.session_branch or MAIN, tenant=caller.tenant, adapter=adapter)
         if self._turn is not None:
             wishes = wishes.in_turn(self._turn)

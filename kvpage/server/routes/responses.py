@@ -95,7 +95,7 @@ def turn_of(
         stack: Contexts that end with the request.
     """
     namespace, adapter = caller.namespace(body.cache_salt), service.adapter_of(body.model)
-    if not service.runner.has_blocks or adapter is not None or body.session_branch and body.session_id is None:
+    if not service.runner.has_blocks or (body.session_branch is not None and body.session_id is None):
         return None
     if body.session_id is not None:
         return ResponseTurn(Line(namespace, body.session_id, body.session_branch or MAIN), adapter)

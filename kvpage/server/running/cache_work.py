@@ -36,7 +36,7 @@ class CacheWishes:
         demotes: Whether the blocks of the prompts are to leave the device afterwards.
         releases: Whether the blocks that only the prompts need are to be evicted first afterwards.
         next_use: Seconds until the session's next request; None where nothing is said.
-        adapter: The adapter that computes the answers; None for none, and for sessions.
+        adapter: The adapter that computes the answers; None for none.
         tenant: Who asks, to whom pins are counted.
         is_of_chain: Whether a chain of responses has made the session. It has no record, as these have none.
         is_first: Whether the answer makes the session, of which nobody knows yet.
@@ -173,8 +173,8 @@ class CacheWork:
         try:
             if wishes.branch not in session.branches:
                 session.branch(wishes.branch, num_tokens=0)
-            session.supersede(path, wishes.branch)
-        except ValueError as error:  # beyond the limits of sessions
+            session.supersede(path, wishes.branch, wishes.adapter)
+        except ValueError as error:  # beyond the limits of sessions, or its adapter is gone
             logger.info("a turn of %d tokens is not in its session: %s", len(path), error)
 
     def _found(self, engine: Engine, wishes: CacheWishes, namespace: bytes) -> Session | None:

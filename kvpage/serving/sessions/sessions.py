@@ -143,20 +143,22 @@ class Sessions:
             num_retained_blocks=sum(session.num_retained_blocks for session in sessions),
         )
 
-    def explained(self, explanation: Explanation, tokens: Ids, namespace: bytes) -> Explanation:
+    def explained(self, explanation: Explanation, tokens: Ids, namespace: bytes, kv_namespace: bytes) -> Explanation:
         """Return the explanation of a prompt, with the edits of sessions whose spans it has.
 
         Args:
             explanation: Of the prompt.
             tokens: The prompt.
             namespace: Its namespace.
+            kv_namespace: That of its K and V.
         """
         sessions = [session for key, session in self._sessions.items() if key[0] == namespace and session.edits]
         edits = [
             cost
             for session in sessions
             for cost in session.edits.values()
-            if num_common(tokens, session.tokens(cost.branch)) > cost.start
+            if session.kv_namespace(cost.branch) == kv_namespace
+            and num_common(tokens, session.tokens(cost.branch)) > cost.start
         ]
         return replace(explanation, edits=tuple(edits)) if edits else explanation
 
@@ -244,7 +246,7 @@ class Sessions:
         if num_tokens > self._config.max_tokens or len(record.branches) > self._config.max_branches:
             return None
         session = self._new(session_id, namespace, owner, has_record=True)
-        session.restore(record.branches, record.retention, record.num_turns)
+        session.restore(record.branches, record.retention, record.num_turns, record.adapters)
         try:
             self._added(session, num_tokens)
         except ValueError:  # others would have to go for it

@@ -224,7 +224,7 @@ def test_a_session_without_a_record_asks_the_store_nothing():
 def test_calls_come_between_steps_and_a_refused_one_changes_nothing():
     names: list[str] = []
 
-    def named(namespace: bytes) -> bytes:
+    def named(namespace: bytes, digest: str) -> bytes:
         if refuses:
             raise ValueError("namespace must be shorter")
         return namespace
