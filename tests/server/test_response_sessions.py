@@ -118,6 +118,18 @@ def test_a_session_that_a_request_names_comes_first_and_stays(server):
     assert branches(server, "mine") == {"main": 0, "a": num_second} and branches(server, "header") != {}
     refused = call(server, "POST", PATH, {**BODY, "session_branch": "b"})
     assert (refused[0], refused[1]["error"]["param"]) == (400, "session_branch")
+    refused = call(server, "POST", PATH, BODY, **{"x-session-branch": "b"})
+    assert (refused[0], refused[1]["error"]["param"]) == (400, "session_branch")
+
+
+def test_a_session_whose_name_is_a_response_of_another_one_is_found(server):
+    first, num_first = respond(server)
+    second, num_second = respond(server, first)
+    named, num_named = respond(server, second, session_id=second)
+    assert branches(server, second) == {"main": num_named} and branches(server, first) == {"main": num_second}
+    streamed = call(server, "GET", f"{PATH}/{named}?stream=true")
+    assert (streamed[0], streamed[1]["error"]["param"]) == (400, "stream")
+    assert call(server, "GET", f"{PATH}/{named}?stream=false")[0] == 200
 
 
 def test_two_at_once_after_one_tip_do_not_take_each_others_branch_and_a_failed_one_leaves_it(server):

@@ -268,7 +268,7 @@ async def respond(
 
 def with_session_headers(request: Request, body: AnyRequest) -> AnyRequest:
     """Return a body with the session that headers name, where it names none itself. ApiError 400 for a wrong name."""
-    if "x-session-id" not in request.headers:
+    if not any(header in request.headers for header in SESSION_HEADERS.values()):
         return body
     names = {field: request.headers.get(header) for field, header in SESSION_HEADERS.items()}
     named = {field: name for field, name in names.items() if name is not None and getattr(body, field) is None}

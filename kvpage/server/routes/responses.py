@@ -56,7 +56,11 @@ async def responses(request: Request) -> Response:
 
 @router.get("/v1/responses/{response_id}")
 async def response(request: Request, response_id: str) -> Response:
-    """Return a response that is kept."""
+    """Return a response that is kept. ApiError 400 where it is asked for as a stream: a client would see no event."""
+    if request.query_params.get("stream", "").lower() in ("true", "1"):
+        raise bad_request(
+            "stream must be false: a response that is kept comes whole", param="stream", code="not_served"
+        )
     content = Service.of(request).responses.response(caller_of(request).tenant, response_id)
     return Response(content, media_type="application/json")
 

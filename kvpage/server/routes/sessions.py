@@ -62,7 +62,9 @@ async def _answered(request: Request, session_id: str, salt: str | None, work: C
     owner = caller.tenant.encode() or namespace
 
     def done(engine: Any) -> Result | None:
-        session = engine.sessions.find(chain_id or session_id, namespace, owner, has_record=chain_id is None)
+        session = engine.sessions.find(session_id, namespace, owner, has_record=chain_id is None)
+        if session is None and chain_id is not None:
+            session = engine.sessions.find(chain_id, namespace, owner, has_record=False)
         if session is None:
             return None
         result = work(session)
