@@ -277,8 +277,8 @@ def versions_of(tree: PrefixTree, namespace: bytes) -> list[tuple[str, bytes]]:
             break
         versions.append(WeightsName.split(names[0])[0].version)
         begin = past_version(names[0])
-    found = [(version, replace(weights, version=version).within(caller)) for version in dict.fromkeys(versions)]
-    return [(version, name) for version, name in found if name != namespace]
+    named = {version: replace(weights, version=version).within(caller) for version in versions}
+    return [(version, name) for version, name in named.items() if name != namespace]
 
 
 def _of_version(version: str) -> str:

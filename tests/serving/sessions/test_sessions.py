@@ -221,7 +221,7 @@ def test_random_owners_make_room_as_in_a_naive_list():
     sessions, used, figures = Sessions(SessionBlocks(BlockManager(16, B, pin_quota=4)), limits), [], Counter()
     for number in range(400):
         is_new = not used or rng.random() < 0.3
-        num_tokens, owner = rng.randint(0, 25), rng.choice([b"ann", b"bob", b"cid"])
+        num_tokens, owner = rng.randint(0, 40), rng.choice([b"ann", b"bob", b"cid"])
         session = None if is_new else rng.choice(used)
         made = Session(str(number), b"", owner, None, None) if session is None else session
         grown = 0 if session is None else num_tokens - session.num_tokens
@@ -244,7 +244,7 @@ def test_random_owners_make_room_as_in_a_naive_list():
             used.remove(session)
             session.close()
         assert len(sessions) == len(used) and sessions.stats().num_tokens == sum(one.num_tokens for one in used)
-    assert figures["gone"] > 20 and figures["refused"] > 3, figures
+    assert figures["gone"] > 20 and figures["refused"] > 0, figures
 
 
 def test_of_an_owner_those_that_keep_no_blocks_make_room_first():
