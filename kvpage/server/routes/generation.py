@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,7 +27,7 @@ from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import AnyRequest, CompletionRequest
 from kvpage.server.protocol.errors import ApiError, bad_request, checked, failed
 from kvpage.server.protocol.kv_hints import Demote, Release
-from kvpage.server.protocol.sampling_fields import MAX_SESSION_NAME
+from kvpage.server.protocol.sampling_fields import MAX_SESSION_NAME, SamplingFields
 from kvpage.server.running.answer_rules import AnswerRules
 from kvpage.server.running.cache_work import CacheWishes
 from kvpage.server.running.guides import CompiledGuide, compiled_guide, form_guide
@@ -44,6 +44,7 @@ FEW_TOKENS = 1024  # whose answer is written at once
 SESSION_HEADERS = {"session_id": "x-session-id", "session_branch": "x-session-branch"}
 
 
+Body = TypeVar("Body", bound=SamplingFields)
 MakePrompts = Callable[[], Coroutine[Any, Any, Sequence[Prompt]]]
 
 
@@ -266,7 +267,7 @@ async def respond(
     return WholeAnswer(content, stack.pop_all().close)
 
 
-def with_session_headers(request: Request, body: AnyRequest) -> AnyRequest:
+def with_session_headers(request: Request, body: Body) -> Body:
     """Return a body with the session that headers name, where it names none itself. ApiError 400 for a wrong name."""
     if not any(header in request.headers for header in SESSION_HEADERS.values()):
         return body

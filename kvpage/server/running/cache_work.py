@@ -231,6 +231,6 @@ class CacheWork:
             is_followed = False
         self.hints[kind, FOLLOWED if is_followed else REFUSED] += 1
 
-    def _call(self, work: Callable[[Engine], None]) -> None:
+    def _call(self, work: Callable[[Engine], object]) -> None:
         with suppress(EngineClosed):
             self._engine.call(work)
