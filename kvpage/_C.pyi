@@ -1212,11 +1212,12 @@ class PrefixTree:
             tokens: Token ids of a prompt, of which one is left to compute.
             namespace: Where to look.
         """
-    def names(self, limit: int) -> list[bytes]:
-        """Return the namespaces that have cached blocks, in order.
+    def names(self, limit: int, begin: bytes = b"") -> list[bytes]:
+        """Return the namespaces that have cached blocks, in the order of their bytes.
 
         Args:
             limit: How many of them at most.
+            begin: The first one, or those after it where it has none.
 
         Raises:
             ValueError: The limit is negative.

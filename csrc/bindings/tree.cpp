@@ -187,9 +187,11 @@ py::tuple look(SharedTree& tree, const py::object& tokens, const py::bytes& name
   return py::make_tuple(ids, look.num_common, look.cached_token, look.was_evicted);
 }
 
-py::list names(SharedTree& tree, int64_t limit) {
+py::list names(SharedTree& tree, int64_t limit, const py::bytes& begin) {
+  const std::string first(begin);
   py::list list;
-  for (const std::string& name : tree.run(kLong, [&] { return tree.names(limit); })) list.append(py::bytes(name));
+  const auto found = tree.run(kLong, [&] { return tree.names(limit, first); });
+  for (const std::string& name : found) list.append(py::bytes(name));
   return list;
 }
 
@@ -384,7 +386,7 @@ void bind_tree(py::module_& m) {
   def("entries", &entries, doc("PrefixTree.entries"), py::arg("limit"), py::arg("namespace") = py::none());
   def("look", &look, doc("PrefixTree.look"), py::arg("tokens"), in_namespace);
   def("num_held", &num_held, doc("PrefixTree.num_held"), py::arg("tokens"), in_namespace);
-  def("names", &names, doc("PrefixTree.names"), py::arg("limit"));
+  def("names", &names, doc("PrefixTree.names"), py::arg("limit"), py::arg("begin") = py::bytes());
   def("hottest", &hottest, doc("PrefixTree.hottest"), py::arg("limit"), py::arg("max_tokens") = 16,
       py::arg("namespace") = py::none());
   bind_tiers(def);

@@ -254,8 +254,8 @@ class PrefixTree : public std::enable_shared_from_this<PrefixTree> {
   // pin: the path, and the rest of the edge with the part. One token is left to compute.
   int64_t num_held(const TokenView& tokens, std::string_view name) const;
 
-  // The namespaces, `limit` at most, in order.
-  std::vector<std::string> names(int64_t limit) const;
+  // The namespaces from `begin` on, `limit` at most, in the order of their bytes.
+  std::vector<std::string> names(int64_t limit, std::string_view begin = {}) const;
 
   // The edges that most matches have found, `limit` at most, of all namespaces or of one, the hottest first: each comes
   // after the edge that it goes on from. Of each, the first `max_tokens` of its own tokens. A tree of more than

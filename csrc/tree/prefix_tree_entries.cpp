@@ -121,13 +121,13 @@ int64_t PrefixTree::num_held(const TokenView& tokens, std::string_view name) con
   return num_held;
 }
 
-std::vector<std::string> PrefixTree::names(int64_t limit) const {
+std::vector<std::string> PrefixTree::names(int64_t limit, std::string_view begin) const {
   std::lock_guard lock(mutex_);
   check(limit >= 0, "limit must not be negative, got ", limit);
   std::vector<std::string> found;
-  for (const auto& [name, root] : roots_) {
+  for (auto next = roots_.lower_bound(begin); next != roots_.end(); ++next) {
     if (static_cast<int64_t>(found.size()) == limit) break;
-    if (root->num_children > 0) found.push_back(name);
+    if (next->second->num_children > 0) found.push_back(next->first);
   }
   return found;
 }

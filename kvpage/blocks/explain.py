@@ -8,16 +8,17 @@
 Nothing is pinned by asking, and nothing counts as used.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, get_args
 
 from kvpage._C import PrefixTree
-from kvpage.blocks.namespaces import WeightsName
+from kvpage.blocks.namespaces import OF_WEIGHTS, WeightsName, past_version
 from kvpage.blocks.sequence_state import Ids
 from kvpage.blocks.space import BlockSpace
 
 MOST_NAMESPACES = 1024  # that are searched for a longer match
+MOST_VERSIONS = 1024  # whose namespaces of one caller are searched
 
 
 EditMode = Literal["exact", "erratum"]
@@ -247,26 +248,37 @@ def longest_elsewhere(
 ) -> tuple[tuple[bytes, int] | None, tuple[str, int] | None]:
     """Return the other namespace that has most of the tokens, and how many, if that is more than `num_tokens`.
 
-    And the same among other versions of the weights alone. Of namespaces that are not to be searched only names are
-    read, of the first MOST_NAMESPACES: how long the call takes tells how many there are, and nothing of their tokens.
+    And the same among other versions of the weights alone, whose names tell the caller's own namespaces. How long that
+    takes tells how many versions there are, and nothing of other callers.
     """
     if searched == "none":
         return None, None
-    weights, caller = WeightsName.split(namespace)
-    names = [name for name in tree.names(MOST_NAMESPACES) if name != namespace]
+    versions = versions_of(tree, namespace)
+    num_of_version, version = max(
+        ((tree.look(tokens, name)[1], made_by) for made_by, name in versions), default=(0, "")
+    )
+    of_version = (version, num_of_version) if num_of_version > num_tokens else None
     if searched == "own":
-        names = [name for name in names if WeightsName.split(name)[1] == caller]
-    matches = [(tree.look(tokens, name)[1], name) for name in names]
-    most, name = max(matches, default=(0, b""))
-    splits = [(num_common, *WeightsName.split(name)) for num_common, name in matches]
-    of_versions = [
-        (num_common, other.version)
-        for num_common, other, of_caller in splits
-        if of_caller == caller and other.adapter == weights.adapter
-    ]
-    num_of_version, version = max(of_versions, default=(0, ""))
-    elsewhere = (name, most) if searched == "all" and most > num_tokens else None
-    return elsewhere, (version, num_of_version) if num_of_version > num_tokens else None
+        return None, of_version
+    names = {name for name in tree.names(MOST_NAMESPACES) if name != namespace} | {name for _, name in versions}
+    most, name = max(((tree.look(tokens, name)[1], name) for name in names), default=(0, b""))
+    return (name, most) if most > num_tokens else None, of_version
+
+
+def versions_of(tree: PrefixTree, namespace: bytes) -> list[tuple[str, bytes]]:
+    """Return the other versions that have cached blocks, with a caller's namespace in each, for the same adapter.
+
+    Names of one version stand together, so a look at each version's first one finds the next.
+    """
+    weights, caller = WeightsName.split(namespace)
+    versions, begin = [""], OF_WEIGHTS
+    while begin and len(versions) < MOST_VERSIONS and (names := tree.names(1, begin)):
+        if not names[0].startswith(OF_WEIGHTS):
+            break
+        versions.append(WeightsName.split(names[0])[0].version)
+        begin = past_version(names[0])
+    named = {version: replace(weights, version=version).within(caller) for version in versions}
+    return [(version, name) for version, name in named.items() if name != namespace]
 
 
 def _of_version(version: str) -> str:

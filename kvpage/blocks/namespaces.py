@@ -68,6 +68,18 @@ class WeightsName:
         return cls(*parts), left
 
 
+def past_version(namespace: bytes) -> bytes:
+    """Return the first bytes after all namespaces of the same version of the weights; b"" where none can follow.
+
+    Args:
+        namespace: That `WeightsName.within` has made for weights with a name.
+    """
+    begin = len(OF_WEIGHTS)
+    num_bytes = int.from_bytes(namespace[begin : begin + LENGTH_BYTES], "little")
+    shared = namespace[: begin + LENGTH_BYTES + num_bytes].rstrip(b"\xff")
+    return shared[:-1] + bytes([shared[-1] + 1]) if shared else b""
+
+
 @dataclass(frozen=True, slots=True)
 class Content:
     """The bytes of an image, of audio or the like, which some placeholders of a prompt represent.

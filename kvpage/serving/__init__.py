@@ -16,6 +16,7 @@ from kvpage.serving.params.guide import Guide
 from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.params.states import StateConfig
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
+from kvpage.serving.sessions.branch import BranchAdapter
 from kvpage.serving.sessions.config import SessionConfig
 from kvpage.serving.sessions.retention import Retention
 from kvpage.serving.sessions.session import BranchState, Session, SessionState
@@ -35,6 +36,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "Branch",
+    "BranchAdapter",
     "BranchState",
     "Branches",
     "Detokenizer",

@@ -8,9 +8,10 @@ from support.hybrid_requests import B, manager_of, serve
 from support.seeds import seed_of
 
 from kvpage import BlockManager
-from kvpage.blocks.explain import Ending, Explanation
+from kvpage.blocks.explain import MOST_NAMESPACES, Ending, Explanation
 from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager as Manager
+from kvpage.blocks.namespaces import OF_WEIGHTS, WeightsName, past_version
 
 TOKENS = list(range(1, 3 * B + 2))
 
@@ -188,3 +189,43 @@ def test_wrong_arguments():
             manager.explain(TOKENS, "tenant")
         with pytest.raises(ValueError, match="at least one token"):
             manager.explain([])
+
+
+@pytest.mark.parametrize("adapter", ["", "digest"])
+@pytest.mark.parametrize("others", ["callers", "versions"])
+def test_a_caller_among_many_is_told_of_its_own_other_versions(others, adapter):
+    """More namespaces than are searched stand before the caller's own, of other callers or of their versions."""
+    num_others = MOST_NAMESPACES + 9
+    manager = BlockManager(num_others + 8, B)
+    names = [
+        WeightsName("v1" if others == "versions" else "", "").within(b"a%d" % number) for number in range(num_others)
+    ]
+    own = {version: WeightsName(version, adapter).within(b"own") for version in ("", "v1", "v2", "v3")}
+    own_lengths = {"": 0, "v1": 2 * B, "v2": B, "v3": 0}
+    paths = [(name, TOKENS[: B + 1]) for name in names] + [
+        (own[v], TOKENS[: n + 1]) for v, n in own_lengths.items() if n
+    ]
+    for number, (name, tokens) in enumerate(paths):
+        computed(manager, number, tokens, name)
+        manager.release(number)
+    for version, name in own.items():
+        told = manager.explain(TOKENS, name, "own")
+        longer = own_lengths[version] < 2 * B
+        assert told.version == (("v1", 2 * B) if longer else None) and told.elsewhere is None
+        assert manager.explain(TOKENS, name, "none").version is None
+    stranger = manager.explain(TOKENS, WeightsName("v3", "another").within(b"own"), "own")
+    assert stranger.version is None
+
+
+@pytest.mark.parametrize("version", ["", "v", "\U0010ffff", "a" * 128])
+def test_the_names_of_a_version_end_where_those_of_the_next_begin(version):
+    names = [
+        WeightsName(version, adapter).within(caller) for adapter in ("", "d") for caller in (b"", b"\xff\xff", b"z")
+    ]
+    names = [name for name in names if name.startswith(OF_WEIGHTS)]
+    end = past_version(names[0])
+    assert all(past_version(name) == end > name for name in names)
+    for other in ("", "u", "w", "\U0010fffe", "a" * 127, "a" * 129, "b" * 128):
+        name = WeightsName(other, "d").within(b"x")
+        assert other == version or (name < end) == (name < min(names))
+    assert past_version(b"\xff" * 40) == b""

@@ -38,5 +38,7 @@ def test_names():
     tree.release(tree.insert(tokens[:B], pool.allocate(1), b"a"))
     tree.release(tree.match(tokens, b"nothing"))
     assert [tree.names(limit) for limit in range(4)] == [[], [b""], [b"", b"a"], [b"", b"a", b"b"]]
+    for begin, found in ((b"", [b"", b"a", b"b"]), (b"\0", [b"a", b"b"]), (b"a\0", [b"b"]), (b"b", [b"b"]), (b"c", [])):
+        assert tree.names(9, begin) == found and tree.names(1, begin=begin) == found[:1]
     with pytest.raises(ValueError, match="limit must not be negative"):
         tree.names(-1)

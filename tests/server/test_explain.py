@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 from server.test_page import first_picture
+from support.dict_store import DictStore
 from support.http_server import listening_server
 from support.models import make_model
 from support.seeds import seed_of
@@ -165,6 +166,29 @@ def test_what_a_caller_is_not_told() -> None:
     assert told["store"] == {"num_tokens": 0, "verdict": "failed", "reason": "it has failed", "groups": []}
 
 
+def test_while_a_store_is_asked_other_questions_go_on(monkeypatch: Any) -> None:
+    answers, asked = threading.Event(), list[int]()
+
+    class Slow(DictStore):
+        def explain(self, tokens: Any, namespace: bytes = b"") -> Explanation:
+            answers.wait()
+            return super().explain(tokens, namespace)
+
+    with running_server(store_deadline=120.0) as server:
+        server.live.call(lambda engine: engine.use_store(Slow())).result()
+        ask_engine = server.engine.ask
+        monkeypatch.setattr(server.engine, "ask", lambda *arguments: asked.append(1) or ask_engine(*arguments))
+
+        async def life() -> list[Any]:
+            questions = [asyncio.ensure_future(server.post(PATH, {"prompt": [number] * 9})) for number in range(20)]
+            while len(asked) < len(questions):
+                await asyncio.sleep(0.001)
+            answers.set()
+            return [answer.json()["store"]["verdict"] for answer in await asyncio.gather(*questions)]
+
+        assert asyncio.run(life()) == ["no_more"] * 20
+
+
 # --- the page and the command line -----------------------------------------------------------------------------------
 
 
@@ -232,6 +256,10 @@ def test_wrong_command_lines(listening: tuple[str, Server], tmp_path: Any) -> No
         ([url], "give one of"),
         ([url, "--prompt", "x", "--tokens", "-"], "give one of"),
         (["--store", "memory://", "--prompt", "x"], "needs --tokens"),
+        (
+            ["--store", "memory://", "--tokens", "-", "--api-key", "x"],
+            "--api-key must come with the URL of a server, got it with --store",
+        ),
         ([url, "--prompt", "x", "--namespace", "n"], "--cache-salt"),
         ([url, "--messages", "-"], "messages must be"),
         ([url, "--messages", str(tmp_path / "none")], "none"),

@@ -147,7 +147,7 @@ def test_a_store_that_is_late_is_an_answer(llama: torch.nn.Module, store: KVStor
     engine = make_engine(llama, store_deadline=0.01)
     engine.use_store(StandIn(store, explain=explain))
     try:
-        for _ in range(3):  # more than there are threads: the last question is never asked
+        for _ in range(3):  # the last questions are never asked
             found = engine.explain(PROMPT).store
             assert found is not None and (found.num_tokens, found.verdict) == (0, StoreVerdict.LATE)
     finally:
@@ -166,7 +166,7 @@ def test_a_question_that_nobody_waits_for_takes_no_thread(llama: torch.nn.Module
     async def life() -> None:
         async with AsyncEngine(engine) as live:
             questions = [asyncio.ensure_future(live.explain(PROMPT)) for _ in range(2 * NUM_LOADERS)]
-            while len(asked) < NUM_LOADERS:
+            while not asked:
                 await asyncio.sleep(0.001)
             for _ in questions:  # each has been asked by then
                 await asyncio.wrap_future(live.call(lambda engine: None))
@@ -179,7 +179,26 @@ def test_a_question_that_nobody_waits_for_takes_no_thread(llama: torch.nn.Module
     engine = make_engine(llama, store_deadline=60.0)
     engine.use_store(StandIn(store, explain=explain))
     asyncio.run(life())
-    assert len(asked) == NUM_LOADERS + 1
+    assert len(asked) == 2
+    engine.close()
+
+
+def test_questions_take_no_thread_of_the_requests(llama: torch.nn.Module, store: KVStore) -> None:
+    answers = threading.Event()
+
+    def explain(tokens: Any, namespace: bytes) -> Any:
+        answers.wait()
+        return store.explain(tokens, namespace)
+
+    engine = make_engine(llama)
+    engine.use_store(StandIn(store, explain=explain))
+    questions = [engine.ask(PROMPT) for _ in range(NUM_LOADERS + 1)]
+    try:
+        assert engine.generate([PROMPT], ONE)[0].num_cached_tokens == 3 * C, "as if nobody had asked"
+    finally:
+        answers.set()
+    told = [question.stored.result().num_cached_tokens for question in questions if question.stored is not None]
+    assert told == [3 * C] * len(questions)
     engine.close()
 
 

@@ -34,9 +34,11 @@ def scheduler_of(
     budget: int = 64,
     window: int | None = None,
     is_held: Callable[[Request], bool] = lambda request: False,
+    explains: bool = False,
     **options,
 ) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, B, **options), max_num_seqs, budget, window, turns=HeldTurns(is_held))
+    manager, turns = BlockManager(num_blocks, B, **options), HeldTurns(is_held)
+    return Scheduler(manager, max_num_seqs, budget, window, turns=turns, explains=explains)
 
 
 def plan(batch: Batch) -> list[tuple[str, int, int]]:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,10 +27,11 @@ from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.completion_request import AnyRequest, CompletionRequest
 from kvpage.server.protocol.errors import ApiError, bad_request, checked, failed
 from kvpage.server.protocol.kv_hints import Demote, Release
-from kvpage.server.protocol.sampling_fields import MAX_SESSION_NAME
+from kvpage.server.protocol.sampling_fields import MAX_SESSION_NAME, SamplingFields
 from kvpage.server.running.answer_rules import AnswerRules
 from kvpage.server.running.cache_work import CacheWishes
 from kvpage.server.running.guides import CompiledGuide, compiled_guide, form_guide
+from kvpage.server.running.response_turns import ResponseTurn
 from kvpage.server.running.runner import NO_WISHES, Job, abort_all
 from kvpage.server.running.sampling import sampling_params
 from kvpage.server.service import Service, caller_of
@@ -43,6 +44,7 @@ FEW_TOKENS = 1024  # whose answer is written at once
 SESSION_HEADERS = {"session_id": "x-session-id", "session_branch": "x-session-branch"}
 
 
+Body = TypeVar("Body", bound=SamplingFields)
 MakePrompts = Callable[[], Coroutine[Any, Any, Sequence[Prompt]]]
 
 
@@ -53,10 +55,13 @@ class Generation:
         service: The server's parts.
         body: The request.
         answer_format: How the answer is written.
+        turn: Of which session the answer becomes a turn where the request names none; None for none.
     """
 
-    def __init__(self, service: Service, body: AnyRequest, answer_format: AnswerFormat) -> None:
-        self._service, self._body, self._format = service, body, answer_format
+    def __init__(
+        self, service: Service, body: AnyRequest, answer_format: AnswerFormat, turn: ResponseTurn | None = None
+    ) -> None:
+        self._service, self._body, self._format, self._turn = service, body, answer_format, turn
 
     async def job(self, prompts: Sequence[Prompt], caller: Caller) -> Job:
         """Return the engine's work. ApiError 400 for a parameter that does not fit."""
@@ -66,7 +71,8 @@ class Generation:
         cache_at = checked(lambda: as_cache_at(body.cache_at or (), shortest))
         if body.kv_hints is not None:
             cache_at = sorted({*cache_at, *(end for end in body.kv_hints.positions() if end <= shortest)})
-        asks = body.session_id is not None or body.session_branch is not None or body.kv_hints is not None
+        named = body.session_id, body.session_branch, body.kv_hints, self._turn
+        asks = any(value is not None for value in named)
         compiled = await self._compiled(prompts[0].text)
         guide = None if compiled is None else compiled.guide
         params = sampling_params(body, [len(prompt.token_ids) for prompt in prompts], guide, service.limits)
@@ -84,15 +90,15 @@ class Generation:
         )
 
     def _wishes(self, caller: Caller, adapter: str | None) -> CacheWishes:
-        """Return what the request asks of the cache. ApiError 400 for a session of several answers or an adapter."""
+        """Return what the request asks of the cache. ApiError 400 for a session of several answers."""
         body, hints = self._body, self._body.kv_hints
         if body.session_id is not None and (body.num_prompts > 1 or body.n > 1):
             raise bad_request("session_id needs one prompt and n=1", param="session_id")
         if body.session_branch is not None and body.session_id is None:
             raise bad_request("session_branch needs session_id", param="session_branch")
-        if body.session_id is not None and adapter is not None:
-            raise bad_request("session_id needs the model without an adapter", param="session_id")
         wishes = CacheWishes(body.session_id, body.session_branch or MAIN, tenant=caller.tenant, adapter=adapter)
+        if self._turn is not None:
+            wishes = wishes.in_turn(self._turn)
         if hints is None:
             return wishes
         ttl, demotes, releases = hints.pin_ttl(), bool(hints.of_kind(Demote)), bool(hints.of_kind(Release))
@@ -230,18 +236,23 @@ def _num_tokens(transcripts: Sequence[Transcript]) -> int:
 
 
 async def respond(
-    request: Request, body: AnyRequest, answer_format: AnswerFormat, make_prompts: MakePrompts, stack: ExitStack
+    request: Request,
+    body: AnyRequest,
+    answer_format: AnswerFormat,
+    make_prompts: MakePrompts,
+    stack: ExitStack,
+    turn: ResponseTurn | None = None,
 ) -> Response:
     """Run a request, and return its answer. ApiError 499 once the client has gone.
 
     answer_format: how the answer is written.
     make_prompts: called once.
     stack: contexts that end with the request; the answer takes it along.
+    turn: of which session the answer becomes a turn where the request names none; None for none.
     """
     service = Service.of(request)
-    if "x-session-id" in request.headers:
-        body = with_session_headers(request, body)
-    generation = Generation(service, body, answer_format)
+    body = with_session_headers(request, body)
+    generation = Generation(service, body, answer_format, turn)
     if body.kv_hints is not None:
         record_of(request.scope).ignored.update(body.kv_hints.left_aside())
 
@@ -256,8 +267,10 @@ async def respond(
     return WholeAnswer(content, stack.pop_all().close)
 
 
-def with_session_headers(request: Request, body: AnyRequest) -> AnyRequest:
+def with_session_headers(request: Request, body: Body) -> Body:
     """Return a body with the session that headers name, where it names none itself. ApiError 400 for a wrong name."""
+    if not any(header in request.headers for header in SESSION_HEADERS.values()):
+        return body
     names = {field: request.headers.get(header) for field, header in SESSION_HEADERS.items()}
     named = {field: name for field, name in names.items() if name is not None and getattr(body, field) is None}
     for field, name in named.items():

@@ -12,15 +12,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvpage.server.access.keys import Caller
 from kvpage.server.answers.responses_format import ResponsesFormat
 from kvpage.server.protocol.chat_request import ChatRequest
 from kvpage.server.protocol.errors import CONTEXT_LENGTH, ApiError, bad_request, renamed_params
 from kvpage.server.protocol.responses_request import NAMES, Asked
 from kvpage.server.routes.bodies import answer, ignored_fields, read_body
-from kvpage.server.routes.generation import respond
+from kvpage.server.routes.generation import respond, with_session_headers
 from kvpage.server.routes.prompts import chat_prompts, checked_model
+from kvpage.server.running.response_turns import Line, ResponseTurn
 from kvpage.server.service import Service, caller_of
 from kvpage.server.text.text_service import Prompt
+from kvpage.serving.sessions.session import MAIN
 
 router = APIRouter()
 
@@ -37,30 +40,38 @@ async def responses(request: Request) -> Response:
             body = await asyncio.to_thread(lambda: asked.chat(service.responses.messages(tenant, previous)))
         model = checked_model(service, body)
         service.runner.check_room(body.num_prompts)
+        settings = settings_of(asked, body, model)
+        check_numbers(settings)
+        body = with_session_headers(request, body)
+        turn = turn_of(service, caller_of(request), body, settings, stack) if asked.body.store else None
 
         def keep(response: dict[str, Any], message: dict[str, Any]) -> None:
             if asked.body.store:
-                service.responses.keep(tenant, response, [*asked.new_messages, message], previous)
+                service.responses.keep(tenant, response, [*asked.new_messages, message], previous, turn)
 
-        settings = settings_of(asked, body, model)
-        check_numbers(settings)
         make_prompts = fitting_prompts if asked.body.truncation == "auto" else chat_prompts
-        return await respond(
-            request, body, ResponsesFormat(settings, keep), partial(make_prompts, service, body), stack
-        )
+        answer_format, prompts = ResponsesFormat(settings, keep), partial(make_prompts, service, body)
+        return await respond(request, body, answer_format, prompts, stack, turn)
 
 
 @router.get("/v1/responses/{response_id}")
 async def response(request: Request, response_id: str) -> Response:
-    """Return a response that is kept."""
+    """Return a response that is kept. ApiError 400 where it is asked for as a stream: a client would see no event."""
+    if request.query_params.get("stream", "").lower() in ("true", "1"):
+        raise bad_request(
+            "stream must be false: a response that is kept comes whole", param="stream", code="not_served"
+        )
     content = Service.of(request).responses.response(caller_of(request).tenant, response_id)
     return Response(content, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete(request: Request, response_id: str) -> Response:
-    """Forget a response."""
-    Service.of(request).responses.forget(caller_of(request).tenant, response_id)
+    """Forget a response, and the blocks that only it needs of its session."""
+    service, tenant = Service.of(request), caller_of(request).tenant
+    leaving = service.responses.forget(tenant, response_id)
+    if leaving is not None:
+        service.runner.work.leave(leaving, tenant)
     return answer({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -73,6 +84,29 @@ def asked_chat(fields: dict[str, Any], ignored: set[str] | None) -> tuple[Asked,
     """
     asked = Asked(fields, ignored)
     return asked, asked.chat([]) if asked.body.previous_response_id is None else None
+
+
+def turn_of(
+    service: Service, caller: Caller, body: ChatRequest, settings: dict[str, Any], stack: ExitStack
+) -> ResponseTurn | None:
+    """Return of which session a response that is kept becomes a turn, until the stack ends; None for none.
+
+    Args:
+        service: The server's parts.
+        caller: Who asks.
+        body: The chat. A session that it names comes first.
+        settings: The fields of the response.
+        stack: Contexts that end with the request.
+    """
+    namespace, adapter = caller.namespace(body.cache_salt), service.adapter_of(body.model)
+    if not service.runner.has_blocks or (body.session_branch is not None and body.session_id is None):
+        return None
+    if body.session_id is not None:
+        return ResponseTurn(Line(namespace, body.session_id, body.session_branch or MAIN), adapter)
+    responses, previous = service.responses, settings["previous_response_id"]
+    turn = responses.begin_turn(caller.tenant, settings["id"], previous, namespace, adapter)
+    stack.callback(responses.end_turn, settings["id"], turn)
+    return turn
 
 
 async def fitting_prompts(service: Service, body: ChatRequest) -> list[Prompt]:

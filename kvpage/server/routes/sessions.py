@@ -1,7 +1,8 @@
 """/v1/sessions/ID: the state of a session, actions on it, and its end.
 
-A session begins with the first request that names it by `session_id`. It belongs to a tenant and a salt, as cached
-blocks do: the salt is a field of an action, and the header X-Cache-Salt of the others.
+A session begins with the first request that names it by `session_id`, or with the first of a chain of kept responses:
+the id of each of these names it. It belongs to a tenant and a salt, as cached blocks do: the salt is a field of an
+action, and the header X-Cache-Salt of the others.
 """
 
 import asyncio
@@ -57,10 +58,13 @@ async def delete(request: Request, session_id: str) -> Response:
 async def _answered(request: Request, session_id: str, salt: str | None, work: Callable[[Session], Result]) -> Response:
     """Return a session's state with the result of work on it. ApiError 404 where there is none."""
     service, caller = Service.of(request), caller_of(request)
-    namespace = caller.namespace(salt)
+    namespace, chain_id = caller.namespace(salt), service.responses.session_of(caller.tenant, session_id)
+    owner = caller.tenant.encode() or namespace
 
     def done(engine: Any) -> Result | None:
-        session = engine.sessions.find(session_id, namespace, caller.tenant.encode() or namespace)
+        session = engine.sessions.find(session_id, namespace, owner, has_record=chain_id is None)
+        if session is None and chain_id is not None:
+            session = engine.sessions.find(chain_id, namespace, owner, has_record=False)
         if session is None:
             return None
         result = work(session)

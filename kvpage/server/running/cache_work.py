@@ -10,14 +10,16 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from kvpage.blocks.pins import PinTerms
 from kvpage.cache.cache_engine import CacheEngine
 from kvpage.checks.tokens import as_tokens
+from kvpage.server.running.response_turns import Leaving, ResponseTurn
 from kvpage.serving import AsyncEngine, EngineClosed
 from kvpage.serving.engine import Engine
+from kvpage.serving.sessions.session import Session
 
 logger = logging.getLogger(__name__)
 FOLLOWED, REFUSED = "followed", "refused"
@@ -34,8 +36,10 @@ class CacheWishes:
         demotes: Whether the blocks of the prompts are to leave the device afterwards.
         releases: Whether the blocks that only the prompts need are to be evicted first afterwards.
         next_use: Seconds until the session's next request; None where nothing is said.
-        adapter: The adapter that computes the answers; None for none, and for sessions.
+        adapter: The adapter that computes the answers; None for none.
         tenant: Who asks, to whom pins are counted.
+        is_of_chain: Whether a chain of responses has made the session. It has no record, as these have none.
+        is_first: Whether the answer makes the session, of which nobody knows yet.
     """
 
     session_id: str | None = None
@@ -46,6 +50,19 @@ class CacheWishes:
     next_use: float | None = None
     adapter: str | None = None
     tenant: str = ""
+    is_of_chain: bool = False
+    is_first: bool = False
+
+    def in_turn(self, turn: ResponseTurn) -> "CacheWishes":
+        """Return the wishes of a response that becomes a turn of a session."""
+        line = turn.line
+        return replace(
+            self,
+            session_id=line.session_id,
+            branch=line.branch,
+            is_of_chain=turn.owns_session,
+            is_first=turn.is_first,
+        )
 
     @property
     def has_hints(self) -> bool:
@@ -82,7 +99,7 @@ class CacheWork:
             wishes: What the request asks.
             namespace: Of the session.
         """
-        if wishes.session_id is not None and self.has_blocks:
+        if wishes.session_id is not None and self.has_blocks and not wishes.is_first:
             self._call(lambda engine: self._open(engine, wishes, namespace))
 
     def end(
@@ -110,27 +127,60 @@ class CacheWork:
 
         self._call(work)
 
+    def leave(self, leaving: Leaving, tenant: str) -> None:
+        """Shorten or release a branch, or close a session, whose last response was deleted.
+
+        Args:
+            leaving: What the session loses.
+            tenant: Whose it is.
+        """
+        self._call(lambda engine: self._leave(engine, leaving, tenant.encode() or leaving.line.namespace))
+
     # --- on the engine's thread --------------------------------------------------------------------------------------
 
-    def _open(self, engine: Engine, wishes: CacheWishes, namespace: bytes) -> None:
+    def _open(self, engine: Engine, wishes: CacheWishes, namespace: bytes) -> Session | None:
+        """Return the session of a request, a new one if there is none; None beyond the limits of sessions."""
         assert wishes.session_id is not None
+        owner, has_record = wishes.owner(namespace), not wishes.is_of_chain
         try:
-            engine.session(wishes.session_id, namespace, wishes.owner(namespace))
-        except ValueError as error:  # beyond the limits of sessions
+            return engine.session(wishes.session_id, namespace, owner, has_record=has_record)
+        except ValueError as error:
             logger.info("a request has no session: %s", error)
+            return None
+
+    def _leave(self, engine: Engine, leaving: Leaving, owner: bytes) -> None:
+        line = leaving.line
+        session = engine.sessions.find(line.session_id, line.namespace, owner, has_record=False)
+        if session is None:
+            return
+        try:
+            if leaving.closes:
+                session.close()
+            elif session.branches.get(line.branch) != leaving.num_tokens:  # another turn, or an edit, came after it
+                return
+            elif leaving.num_left:
+                session.edit(leaving.num_left, leaving.num_tokens, [], line.branch)
+            else:
+                session.release(line.branch)
+        except ValueError as error:
+            logger.info("a deleted response stays in its session: %s", error)
 
     def _turn(self, engine: Engine, wishes: CacheWishes, path: Sequence[int], namespace: bytes) -> None:
         """Give a session's branch the path of a turn; a new branch, where there is none of this name."""
-        assert wishes.session_id is not None
-        session = engine.sessions.find(wishes.session_id, namespace, wishes.owner(namespace))
+        session = self._open(engine, wishes, namespace) if wishes.is_first else self._found(engine, wishes, namespace)
         if session is None:  # closed since the request began
             return
         try:
             if wishes.branch not in session.branches:
                 session.branch(wishes.branch, num_tokens=0)
-            session.supersede(path, wishes.branch)
-        except ValueError as error:  # beyond the limits of sessions
+            session.supersede(path, wishes.branch, wishes.adapter)
+        except ValueError as error:  # beyond the limits of sessions, or its adapter is gone
             logger.info("a turn of %d tokens is not in its session: %s", len(path), error)
+
+    def _found(self, engine: Engine, wishes: CacheWishes, namespace: bytes) -> Session | None:
+        assert wishes.session_id is not None
+        owner, has_record = wishes.owner(namespace), not wishes.is_of_chain
+        return engine.sessions.find(wishes.session_id, namespace, owner, has_record=has_record)
 
     def _follow(self, engine: Engine, wishes: CacheWishes, prompt: Sequence[int], own_namespace: bytes) -> None:
         space, namespace = engine.manager.space, engine.kv_namespace(own_namespace, wishes.adapter)
@@ -166,7 +216,7 @@ class CacheWork:
         if wishes.session_id is None:
             kv_namespace = engine.kv_namespace(namespace, wishes.adapter)
             return engine.manager.tree.set_next_use(prompt, kv_namespace, seconds=wishes.next_use) > 0
-        session = engine.sessions.find(wishes.session_id, namespace, wishes.owner(namespace))
+        session = self._found(engine, wishes, namespace)
         if session is None:
             return False
         session.pause(wishes.next_use)
@@ -181,6 +231,6 @@ class CacheWork:
             is_followed = False
         self.hints[kind, FOLLOWED if is_followed else REFUSED] += 1
 
-    def _call(self, work: Callable[[Engine], None]) -> None:
+    def _call(self, work: Callable[[Engine], object]) -> None:
         with suppress(EngineClosed):
             self._engine.call(work)

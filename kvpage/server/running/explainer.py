@@ -1,6 +1,9 @@
 """Explainer: tells callers how far the cache reaches into their prompts, and nothing of what others have.
 
-tokens, namespace ─► AsyncEngine.explain, one after the other ─► Explanation ─► plain values for JSON
+tokens, namespace ─► AsyncEngine.explain, a few at once between two steps ─► Explanation ─► plain values for JSON
+
+Questions come on in their order. While a store is asked, which has a thread for that, the next ones go on: one that
+hangs makes each of them late, and none later. Requests wait for no store that is asked, and for a few calls a step.
 
 Left out is all that is of no concern to a caller: other namespaces, the names of versions, and the words of a store
 that has failed, which may name its address.
@@ -17,6 +20,8 @@ from kvpage.server.text.vocabulary import Vocabulary
 from kvpage.serving import AsyncEngine
 
 Fields = dict[str, Any]
+AT_ONCE = 8
+"""Questions that the stepping thread looks at between two steps at most, each for some tens of microseconds."""
 NO_BLOCKS = "the cached blocks are in workers elsewhere, which are not asked"
 
 
@@ -31,7 +36,7 @@ class Explainer:
 
     def __init__(self, engine: AsyncEngine, vocabulary: Vocabulary, has_blocks: bool) -> None:
         self._engine, self._vocabulary, self._has_blocks = engine, vocabulary, has_blocks
-        self._turn = asyncio.Lock()  # questions to a store take the threads of its loads
+        self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def explain(self, tokens: Sequence[int], namespace: bytes, adapter: str | None) -> Fields:
         """Return how far the cache reaches into a prompt, and why not further.
@@ -47,8 +52,7 @@ class Explainer:
         if not self._has_blocks:
             raise ApiError(404, NO_BLOCKS, code="not_served")
         try:
-            async with self._turn:
-                explanation = await self._engine.explain(tokens, namespace, adapter, searched="own")
+            explanation = await self._engine.explain(tokens, namespace, adapter, searched="own", turns=self._turns)
         except REFUSED as error:
             raise as_api_error(error) from error
         return plain(explanation, self._vocabulary)

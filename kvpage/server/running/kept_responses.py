@@ -3,6 +3,8 @@
 A response keeps its own messages, and the id of the one before it. Where room lacks, the tenant that has most forgets
 the one that it used longest ago: no tenant's work pushes out the few responses of another. An earlier one of a chain
 outlives the later ones.
+
+A chain of responses is a session: see ResponseTurns. A response that makes room leaves the session as it is.
 """
 
 import threading
@@ -14,6 +16,7 @@ from typing import Any
 import pydantic_core
 
 from kvpage.server.protocol.errors import ApiError
+from kvpage.server.running.response_turns import Leaving, ResponseTurn, ResponseTurns
 
 Fields = dict[str, Any]
 
@@ -26,11 +29,13 @@ class KeptResponse:
         response: Its fields.
         messages: Those of its input, and the model's answer.
         previous: The id of the response before it; None for the first one.
+        turn: Of which session it is a turn; None for none.
     """
 
     response: bytes
     messages: bytes
     previous: str | None
+    turn: ResponseTurn | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -77,6 +82,7 @@ class KeptResponses:
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
         self._tenants: dict[str, TenantResponses] = {}
+        self._turns = ResponseTurns()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -87,15 +93,50 @@ class KeptResponses:
         """Bytes of all of them."""
         return sum(tenant.num_bytes for tenant in self._tenants.values())
 
-    def keep(self, tenant: str, response: Fields, messages: list[Fields], previous: str | None) -> None:
+    def begin_turn(
+        self, tenant: str, response_id: str, previous: str | None, namespace: bytes, adapter: str | None
+    ) -> ResponseTurn:
+        """Return of which session a response becomes a turn. `end_turn` is to follow.
+
+        Args:
+            tenant: Whose it is.
+            response_id: Its id.
+            previous: The id of the response before it; None for the first one.
+            namespace: Of its request.
+            adapter: That computes it; None for none.
+        """
+        with self._lock:
+            return self._turns.begin(response_id, self._earlier_turns(tenant, previous), namespace, adapter)
+
+    def end_turn(self, response_id: str, turn: ResponseTurn) -> None:
+        """Note that a response of `begin_turn` has ended, kept or not."""
+        with self._lock:
+            self._turns.end(response_id, turn)
+
+    def session_of(self, tenant: str, response_id: str) -> str | None:
+        """Return the id of the session of which a response is a turn; None without one, or without the response."""
+        with self._lock:
+            response = self._tenants.get(tenant, TenantResponses()).by_id.get(response_id)
+            return None if response is None or response.turn is None else response.turn.line.session_id
+
+    def keep(
+        self,
+        tenant: str,
+        response: Fields,
+        messages: list[Fields],
+        previous: str | None,
+        turn: ResponseTurn | None = None,
+    ) -> None:
         """Keep a response, and forget others where room lacks. One that is too large is not kept."""
-        entry = KeptResponse(pydantic_core.to_json(response), pydantic_core.to_json(messages), previous)
+        entry = KeptResponse(pydantic_core.to_json(response), pydantic_core.to_json(messages), previous, turn)
         if entry.num_bytes > self._max_bytes:
             return
         with self._lock:
             responses = self._tenants.setdefault(tenant, TenantResponses())
             responses.add(response["id"], entry)
             responses.touch(response["id"])
+            if turn is not None:
+                self._turns.add(response["id"], turn, response["usage"]["total_tokens"])
             while len(self) > self._max_responses:
                 self._make_room(lambda name: len(self._tenants[name].by_id))
             while self.num_bytes > self._max_bytes:
@@ -106,11 +147,11 @@ class KeptResponses:
         with self._lock:
             return self._entry(tenant, response_id).response
 
-    def forget(self, tenant: str, response_id: str) -> None:
-        """Forget a response. ApiError 404 for one that is not kept."""
+    def forget(self, tenant: str, response_id: str) -> Leaving | None:
+        """Forget a response; return what its session loses by it. ApiError 404 for one that is not kept."""
         with self._lock:
             self._entry(tenant, response_id)
-            self._remove(tenant, response_id)
+            return self._remove(tenant, response_id)
 
     def messages(self, tenant: str, response_id: str | None) -> list[Fields]:
         """Return the messages of a response and of all before it. ApiError 404 if one of them is not kept."""
@@ -136,7 +177,18 @@ class KeptResponses:
         tenant = max(self._tenants, key=share_of)
         self._remove(tenant, next(iter(self._tenants[tenant].by_id)))
 
-    def _remove(self, tenant: str, response_id: str) -> None:
+    def _remove(self, tenant: str, response_id: str) -> Leaving | None:
+        turn = self._tenants[tenant].by_id[response_id].turn
         self._tenants[tenant].remove(response_id)
         if not self._tenants[tenant].by_id:
             del self._tenants[tenant]
+        return None if turn is None else self._turns.remove(response_id, turn)
+
+    def _earlier_turns(self, tenant: str, response_id: str | None) -> list[tuple[str, ResponseTurn]]:
+        """Return the turns of a response and of those before it, as far as they are kept, the last one first."""
+        turns, responses = list[tuple[str, ResponseTurn]](), self._tenants.get(tenant, TenantResponses()).by_id
+        while response_id is not None and (response := responses.get(response_id)) is not None:
+            if response.turn is not None:
+                turns.append((response_id, response.turn))
+            response_id = response.previous
+        return turns

@@ -285,9 +285,7 @@ def _looped(
         scheduler=scheduler,
         batch_runner=batch_runner,
         loop=loop,
-        sessions=make_sessions(
-            manager, transfers, connectors, config.sessions, weights.namespace, loop.check_between_steps
-        ),
+        sessions=make_sessions(manager, transfers, connectors, config.sessions, weights, loop.check_between_steps),
         lead=lead,
         weights=weights,
         updates=WeightUpdates(loop, scheduler, connectors, telemetry, weights, watch, config.changed_weights),

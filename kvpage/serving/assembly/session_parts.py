@@ -5,10 +5,12 @@ from collections.abc import Callable
 from kvpage.blocks.manager import BlockManager
 from kvpage.serving.loop.connectors import Connectors
 from kvpage.serving.loop.moves.block_transfers import BlockTransfers
+from kvpage.serving.sessions.branch import BranchAdapter
 from kvpage.serving.sessions.config import SessionConfig
 from kvpage.serving.sessions.session_blocks import SessionBlocks
 from kvpage.serving.sessions.sessions import Sessions
 from kvpage.serving.sessions.stored_records import StoredRecords
+from kvpage.serving.weights.engine_weights import EngineWeights
 from kvpage.store import KVStore
 
 
@@ -17,7 +19,7 @@ def make_sessions(
     transfers: BlockTransfers,
     connectors: Connectors,
     config: SessionConfig,
-    named: Callable[[bytes], bytes],
+    weights: EngineWeights,
     check_between_steps: Callable[[str], object],
 ) -> Sessions:
     """Return the sessions of an engine.
@@ -27,10 +29,16 @@ def make_sessions(
         transfers: Make its moves.
         connectors: Have its store.
         config: The limits.
-        named: Returns the namespace of the blocks for that of the requests, as it is now.
+        weights: Name the blocks.
         check_between_steps: Of the engine's loop.
     """
-    blocks = SessionBlocks(manager, transfers.run, lambda: connectors.store, named, check_between_steps)
+
+    def adapter_of(name: str) -> BranchAdapter:
+        return BranchAdapter(name, weights.digest(weights.adapter(name)))
+
+    blocks = SessionBlocks(
+        manager, transfers.run, lambda: connectors.store, weights.namespace_by, check_between_steps, adapter_of
+    )
     return Sessions(blocks, config, _records_in(connectors, config))
 
 

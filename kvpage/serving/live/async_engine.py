@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -280,6 +281,7 @@ class AsyncEngine:
         adapter: str | None = None,
         *,
         searched: Searched = "all",
+        turns: "AbstractAsyncContextManager[object] | None" = None,
     ) -> Explanation:
         """Return how far what is cached reaches into a prompt, and why it ends there; see Engine.explain.
 
@@ -290,6 +292,8 @@ class AsyncEngine:
             namespace: See Engine.explain.
             adapter: See Engine.explain.
             searched: Where a longer match is searched: "all" namespaces; the caller's "own", by other weights; "none".
+            turns: Entered for each call on the stepping thread, and not while a store is asked: a semaphore, which
+                bounds the calls between two steps. None for no bound.
 
         Returns:
             The explanation.
@@ -298,16 +302,20 @@ class AsyncEngine:
             ValueError, TypeError: As Engine.explain.
             EngineClosed: The engine is closed, or has failed.
         """
-        question = await asyncio.wrap_future(self.call(lambda engine: engine.ask(tokens, namespace, adapter)))
-        if question.stored is not None:
-            waiting = asyncio.wrap_future(question.stored)
-            waiting.add_done_callback(_take_failure)  # it is in the answer, and no news for the loop
-            try:
+        turns = nullcontext() if turns is None else turns
+        async with turns:
+            question = await asyncio.wrap_future(self.call(lambda engine: engine.ask(tokens, namespace, adapter)))
+        try:
+            if question.stored is not None:
+                waiting = asyncio.wrap_future(question.stored)
+                waiting.add_done_callback(_take_failure)  # it is in the answer, and no news for the loop
                 await asyncio.wait([waiting], timeout=self.engine.config.store_deadline)
-            except asyncio.CancelledError:
+            async with turns:
+                return await asyncio.wrap_future(self.call(lambda engine: engine.answer(question, searched)))
+        except asyncio.CancelledError:
+            if question.stored is not None:
                 question.stored.cancel()  # if no thread has taken it up
-                raise
-        return await asyncio.wrap_future(self.call(lambda engine: engine.answer(question, searched)))
+            raise
 
     async def update_weights(
         self, version: str, change: Callable[[], object] | None = None, *, running: Running = "restart"

@@ -416,6 +416,8 @@ class Scheduler:
             num_spare = 0
         elif not self._windows.has_room(request):
             return False
+        if not was_swapped and self._blocks.lacks_room(request, tokens, num_spare):
+            return False  # before it is explained: else it would be at each step in which it waits
         explanation = self._explained(request)
         try:
             if was_swapped:

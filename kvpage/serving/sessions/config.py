@@ -13,7 +13,7 @@ class SessionConfig:
 
     Attributes:
         max_sessions: Sessions at most. Beyond it, one is closed: of the owner who has most, the one that was not used
-            for longest.
+            for longest, those that keep no blocks first.
         max_tokens: Tokens of all branches of all sessions at most; the same holds. A session does not grow where those
             of owners with fewer tokens would have to go for it.
         max_branches: Branches of one session at most.

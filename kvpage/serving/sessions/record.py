@@ -5,12 +5,13 @@ a record   [ length of the header | header: JSON, version 1 | the tokens of each
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvpage.blocks.sequence_state import Ids
+from kvpage.serving.sessions.branch import BranchAdapter
 from kvpage.serving.sessions.retention import Retention
 from kvpage.serving.sessions.session import MAIN, Session
 
@@ -26,11 +27,13 @@ class SessionRecord:
         branches: The tokens of each branch, int32, by name.
         retention: The terms on which its blocks are kept; None without any.
         num_turns: Its turns.
+        adapters: Those of branches that have one, by name.
     """
 
     branches: Mapping[str, Ids]
     retention: Retention | None
     num_turns: int
+    adapters: Mapping[str, BranchAdapter] = field(default_factory=dict)
 
     @classmethod
     def of(cls, session: Session) -> "SessionRecord":
@@ -40,7 +43,7 @@ class SessionRecord:
             session: The session.
         """
         branches = {name: session.tokens(name) for name in session.branches}
-        return cls(branches, session.retention, session.num_turns)
+        return cls(branches, session.retention, session.num_turns, session.adapters)
 
     def encoded(self) -> bytes:
         """Return the record as bytes."""
@@ -49,11 +52,15 @@ class SessionRecord:
             "version": VERSION,
             "num_turns": self.num_turns,
             "retention": None if terms is None else [terms.ttl, terms.tier, terms.priority],
-            "branches": [[name, len(tokens)] for name, tokens in self.branches.items()],
+            "branches": [[name, len(tokens), *self._adapter(name)] for name, tokens in self.branches.items()],
         }
         text = json.dumps(header).encode()
         paths = [np.ascontiguousarray(tokens, "<i4").tobytes() for tokens in self.branches.values()]
         return b"".join([len(text).to_bytes(LENGTH_BYTES, "little"), text, *paths])
+
+    def _adapter(self, branch: str) -> tuple[str, ...]:
+        adapter = self.adapters.get(branch)
+        return () if adapter is None else (adapter.name, adapter.digest)
 
     @classmethod
     def decoded(cls, data: bytes) -> "SessionRecord | None":
@@ -74,10 +81,13 @@ class SessionRecord:
         if header["version"] != VERSION or len(rest) % 4:
             return None
         tokens, branches, begin = np.frombuffer(rest, "<i4").astype(np.int32), dict[str, Ids](), 0
-        for name, count in header["branches"]:
+        adapters = dict[str, BranchAdapter]()
+        for name, count, *adapter in header["branches"]:
             branches[str(name)] = tokens[begin : begin + int(count)]
             begin += int(count)
+            if adapter:
+                adapters[str(name)] = BranchAdapter(*map(str, adapter))
         terms, num_turns = header["retention"], int(header["num_turns"])
         if begin != len(tokens) or MAIN not in branches or num_turns < 0:
             return None
-        return cls(branches, None if terms is None else Retention(*terms), num_turns)
+        return cls(branches, None if terms is None else Retention(*terms), num_turns, adapters)

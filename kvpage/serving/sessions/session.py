@@ -17,7 +17,7 @@ from kvpage.blocks.pins import PinTerms
 from kvpage.blocks.sequence_state import Ids
 from kvpage.checks.tokens import Tokens, as_tokens
 from kvpage.checks.values import as_integer, as_real
-from kvpage.serving.sessions.branch import NO_TOKENS, SessionBranch, num_common
+from kvpage.serving.sessions.branch import NO_TOKENS, BranchAdapter, SessionBranch, num_common
 from kvpage.serving.sessions.edit import edited
 from kvpage.serving.sessions.retention import Pause, Retention, Tier
 from kvpage.serving.sessions.session_blocks import SessionBlocks
@@ -59,11 +59,13 @@ class BranchState:
         name: Its name.
         num_tokens: Its tokens.
         num_retained_blocks: Blocks that the session keeps of it.
+        adapter: The name of the adapter of its last turn; None for the base model.
     """
 
     name: str
     num_tokens: int
     num_retained_blocks: int
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Session:
     Args:
         blocks: What is done with blocks.
         keeper: What has it, bounds it and writes it down.
+        has_record: Whether it is written down.
 
     Attributes:
         session_id: Its id.
@@ -110,12 +113,20 @@ class Session:
         retention: The terms on which its blocks are kept; None without any.
         num_turns: Turns so far.
         edits: The last edit of each branch, by name.
+        has_record: Whether it is written down.
     """
 
     def __init__(
-        self, session_id: str, namespace: bytes, owner: bytes, blocks: SessionBlocks, keeper: SessionKeeper
+        self,
+        session_id: str,
+        namespace: bytes,
+        owner: bytes,
+        blocks: SessionBlocks,
+        keeper: SessionKeeper,
+        *,
+        has_record: bool = True,
     ) -> None:
-        self.session_id, self.namespace, self.owner = session_id, namespace, owner
+        self.session_id, self.namespace, self.owner, self.has_record = session_id, namespace, owner, has_record
         self.retention: Retention | None = None
         self.num_turns = 0
         self.edits: dict[str, EditCost] = {}
@@ -134,29 +145,32 @@ class Session:
         """
         return self._branch(branch).tokens
 
-    def supersede(self, tokens: Tokens, branch: str = MAIN) -> int:
+    def supersede(self, tokens: Tokens, branch: str = MAIN, adapter: str | None = None) -> int:
         """Put a new turn's path in place of a branch's tokens: its prompt, or its prompt and its answer.
 
         Blocks that only the old path needs are evicted before all others, from now on. The blocks of the new one are
-        kept as `retain` has said. A pause ends.
+        kept as `retain` has said. A pause ends. Paths of two adapters share no blocks: the branch has those of the new
+        one alone.
 
         Args:
             tokens: Token ids of the whole path.
             branch: The branch's name.
+            adapter: The name of the adapter that has computed it; None for the base model.
 
         Returns:
             The tokens of the blocks that give way.
 
         Raises:
-            ValueError: The sessions would have too many tokens.
+            ValueError: The sessions would have too many tokens, or the adapter is not loaded.
             TypeError: The tokens are text.
         """
         self._check("supersede")
         line, path = self._branch(branch), as_tokens(tokens).copy()
+        weights = None if adapter is None else self._blocks.adapter_of(adapter)
         self._keeper.check_growth(self, len(path) - len(line.tokens), 0)
         self._end_pause()
         self.num_turns += 1
-        return self._put(line, path)
+        return self._put(line, path, weights)
 
     def edit(self, start: int, end: int, tokens: Tokens, branch: str = MAIN, mode: EditMode = "exact") -> EditCost:
         """Change a span of a branch's tokens; exactly, or by an erratum that is appended.
@@ -182,8 +196,8 @@ class Session:
         path = edited(line.tokens, *span, as_tokens(tokens), mode)
         self._keeper.check_growth(self, len(path) - len(line.tokens), 0)
         self._end_pause()
-        num_released = self._put(line, path)
-        num_to_compute = self._blocks.num_to_compute(path, self.namespace)
+        num_released = self._put(line, path, line.adapter)
+        num_to_compute = self._blocks.num_to_compute(path, self._name_of(line))
         cost = EditCost(self.session_id, branch, mode, *span, len(path), num_to_compute, num_released)
         self.edits[branch] = cost
         return cost
@@ -238,13 +252,13 @@ class Session:
         if not 0 < seconds < float("inf"):
             raise ValueError(f"expected_seconds must be positive and finite, got {seconds}")
         lines = list(self._branches.values())
-        num_blocks = max(self._blocks.num_cached_blocks(line.tokens, self.namespace) for line in lines)
+        num_blocks = max(self._blocks.num_cached_blocks(line.tokens, self._name_of(line)) for line in lines)
         lead, now = self._keeper.lead(num_blocks), self._keeper.now()
         tier = self._blocks.choose_tier(num_blocks, seconds, lead) if num_blocks else "device"
         return_at = None if tier == "device" else now + seconds - lead
         self._pause = self._settled(Pause(tier, now + seconds, return_at, 2 * seconds), now)
         for line in lines:
-            self._blocks.expect(line.tokens, self.namespace, seconds)
+            self._blocks.expect(line.tokens, self._name_of(line), seconds)
         self._keeper.changed(self)
         return self._pause.tier
 
@@ -299,7 +313,7 @@ class Session:
         if not 0 <= count <= most:
             raise ValueError(f"num_tokens must be in [0, {most}], got {count}")
         self._keeper.check_growth(self, count, 1)
-        line = self._branches[name] = SessionBranch(origin.tokens[:count])
+        line = self._branches[name] = SessionBranch(origin.tokens[:count], adapter=origin.adapter)
         self._keep([line])
         self._keeper.changed(self)
 
@@ -317,7 +331,7 @@ class Session:
         self.edits.pop(branch, None)
         if branch != MAIN:
             del self._branches[branch]
-        return self._put(line, NO_TOKENS)
+        return self._put(line, NO_TOKENS, None)
 
     def close(self) -> int:
         """End the session and all of its branches. Again, nothing happens.
@@ -341,6 +355,19 @@ class Session:
     # --- questions ---------------------------------------------------------------------------------------------------
 
     @property
+    def adapters(self) -> Mapping[str, BranchAdapter]:
+        """The adapters of branches whose last turns had one, by name."""
+        return {name: line.adapter for name, line in list(self._branches.items()) if line.adapter is not None}
+
+    def kv_namespace(self, branch: str = MAIN) -> bytes:
+        """Return the namespace of a branch's blocks, as it is now.
+
+        Args:
+            branch: Its name.
+        """
+        return self._name_of(self._branch(branch))
+
+    @property
     def branches(self) -> Mapping[str, int]:
         """The number of tokens of each branch, by name."""
         return {name: len(line.tokens) for name, line in list(self._branches.items())}
@@ -357,6 +384,11 @@ class Session:
         return sum(self._blocks.num_kept(line) for line in lines)
 
     @property
+    def keeps(self) -> bool:
+        """Whether it has terms on which blocks are kept, or is paused."""
+        return self.retention is not None or self._pause is not None
+
+    @property
     def is_open(self) -> bool:
         """Whether it is not closed."""
         return self._is_open
@@ -365,7 +397,13 @@ class Session:
         """Return the session as it is now."""
         pause = self._pause
         branches = (
-            BranchState(name, len(line.tokens), self._blocks.num_kept(line)) for name, line in self._branches.items()
+            BranchState(
+                name,
+                len(line.tokens),
+                self._blocks.num_kept(line),
+                None if line.adapter is None else line.adapter.name,
+            )
+            for name, line in self._branches.items()
         )
         return SessionState(
             self.session_id,
@@ -378,15 +416,22 @@ class Session:
             tuple(self.edits.values()),
         )
 
-    def restore(self, tokens: Mapping[str, Ids], retention: Retention | None, num_turns: int) -> None:
+    def restore(
+        self,
+        tokens: Mapping[str, Ids],
+        retention: Retention | None,
+        num_turns: int,
+        adapters: Mapping[str, BranchAdapter],
+    ) -> None:
         """Take over what a record has. Nothing is retained before the next turn: the blocks are to be found first.
 
         Args:
             tokens: Of each branch, by name; "main" is among them.
             retention: The terms of later turns.
             num_turns: Turns so far.
+            adapters: Those of branches that have one, by name.
         """
-        self._branches = {name: SessionBranch(path) for name, path in tokens.items()}
+        self._branches = {name: SessionBranch(path, adapter=adapters.get(name)) for name, path in tokens.items()}
         self.retention, self.num_turns = retention, num_turns
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -414,7 +459,7 @@ class Session:
             return pause
         if pause.tier == "device":
             self._bring_back(pause)
-        if not any(self._blocks.num_on_host(line.tokens, self.namespace) for line in lines):
+        if not any(self._blocks.num_on_host(line.tokens, self._name_of(line)) for line in lines):
             return replace(pause, tier="device", return_at=None)
         return_at = now + min(RETRY_SECONDS, pause.due - now) if pause.return_at is None else pause.return_at
         return replace(pause, tier="host", return_at=return_at)
@@ -424,17 +469,18 @@ class Session:
             self._pause = None
             self._keep(self._branches.values())
 
-    def _put(self, line: SessionBranch, tokens: Ids) -> int:
+    def _put(self, line: SessionBranch, tokens: Ids, adapter: BranchAdapter | None) -> int:
         """Give a branch other tokens; return those of the blocks that give way."""
-        before, line.tokens = line.tokens, tokens
-        lines = [*self._branches.values()]
+        before, old_digest, old_name = line.tokens, line.digest, self._name_of(line)
+        line.tokens, line.adapter = tokens, adapter
         self._keep([line])
         if line.pin is None and len(tokens):
-            self._blocks.touch(tokens, self.namespace)
-        num_needed = max((num_common(before, other.tokens) for other in lines), default=0)
+            self._blocks.touch(tokens, self._name_of(line))
+        sharing = [other.tokens for other in self._branches.values() if other.digest == old_digest]
+        num_needed = max((num_common(before, path) for path in sharing), default=0)
         num_released = 0
         if num_needed < len(before):
-            num_released = self._blocks.give_way(before, self.namespace, num_needed)
+            num_released = self._blocks.give_way(before, old_name, num_needed)
         self._keeper.changed(self)
         return num_released
 
@@ -445,7 +491,7 @@ class Session:
         for line in lines:
             if terms is None or not len(line.tokens):
                 self._blocks.let_go(line)
-            elif not self._blocks.keep(line, self.namespace, terms, tier):
+            elif not self._blocks.keep(line, self._name_of(line), terms, tier):
                 num_refused += 1
         if tier == "host":
             self._blocks.send_down(lines)
@@ -466,7 +512,11 @@ class Session:
     def _bring_back(self, pause: Pause) -> bool:
         """Bring the blocks of all branches back; return whether all have room."""
         lines = self._branches.values()
-        return all([self._blocks.bring_back(line.tokens, self.namespace, pause.tier) for line in lines])
+        return all([self._blocks.bring_back(line.tokens, self._name_of(line), pause.tier) for line in lines])
+
+    def _name_of(self, line: SessionBranch) -> bytes:
+        """Return the namespace of a branch's blocks, as it is now."""
+        return self._blocks.named(self.namespace, line.digest)
 
 
 def check_name(name: str, value: str) -> None:

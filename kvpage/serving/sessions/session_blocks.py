@@ -12,7 +12,7 @@ from kvpage.blocks.load_or_compute import LoadOrCompute
 from kvpage.blocks.manager import BlockManager
 from kvpage.blocks.pins import PinTerms, QuotaExceeded
 from kvpage.blocks.sequence_state import Ids
-from kvpage.serving.sessions.branch import SessionBranch
+from kvpage.serving.sessions.branch import BranchAdapter, SessionBranch
 from kvpage.serving.sessions.retention import Tier
 
 MOST_SECONDS = 1e8
@@ -33,6 +33,15 @@ class SessionStore(Protocol):
         """Bring what is stored of tokens nearer, within the store."""
 
 
+def no_adapter(name: str) -> BranchAdapter:
+    """Raise ValueError: a loop of one's own names adapters by namespaces.
+
+    Args:
+        name: Of an adapter.
+    """
+    raise ValueError(f"adapter must be None without an engine, got {name!r}")
+
+
 class SessionBlocks:
     """The blocks of sessions. For the manager's thread.
 
@@ -40,8 +49,14 @@ class SessionBlocks:
         manager: The manager.
         run_moves: Makes the moves that are due; None where the loop makes them before its next step.
         store: Returns the store; it returns None while there is none.
-        named: Returns the namespace of the blocks for that of the requests, as it is now.
+        named: Returns the namespace of the blocks for that of the requests and an adapter's digest, as it is now.
         check_between_steps: Raises RuntimeError unless the call of a name may be made now, by this thread.
+        adapter_of: Returns the adapter of a name; ValueError for one that is not loaded.
+
+    Attributes:
+        check_between_steps: As given.
+        named: As given.
+        adapter_of: As given.
     """
 
     def __init__(
@@ -49,17 +64,18 @@ class SessionBlocks:
         manager: BlockManager,
         run_moves: Callable[[], object] | None = None,
         store: Callable[[], SessionStore | None] = lambda: None,
-        named: Callable[[bytes], bytes] = lambda namespace: namespace,
+        named: Callable[[bytes, str], bytes] = lambda namespace, digest: namespace,
         check_between_steps: Callable[[str], object] = lambda call: None,
+        adapter_of: Callable[[str], BranchAdapter] = no_adapter,
     ) -> None:
-        self._manager, self._space, self._named = manager, manager.space, named
+        self._manager, self._space, self.named = manager, manager.space, named
         self._run_moves, self._store = run_moves or (lambda: None), store
-        self.check_between_steps = check_between_steps
+        self.check_between_steps, self.adapter_of = check_between_steps, adapter_of
 
     def check_call(self, call: str, namespace: bytes) -> None:
         """RuntimeError unless a session may be called now; ValueError where blocks can have no such namespace now."""
         self.check_between_steps(call)
-        self._named(namespace)
+        self.named(namespace, "")
 
     # --- kept --------------------------------------------------------------------------------------------------------
 
@@ -68,7 +84,7 @@ class SessionBlocks:
 
         Args:
             branch: The branch.
-            namespace: Of its blocks.
+            namespace: Of its blocks, as `named` gives it; so of the calls below.
             terms: For how long, and for whom.
             tier: Where. Nothing stays pinned for "store". For "host", `send_down` is to follow.
         """
@@ -77,7 +93,7 @@ class SessionBlocks:
             self.let_go(branch)
             return True
         try:
-            pin = self._space.pin(branch.tokens, self._named(namespace), terms=terms, in_place_of=branch.pin)
+            pin = self._space.pin(branch.tokens, namespace, terms=terms, in_place_of=branch.pin)
         except QuotaExceeded:
             self.let_go(branch)
             return False
@@ -101,7 +117,7 @@ class SessionBlocks:
 
     def touch(self, tokens: Ids, namespace: bytes) -> None:
         """Note a use of what is cached of tokens: what was to be evicted before all others no longer is."""
-        self._space.touch(tokens, self._named(namespace))
+        self._space.touch(tokens, namespace)
 
     def num_kept(self, branch: SessionBranch) -> int:
         """Return how many blocks are kept of a branch."""
@@ -113,7 +129,7 @@ class SessionBlocks:
 
         Returns how many tokens' blocks that are.
         """
-        return self._space.put_first(tokens, self._named(namespace), num_kept)
+        return self._space.put_first(tokens, namespace, num_kept)
 
     # --- a pause -----------------------------------------------------------------------------------------------------
 
@@ -133,7 +149,7 @@ class SessionBlocks:
 
     def expect(self, tokens: Ids, namespace: bytes, seconds: float) -> None:
         """Tell the order of eviction when a path is expected to be used again."""
-        self._manager.tree.set_next_use(tokens, self._named(namespace), seconds=min(seconds, MOST_SECONDS))
+        self._manager.tree.set_next_use(tokens, namespace, seconds=min(seconds, MOST_SECONDS))
 
     def load_seconds(self, num_blocks: int) -> float:
         """Return how long blocks take from the host; 0 where that is not known."""
@@ -145,28 +161,28 @@ class SessionBlocks:
         if tier == "store":
             store = self._store()
             if store is not None:
-                store.prefetch(tokens, self._named(namespace))
+                store.prefetch(tokens, namespace)
             return True
-        if self._space.prefetch(tokens, self._named(namespace)):
+        if self._space.prefetch(tokens, namespace):
             self._run_moves()
         return not self.num_on_host(tokens, namespace)
 
     def num_on_host(self, tokens: Ids, namespace: bytes) -> int:
         """Return how many of the cached blocks of tokens are on the host alone."""
-        return int((self._manager.tree.look(tokens, self._named(namespace))[0][0] < 0).sum())
+        return int((self._manager.tree.look(tokens, namespace)[0][0] < 0).sum())
 
     # --- questions ---------------------------------------------------------------------------------------------------
 
     def num_cached_blocks(self, tokens: Ids, namespace: bytes) -> int:
         """Return how many blocks of the tokens are cached, in either tier."""
-        num_blocks: int = self._manager.tree.look(tokens, self._named(namespace))[0].shape[1]
+        num_blocks: int = self._manager.tree.look(tokens, namespace)[0].shape[1]
         return num_blocks
 
     def num_to_compute(self, tokens: Ids, namespace: bytes) -> int:
         """Return how many of the tokens a request would compute."""
         if not len(tokens):
             return 0
-        manager, size, namespace = self._manager, self._manager.block_size, self._named(namespace)
+        manager, size = self._manager, self._manager.block_size
         num_cached, num_common = manager.num_cached(tokens, namespace), manager.tree.look(tokens, namespace)[1]
         most = min(num_common, len(tokens) - 1)
         if manager.share_parts and num_cached // size == most // size:  # a part of the next block is shared, too
@@ -186,4 +202,4 @@ class SessionBlocks:
     def _save(self, tokens: Ids, namespace: bytes) -> None:
         store = self._store()
         if store is not None:
-            store.save(tokens, self._named(namespace))
+            store.save(tokens, namespace)

@@ -5,8 +5,8 @@ a step ─► tend ─► sessions whose pauses end bring their blocks back
 """
 
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from kvpage.blocks.sequence_state import Ids
 from kvpage.checks.values import MAX_CALLER_NAMESPACE_BYTES, check_namespace
 from kvpage.serving.sessions.branch import num_common
 from kvpage.serving.sessions.config import SessionConfig
+from kvpage.serving.sessions.owner_shares import OwnerShares
 from kvpage.serving.sessions.record import SessionRecord
 from kvpage.serving.sessions.session import Session, SessionState, check_name
 from kvpage.serving.sessions.session_blocks import SessionBlocks
@@ -66,37 +67,44 @@ class Sessions:
         self._blocks, self._config, self._records, self._clock = blocks, config, records, clock
         self._sessions: OrderedDict[Key, Session] = OrderedDict()  # those that were used last at the end
         self._paused: dict[Session, None] = {}  # in the order in which they began
-        self._num_tokens: dict[Session, int] = {}
+        self._shares = OwnerShares()
         self._counts = SessionStats()
         self.next_due, self.owner_quota = NEVER, config.owner_quota
 
     # --- by id -------------------------------------------------------------------------------------------------------
 
-    def open(self, session_id: str, namespace: bytes = b"", owner: bytes | None = None) -> Session:
+    def open(
+        self, session_id: str, namespace: bytes = b"", owner: bytes | None = None, *, has_record: bool = True
+    ) -> Session:
         """Return the session of an id, a new one if there is none.
 
-        Where there are too many, the owner with the most of them loses the one that was not used for longest.
+        Where there are too many, the owner with the most of them loses one: of those that keep no blocks, if there are
+        such, the one that was not used for longest.
 
         Args:
             session_id: The id, 1 to 256 characters.
             namespace: Of its blocks: ids of different namespaces are different sessions.
             owner: To whom a new one's retained blocks are counted; None for the namespace.
+            has_record: Whether a new one is read from a record, and written down.
 
         Raises:
             ValueError, TypeError: An argument is out of range, or of another type.
         """
-        session = self.find(session_id, namespace, owner)
+        session = self.find(session_id, namespace, owner, has_record=has_record)
         if session is None:
-            session = self._made(session_id, namespace, owner)
+            session = self._added(self._new(session_id, namespace, owner, has_record), 0)
         return session
 
-    def find(self, session_id: str, namespace: bytes = b"", owner: bytes | None = None) -> Session | None:
+    def find(
+        self, session_id: str, namespace: bytes = b"", owner: bytes | None = None, *, has_record: bool = True
+    ) -> Session | None:
         """Return the session of an id, also one that a record brings back; None if there is none.
 
         Args:
             session_id: See `open`.
             namespace: See `open`.
             owner: See `open`.
+            has_record: Whether records are asked for one that is not here.
 
         Raises:
             ValueError, TypeError: As `open`.
@@ -108,7 +116,7 @@ class Sessions:
         if session is not None:
             self._sessions.move_to_end((namespace, session_id))
             return session
-        records = self._records()
+        records = self._records() if has_record else None
         record = None if records is None else records.read(namespace, session_id)
         return None if record is None else self._restored(session_id, namespace, owner, record)
 
@@ -131,25 +139,27 @@ class Sessions:
         return replace(
             self._counts,
             num_sessions=len(sessions),
-            num_tokens=sum(list(self._num_tokens.values())),
+            num_tokens=self._shares.num_tokens,
             num_paused=len(self._paused),
             num_retained_blocks=sum(session.num_retained_blocks for session in sessions),
         )
 
-    def explained(self, explanation: Explanation, tokens: Ids, namespace: bytes) -> Explanation:
+    def explained(self, explanation: Explanation, tokens: Ids, namespace: bytes, kv_namespace: bytes) -> Explanation:
         """Return the explanation of a prompt, with the edits of sessions whose spans it has.
 
         Args:
             explanation: Of the prompt.
             tokens: The prompt.
             namespace: Its namespace.
+            kv_namespace: That of its K and V.
         """
         sessions = [session for key, session in self._sessions.items() if key[0] == namespace and session.edits]
         edits = [
             cost
             for session in sessions
             for cost in session.edits.values()
-            if num_common(tokens, session.tokens(cost.branch)) > cost.start
+            if session.kv_namespace(cost.branch) == kv_namespace
+            and num_common(tokens, session.tokens(cost.branch)) > cost.start
         ]
         return replace(explanation, edits=tuple(edits)) if edits else explanation
 
@@ -189,7 +199,7 @@ class Sessions:
     def changed(self, session: Session) -> None:
         """Note what has changed, and that it was used, and write it down."""
         self._sessions.move_to_end((session.namespace, session.session_id))
-        self._num_tokens[session] = session.num_tokens
+        self._shares.note(session, session.num_tokens)
         if session.return_at is None:
             self._paused.pop(session, None)
         else:
@@ -201,7 +211,7 @@ class Sessions:
         """Forget a session that is closed, and its record."""
         self._leave(session)
         records = self._records()
-        if records is not None:
+        if records is not None and session.has_record:
             records.remove(session.namespace, session.session_id)
 
     def refused(self, num_branches: int) -> None:
@@ -219,16 +229,14 @@ class Sessions:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _made(self, session_id: str, namespace: bytes, owner: bytes | None) -> Session:
-        return self._added(self._new(session_id, namespace, owner), 0)
-
-    def _new(self, session_id: str, namespace: bytes, owner: bytes | None) -> Session:
-        return Session(session_id, namespace, namespace if owner is None else owner, self._blocks, self)
+    def _new(self, session_id: str, namespace: bytes, owner: bytes | None, has_record: bool) -> Session:
+        owner = namespace if owner is None else owner
+        return Session(session_id, namespace, owner, self._blocks, self, has_record=has_record)
 
     def _added(self, session: Session, num_tokens: int) -> Session:
         self._make_room(session, num_tokens)
         self._sessions[session.namespace, session.session_id] = session
-        self._num_tokens[session] = num_tokens
+        self._shares.note(session, num_tokens)
         self._counts = replace(self._counts, num_opened=self._counts.num_opened + 1)
         return session
 
@@ -238,8 +246,8 @@ class Sessions:
         num_tokens = sum(map(len, record.branches.values()))
         if num_tokens > self._config.max_tokens or len(record.branches) > self._config.max_branches:
             return None
-        session = self._new(session_id, namespace, owner)
-        session.restore(record.branches, record.retention, record.num_turns)
+        session = self._new(session_id, namespace, owner, has_record=True)
+        session.restore(record.branches, record.retention, record.num_turns, record.adapters)
         try:
             self._added(session, num_tokens)
         except ValueError:  # others would have to go for it
@@ -256,21 +264,51 @@ class Sessions:
 
     def _in_the_way(self, session: Session, num_tokens: int) -> list[Session]:
         """Return the sessions that go for one with so many new tokens."""
-        counts = {other: self._num_tokens[other] for other in self._sessions.values()}
-        counts[session] = counts.get(session, 0) + num_tokens
+        key, shares, config = (session.namespace, session.session_id), self._shares, self._config
+        num_sessions, num_all = len(shares) + (key not in self._sessions), shares.num_tokens + num_tokens
         victims: list[Session] = []
-        while True:
-            if len(counts) > self._config.max_sessions:
-                victims.append(_victim(session, dict.fromkeys(counts, 1)))
-            elif sum(counts.values()) > self._config.max_tokens:
-                victims.append(_victim(session, counts))
-            else:
-                return victims
-            del counts[victims[-1]]
+        while num_sessions > config.max_sessions or num_all > config.max_tokens:
+            by_tokens = num_sessions <= config.max_sessions
+            grown = num_tokens if by_tokens else int(key not in self._sessions)
+            victims.append(self._victim(session, grown, by_tokens, victims))
+            num_sessions -= 1
+            num_all -= shares.tokens_of(victims[-1])
+        return victims
+
+    def _victim(self, session: Session, grown: int, by_tokens: bool, gone: Sequence[Session]) -> Session:
+        """Return the first session, not the given one, of the owner who has most.
+
+        That is the own one, if others have no more. A session that keeps no blocks comes first: it loses only tokens.
+
+        grown: by how much the given one's owner has more. by_tokens: whether tokens count, and not sessions.
+        gone: those that go already.
+        """
+        shares = self._shares.of_owners(by_tokens)
+        shares[session.owner] += grown
+        for other in gone:
+            shares[other.owner] -= self._shares.tokens_of(other) if by_tokens else 1
+        ranks = {owner: (share, owner == session.owner) for owner, share in shares.items()}
+        victim: Session | None = None
+        for rank in sorted(set(ranks.values()), reverse=True):
+            candidates = (
+                other
+                for other in self._sessions.values()
+                if ranks[other.owner] == rank and other is not session and other not in gone
+            )
+            victim = _first_to_go(other for other in candidates if not by_tokens or self._shares.tokens_of(other))
+            if victim is not None:
+                break
+        assert victim is not None, "the session alone fits"
+        if shares[victim.owner] < shares[session.owner]:
+            raise ValueError(
+                f"tokens of an owner must be at most those of another one whose sessions would go for them, "
+                f"{shares[victim.owner]}, got {shares[session.owner]}"
+            )
+        return victim
 
     def _leave(self, session: Session) -> None:
         self._sessions.pop((session.namespace, session.session_id), None)
-        self._num_tokens.pop(session, None)
+        self._shares.forget(session)
         self._paused.pop(session, None)
         self._find_next()
 
@@ -280,24 +318,16 @@ class Sessions:
 
     def _write(self, session: Session) -> None:
         records = self._records()
-        if records is not None:
+        if records is not None and session.has_record:
             record = SessionRecord.of(session)
             records.write(session.namespace, session.session_id, record)
 
 
-def _victim(session: Session, weights: Mapping[Session, int]) -> Session:
-    """Return the first session, not the given one, of the owner who has most; of its own owner, if others have no more.
-
-    weights: What is counted of each session, those that were not used for longest first.
-    """
-    shares = Counter[bytes]()
-    for other, weight in weights.items():
-        shares[other.owner] += weight
-    others = [other for other, weight in weights.items() if weight and other is not session]
-    victim = max(others, key=lambda other: (shares[other.owner], other.owner == session.owner))
-    if shares[victim.owner] < shares[session.owner]:
-        raise ValueError(
-            f"tokens of an owner must be at most those of another one whose sessions would go for them, "
-            f"{shares[victim.owner]}, got {shares[session.owner]}"
-        )
-    return victim
+def _first_to_go(candidates: Iterable[Session]) -> Session | None:
+    """Return the first session that keeps no blocks; without such the first one; None without any."""
+    first: Session | None = None
+    for session in candidates:
+        if not session.keeps:
+            return session
+        first = first or session
+    return first

@@ -102,7 +102,7 @@ class ExplainingEngine(ABC):
         """
         tokens, kv_namespace = question.tokens, question.kv_namespace
         explanation = self.manager.explain(tokens, kv_namespace, searched)
-        explanation = self.sessions.explained(explanation, tokens, question.namespace)
+        explanation = self.sessions.explained(explanation, tokens, question.namespace, kv_namespace)
         if question.stored is None or self._connectors.store is None:
             return explanation
         return replace(explanation, store=self._connectors.store.loads.reach(question.stored, tokens, kv_namespace))

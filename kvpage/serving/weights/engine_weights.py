@@ -52,12 +52,20 @@ class EngineWeights:
 
         adapter: that computes them; None for the base model. ValueError if the caller's is too long: then alone.
         """
-        changes_kv = adapter is not None and not adapter.keeps_kv
+        return self.namespace_by(namespace, self.digest(adapter), version)
+
+    def namespace_by(self, namespace: bytes, digest: str, version: str | None = None) -> bytes:
+        """Return `namespace` of an adapter by what it adds, loaded or not."""
         version = self._stats.version if version is None else version
-        if isinstance(namespace, bytes) and not (namespace or version or changes_kv):
+        if isinstance(namespace, bytes) and not (namespace or version or digest):
             return namespace  # at once: of most requests
         check_namespace(namespace, MAX_CALLER_NAMESPACE_BYTES)
-        return WeightsName(version, adapter.digest if adapter and changes_kv else "").within(namespace)
+        return WeightsName(version, digest).within(namespace)
+
+    @staticmethod
+    def digest(adapter: Adapter | None) -> str:
+        """Return what an adapter adds to namespaces of K and V; "" for nothing."""
+        return "" if adapter is None or adapter.keeps_kv else adapter.digest
 
     def entry(self, namespace: bytes, name: str | None, version: str | None = None) -> tuple[bytes, Adapter | None]:
         """Return `namespace` of an adapter's name, and the adapter. ValueError for one that is not loaded."""

@@ -21,6 +21,7 @@ Prompts = tuple[str | None, str | None, str | None]
 
 
 def explain(
+    context: typer.Context,
     url: Annotated[str | None, typer.Argument(help="of a running server, such as http://127.0.0.1:8000")] = None,
     store: Annotated[
         list[str] | None, typer.Option(help="a tier's URL in place of a server, such as disk:///var/kv; repeatable")
@@ -67,6 +68,8 @@ def explain(
     prompts = tokens, prompt, messages
     try:
         _check(url, store or (), prompts)
+        if store and _is_written(context, "api_key"):
+            raise ValueError("--api-key must come with the URL of a server, got it with --store")
         if url is not None:
             _check_server(namespace, door, options)
             _explain_server(url, {**_asked(prompts), **_present(model=model, cache_salt=cache_salt)}, api_key, as_json)
@@ -86,6 +89,12 @@ def _check(url: str | None, store: Sequence[str], prompts: Prompts) -> None:
         raise ValueError("give one of --tokens, --prompt and --messages")
     if store and prompts[0] is None:
         raise ValueError("--store needs --tokens")
+
+
+def _is_written(context: typer.Context, name: str) -> bool:
+    """Whether an option is on the command line, and not merely in the environment, where it may be for others."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"  # typer has an enumeration of its own, or click's
 
 
 def _check_server(namespace: str | None, door: str | None, options: dict[str, Any]) -> None:

@@ -1,12 +1,15 @@
 """Sessions of an engine: pauses that end by its steps, records in a store, a store as the tier, limits."""
 
 import hashlib
+import random
 import time
+from collections import Counter
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from support.block_requests import computed
+from support.seeds import seed_of
 from support.server_app import make_engine
 from support.waiting import until
 
@@ -14,6 +17,7 @@ from kvpage import BlockManager
 from kvpage.serving import AsyncEngine, Engine, SamplingParams, SessionConfig
 from kvpage.serving.sessions.record import SessionRecord
 from kvpage.serving.sessions.retention import Retention
+from kvpage.serving.sessions.session import Session
 from kvpage.serving.sessions.session_blocks import SessionBlocks
 from kvpage.serving.sessions.sessions import Sessions
 from kvpage.serving.sessions.stored_records import StoredRecords
@@ -195,10 +199,84 @@ def test_who_has_most_makes_room_for_others():
     assert ann.is_open and not bobs[0].is_open
 
 
+def naive_victims(sessions: list, limits: SessionConfig, session, num_tokens: int) -> list | None:
+    """Return which of the sessions, the last used at the end, go for one that grows; None where it must not."""
+    counts = {other: other.num_tokens for other in sessions}
+    counts[session] = counts.get(session, 0) + num_tokens
+    victims = []
+    while len(counts) > limits.max_sessions or sum(counts.values()) > limits.max_tokens:
+        weights = dict.fromkeys(counts, 1) if len(counts) > limits.max_sessions else counts
+        shares = {one.owner: sum(weights[o] for o in counts if o.owner == one.owner) for one in counts}
+        others = [one for one in weights if one is not session and weights[one]]
+        victim = max(others, key=lambda one: (shares[one.owner], one.owner == session.owner, not one.keeps))
+        if shares[victim.owner] < shares[session.owner]:
+            return None
+        victims.append(victim)
+        del counts[victim]
+    return victims
+
+
+def test_random_owners_make_room_as_in_a_naive_list():
+    rng, limits = random.Random(seed_of(3)), SessionConfig(max_sessions=6, max_tokens=60)
+    sessions, used, figures = Sessions(SessionBlocks(BlockManager(16, B, pin_quota=4)), limits), [], Counter()
+    for number in range(400):
+        is_new = not used or rng.random() < 0.3
+        num_tokens, owner = rng.randint(0, 40), rng.choice([b"ann", b"bob", b"cid"])
+        session = None if is_new else rng.choice(used)
+        made = Session(str(number), b"", owner, None, None) if session is None else session
+        grown = 0 if session is None else num_tokens - session.num_tokens
+        expected = naive_victims(used, limits, made, grown)
+        before = list(used)
+        try:
+            session = sessions.open(str(number), owner=owner) if session is None else session
+            if not is_new:
+                session.supersede(range(num_tokens))
+        except ValueError:
+            assert expected is None and all(one.is_open for one in before)
+            figures["refused"] += 1
+            continue
+        assert [one for one in before if not one.is_open] == [one for one in before if one in (expected or [])]
+        figures["gone"] += len(expected or [])
+        used = [one for one in before if one.is_open and one is not session] + [session]
+        if rng.random() < 0.3:
+            session.retain() if rng.random() < 0.5 else session.pause(3.0)
+        if rng.random() < 0.05:
+            used.remove(session)
+            session.close()
+        assert len(sessions) == len(used) and sessions.stats().num_tokens == sum(one.num_tokens for one in used)
+    assert figures["gone"] > 20 and figures["refused"] > 0, figures
+
+
+def test_of_an_owner_those_that_keep_no_blocks_make_room_first():
+    sessions = Sessions(SessionBlocks(BlockManager(16, B)), SessionConfig(max_sessions=3))
+    retained, paused, plain, last = (sessions.open(name) for name in ("retained", "paused", "plain", "plain"))
+    retained.retain()
+    paused.pause(3.0)
+    assert plain is last and not plain.keeps
+    fourth = sessions.open("fourth")
+    assert [one.is_open for one in (retained, paused, plain, fourth)] == [True, True, False, True]
+    fourth.retain()
+    sessions.open("fifth")
+    assert [one.is_open for one in (retained, paused, fourth)] == [False, True, True], "where all do, the oldest"
+
+
+def test_a_session_without_a_record_asks_the_store_nothing():
+    class Records:
+        def __getattr__(self, name):
+            raise AssertionError(f"{name} was called")
+
+    sessions = Sessions(SessionBlocks(BlockManager(16, B)), records=Records)
+    assert sessions.find("a", has_record=False) is None
+    session = sessions.open("a", has_record=False)
+    session.supersede([1, 2, 3])
+    session.branch("b")
+    assert sessions.open("a") is session and session.close() == 0 and sessions.find("a", has_record=False) is None
+
+
 def test_calls_come_between_steps_and_a_refused_one_changes_nothing():
     names: list[str] = []
 
-    def named(namespace: bytes) -> bytes:
+    def named(namespace: bytes, digest: str) -> bytes:
         if refuses:
             raise ValueError("namespace must be shorter")
         return namespace

@@ -52,6 +52,21 @@ class RequestBlocks:
             is_counted=is_counted,
         )
 
+    def lacks_room(self, request: Request, tokens: npt.NDArray[np.int32], num_spare: int) -> bool:
+        """Whether `allocate` would raise OutOfBlocks for a request that is not swapped out, by free blocks alone.
+
+        A sequence that begins before the end of what is cached on the device takes as many more blocks as it leaves
+        evictable, so it fits no sooner. Pins may end for it, all of them at most.
+        """
+        manager, size = self._manager, self._manager.block_size
+        num_free = manager.num_free_blocks + manager.space.pins.num_blocks
+        device_ids = manager.tree.look(tokens[:-1], request.namespace)[0][0]
+        num_found = int((device_ids >= 0).sum()) if manager.enable_prefix_caching else 0
+        num_over = num_free - num_spare - (-(-len(tokens) // size) - num_found)
+        if num_over < 0 or not num_found:
+            return num_over < 0
+        return num_over < manager.tree.num_held(tokens[: num_found * size + 1], request.namespace)
+
     def commit(self, request: Request) -> None:
         """Make the computed tokens of a request findable: those of its answer only if they are as a prompt's."""
         begin, end = request.num_committed, request.num_prompt_tokens

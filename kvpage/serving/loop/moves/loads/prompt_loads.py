@@ -63,6 +63,7 @@ class PromptLoads:
         self._over: set[Request] = set()  # of those that wait: nothing more is to come
         self._late: list[PromptLoad] = []  # under way, and nobody waits for them
         self._loaders = started_pool(max_loads if waits_for_others else NUM_LOADERS, "kvpage-load")
+        self._questions = started_pool(1, "kvpage-question")  # no load waits for these, however slow the store is
         self._prefetches = Prefetches(group.prefetch, max_loads // 2)
 
     # --- what the scheduler asks -------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class PromptLoads:
 
     def question(self, tokens: TokenIds, namespace: bytes) -> "Future[Explanation]":
         """Ask the store what it has of a prompt that is not queued. Nothing is loaded, and nothing is counted."""
-        return self._loaders.submit(lambda: self._group.explain(tokens, namespace))
+        return self._questions.submit(lambda: self._group.explain(tokens, namespace))
 
     def reach(self, answer: "Future[Explanation]", tokens: TokenIds, namespace: bytes) -> StoreReach:
         """Return how far the store reaches into a prompt, and whether a request would load that.
@@ -206,6 +207,7 @@ class PromptLoads:
     def close(self) -> None:
         """End the threads; nothing is under way."""
         self._loaders.shutdown()
+        self._questions.shutdown(cancel_futures=True)
         self._prefetches.close()
 
     # --- the way of a load --------------------------------------------------------------------------------------------
