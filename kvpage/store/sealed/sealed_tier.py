@@ -54,6 +54,8 @@ class SealedTier(Tier):
 
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
         there = self._tier.contains(keys, timeout)
+        if not self._locked:
+            return there
         with self._lock:
             return [is_there and key not in self._locked for key, is_there in zip(keys, there, strict=True)]
 
