@@ -96,6 +96,12 @@ def payload_bytes_of(plain_bytes: int) -> int:
     return plain_bytes + TAG_BYTES * (1 + -(-plain_bytes // FRAME_BYTES))
 
 
+@functools.lru_cache(maxsize=64)  # most records of a store have one length
+def sealed_bytes_of(key_id: str, plain_bytes: int) -> int:
+    """Return the bytes of the sealed record of one with `plain_bytes`."""
+    return SealNote(key_id, bytes(SALT_BYTES), plain_bytes, 1).head(bytes(32)).num_bytes
+
+
 class FrameCipher:
     """Seals and opens the frames of one record. A writer seals each number once.
 

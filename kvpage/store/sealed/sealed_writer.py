@@ -41,6 +41,7 @@ class SealedWriter(Writer):
         self._filled, self._end = 0, 0  # bytes in the buffer, and of all pieces
         self._cipher: FrameCipher | None = None
         self._head: RecordHead | None = None
+        self._header = b""
         self._lead = b""  # sealed
         self._next, self._at = 1, 0  # number of the next frame, and its place in the sealed record
         self._is_broken = False
@@ -79,7 +80,7 @@ class SealedWriter(Writer):
             self._seal(self._buffer[: self._filled], rest[:end])
         rest[end:] = self._lead.ljust(len(rest) - end, b"\0")
         table = bytes(head.num_digest_bytes)
-        self._writer.piece(head.payload_end, head.num_bytes)[:] = table + checksum_of(head.pack(), table)
+        self._writer.piece(head.payload_end, head.num_bytes)[:] = table + checksum_of(self._header, table)
         self._is_broken = True  # all is sealed
         return self._writer
 
@@ -154,12 +155,12 @@ class SealedWriter(Writer):
         """Begin the sealed record, and seal its frame 0, to be written last. Return the bytes of the frame."""
         note = new_note(self._keys.ids[0], self.num_bytes, len(lead))
         self._head = note.head(self.key)
-        header = self._head.pack()
-        self._cipher = FrameCipher(self._keys, note, self.key, header)
+        self._header = self._head.pack()
+        self._cipher = FrameCipher(self._keys, note, self.key, self._header)
         sealed = bytearray(len(lead) + TAG_BYTES)
         self._cipher.seal(0, lead, memoryview(sealed))
         self._lead, self._at = bytes(sealed), self._head.payload_begin
-        self._writer.piece(0, self._head.payload_begin)[:] = header
+        self._writer.piece(0, self._head.payload_begin)[:] = self._header
         return len(lead)
 
     def _seal_frames(self, frames: memoryview) -> None:
