@@ -213,8 +213,8 @@ class DiskWriter(Writer):
     def _whole_bytes(self) -> int:
         """Return how many of the filled bytes are whole slots, up to a cut of the file if one is among them."""
         if CUT_BYTES % self._slot_bytes == 0:
-            place = self.entry.run.slot * self._slot_bytes + self._begin
-            to_cut = (place + self._filled) // CUT_BYTES * CUT_BYTES - place
+            offset = self.entry.run.slot * self._slot_bytes + self._begin
+            to_cut = (offset + self._filled) // CUT_BYTES * CUT_BYTES - offset
             if to_cut > 0:
                 return to_cut
         return self._filled // self._slot_bytes * self._slot_bytes
