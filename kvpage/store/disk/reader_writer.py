@@ -22,6 +22,8 @@ from kvpage.store.tiers.stretches import Runs
 from kvpage.store.tiers.tier import Reader, TierError, Writer
 
 STAGING_BYTES = (2 << 20) + (1 << 16)  # pieces of 1 MiB, and the rest of the one before
+WRITE_BYTES = 1 << 20  # of pieces: more leave a core's cache before they are written
+CUT_BYTES = 1 << 16  # of a file, at whose multiples a write of many pieces ends, if slots do: its pages join
 MAX_KEPT = 16
 Result = TypeVar("Result")
 
@@ -167,8 +169,8 @@ class DiskWriter(Writer):
 
     def piece(self, begin: int, end: int) -> memoryview:
         self._check_next(begin, end)
-        if self._filled + end - begin > len(self._buffer):
-            self._write_out(self._filled // self._slot_bytes * self._slot_bytes)
+        if self._filled >= WRITE_BYTES or self._filled + end - begin > len(self._buffer):
+            self._write_out(self._whole_bytes())
             self._lengthen(end - begin)
         view = self._buffer[self._filled : self._filled + end - begin]
         self._filled += end - begin
@@ -207,6 +209,15 @@ class DiskWriter(Writer):
             raise ValueError("a writer must not be closed, this one is")
         if not self._end == begin <= end <= self.num_bytes:
             raise ValueError(f"a piece must begin at {self._end} and end by {self.num_bytes}, got [{begin}, {end}]")
+
+    def _whole_bytes(self) -> int:
+        """Return how many of the filled bytes are whole slots, up to a cut of the file if one is among them."""
+        if CUT_BYTES % self._slot_bytes == 0:
+            offset = self.entry.run.slot * self._slot_bytes + self._begin
+            to_cut = (offset + self._filled) // CUT_BYTES * CUT_BYTES - offset
+            if to_cut > 0:
+                return to_cut
+        return self._filled // self._slot_bytes * self._slot_bytes
 
     def _write_out(self, num_bytes: int) -> None:
         """Write whole slots, and move the bytes after them to the front. A TierError leaves all as it was."""

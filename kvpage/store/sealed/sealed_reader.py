@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpage.store.disk.reader_writer import Buffers, new_buffer
+from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, new_buffer
 from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord, is_sealed
 from kvpage.store.records.record_io import PIECE_BYTES, check_table, read_head
 from kvpage.store.sealed.seal_keys import SealKeys
@@ -20,7 +20,9 @@ from kvpage.store.sealed.sealed_record import (
 from kvpage.store.tiers.stretches import Runs, cut_runs, memory_at, scatter_stretches
 from kvpage.store.tiers.tier import Key, Reader
 
-AT_ONCE = 4  # frames of a call of the tier: fewer cost more calls, and more leave a core's cache
+AT_ONCE = 8  # frames of a call of the tier: Python that runs seldom runs slowly, between bytes that fill the cache
+SHORT_BYTES = 5 * SEALED_FRAME  # of a sealed record that one call of the tier reads
+assert AT_ONCE * SEALED_FRAME <= STAGING_BYTES
 
 
 class _Opened(NamedTuple):
@@ -54,6 +56,7 @@ class SealedReader(Reader):
         self._reader, self._key, self._keys, self._lock_out = reader, key, keys, lock_out
         self._buffers = buffers
         self._buffer: memoryview | None = None
+        self._short: memoryview | None = None
         self._opened: _Opened | None = None
         self._first, self._last = 0, 0  # of the frames in the buffer, the one after the last
         self._is_open = True
@@ -75,7 +78,7 @@ class SealedReader(Reader):
 
     def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> None:
         """As of Reader: each frame's seal is proof. A frame within one run is opened there, others in a piece."""
-        if int(runs[:, 1].max(initial=0)) < FRAME_BYTES:
+        if int(np.maximum.reduce(runs[:, 1], initial=0)) < FRAME_BYTES:
             self._open_pieces(begin, runs, num_threads)
             return
         for address, size in runs.tolist():
@@ -88,6 +91,7 @@ class SealedReader(Reader):
         self._first = self._last = 0
         if buffer is not None:
             self._buffers.give(buffer)
+        self._short = None
         self._reader.release_piece()
 
     def close(self) -> None:
@@ -107,21 +111,32 @@ class SealedReader(Reader):
         return self._opened
 
     def _open(self) -> _Opened:
-        """Read both ends at once: the header, and all from the last frame on, which has the record's digests."""
-        header = bytes(self._reader.piece(0, min(MAX_HEAD_BYTES, self._reader.num_bytes)))
-        head = RecordHead.unpack(header, self._reader.num_bytes) if is_sealed(header) else read_head(self._reader)[0]
-        note = SealNote.of(head)
+        """Read both ends: the header, and all from the last frame on, which has the record's digests."""
+        num_bytes = self._reader.num_bytes
+        header = bytes(self._sealed(0, min(MAX_HEAD_BYTES, num_bytes)))
+        head = RecordHead.unpack(header, num_bytes) if is_sealed(header) else self._plain_head()
+        note, header = SealNote.of(head), header[: head.payload_begin]
         if head.key != self._key:
             raise CorruptRecord("the record is another one", "foreign")
         last = (note.plain_bytes - note.lead_bytes - 1) // FRAME_BYTES * SEALED_FRAME if note.body_bytes else 0
-        tail = self._reader.piece(head.payload_begin + last, head.num_bytes)
-        check_table(head, tail[head.payload_end - head.num_bytes :])
+        tail = self._sealed(head.payload_begin + last, head.num_bytes)
+        check_table(header, tail[head.payload_end - head.num_bytes :])
         try:
-            cipher = FrameCipher(self._keys, note, head)
+            cipher = FrameCipher(self._keys, note, head.key, header)
         except UnreadableRecord:
             self._lock_out(self._key)
             raise
         return _Opened(head, note, cipher, self._opened_ends(note, cipher, tail))
+
+    def _plain_head(self) -> RecordHead:
+        self._short = None  # whatever is read next takes its memory
+        return read_head(self._reader)[0]
+
+    def _sealed(self, begin: int, end: int) -> memoryview:
+        """Return bytes of the sealed record, valid until the next call. A short one is read whole when it is opened."""
+        if self._opened is None and self._short is None and self._reader.num_bytes <= SHORT_BYTES:
+            self._short = self._reader.piece(0, self._reader.num_bytes)
+        return self._reader.piece(begin, end) if self._short is None else self._short[begin:end]
 
     def _opened_ends(self, note: SealNote, cipher: FrameCipher, tail: memoryview) -> bytes:
         """Open the lead, and the last frame into the buffer. Return the lead. tail: from the last frame on."""
@@ -156,15 +171,12 @@ class SealedReader(Reader):
 
     def _open_whole(self, frame: int, memory: memoryview) -> None:
         """Open whole frames after the lead."""
-        head, cipher, reader = self._record.head, self._record.cipher, self._reader
+        head, cipher = self._record.head, self._record.cipher
         for at in range(0, len(memory), AT_ONCE * FRAME_BYTES):
             to = memory[at : at + AT_ONCE * FRAME_BYTES]
             begin, count = head.payload_begin + frame * SEALED_FRAME, len(to) // FRAME_BYTES
             assert begin + count * SEALED_FRAME <= head.payload_end
-            sealed = reader.piece(begin, begin + count * SEALED_FRAME)
-            for number in range(count):
-                data = sealed[number * SEALED_FRAME : (number + 1) * SEALED_FRAME]
-                cipher.open(1 + frame + number, data, to[number * FRAME_BYTES : (number + 1) * FRAME_BYTES])
+            cipher.open(1 + frame, self._sealed(begin, begin + count * SEALED_FRAME), to)
             frame += count
 
     def _body(self, begin: int, end: int) -> memoryview:
@@ -206,4 +218,4 @@ class SealedReader(Reader):
         """Open a frame after the lead. One at a time, a core's cache keeps it from the file to the end."""
         head, begin = self._record.head, self._record.head.payload_begin + frame * SEALED_FRAME
         assert begin + len(to) + TAG_BYTES <= head.payload_end
-        self._record.cipher.open(1 + frame, self._reader.piece(begin, begin + len(to) + TAG_BYTES), to)
+        self._record.cipher.open(1 + frame, self._sealed(begin, begin + len(to) + TAG_BYTES), to)

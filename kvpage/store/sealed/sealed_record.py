@@ -15,19 +15,21 @@ the record's key, its lengths, the id of the secret and the salt. A frame that w
 another record's, does not open.
 """
 
+import functools
 import hmac
 import os
 import struct
 from dataclasses import dataclass
 from typing import Any
 
-from kvpage.store.records.record import SEALED_CODEC, CorruptRecord, RecordHead, UnreadableRecord
+from kvpage.store.records.record import SEALED_CODEC, CorruptRecord, RecordHead, Shape, UnreadableRecord
 from kvpage.store.sealed.seal_keys import ID, SealKeys
 
 NOTE = struct.Struct("<13s32sQI")  # magic, salt, bytes of the record, bytes of the lead; the id follows
 NOTE_MAGIC, PURPOSE = b"kvpage-seal-1", b"kvpage seal 1"
 FRAME_BYTES, TAG_BYTES, SALT_BYTES = 1 << 18, 16, 32
 SEALED_FRAME = FRAME_BYTES + TAG_BYTES
+NO_SHAPE: Shape = (0, 0, 0, 0, 0)
 MAX_HEAD_BYTES = 256  # of a sealed record: its note has at most 121
 
 
@@ -64,16 +66,17 @@ class SealNote:
         if magic != NOTE_MAGIC or not ID.fullmatch(key_id):
             raise CorruptRecord("the note is of another version")
         note = cls(key_id, salt, plain_bytes, lead_bytes)
-        if not 0 < lead_bytes <= min(plain_bytes, FRAME_BYTES) or head != note.head(head.key):
+        actual = head.shape, head.raw_bytes, head.payload_bytes, head.stretch_bytes
+        expected = NO_SHAPE, plain_bytes, payload_bytes_of(plain_bytes), SEALED_FRAME
+        if not 0 < lead_bytes <= min(plain_bytes, FRAME_BYTES) or actual != expected:
             raise CorruptRecord(f"a sealed record of {plain_bytes} bytes has another head")
         return note
 
     def head(self, key: bytes) -> RecordHead:
         """Return the head of the sealed record of a key."""
         payload_bytes = payload_bytes_of(self.plain_bytes)
-        no_shape = (0, 0, 0, 0, 0)
         return RecordHead(
-            key, self.pack(), SEALED_CODEC, no_shape, self.plain_bytes, payload_bytes, stretch_bytes=SEALED_FRAME
+            key, self.pack(), SEALED_CODEC, NO_SHAPE, self.plain_bytes, payload_bytes, stretch_bytes=SEALED_FRAME
         )
 
     @property
@@ -93,40 +96,63 @@ def payload_bytes_of(plain_bytes: int) -> int:
     return plain_bytes + TAG_BYTES * (1 + -(-plain_bytes // FRAME_BYTES))
 
 
+@functools.lru_cache(maxsize=64)  # most records of a store have one length
+def sealed_bytes_of(key_id: str, plain_bytes: int) -> int:
+    """Return the bytes of the sealed record of one with `plain_bytes`."""
+    return SealNote(key_id, bytes(SALT_BYTES), plain_bytes, 1).head(bytes(32)).num_bytes
+
+
 class FrameCipher:
     """Seals and opens the frames of one record. A writer seals each number once.
+
+    header: all bytes of the sealed record before its payload, to which its frames are bound.
 
     Raises UnreadableRecord for a key that is not there, and ImportError without the package cryptography.
     """
 
-    def __init__(self, keys: SealKeys, note: SealNote, head: RecordHead) -> None:
+    def __init__(self, keys: SealKeys, note: SealNote, key: bytes, header: bytes) -> None:
         secret = keys.secret(note.key_id)
         if secret is None:
             raise UnreadableRecord(f"a record is sealed with the key {note.key_id}, which is not here", "key")
-        self._bound = head.pack()
-        self._aes = new_aes(hmac.digest(secret, PURPOSE + note.salt + head.key, "sha256"))
+        self._bound = header
+        self._aes, self._invalid = new_aes(hmac.digest(secret, PURPOSE + note.salt + key, "sha256")), _package()[1]
 
     def seal(self, number: int, data: memoryview, to: memoryview) -> None:
-        """Write the frame of this number, and its tag."""
-        self._aes.encrypt_into(_nonce(number), data, self._bound, to)
+        """Write frames from this number on, each with its tag: `data` has those of whole ones, or of a short one."""
+        encrypt, bound = self._aes.encrypt_into, self._bound  # a frame leaves little else in a core's cache
+        for at in range(0, len(data), FRAME_BYTES):
+            frame = data[at : at + FRAME_BYTES]
+            encrypt(_nonce(number), frame, bound, to[: len(frame) + TAG_BYTES])
+            number, to = number + 1, to[SEALED_FRAME:]
 
     def open(self, number: int, data: memoryview, to: memoryview) -> None:
-        """Write the frame's bytes. Raises CorruptRecord for other data than `seal` wrote for this number."""
-        from cryptography.exceptions import InvalidTag
+        """Write the bytes of the frames from this number on: `data` has whole ones one after the other, or a short one.
 
+        Raises CorruptRecord for other data than `seal` wrote for these numbers: bytes that were written mean nothing.
+        """
+        decrypt, bound = self._aes.decrypt_into, self._bound  # a frame leaves little else in a core's cache
         try:
-            self._aes.decrypt_into(_nonce(number), data, self._bound, to)
-        except InvalidTag:
+            for at in range(0, len(to), FRAME_BYTES):
+                decrypt(_nonce(number), data[:SEALED_FRAME], bound, to[at : at + FRAME_BYTES])
+                number, data = number + 1, data[SEALED_FRAME:]
+        except self._invalid:
             raise CorruptRecord("the seal is broken", "seal") from None
 
 
 def new_aes(key: bytes) -> Any:
     """Return AES-GCM with a key. Raises ImportError without the package."""
+    return _package()[0](key)
+
+
+@functools.cache
+def _package() -> tuple[Any, type[Exception]]:
+    """Return AES-GCM, and its error for data that do not open. Raises ImportError."""
     try:
+        from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
         raise ImportError("sealed records need the package cryptography: pip install 'kvpage[seal]'") from error
-    return AESGCM(key)
+    return AESGCM, InvalidTag
 
 
 def _nonce(number: int) -> bytes:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers
 from kvpage.store.sealed.seal_keys import SealKeys
 from kvpage.store.sealed.sealed_reader import SealedReader
-from kvpage.store.sealed.sealed_record import SealNote, new_aes
+from kvpage.store.sealed.sealed_record import new_aes, sealed_bytes_of
 from kvpage.store.sealed.sealed_writer import SealedWriter
 from kvpage.store.tiers.tier import Key, Note, Reader, RecordInfo, Tier, TierStats, Writer
 
@@ -54,6 +54,8 @@ class SealedTier(Tier):
 
     def contains(self, keys: Sequence[Key], timeout: float | None = None) -> list[bool]:
         there = self._tier.contains(keys, timeout)
+        if not self._locked:
+            return there
         with self._lock:
             return [is_there and key not in self._locked for key, is_there in zip(keys, there, strict=True)]
 
@@ -70,8 +72,7 @@ class SealedTier(Tier):
     def create(self, key: Key, num_bytes: int) -> Writer | None:
         if num_bytes < 1:
             raise ValueError(f"num_bytes must be positive, got {num_bytes}")
-        head = SealNote(self._keys.ids[0], bytes(32), num_bytes, 1).head(key)
-        writer = self._tier.create(key, head.num_bytes)
+        writer = self._tier.create(key, sealed_bytes_of(self._keys.keys[0][0], num_bytes))
         return None if writer is None else SealedWriter(self, writer, num_bytes, self._keys, self._buffers)
 
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:

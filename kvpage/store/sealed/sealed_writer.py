@@ -6,6 +6,7 @@ import numpy as np
 
 from kvpage.store.disk.reader_writer import Buffers, new_buffer
 from kvpage.store.records.record import RecordHead
+from kvpage.store.records.record_io import checksum_of
 from kvpage.store.sealed.seal_keys import SealKeys
 from kvpage.store.sealed.sealed_record import (
     FRAME_BYTES,
@@ -14,8 +15,10 @@ from kvpage.store.sealed.sealed_record import (
     FrameCipher,
     new_note,
 )
-from kvpage.store.tiers.stretches import Runs, cut_runs, digest_of, gather_stretches, memory_at
+from kvpage.store.tiers.stretches import Runs, cut_runs, gather_stretches, memory_at
 from kvpage.store.tiers.tier import Tier, TierError, Writer
+
+AT_ONCE = 4  # frames of a piece of the tier's: a disk tier writes as many bytes at once
 
 
 class SealedWriter(Writer):
@@ -38,6 +41,7 @@ class SealedWriter(Writer):
         self._filled, self._end = 0, 0  # bytes in the buffer, and of all pieces
         self._cipher: FrameCipher | None = None
         self._head: RecordHead | None = None
+        self._header = b""
         self._lead = b""  # sealed
         self._next, self._at = 1, 0  # number of the next frame, and its place in the sealed record
         self._is_broken = False
@@ -48,8 +52,8 @@ class SealedWriter(Writer):
         self._check_next(self._end, self._end + num_bytes)
         self._seal_whole_frames()
         self._is_broken = True  # until all went well
-        for frame in self._frames_of(runs, num_bytes):
-            self._seal_frame(frame)
+        for frames in self._frames_of(runs, num_bytes):
+            self._seal_frames(frames)
         self._end, self._is_broken = self._end + num_bytes, False
 
     def piece(self, begin: int, end: int) -> memoryview:
@@ -76,7 +80,7 @@ class SealedWriter(Writer):
             self._seal(self._buffer[: self._filled], rest[:end])
         rest[end:] = self._lead.ljust(len(rest) - end, b"\0")
         table = bytes(head.num_digest_bytes)
-        self._writer.piece(head.payload_end, head.num_bytes)[:] = table + digest_of(head.pack() + table)
+        self._writer.piece(head.payload_end, head.num_bytes)[:] = table + checksum_of(self._header, table)
         self._is_broken = True  # all is sealed
         return self._writer
 
@@ -95,16 +99,17 @@ class SealedWriter(Writer):
             raise ValueError(f"begin must be {self._end} and end at most {self.num_bytes}, got {begin}, {end}")
 
     def _frames_of(self, runs: Runs, num_bytes: int) -> Iterator[memoryview]:
-        """Walk over the whole frames of what is filled and of the runs. The rest is filled afterwards."""
-        if int(runs[:, 1].max(initial=0)) < FRAME_BYTES:
+        """Walk over the whole frames of what is filled and of the runs, a few at once. The rest is filled then."""
+        if int(np.maximum.reduce(runs[:, 1], initial=0)) < FRAME_BYTES:
             yield from self._gathered(runs, num_bytes)
             return
         for address, size in runs.tolist():
             memory, at = memory_at(address, size), 0
             while at < size:
-                part = memory[at : at + FRAME_BYTES - self._filled]
+                num_whole = 0 if self._filled else min((size - at) // FRAME_BYTES, AT_ONCE)
+                part = memory[at : at + (num_whole * FRAME_BYTES or FRAME_BYTES - self._filled)]
                 at += len(part)
-                if len(part) == FRAME_BYTES:
+                if num_whole:
                     yield part
                 else:
                     self._room(len(part))[:] = part
@@ -140,7 +145,7 @@ class SealedWriter(Writer):
         self._is_broken = True  # until all went well
         begin = 0 if self._cipher else self._seal_lead(self._buffer[: min(self._filled, FRAME_BYTES)])
         while self._filled - begin >= FRAME_BYTES:
-            self._seal_frame(self._buffer[begin : begin + FRAME_BYTES])
+            self._seal_frames(self._buffer[begin : begin + FRAME_BYTES])
             begin += FRAME_BYTES
         left = self._filled - begin
         self._buffer[:left] = self._buffer[begin : self._filled]
@@ -150,26 +155,28 @@ class SealedWriter(Writer):
         """Begin the sealed record, and seal its frame 0, to be written last. Return the bytes of the frame."""
         note = new_note(self._keys.ids[0], self.num_bytes, len(lead))
         self._head = note.head(self.key)
-        self._cipher = FrameCipher(self._keys, note, self._head)
+        self._header = self._head.pack()
+        self._cipher = FrameCipher(self._keys, note, self.key, self._header)
         sealed = bytearray(len(lead) + TAG_BYTES)
         self._cipher.seal(0, lead, memoryview(sealed))
         self._lead, self._at = bytes(sealed), self._head.payload_begin
-        self._writer.piece(0, self._head.payload_begin)[:] = self._head.pack()
+        self._writer.piece(0, self._head.payload_begin)[:] = self._header
         return len(lead)
 
-    def _seal_frame(self, frame: memoryview) -> None:
-        """Seal a whole frame into the tier. The first one becomes the lead."""
+    def _seal_frames(self, frames: memoryview) -> None:
+        """Seal whole frames into the tier. The first one of the record becomes the lead."""
         if self._cipher is None:
-            self._seal_lead(frame)
-            return
-        to = self._writer.piece(self._at, self._at + SEALED_FRAME)
-        self._seal(frame, to)
-        self._at += SEALED_FRAME
+            frames = frames[self._seal_lead(frames[:FRAME_BYTES]) :]
+        num_bytes = len(frames) // FRAME_BYTES * SEALED_FRAME
+        if num_bytes:
+            self._seal(frames, self._writer.piece(self._at, self._at + num_bytes))
+            self._at += num_bytes
 
     def _seal(self, data: memoryview, to: memoryview) -> None:
+        """Seal whole frames, or a short one."""
         assert self._cipher is not None, "the lead comes first"
         self._cipher.seal(self._next, data, to)
-        self._next += 1
+        self._next += max(len(data) // FRAME_BYTES, 1)
 
     def _lengthened(self, num_bytes: int) -> memoryview:
         """Return the buffer, with room for so many bytes after those that are filled."""

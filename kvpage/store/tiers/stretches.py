@@ -14,7 +14,8 @@ Runs = npt.NDArray[np.int64]
 
 def address_of(data: Bytes) -> int:
     """Return the address of contiguous bytes, which their owner keeps alive; they may be read-only."""
-    return np.frombuffer(data, np.uint8).ctypes.data if len(data) else 0
+    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0] if len(data) else 0
+    return address
 
 
 def memory_at(address: int, num_bytes: int) -> memoryview:

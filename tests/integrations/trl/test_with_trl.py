@@ -21,7 +21,8 @@ from trl import GRPOConfig, GRPOTrainer
 from kvpage import CacheConfig
 from kvpage.integrations.trl import PagedGRPOTrainer, PagedRollouts
 from kvpage.integrations.trl.trainer import check_interface
-from kvpage.serving import EngineConfig
+from kvpage.serving import Engine, EngineConfig, WeightsChanged
+from kvpage.serving.weights.watch import WeightWatch
 
 pytestmark = pytest.mark.routers
 ENGINE = EngineConfig(CacheConfig(block_size=16, num_gpu_blocks=512))
@@ -161,13 +162,16 @@ def test_chats_are_rendered_as_on_the_plain_path(folder, tmp_path):
     assert_same(plain, paged)
 
 
-def test_without_forgetting_completions_would_be_stale(folder, tmp_path, monkeypatch):
-    """The tests above would fail if K and V outlived their weights."""
-    from kvpage.serving import Engine
-
-    plain = trained(GRPOTrainer, folder, tmp_path, generation_kwargs=GREEDY, max_steps=8)
+def test_without_forgetting_training_stops_or_completions_are_stale(folder, tmp_path, monkeypatch):
+    """An engine that is not told notices the steps of the optimizer. The tests above would fail if K and V stayed."""
+    given = {"generation_kwargs": GREEDY, "max_steps": 8}
+    plain = trained(GRPOTrainer, folder, tmp_path, **given)
     monkeypatch.setattr(Engine, "reset_prefix_cache", lambda self: None)
-    paged = trained(PagedGRPOTrainer, folder, tmp_path, generation_kwargs=GREEDY, engine_config=ENGINE, max_steps=8)
+    with pytest.raises(WeightsChanged, match="reset_prefix_cache"):
+        trained(PagedGRPOTrainer, folder, tmp_path, engine_config=ENGINE, **given)
+    for look in ("changed", "any_changed"):
+        monkeypatch.setattr(WeightWatch, look, lambda self: None)
+    paged = trained(PagedGRPOTrainer, folder, tmp_path, engine_config=ENGINE, **given)
     assert paged[0].seen != plain[0].seen
 
 

@@ -15,13 +15,13 @@ from unittest.mock import Mock
 import pytest
 from support.disk_folders import SEGMENT_BYTES, is_right, make
 from support.seeds import seed_of
-from support.store_records import get, key, put, record
+from support.store_records import get, key, put, record, write
 from support.tier_life import TierLife
 
 from kvpage.store.disk import reader_writer
 from kvpage.store.disk import segment as disk_segment
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
-from kvpage.store.disk.reader_writer import Buffers
+from kvpage.store.disk.reader_writer import CUT_BYTES, WRITE_BYTES, Buffers
 from kvpage.store.tiers.tier import TierError
 
 
@@ -99,6 +99,24 @@ def test_writers_write_in_order_and_to_the_end(tmp_path: Path) -> None:
     (reader,) = tier.open([key(0)])
     with pytest.raises(ValueError, match="a piece must be in"):
         reader.piece(0, reader.num_bytes + 1)
+
+
+def test_writes_of_many_pieces_end_at_cuts_of_the_file(tmp_path: Path, monkeypatch) -> None:
+    tier, ends, rng = DiskTier([tmp_path], 16 << 20), [], random.Random(seed_of(7))
+    put(tier, {key(0): rng.randbytes(5000)})
+    whole = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: (ends.append(at + len(data)), whole(fd, data, at))[1])
+    for number, size in enumerate((CUT_BYTES, 3 * WRITE_BYTES + 77), 1):
+        data, cuts = rng.randbytes(size), [0]
+        while cuts[-1] < size:
+            cuts.append(min(cuts[-1] + rng.randrange(1, 300_000), size))
+        writer = tier.create(key(number), size)
+        ends.clear()
+        write(writer, data, cuts)
+        filled = list(ends)
+        assert tier.commit([writer]) == [True] and get(tier, [key(number)]) == [data]
+        assert all(end % CUT_BYTES == 0 for end in filled) and bool(filled) == (size > WRITE_BYTES)
+    tier.close()
 
 
 def test_every_corrupted_byte_is_a_miss_or_exact(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from support.tier_life import TierLife
 
 from kvpage.store import ByteStore, ByteStoreConfig, KVStore, KVStoreConfig, Placed, SealKeys, metadata_of
 from kvpage.store.disk.disk_tier import DiskTier
+from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers
 from kvpage.store.disk.shared_disk import SharedDisk
 from kvpage.store.inspection import verify
 from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord, is_sealed
@@ -25,9 +26,11 @@ from kvpage.store.records.record_io import BytesSink, copy_record, verify_record
 from kvpage.store.remote.backend import Backend
 from kvpage.store.remote.options import RemoteOptions
 from kvpage.store.remote.remote_tier import RemoteTier
+from kvpage.store.sealed.sealed_reader import SealedReader
 from kvpage.store.sealed.sealed_record import FRAME_BYTES, NOTE, SealNote
 from kvpage.store.sealed.sealed_tier import SealedTier
 from kvpage.store.tiers.memory_tier import MemoryTier
+from kvpage.store.tiers.tier import Reader
 
 pytest.importorskip("cryptography")
 A, B = ("a", b"A" * 32), ("b", b"B" * 32)
@@ -105,6 +108,35 @@ def test_pieces_of_every_place(tmp_path):
     tier.close()
 
 
+class Counted(Reader):
+    """A record in memory, and the pieces that were asked for."""
+
+    def __init__(self, data: bytes) -> None:
+        self.num_bytes, self.asked = len(data), []
+        self._data = data
+
+    def piece(self, begin, end):
+        self.asked.append((begin, end))
+        return memoryview(self._data)[begin:end]
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("size", [1, FRAME_BYTES, 4 * FRAME_BYTES, 5 * FRAME_BYTES])
+def test_a_short_record_is_read_in_one_call(size):
+    values, whole = Values(), record(key(0), size)
+    put(remote(values), {key(0): whole})
+    inner = Counted(values.values[key(0)])
+    with SealedReader(inner, key(0), KEYS, Buffers(STAGING_BYTES), lambda name: None) as reader:
+        assert bytes(reader.piece(0, len(whole))) == whole
+        assert (inner.asked == [(0, inner.num_bytes)]) == (size <= 4 * FRAME_BYTES)
+        reader.release_piece()
+        inner.asked.clear()
+        assert bytes(reader.piece(len(whole) - 5, len(whole))) == whole[-5:]
+        assert all(end - begin <= FRAME_BYTES + 16 for begin, end in inner.asked)  # its memory was given back
+
+
 class SealedLife(TierLife):
     def stored_bytes(self, data: bytes) -> int:
         return SealNote("a", bytes(32), len(data), 1).head(bytes(32)).num_bytes
@@ -143,7 +175,7 @@ def test_a_store_gives_what_it_was_given(tmp_path, codec, chunk_size):
     assert kv[0, 0, 0, 0].view(torch.uint8).numpy().tobytes()[:64] not in stored and b"model_name" not in stored
 
 
-def test_bytes_come_into_memory_of_every_cut(tmp_path):
+def test_bytes_come_from_and_into_memory_of_every_cut(tmp_path):
     size = 7 * FRAME_BYTES + 100
     source = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     with ByteStore(ByteStoreConfig(num_threads=1), {"m": 1}, [tier_of("disk", tmp_path)]) as store:
@@ -152,6 +184,9 @@ def test_bytes_come_into_memory_of_every_cut(tmp_path):
             pieces = np.split(np.zeros(size, np.uint8), cuts)
             assert store.get_into([b"k"], [pieces]) == [True]
             assert np.array_equal(np.concatenate(pieces), source)
+            assert store.put([b"k"], [np.split(source, cuts)], skip_existing=False) == [True]
+            back = np.zeros(size, np.uint8)
+            assert store.get_into([b"k"], [back]) == [True] and np.array_equal(back, source)
 
 
 def test_processes_that_read_alone_need_the_keys(tmp_path):
