@@ -77,6 +77,7 @@ EXCEPTIONS = {
     "kvpage.ops.SamplingMemory": "memory of kernels; its refusals are in tests/kernels/test_sampling_kernels.py",
     "kvpage.ops.can_sample_rows": "a question about a tensor",
     "kvpage.LayerEvents": "a protocol",
+    "kvpage.serving.BranchAdapter": RESULTS,
     "kvpage.serving.AsyncEngine": "a thread; its refusals are in tests/serving/live/test_async_engine.py",
     "kvpage.serving.AsyncEngineConfig": "its refusals are in tests/serving/live/test_live_parts.py",
     "kvpage.serving.AsyncEngineStats": RESULTS,
