@@ -50,19 +50,21 @@ class ResponseTurn:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """What becomes of a session when a response is deleted.
+    """What becomes of a session when a response is deleted, or is not kept.
 
     Attributes:
         line: The branch of which the response was the tip.
         closes: Whether the session ends: no response of it is left.
         num_tokens: Tokens of the branch as the response has left it.
         num_left: Tokens of the branch as the response before it has left it; 0 where there is none.
+        has_record: Whether the session may have a record: a client has named it.
     """
 
     line: Line
     closes: bool
     num_tokens: int = 0
     num_left: int = 0
+    has_record: bool = False
 
 
 class ResponseTurns:
@@ -71,6 +73,7 @@ class ResponseTurns:
     def __init__(self) -> None:
         self._lines: dict[Line, dict[str, int]] = {}  # of each response the tokens of its path; the tip last
         self._claims: dict[Line, str] = {}  # by which response under way
+        self._old_tips: dict[Line, int] = {}  # of claimed branches whose tips are gone: the tokens of these
 
     def begin(
         self,
@@ -91,15 +94,19 @@ class ResponseTurns:
         self._claims[turn.line] = response_id
         return turn
 
-    def end(self, response_id: str, turn: ResponseTurn) -> None:
-        """Note that a response of `begin` has ended, kept or not.
+    def end(self, response_id: str, turn: ResponseTurn) -> Leaving | None:
+        """Note that a response of `begin` has ended; where it is not kept, return what the session loses.
+
+        That is what it has lost by deletions meanwhile, and itself where no other response is left.
 
         Args:
             response_id: Its id.
             turn: Its turn.
         """
-        if self._claims.get(turn.line) == response_id:
-            del self._claims[turn.line]
+        if self._claims.get(turn.line) != response_id:
+            return None
+        del self._claims[turn.line]
+        return self._leaving(turn, self._old_tips.pop(turn.line, None))
 
     def add(self, response_id: str, turn: ResponseTurn, num_tokens: int) -> None:
         """Note that a response is kept: the tip of its branch, in which others may go on.
@@ -124,12 +131,19 @@ class ResponseTurns:
         was_tip, num_tokens = response_id == next(reversed(path_lengths)), path_lengths.pop(response_id)
         if not path_lengths:
             del self._lines[line]
+        if was_tip and line in self._claims:
+            self._old_tips.setdefault(line, num_tokens)
+        return self._leaving(turn, num_tokens if was_tip else None)
+
+    def _leaving(self, turn: ResponseTurn, num_tokens: int | None) -> Leaving | None:
+        """Return what a session loses by a response that is gone. num_tokens: of a tip; None for another response."""
+        line = turn.line
         if turn.owns_session and not self._is_used(line.namespace, line.session_id):
             return Leaving(line, closes=True)
-        if not (was_tip and turn.owns_branch) or line in self._claims:
+        if num_tokens is None or not turn.owns_branch or line in self._claims:
             return None
-        num_left = next(reversed(path_lengths.values()), 0)
-        return Leaving(line, False, num_tokens, min(num_left, num_tokens))
+        num_left = next(reversed(self._lines.get(line, {}).values()), 0)
+        return Leaving(line, False, num_tokens, min(num_left, num_tokens), not turn.owns_session)
 
     def _placed(
         self,
