@@ -8,6 +8,7 @@ A response after r4 goes on in the branch "r4", one after r1 begins a branch of 
 adapters are others', so these go on in branches of their own.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,6 +75,7 @@ class ResponseTurns:
         self._lines: dict[Line, dict[str, int]] = {}  # of each response the tokens of its path; the tip last
         self._claims: dict[Line, str] = {}  # by which response under way
         self._old_tips: dict[Line, int] = {}  # of claimed branches whose tips are gone: the tokens of these
+        self._uses = Counter[tuple[bytes, str]]()  # of each session: its responses, kept or under way
 
     def begin(
         self,
@@ -92,6 +94,7 @@ class ResponseTurns:
         """
         turn = self._placed(response_id, earlier, namespace, adapter)
         self._claims[turn.line] = response_id
+        self._use(turn.line, 1)
         return turn
 
     def end(self, response_id: str, turn: ResponseTurn) -> Leaving | None:
@@ -106,6 +109,7 @@ class ResponseTurns:
         if self._claims.get(turn.line) != response_id:
             return None
         del self._claims[turn.line]
+        self._use(turn.line, -1)
         return self._leaving(turn, self._old_tips.pop(turn.line, None))
 
     def add(self, response_id: str, turn: ResponseTurn, num_tokens: int) -> None:
@@ -117,6 +121,7 @@ class ResponseTurns:
             num_tokens: Tokens of its path: its prompt and its answer.
         """
         self._lines.setdefault(turn.line, {})[response_id] = num_tokens
+        self._use(turn.line, 1)
         self.end(response_id, turn)
 
     def remove(self, response_id: str, turn: ResponseTurn) -> Leaving | None:
@@ -129,6 +134,7 @@ class ResponseTurns:
         line = turn.line
         path_lengths = self._lines[line]
         was_tip, num_tokens = response_id == next(reversed(path_lengths)), path_lengths.pop(response_id)
+        self._use(line, -1)
         if not path_lengths:
             del self._lines[line]
         if was_tip and line in self._claims:
@@ -138,7 +144,7 @@ class ResponseTurns:
     def _leaving(self, turn: ResponseTurn, num_tokens: int | None) -> Leaving | None:
         """Return what a session loses by a response that is gone. num_tokens: of a tip; None for another response."""
         line = turn.line
-        if turn.owns_session and not self._is_used(line.namespace, line.session_id):
+        if turn.owns_session and (line.namespace, line.session_id) not in self._uses:
             return Leaving(line, closes=True)
         if num_tokens is None or not turn.owns_branch or line in self._claims:
             return None
@@ -161,14 +167,16 @@ class ResponseTurns:
                 if self._is_tip(other_id, turn.line):
                     return ResponseTurn(turn.line, adapter, turn.owns_session, turn.owns_branch)
                 break
-        branch = response_id if self._is_used(namespace, session_id) else MAIN
+        branch = response_id if (namespace, session_id) in self._uses else MAIN
         owns_branch = owns_session or branch != MAIN
         return ResponseTurn(Line(namespace, session_id, branch), adapter, owns_session, owns_branch)
 
     def _is_tip(self, response_id: str, line: Line) -> bool:
         return line not in self._claims and next(reversed(self._lines.get(line, {})), None) == response_id
 
-    def _is_used(self, namespace: bytes, session_id: str) -> bool:
-        """Whether a branch of a session has a response, or is about to get one."""
-        lines = {*self._lines, *self._claims}
-        return any((line.namespace, line.session_id) == (namespace, session_id) for line in lines)
+    def _use(self, line: Line, number: int) -> None:
+        """Count more responses of a session, or fewer."""
+        key = line.namespace, line.session_id
+        self._uses[key] += number
+        if not self._uses[key]:
+            del self._uses[key]
