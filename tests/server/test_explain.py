@@ -189,6 +189,35 @@ def test_while_a_store_is_asked_other_questions_go_on(monkeypatch: Any) -> None:
         assert asyncio.run(life()) == ["no_more"] * 20
 
 
+def test_a_store_is_not_asked_for_a_caller_who_has_gone() -> None:
+    may_answer, asked = threading.Event(), list[int]()
+
+    class Slow(DictStore):
+        def explain(self, tokens: Any, namespace: bytes = b"") -> Explanation:
+            asked.append(int(tokens[0]))
+            may_answer.wait()
+            return super().explain(tokens, namespace)
+
+    with running_server(store_deadline=120.0) as server:
+        server.live.call(lambda engine: engine.use_store(Slow())).result()
+
+        async def life() -> None:
+            first = asyncio.ensure_future(server.live.explain([1] * 9))
+            while not asked:
+                await asyncio.sleep(0.001)
+            gone = asyncio.ensure_future(server.live.explain([2] * 9))
+            await asyncio.sleep(0)  # its call is queued
+            server.live.call(lambda engine: None).result()  # it is done, and the event loop has not heard of it
+            gone.cancel()
+            last = asyncio.ensure_future(server.live.explain([3] * 9))
+            await asyncio.wait([gone])
+            may_answer.set()
+            await asyncio.gather(first, last)
+
+        asyncio.run(life())
+        assert asked == [1, 3]
+
+
 # --- the page and the command line -----------------------------------------------------------------------------------
 
 

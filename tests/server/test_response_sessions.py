@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from support.server_app import NAME, Server, running_server
 from kvpage.server import ApiKey, ServerConfig
 from kvpage.server.running.response_turns import Leaving, Line, ResponseTurn, ResponseTurns
 from kvpage.serving import SessionConfig
+from kvpage.store import KVStore, KVStoreConfig, metadata_of
 
 PATH, B = "/v1/responses", 4
 BODY = {"input": "the quick brown fox", "max_output_tokens": 3, "temperature": 0}
@@ -191,14 +193,57 @@ def test_what_one_side_forgets_lets_the_other_go_on():
         assert delete(server, branched) == 200 and branches(server, others[-1]) == {"main": num_after}
 
 
+def test_a_session_that_a_client_has_named_is_found_in_its_record(tmp_path):
+    with running_server(sessions=SessionConfig(max_sessions=1)) as server:
+        config = KVStoreConfig(tiers=(f"disk:{tmp_path}?size=64MiB",), chunk_size=B)
+        with KVStore(config, metadata_of(server.engine.cache, "model")) as store:
+            server.live.call(lambda engine: engine.use_store(store)).result()
+            first, num_first = respond(server, session_id="mine")
+            second, num_second = respond(server, first)
+            third, num_third = respond(server, first)
+            for ask in (lambda: branches(server, second), lambda: delete(server, third)):
+                server.live.call(lambda engine: engine.session("another")).result()
+                assert ask() in (200, {"main": num_second, third: num_third})
+            assert branches(server, "mine") == {"main": num_second}
+            server.live.close()
+
+
+@pytest.mark.parametrize(("limit", "num_opened"), [("max_kept_responses", 0), ("max_kept_bytes", 0), (None, 1)])
+def test_a_response_that_is_not_kept_leaves_no_session(limit, num_opened):
+    fields = {"max_kept_bytes": 10} if limit is None else {limit: 0}
+    with running_server(ServerConfig([NAME], **fields)) as server:
+        for stream in (False, True):
+            answer = asyncio.run(server.post(PATH, {**BODY, "stream": stream}))
+            assert answer.status_code == 200
+        stats = server.live.call(lambda engine: engine.sessions.stats()).result()
+        assert (stats.num_sessions, stats.num_opened) == (0, 2 * num_opened)
+
+
+def test_a_deletion_while_the_next_response_is_under_way_is_made_up_for_when_that_fails(server):
+    responses = server.app.state.service.responses
+    first, num_first = respond(server, input="deleted too early")
+    second, num_second = respond(server, first)
+    for gone, loss in ((second, Leaving(Line(b"", first, "main"), False, num_second, num_first)), (first, None)):
+        turn = responses.begin_turn("", "under way", gone, b"", None)
+        assert turn.line == Line(b"", first, "main") and delete(server, gone) == 200
+        assert branches(server, first) != {}, "it may be kept"
+        assert responses.end_turn("under way", turn) == (loss or Leaving(turn.line, closes=True))
+        assert responses.end_turn("under way", turn) is None
+
+
 # --- turns alone -----------------------------------------------------------------------------------------------------
 
 
 class NaiveTurns:
-    """All responses that were ever kept, in order: id, those before it, turn, tokens, and whether it is kept."""
+    """All responses that were ever kept, in order, and those under way.
+
+    responses: of each the one before it, its turn, tokens, and whether it is kept.
+    under_way: of each the one before it, its turn, and the tip of its branch as it began.
+    """
 
     def __init__(self) -> None:
         self.responses: dict[str, list[Any]] = {}
+        self.under_way: dict[str, tuple[str | None, ResponseTurn, tuple[str | None, int]]] = {}
 
     def kept(self, line: Line) -> list[str]:
         return [name for name, (_, turn, _, is_kept) in self.responses.items() if is_kept and turn.line == line]
@@ -210,53 +255,79 @@ class NaiveTurns:
             name = self.responses[name][0]
         return found
 
+    def lines(self) -> list[Line]:
+        """Those of all responses that are kept or under way."""
+        kept = [turn.line for _, turn, _, is_kept in self.responses.values() if is_kept]
+        return [*kept, *(turn.line for _, turn, _ in self.under_way.values())]
+
+    def is_used(self, line: Line) -> bool:
+        return any((other.namespace, other.session_id) == (line.namespace, line.session_id) for other in self.lines())
+
+    def claimed(self) -> list[Line]:
+        return [turn.line for _, turn, _ in self.under_way.values()]
+
+    def tip(self, line: Line) -> tuple[str | None, int]:
+        """The last response of a branch that is kept, and the tokens of its path."""
+        kept = self.kept(line)
+        return (kept[-1], self.responses[kept[-1]][2]) if kept else (None, 0)
+
     def expected_line(self, name: str, previous: str | None, namespace: bytes) -> Line:
         chain = self.chain(previous)
         if not chain:
             return Line(namespace, name, "main")
         session_id = chain[0][1].line.session_id
         near = [(other, turn.line) for other, turn in chain if turn.line.namespace == namespace]
-        if near and self.kept(near[0][1])[-1] == near[0][0]:
+        if near and self.tip(near[0][1])[0] == near[0][0] and near[0][1] not in self.claimed():
             return near[0][1]
-        lines = {turn.line for _, turn, _, is_kept in self.responses.values() if is_kept}
-        is_used = any((line.namespace, line.session_id) == (namespace, session_id) for line in lines)
-        return Line(namespace, session_id, name if is_used else "main")
+        line = Line(namespace, session_id, "main")
+        return replace(line, branch=name) if self.is_used(line) else line
 
-    def expected_loss(self, name: str) -> Leaving | None:
-        _, turn, num_tokens, _ = self.responses[name]
-        line, alive = (
-            turn.line,
-            [turn.line for other, (_, turn, _, kept) in self.responses.items() if kept and other != name],
-        )
-        if not any((one.namespace, one.session_id) == (line.namespace, line.session_id) for one in alive):
+    def removed(self, name: str) -> Leaving | None:
+        """Forget a response; return what its session loses."""
+        line, (tip, num_tokens) = self.responses[name][1].line, self.tip(self.responses[name][1].line)
+        self.responses[name][3] = False
+        if not self.is_used(line):
             return Leaving(line, True)
-        *before, last = self.kept(line)
-        if last != name:
+        if tip != name or line in self.claimed():
             return None
-        return Leaving(line, False, num_tokens, self.responses[before[-1]][2] if before else 0)
+        return Leaving(line, False, num_tokens, self.tip(line)[1])
+
+    def failed(self, name: str) -> Leaving | None:
+        """End a response under way that is not kept; return what its session loses."""
+        _, turn, (tip, num_tokens) = self.under_way.pop(name)
+        if not self.is_used(turn.line):
+            return Leaving(turn.line, True)
+        if tip is None or self.tip(turn.line)[0] == tip:
+            return None
+        return Leaving(turn.line, False, num_tokens, self.tip(turn.line)[1])
 
 
 def test_random_chains_are_placed_as_by_a_naive_list():
     rng, turns, naive = random.Random(seed_of(7)), ResponseTurns(), NaiveTurns()
-    for number in range(300):
+    for number in range(400):
         kept = [name for name, entry in naive.responses.items() if entry[3]]
-        if kept and rng.random() < 0.4:
+        if kept and rng.random() < 0.3:
             name = rng.choice(kept)
-            assert turns.remove(name, naive.responses[name][1]) == naive.expected_loss(name)
-            naive.responses[name][3] = False
-            continue
-        name, previous = f"r{number}", rng.choice([None, *kept[-6:]]) if kept else None
-        namespace = rng.choice([b"", b"", b"salt"])
-        turn = turns.begin(name, naive.chain(previous), namespace, None)
-        assert turn.line == naive.expected_line(name, previous, namespace) and turn.owns_session and turn.owns_branch
-        assert turn.is_first == (previous is None)
-        if rng.random() < 0.2:  # it fails
-            turns.end(name, turn)
-            continue
-        longest = max((naive.responses[other][2] for other in naive.kept(turn.line)), default=0)
-        naive.responses[name] = [previous, turn, longest + rng.randint(1, 9), True]
-        turns.add(name, turn, naive.responses[name][2])
+            assert turns.remove(name, naive.responses[name][1]) == naive.removed(name)
+        elif len(naive.under_way) < 4 and rng.random() < 0.6:
+            name, previous = f"r{number}", rng.choice([None, *kept[-6:]]) if kept else None
+            namespace = rng.choice([b"", b"", b"salt"])
+            turn = turns.begin(name, naive.chain(previous), namespace, None)
+            assert turn.line == naive.expected_line(name, previous, namespace)
+            assert turn.owns_session and turn.owns_branch and turn.is_first == (previous is None)
+            naive.under_way[name] = previous, turn, naive.tip(turn.line)
+        elif naive.under_way:
+            name = rng.choice(list(naive.under_way))
+            _, turn, _ = naive.under_way[name]
+            if rng.random() < 0.4:
+                assert turns.end(name, turn) == naive.failed(name)
+                continue
+            previous, *_ = naive.under_way.pop(name)
+            naive.responses[name] = [previous, turn, naive.tip(turn.line)[1] + rng.randint(1, 9), True]
+            turns.add(name, turn, naive.responses[name][2])
+            assert turns.end(name, turn) is None
+    for name in list(naive.under_way):
+        assert turns.end(name, naive.under_way[name][1]) == naive.failed(name)
     for name, entry in naive.responses.items():
         if entry[3]:
-            assert turns.remove(name, entry[1]) == naive.expected_loss(name)
-            entry[3] = False
+            assert turns.remove(name, entry[1]) == naive.removed(name)

@@ -69,9 +69,7 @@ async def response(request: Request, response_id: str) -> Response:
 async def delete(request: Request, response_id: str) -> Response:
     """Forget a response, and the blocks that only it needs of its session."""
     service, tenant = Service.of(request), caller_of(request).tenant
-    leaving = service.responses.forget(tenant, response_id)
-    if leaving is not None:
-        service.runner.work.leave(leaving, tenant)
+    service.runner.work.leave(service.responses.forget(tenant, response_id), tenant)
     return answer({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -99,13 +97,14 @@ def turn_of(
         stack: Contexts that end with the request.
     """
     namespace, adapter = caller.namespace(body.cache_salt), service.adapter_of(body.model)
-    if not service.runner.has_blocks or (body.session_branch is not None and body.session_id is None):
+    has_turns = service.runner.has_blocks and service.responses.keeps_some
+    if not has_turns or (body.session_branch is not None and body.session_id is None):
         return None
     if body.session_id is not None:
         return ResponseTurn(Line(namespace, body.session_id, body.session_branch or MAIN), adapter)
     responses, previous = service.responses, settings["previous_response_id"]
     turn = responses.begin_turn(caller.tenant, settings["id"], previous, namespace, adapter)
-    stack.callback(responses.end_turn, settings["id"], turn)
+    stack.callback(lambda: service.runner.work.leave(responses.end_turn(settings["id"], turn), caller.tenant))
     return turn
 
 

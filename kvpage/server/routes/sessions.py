@@ -58,13 +58,13 @@ async def delete(request: Request, session_id: str) -> Response:
 async def _answered(request: Request, session_id: str, salt: str | None, work: Callable[[Session], Result]) -> Response:
     """Return a session's state with the result of work on it. ApiError 404 where there is none."""
     service, caller = Service.of(request), caller_of(request)
-    namespace, chain_id = caller.namespace(salt), service.responses.session_of(caller.tenant, session_id)
+    namespace, turn = caller.namespace(salt), service.responses.turn(caller.tenant, session_id)
     owner = caller.tenant.encode() or namespace
 
     def done(engine: Any) -> Result | None:
-        session = engine.sessions.find(session_id, namespace, owner, has_record=chain_id is None)
-        if session is None and chain_id is not None:
-            session = engine.sessions.find(chain_id, namespace, owner, has_record=False)
+        session = engine.sessions.find(session_id, namespace, owner, has_record=turn is None)
+        if session is None and turn is not None:
+            session = engine.sessions.find(turn.line.session_id, namespace, owner, has_record=not turn.owns_session)
         if session is None:
             return None
         result = work(session)

@@ -127,14 +127,15 @@ class CacheWork:
 
         self._call(work)
 
-    def leave(self, leaving: Leaving, tenant: str) -> None:
-        """Shorten or release a branch, or close a session, whose last response was deleted.
+    def leave(self, leaving: Leaving | None, tenant: str) -> None:
+        """Shorten or release a branch, or close a session, whose last response is gone.
 
         Args:
-            leaving: What the session loses.
+            leaving: What the session loses; None for nothing.
             tenant: Whose it is.
         """
-        self._call(lambda engine: self._leave(engine, leaving, tenant.encode() or leaving.line.namespace))
+        if leaving is not None:
+            self._call(lambda engine: self._leave(engine, leaving, tenant.encode() or leaving.line.namespace))
 
     # --- on the engine's thread --------------------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ class CacheWork:
 
     def _leave(self, engine: Engine, leaving: Leaving, owner: bytes) -> None:
         line = leaving.line
-        session = engine.sessions.find(line.session_id, line.namespace, owner, has_record=False)
+        session = engine.sessions.find(line.session_id, line.namespace, owner, has_record=leaving.has_record)
         if session is None:
             return
         try:

@@ -89,6 +89,11 @@ class KeptResponses:
         return sum(len(tenant.by_id) for tenant in self._tenants.values())
 
     @property
+    def keeps_some(self) -> bool:
+        """Whether there is room for any."""
+        return self._max_responses > 0 and self._max_bytes > 0
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all of them."""
         return sum(tenant.num_bytes for tenant in self._tenants.values())
@@ -108,16 +113,16 @@ class KeptResponses:
         with self._lock:
             return self._turns.begin(response_id, self._earlier_turns(tenant, previous), namespace, adapter)
 
-    def end_turn(self, response_id: str, turn: ResponseTurn) -> None:
-        """Note that a response of `begin_turn` has ended, kept or not."""
+    def end_turn(self, response_id: str, turn: ResponseTurn) -> Leaving | None:
+        """Note that a response of `begin_turn` has ended; where it is not kept, return what its session loses."""
         with self._lock:
-            self._turns.end(response_id, turn)
+            return self._turns.end(response_id, turn)
 
-    def session_of(self, tenant: str, response_id: str) -> str | None:
-        """Return the id of the session of which a response is a turn; None without one, or without the response."""
+    def turn(self, tenant: str, response_id: str) -> ResponseTurn | None:
+        """Return what a response is a turn of; None for nothing, or without the response."""
         with self._lock:
             response = self._tenants.get(tenant, TenantResponses()).by_id.get(response_id)
-            return None if response is None or response.turn is None else response.turn.line.session_id
+            return None if response is None else response.turn
 
     def keep(
         self,

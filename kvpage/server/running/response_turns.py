@@ -8,6 +8,7 @@ A response after r4 goes on in the branch "r4", one after r1 begins a branch of 
 adapters are others', so these go on in branches of their own.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,19 +51,21 @@ class ResponseTurn:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """What becomes of a session when a response is deleted.
+    """What becomes of a session when a response is deleted, or is not kept.
 
     Attributes:
         line: The branch of which the response was the tip.
         closes: Whether the session ends: no response of it is left.
         num_tokens: Tokens of the branch as the response has left it.
         num_left: Tokens of the branch as the response before it has left it; 0 where there is none.
+        has_record: Whether the session may have a record: a client has named it.
     """
 
     line: Line
     closes: bool
     num_tokens: int = 0
     num_left: int = 0
+    has_record: bool = False
 
 
 class ResponseTurns:
@@ -71,6 +74,8 @@ class ResponseTurns:
     def __init__(self) -> None:
         self._lines: dict[Line, dict[str, int]] = {}  # of each response the tokens of its path; the tip last
         self._claims: dict[Line, str] = {}  # by which response under way
+        self._old_tips: dict[Line, int] = {}  # of claimed branches whose tips are gone: the tokens of these
+        self._uses = Counter[tuple[bytes, str]]()  # of each session: its responses, kept or under way
 
     def begin(
         self,
@@ -89,17 +94,23 @@ class ResponseTurns:
         """
         turn = self._placed(response_id, earlier, namespace, adapter)
         self._claims[turn.line] = response_id
+        self._use(turn.line, 1)
         return turn
 
-    def end(self, response_id: str, turn: ResponseTurn) -> None:
-        """Note that a response of `begin` has ended, kept or not.
+    def end(self, response_id: str, turn: ResponseTurn) -> Leaving | None:
+        """Note that a response of `begin` has ended; where it is not kept, return what the session loses.
+
+        That is what it has lost by deletions meanwhile, and itself where no other response is left.
 
         Args:
             response_id: Its id.
             turn: Its turn.
         """
-        if self._claims.get(turn.line) == response_id:
-            del self._claims[turn.line]
+        if self._claims.get(turn.line) != response_id:
+            return None
+        del self._claims[turn.line]
+        self._use(turn.line, -1)
+        return self._leaving(turn, self._old_tips.pop(turn.line, None))
 
     def add(self, response_id: str, turn: ResponseTurn, num_tokens: int) -> None:
         """Note that a response is kept: the tip of its branch, in which others may go on.
@@ -110,6 +121,7 @@ class ResponseTurns:
             num_tokens: Tokens of its path: its prompt and its answer.
         """
         self._lines.setdefault(turn.line, {})[response_id] = num_tokens
+        self._use(turn.line, 1)
         self.end(response_id, turn)
 
     def remove(self, response_id: str, turn: ResponseTurn) -> Leaving | None:
@@ -122,14 +134,22 @@ class ResponseTurns:
         line = turn.line
         path_lengths = self._lines[line]
         was_tip, num_tokens = response_id == next(reversed(path_lengths)), path_lengths.pop(response_id)
+        self._use(line, -1)
         if not path_lengths:
             del self._lines[line]
-        if turn.owns_session and not self._is_used(line.namespace, line.session_id):
+        if was_tip and line in self._claims:
+            self._old_tips.setdefault(line, num_tokens)
+        return self._leaving(turn, num_tokens if was_tip else None)
+
+    def _leaving(self, turn: ResponseTurn, num_tokens: int | None) -> Leaving | None:
+        """Return what a session loses by a response that is gone. num_tokens: of a tip; None for another response."""
+        line = turn.line
+        if turn.owns_session and (line.namespace, line.session_id) not in self._uses:
             return Leaving(line, closes=True)
-        if not (was_tip and turn.owns_branch) or line in self._claims:
+        if num_tokens is None or not turn.owns_branch or line in self._claims:
             return None
-        num_left = next(reversed(path_lengths.values()), 0)
-        return Leaving(line, False, num_tokens, min(num_left, num_tokens))
+        num_left = next(reversed(self._lines.get(line, {}).values()), 0)
+        return Leaving(line, False, num_tokens, min(num_left, num_tokens), not turn.owns_session)
 
     def _placed(
         self,
@@ -147,14 +167,16 @@ class ResponseTurns:
                 if self._is_tip(other_id, turn.line):
                     return ResponseTurn(turn.line, adapter, turn.owns_session, turn.owns_branch)
                 break
-        branch = response_id if self._is_used(namespace, session_id) else MAIN
+        branch = response_id if (namespace, session_id) in self._uses else MAIN
         owns_branch = owns_session or branch != MAIN
         return ResponseTurn(Line(namespace, session_id, branch), adapter, owns_session, owns_branch)
 
     def _is_tip(self, response_id: str, line: Line) -> bool:
         return line not in self._claims and next(reversed(self._lines.get(line, {})), None) == response_id
 
-    def _is_used(self, namespace: bytes, session_id: str) -> bool:
-        """Whether a branch of a session has a response, or is about to get one."""
-        lines = {*self._lines, *self._claims}
-        return any((line.namespace, line.session_id) == (namespace, session_id) for line in lines)
+    def _use(self, line: Line, number: int) -> None:
+        """Count more responses of a session, or fewer."""
+        key = line.namespace, line.session_id
+        self._uses[key] += number
+        if not self._uses[key]:
+            del self._uses[key]

@@ -28,6 +28,7 @@ from kvpage.serving.loop.outputs import RequestOutput
 from kvpage.serving.params.sampling import SamplingParams
 from kvpage.serving.sessions.session import Session
 from kvpage.serving.stats.engine_stats import EngineStats
+from kvpage.serving.stats.explaining import Question
 
 Result = TypeVar("Result")
 DEFAULT = AsyncEngineConfig()
@@ -303,9 +304,11 @@ class AsyncEngine:
             EngineClosed: The engine is closed, or has failed.
         """
         turns = nullcontext() if turns is None else turns
-        async with turns:
-            question = await asyncio.wrap_future(self.call(lambda engine: engine.ask(tokens, namespace, adapter)))
+        asked: Future[Question] | None = None
         try:
+            async with turns:
+                asked = self.call(lambda engine: engine.ask(tokens, namespace, adapter))
+                question = await asyncio.wrap_future(asked)
             if question.stored is not None:
                 waiting = asyncio.wrap_future(question.stored)
                 waiting.add_done_callback(_take_failure)  # it is in the answer, and no news for the loop
@@ -313,8 +316,8 @@ class AsyncEngine:
             async with turns:
                 return await asyncio.wrap_future(self.call(lambda engine: engine.answer(question, searched)))
         except asyncio.CancelledError:
-            if question.stored is not None:
-                question.stored.cancel()  # if no thread has taken it up
+            if asked is not None:
+                asked.add_done_callback(_cancel_question)
             raise
 
     async def update_weights(
@@ -454,6 +457,14 @@ class AsyncEngine:
 def _cancel_update(began: "Future[Future[None]]") -> None:
     if not began.cancelled() and began.exception() is None:
         began.result().cancel()
+
+
+def _cancel_question(asked: "Future[Question]") -> None:
+    if asked.cancelled() or asked.exception() is not None:
+        return
+    stored = asked.result().stored
+    if stored is not None:
+        stored.cancel()  # if no thread has taken it up
 
 
 def _take_failure(future: "asyncio.Future[Any]") -> None:

@@ -1,9 +1,13 @@
 """Requests that wait for room: known at once, explained when they have it, and exactly those that do not fit."""
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from support.group_life import GroupLife
+from support.group_worlds import WORLDS
 from support.scheduler_steps import B, request_of, scheduler_of, step
 from support.seeds import seed_of
 
@@ -78,3 +82,26 @@ def test_no_room_is_said_exactly_where_there_is_none(options):
         if rng.random() < 0.5:
             manager.release(live.pop(rng.randrange(len(live))))
     assert min(counts.values()) > 10, counts
+
+
+class AskedAllocate:
+    """Allocates as the manager of a life does, in its place, and asks before whether there is no room."""
+
+    def __init__(self, life: GroupLife) -> None:
+        self._blocks, self._rng, self._allocate = RequestBlocks(life.manager), life.rng, life.manager.allocate
+        life.manager.allocate = self  # type: ignore[method-assign]
+
+    def __call__(self, seq_id: int, tokens: list[int], namespace: bytes, *options: Any) -> Any:
+        _, _, num_left_over, _ = options
+        num_spare, request = self._rng.choice([0, 0, 0, 1, 3]), SimpleNamespace(namespace=namespace)
+        lacks = self._blocks.lacks_room(request, np.array(tokens, np.int32), num_spare)  # type: ignore[arg-type]
+        given = self._allocate(seq_id, tokens, namespace, *options, num_spare=num_spare)
+        assert not lacks or num_left_over != 1, "no request waits that would fit"
+        return given
+
+
+@pytest.mark.parametrize("number", range(len(WORLDS)))
+def test_with_windows_states_pins_and_a_host_no_request_waits_that_would_fit(number):
+    life = WORLDS[number].life(seed_of(number))
+    AskedAllocate(life)
+    life.live(200, compare_every=50)
