@@ -12,6 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class TransparentMode(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
     """A mode under which native calls compute as they do without one."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Have torch call `__torch_dispatch__` itself. Its guard against torch.compile takes longer than the operator."""
+        return False
+
 
 def is_dispatch_watched() -> bool:
     """Return whether a mode other than one TransparentMode is active in this thread."""
