@@ -134,7 +134,9 @@ def calls_of(task: str, model: tf.PreTrainedModel, options: Any) -> Calls:
     if not task.startswith("generate"):
         engines = {name: make_engine(model, same_bits, num_blocks + 8) for name, same_bits in ways.items()}
         if task == "prompt":
-            return {n: functools.partial(prompt_seconds, engine, options.prompt_tokens) for n, engine in engines.items()}
+            return {
+                n: functools.partial(prompt_seconds, engine, options.prompt_tokens) for n, engine in engines.items()
+            }
         return {n: functools.partial(decode_seconds, engine, num_seqs, options.tokens) for n, engine in engines.items()}
     ids = torch.tensor(random_prompts([SHORT] * num_seqs, VOCAB))
     config = CacheConfig(BLOCK_SIZE, 2 * num_blocks + 8)
@@ -149,7 +151,9 @@ def calls_of(task: str, model: tf.PreTrainedModel, options: Any) -> Calls:
 
 def measure(kind: str, dtype: str, model: tf.PreTrainedModel, task: str, options: Any) -> Row:
     taken = in_turns(calls_of(task, model, options), options.rounds, measure=result, rotates=True)
-    times = {f"{name} ms": Figure.of(taken[name], 1e3) if name in taken else None for name in ("without", "with", "plain")}
+    times = {
+        f"{name} ms": Figure.of(taken[name], 1e3) if name in taken else None for name in ("without", "with", "plain")
+    }
     return {"model": kind, "dtype": dtype, "task": task, **times, "cost": Figure.ratio(taken["with"], taken["without"])}
 
 

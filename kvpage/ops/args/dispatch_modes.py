@@ -5,6 +5,8 @@ a TransparentMode, alone     the same: it asks for nothing but the operators tha
 any other                    operators of torch only, so that the mode sees them
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,3 +24,9 @@ def is_dispatch_watched() -> bool:
     """Return whether a mode other than one TransparentMode is active in this thread."""
     depth = torch._C._len_torch_dispatch_stack()
     return depth > 0 and not (depth == 1 and isinstance(torch._C._get_dispatch_stack_at(0), TransparentMode))
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Return a context whose operators a TransparentMode does not see, where it is the only mode."""
+    guard: AbstractContextManager[object] = nullcontext() if is_dispatch_watched() else torch._C._DisableTorchDispatch()
+    return guard
