@@ -47,6 +47,7 @@ COLUMNS = "{model:<12} {dtype} {task:<14} {without ms:>22.1f} {with ms:>22.1f} {
 
 
 def make_model(kind: str, dtype: torch.dtype) -> tf.PreTrainedModel:
+    model: Any  # whose `to` transformers annotates as another function
     if kind in OF_STATES:
         model = make_family(kind, Shape(OF_STATES[kind], LAYERS))
     else:
@@ -60,7 +61,8 @@ def make_model(kind: str, dtype: torch.dtype) -> tf.PreTrainedModel:
         torch.manual_seed(0)
         model = tf.AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | fields)).eval()
     model.generation_config.eos_token_id = None
-    return model.to(dtype)
+    result: tf.PreTrainedModel = model.to(dtype)
+    return result
 
 
 def spent(call: Callable[[], object]) -> float:

@@ -16,7 +16,7 @@ class TransparentMode(TorchDispatchMode):  # type: ignore[no-untyped-call, unuse
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Have torch call `__torch_dispatch__` itself. Its guard against torch.compile takes longer than the operator."""
+        """Have torch call `__torch_dispatch__` without its guard against torch.compile, dearer than an operator."""
         return False
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvpage.checks.errors import OptionError
-from kvpage.serving.model.native.bits.functional import Functional
+from kvpage.serving.model.native.bits.functional_forward import Functional
 from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.native.torch_threads import TorchThreads
 

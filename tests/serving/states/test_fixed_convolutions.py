@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from kvpage.checks.errors import OptionError
-from kvpage.serving.model.states.fixed_convolutions import CONVOLUTIONS, convolution_names, convolve, convolve_step
+from kvpage.serving.model.states.fixed.fixed_convolutions import (
+    CONVOLUTIONS,
+    convolution_names,
+    convolve,
+    convolve_step,
+)
 
 CHANNELS, SIZE, TOKENS = 13, 4, 37
 DTYPES = torch.float32, torch.bfloat16, torch.float16

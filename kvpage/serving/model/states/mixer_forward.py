@@ -9,7 +9,7 @@ from torch import nn
 
 from kvpage.serving.model.attention import StepMissing, current_step
 from kvpage.serving.model.native.bits.row_bits import RowBits
-from kvpage.serving.model.states.fixed_scans import FixedForward
+from kvpage.serving.model.states.fixed.fixed_scans import FixedForward
 from kvpage.serving.model.states.held_states import with_held_states
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.states.piece_cache import PieceCache

@@ -107,12 +107,12 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
         self._part, self._noted = number, self.replaced_in_mixers[number]
         self._is_in_part = bool(self._noted) and torch._C._len_torch_dispatch_stack() == 0
         if self._is_in_part:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call, unused-ignore]
 
     def _end_part(self) -> None:
         if self._is_in_part:
             self._is_in_part = False
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call, unused-ignore]
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-#include "linear/turned_kernel.h"
+#include "linear/experts/turned_kernel.h"
 
 namespace kvpage {
 

@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "linear/dot_tile_impl.h"
-#include "linear/turned_step_impl.h"
+#include "linear/experts/turned_step_impl.h"
 
 namespace kvpage {
 namespace {
@@ -42,9 +42,8 @@ __attribute__((noinline)) void add_tile(const TurnedTile<Step>& tile) {
   for (int64_t step = 0; step < num_steps; ++step, factors += kStripVectors)
     for_each_constant<kRows>([&](auto r) __attribute__((always_inline)) {
       const auto word = x[r * stride + step];
-      for_each_constant<kStripVectors>([&](auto v) __attribute__((always_inline)) {
-        total[r][v] = Step::add(total[r][v], factors[v], word);
-      });
+      for_each_constant<kStripVectors>(
+          [&](auto v) __attribute__((always_inline)) { total[r][v] = Step::add(total[r][v], factors[v], word); });
     });
   for_each_constant<kRows>([&](auto r) __attribute__((always_inline)) {
     for_each_constant<kStripVectors>([&](auto v) __attribute__((always_inline)) {

@@ -6,7 +6,7 @@
 // A Step has: kDepth, its rows of w; Word, of x in scratch; Factor, a vector of w's columns.
 #pragma once
 
-#include "linear/turned_kernel.h"
+#include "linear/experts/turned_kernel.h"
 #include "quantize/rows_impl.h"
 #include "simd/pairs.h"
 

@@ -1,4 +1,4 @@
-#include "linear/grouped_linear.h"
+#include "linear/experts/grouped_linear.h"
 
 #include <algorithm>
 #include <cstring>

@@ -20,11 +20,11 @@ from kvpage.cache.state_cache import StateKey
 from kvpage.ops.args.dispatch_modes import unseen
 from kvpage.ops.cpu.recurrence import recurrence
 from kvpage.serving.model.meaning import innermost, with_meaning
-from kvpage.serving.model.native.bits.functional import Functional
-from kvpage.serving.model.native.bits.functional_forward import NAME
+from kvpage.serving.model.native.bits.functional_forward import NAME, Functional
 from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.native.bits.whole_vectors import of_elements
-from kvpage.serving.model.states.fixed_convolutions import CONVOLUTIONS, convolution_names
+from kvpage.serving.model.states.fixed.fixed_convolutions import CONVOLUTIONS, convolution_names
+from kvpage.serving.model.states.fixed.scan_names import scan_names
 from kvpage.serving.model.states.mixer import StateMixer, limits_of
 from kvpage.serving.model.states.piece_cache import PieceCache
 
@@ -243,15 +243,6 @@ SCANS: dict[str, Callable[..., Any]] = {
     "mamba2_selective_state_update": FixedForward._step_of_heads,
 }
 """By the names that mixers call them by."""
-
-
-def scan_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of SCANS that a mixer's forward calls; none if the forward is not its class's."""
-    if "forward" in vars(module):
-        return ()
-    forward: Any = type(module).forward
-    names = tuple(name for name in SCANS if innermost(forward, name) is not None)
-    return names if all(with_meaning(forward, name, len) is not None for name in names) else ()
 
 
 def _recurrent_key(mixer: StateMixer) -> StateKey:

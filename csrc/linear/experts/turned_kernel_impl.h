@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "linear/experts/turned_tile_impl.h"
 #include "linear/gate_impl.h"
-#include "linear/turned_tile_impl.h"
 
 namespace kvpage {
 namespace {
