@@ -26,13 +26,13 @@ from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, seconds
 from kvpage.benchmarks.peer_process import PeerProcess, vllm_peer
 from kvpage.benchmarks.pictures import panels
-from kvpage.benchmarks.script import VLLM, finish, parse
+from kvpage.benchmarks.script import VLLM, finish, option, parse
 from kvpage.benchmarks.serving_bound import packed_product
 
 SHAPES = ((512, 512), (1536, 512), (512, 1536), (8192, 512), (1024, 1024), (4096, 1024), (1024, 4096))  # out, in
 ROWS = (1, 8, 32, 64, 256, 2048)
-DTYPES = (torch.float32, torch.bfloat16)
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+DTYPES = ("float32", "bfloat16", "float16")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SPEEDS = ("kvpage GF/s", "torch GF/s", "packed GF/s", "vllm GF/s")
 COLUMNS = "{dtype:<9} {rows:>5} {columns:>7} {size:>5}" + "".join(f" {{{name}:>20.1f}}" for name in SPEEDS)
 COLUMNS += " {of bound:>18.2f} {of torch:>18.2f}"
@@ -94,18 +94,19 @@ def measure_shape(
     }
 
 
-def measure(rows: list[int], rounds: int, peer: PeerProcess | None) -> Iterator[Row]:
+def measure(dtypes: list[str], rows: list[int], rounds: int, peer: PeerProcess | None) -> Iterator[Row]:
     flops = peak_flops(rounds)
     print(f"bound: {flops.median / 1e9:.0f} GF/s of fused multiply-adds, {torch.get_num_threads()} threads")
-    for dtype, (columns, size), num_rows in itertools.product(DTYPES, SHAPES, rows):
-        yield measure_shape(num_rows, columns, size, dtype, flops, rounds, peer)
+    for dtype, (columns, size), num_rows in itertools.product(dtypes, SHAPES, rows):
+        yield measure_shape(num_rows, columns, size, getattr(torch, dtype), flops, rounds, peer)
 
 
 def main() -> None:
-    options = parse("linear", __doc__, rounds=7, threads=1, rows=ROWS, vllm=VLLM)
+    dtypes = option(list(DTYPES[:2]), choices=DTYPES)
+    options = parse("linear", __doc__, rounds=7, threads=1, dtypes=dtypes, rows=ROWS, vllm=VLLM)
     torch.manual_seed(0)
     with vllm_peer(options.vllm, "linear", options.threads) as peer:
-        rows = shown(COLUMNS, measure(options.rows, options.rounds, peer))
+        rows = shown(COLUMNS, measure(options.dtypes, options.rows, options.rounds, peer))
     scales = {"xscale": "log", "ylabel": "GF/s", "style": "o"}
     finish(options, lambda path: panels(path, rows, "dtype", x="rows", values=SPEEDS, **scales), rows=rows)
 

@@ -2,8 +2,8 @@
 #include "linear/linear.h"
 #include "bindings/addresses.h"
 #include "bindings/bindings.h"
+#include "linear/experts/grouped_linear.h"
 #include "linear/fast_types.h"
-#include "linear/grouped_linear.h"
 #include "linear/rms_norm.h"
 #include "recurrence/recurrence.h"
 

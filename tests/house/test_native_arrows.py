@@ -36,6 +36,7 @@ ROOMS = {
     "blend": "rows of tokens rotated and mixed",
     "sampling": "one token for each row of logits",
     "linear": "rows times weights, and norms of rows",
+    "linear/experts": "rows times the weights of their groups, as they lie",
     "recurrence": "tokens through linear recurrences, one by one",
     "bindings": "the only room that knows Python",
 }

@@ -20,7 +20,7 @@ from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.assembly import parts
 from kvpage.serving.model.native import linear
 from kvpage.serving.model.native.bits import experts_forward
-from kvpage.serving.model.states import fixed_scans
+from kvpage.serving.model.states.fixed import fixed_scans
 from kvpage.store import KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
 DTYPES = torch.float32, torch.bfloat16

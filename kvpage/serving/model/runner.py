@@ -49,8 +49,7 @@ class ModelRunner:
         self.model = model
         self._holds_interrupts = holds_interrupts
         self.state_layout = None if states is None else states.layout
-        threads = None if row_bits is None else row_bits.threads
-        forwards = {} if states is None else view_forwards(states.mixers, threads)
+        forwards = {} if states is None else view_forwards(states.mixers, row_bits)
         self._view = ModelView(model, native, UNCOMPILED if compiles else IMPLEMENTATION, forwards)
         self._has_adapters = False
         self._compiled: Any = torch.compile(self._view.module, dynamic=True) if compiles else None

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvpage.checks.errors import OptionError
+from kvpage.serving.model.native.bits.functional_forward import Functional
 from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.native.torch_threads import TorchThreads
 
@@ -148,3 +149,53 @@ def test_it_is_left_out_where_torch_may_compute_as_it_comes() -> None:
     with bits:
         F.silu(x[:, :5])
     assert bits.is_needed(1)
+
+
+# --- parts of mixers --------------------------------------------------------------------------------------------------
+
+
+def test_a_mixer_is_looked_at_in_the_parts_that_need_it() -> None:
+    bits = mode()
+
+    def mixer() -> list[bool]:
+        """Return whether each of three parts is looked at; the second replaces an operator."""
+        active = []
+        with bits.of_mixer():
+            for part in range(3):
+                active.append(torch._C._len_torch_dispatch_stack() > 0)
+                F.silu(torch.ones(7 if part == 1 else 64))
+                if part < 2:
+                    bits.next_part()
+        return active
+
+    with torch.no_grad():
+        with bits:
+            assert mixer() == [True, True, True]
+        assert (bits.replaced, {part for part, names in bits.replaced_in_mixers.items() if names}) == (set(), {1})
+        assert mixer() == [False, True, False]
+        with bits:
+            F.silu(torch.ones(7))
+        assert bits.replaced == {"silu"}
+
+
+def test_a_mixer_that_raises_leaves_no_mode() -> None:
+    bits = mode()
+    bits.replaced_in_mixers[1].add("silu")
+    with pytest.raises(ZeroDivisionError), bits.of_mixer():
+        bits.next_part()
+        assert torch._C._len_torch_dispatch_stack() == 1
+        raise ZeroDivisionError
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["sigmoid", "silu", "softplus"])
+def test_functions_by_name_need_no_mode(name: str, dtype: torch.dtype) -> None:
+    function = getattr(Functional(TorchThreads()), name)
+    x = rows(MOST, 7, dtype)
+    with torch.no_grad():
+        alone = torch.cat([function(row[None]) for row in x])
+        for num in NUMS:
+            assert torch.equal(function(x[:num]), alone[:num])
+        torch.testing.assert_close(alone, getattr(F, name)(x), rtol=2e-2, atol=2e-2)
+        assert torch.equal(Functional(TorchThreads()).relu(x), x.relu())

@@ -17,7 +17,7 @@ from torch import nn
 
 from kvpage.ops.cpu.host_layers import host_rms_norm
 from kvpage.serving.model.native.bits.experts_forward import experts_forward
-from kvpage.serving.model.native.bits.router_forward import router_forward, routers_of
+from kvpage.serving.model.native.bits.functional_forward import functional_forward, routers_of
 from kvpage.serving.model.native.containers import containers_of, is_the_models
 from kvpage.serving.model.native.gated_mlp import GatedForward, activation_of
 from kvpage.serving.model.native.linear import NativeLinear, is_factor, product_of_torch
@@ -90,11 +90,10 @@ class NativeLayers:
         activation = activation_of(module)
         if activation is not None:
             return GatedForward(copy, activation, is_factor, self.threads)
-        for fixed in (experts_forward, router_forward) if self._is_forced else ():
-            forward: Any = fixed(module, copy, self.threads)
-            if forward is not None:
-                return forward
-        return self._rotary.forward_of(module, copy)
+        rotated = self._rotary.forward_of(module, copy)
+        if rotated is not None or not self._is_forced:
+            return rotated
+        return experts_forward(module, copy, self.threads) or functional_forward(module, copy, self.threads)
 
 
 def is_wholly_native(view: nn.Module) -> bool:

@@ -1,14 +1,15 @@
 """MixerForward: the forward of a mixer's copy in a view of the model."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from kvpage.serving.model.attention import StepMissing, current_step
-from kvpage.serving.model.native.torch_threads import TorchThreads
-from kvpage.serving.model.states.fixed_scans import FixedForward
+from kvpage.serving.model.native.bits.row_bits import RowBits
+from kvpage.serving.model.states.fixed.fixed_scans import FixedForward
 from kvpage.serving.model.states.held_states import with_held_states
 from kvpage.serving.model.states.mixer import StateMixer
 from kvpage.serving.model.states.piece_cache import PieceCache
@@ -21,12 +22,13 @@ class MixerForward:
 
     It takes the place of the forward that the copy has when it is made, and calls that one for each piece.
 
-    threads: of the view, for mixers that are fixed.
+    bits: of the view, whose mixers may be fixed; None for other views.
     """
 
-    def __init__(self, mixer: StateMixer, copy: nn.Module, threads: TorchThreads | None = None) -> None:
-        self.mixer, self._copy = mixer, copy
-        self._fixed = FixedForward(mixer, copy, threads or TorchThreads()) if mixer.is_fixed else None
+    def __init__(self, mixer: StateMixer, copy: nn.Module, bits: RowBits | None = None) -> None:
+        self.mixer, self._copy, self._bits = mixer, copy, bits
+        assert bits is not None or not mixer.is_fixed, "mixers are fixed for row_bits alone"
+        self._fixed = FixedForward(mixer, copy, bits) if mixer.is_fixed and bits is not None else None
         self._own: Any = vars(copy).get("forward")
         self._scanned = ScannedForward.of(mixer, copy) if mixer.is_stepwise else None
 
@@ -47,6 +49,13 @@ class MixerForward:
         is_answer: Whether its tokens were generated: `generate` computes these one by one.
         """
         args, kwargs = self._with_cache(args, kwargs, cache)
+        with self._looked_at():
+            return self._compute(cache, args, kwargs, is_answer)
+
+    def _looked_at(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._bits is None else self._bits.of_mixer()
+
+    def _compute(self, cache: PieceCache, args: tuple[Any, ...], kwargs: dict[str, Any], is_answer: bool) -> Any:
         if self._fixed is not None:
             return self._fixed.compute(cache, args, kwargs)
         if self.mixer.steps_apart and not is_answer:
@@ -78,11 +87,11 @@ class MixerForward:
 
 
 def view_forwards(
-    mixers: Iterable[StateMixer], threads: TorchThreads | None = None
+    mixers: Iterable[StateMixer], bits: RowBits | None = None
 ) -> dict[nn.Module, Callable[[nn.Module], Any] | None]:
-    """Return what a view does with the modules of mixers: see ModelView. threads: of the view."""
+    """Return what a view does with the modules of mixers: see ModelView. bits: of the view."""
     forwards: dict[nn.Module, Callable[[nn.Module], Any] | None] = {}
     for mixer in mixers:
-        forwards[mixer.module] = partial(MixerForward, mixer, threads=threads)
+        forwards[mixer.module] = partial(MixerForward, mixer, bits=bits)
         forwards.update((mixer.module.get_submodule(name), None) for name in mixer.holds)
     return forwards

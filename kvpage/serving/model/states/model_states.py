@@ -20,7 +20,7 @@ from kvpage.serving.model.hf_cache.argument import CACHE_ARGUMENTS, checked_cach
 from kvpage.serving.model.hf_cache.seen_cache import SeenCache, SeenState
 from kvpage.serving.model.kv_shape import KVShape
 from kvpage.serving.model.states.continuation import Continuation
-from kvpage.serving.model.states.fixed_scans import scan_names
+from kvpage.serving.model.states.fixed.scan_names import scan_names
 from kvpage.serving.model.states.held_states import held_states, without_own_states
 from kvpage.serving.model.states.mixer import StateMixer, limits_of
 from kvpage.serving.model.states.scan_step import Shapes, steps_apart, takes_several

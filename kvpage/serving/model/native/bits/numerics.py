@@ -5,13 +5,13 @@ import transformers
 
 import kvpage._C as _C
 
-VERSION = 2
+VERSION = 3
 """Grows with every change of a native operation that changes a bit of a result."""
 
 
 def numerics_name() -> str:
     """Return the name for this machine and these packages: for example
-    "1 avx512bf16 torch 2.13.0 AVX512 transformers 5.24.0".
+    "3 avx512bf16 torch 2.13.0 AVX512 transformers 5.24.0".
 
     Returns:
         The version of kvpage's arithmetic, the instruction set of its products, the version of torch, the instruction

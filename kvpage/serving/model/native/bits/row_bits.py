@@ -7,10 +7,13 @@
                 another     ─► OptionError, with its name
 
 Native layers and attention compute as ever: they have that property by themselves. Where a model calls nothing but
-these and operators that torch may compute as they come, the mode is left out, and costs nothing.
+these and operators that torch may compute as they come, the mode is left out, and costs nothing. Where mixers alone
+call others, it is active in mixers alone, and there in the parts that do: before, between and after their native calls.
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +44,8 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
     """The mode of one model's view, for one thread.
 
     threads: the limit within which torch keeps to one thread: with more, they cut runs of elements at any place.
-    replaced: the operators that torch would not compute as they come, so far.
+    replaced: the operators that torch would not compute as they come, so far, outside of mixers.
+    replaced_in_mixers: the same, of mixers that keep states, by the number of native calls before.
     checked_version: that of the view whose operators are all known, see `is_needed`; None for none.
     """
 
@@ -49,9 +53,12 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.threads = threads
         self.replaced: set[str] = set()
+        self.replaced_in_mixers: defaultdict[int, set[str]] = defaultdict(set)
+        self._noted = self.replaced
+        self._part, self._is_in_part = 0, False
         self.checked_version: int | None = None
         self._model_name = model_name
-        self._rules: dict[Any, tuple[str, Rule | None]] = {}
+        self._rules: dict[int, tuple[str, Rule | None]] = {}  # by the id of an operator, which torch keeps for good
 
     @classmethod
     def of_model(cls, model: PreTrainedModel, threads: TorchThreads) -> "RowBits":
@@ -71,7 +78,7 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
         self.checked_version = version
 
     def is_needed(self, version: int) -> bool:
-        """Return whether a forward of a view needs the mode.
+        """Return whether a whole forward of a view needs the mode.
 
         version: of the view, whose modules may be others than those that were checked. Autocast, and modes of the
         caller's, take calls from native layers.
@@ -80,12 +87,39 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
             return True
         return torch.is_autocast_enabled("cpu") or is_dispatch_watched() or torch._C._len_torch_function_stack() > 0
 
+    @contextmanager
+    def of_mixer(self) -> Iterator[None]:
+        """Be active in those parts inside that need it, and note what is replaced there as a mixer's."""
+        before = self._noted
+        self._begin_part(0)
+        try:
+            yield
+        finally:
+            self._end_part()
+            self._noted = before
+
+    def next_part(self) -> None:
+        """Begin the next part of a mixer: it is about to make a native call."""
+        self._end_part()
+        self._begin_part(self._part + 1)
+
+    def _begin_part(self, number: int) -> None:
+        self._part, self._noted = number, self.replaced_in_mixers[number]
+        self._is_in_part = bool(self._noted) and torch._C._len_torch_dispatch_stack() == 0
+        if self._is_in_part:
+            self.__enter__()  # type: ignore[no-untyped-call, unused-ignore]
+
+    def _end_part(self) -> None:
+        if self._is_in_part:
+            self._is_in_part = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call, unused-ignore]
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        known = self._rules.get(function)
+        known = self._rules.get(id(function))  # by its hash, which is Python code, takes longer
         if known is None:
-            known = self._rules[function] = self._rule_of(function)
+            known = self._rules[id(function)] = self._rule_of(function)
         name, rule = known
         kwargs = kwargs or {}
         return function(*args, **kwargs) if rule is None else rule(function, name, args, kwargs)
@@ -135,11 +169,11 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
             return self._refuse(function, name, args, kwargs, f"along axis {args[1]}")
         if x.is_contiguous():
             return function(*args, **kwargs)
-        self.replaced.add(name)
+        self._noted.add(name)
         return function(x.contiguous(), *args[1:], **kwargs)
 
     def _multiply(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-        self.replaced.add(name)
+        self._noted.add(name)
         try:
             return product(name, args, kwargs, self.threads.caller or torch.get_num_threads())
         except UnfixedProduct as error:
@@ -152,7 +186,7 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
             return self._refuse(function, name, args, kwargs, "of several tensors")
         if (name.startswith("pow") and others[0] in EXACT_POWERS) or takes_vectors_alone(function, x, others, kwargs):
             return function(*args, **kwargs)
-        self.replaced.add(name)
+        self._noted.add(name)
         if not name.endswith("_"):
             return by_vectors(function, x, others, kwargs)
         return x.copy_(by_vectors(getattr(torch.ops.aten, name.removesuffix("_")), x, others, kwargs))

@@ -23,6 +23,11 @@ def takes_vectors_alone(function: Function, x: torch.Tensor, others: tuple[Any, 
     return x.shape[-1:].numel() % WHOLE == 0 or _has_equal_ends(function, x.dtype, others, tuple(kwargs.items()))
 
 
+def of_elements(function: Function, x: torch.Tensor) -> torch.Tensor:
+    """Return function(x), each element by the formula of whole vectors."""
+    return function(x) if takes_vectors_alone(function, x, (), {}) else by_vectors(function, x, (), {})
+
+
 def by_vectors(function: Function, x: torch.Tensor, others: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Return function(x, *others, **kwargs), in memory as torch lays it out."""
     num = x.numel()

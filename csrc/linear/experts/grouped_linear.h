@@ -1,8 +1,8 @@
 // grouped_linear: rows in groups, each times the weight of its group, over threads: the experts of a model.
 #pragma once
 
+#include "linear/experts/turned_kernel.h"
 #include "linear/linear.h"
-#include "linear/turned_kernel.h"
 
 namespace kvpage {
 

@@ -1,7 +1,8 @@
-#include "linear/grouped_linear.h"
+#include "linear/experts/grouped_linear.h"
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "base/check.h"
@@ -73,27 +74,52 @@ void multiply_group(const GroupedLinear& args, const Group& group, int max_threa
 
 // --- turned weights: panels of columns, of one group after the other -------------------------------------------------
 
-void multiply_panel(const GroupedLinear& args, const Group& group, int64_t first, std::vector<float>& scratch) {
-  const int64_t element = row_element_bytes(args.type, 0), x_stride = args.size + 16;
-  scratch.resize(static_cast<size_t>(kTurnedRows * (x_stride + kTurnedColumns)));
-  float* const sums = scratch.data() + kTurnedRows * x_stride;
+// A thread's own. Parts begin on a cache line.
+class TurnedScratch {
+ public:
+  explicit TurnedScratch(int64_t size)
+      : x_stride((size + kLine) / kLine * kLine),
+        words_(static_cast<size_t>(kLine + kTurnedPacked + kTurnedRows * (kTurnedColumns + x_stride))),
+        first_(words_.data()) {
+    void* place = first_;
+    size_t space = words_.size() * kTurnedWord;
+    first_ = static_cast<float*>(std::align(64, (words_.size() - kLine) * kTurnedWord, place, space));
+  }
+
+  std::byte* packed() const { return reinterpret_cast<std::byte*>(first_); }
+  float* sums() const { return first_ + kTurnedPacked; }
+  std::byte* x(int64_t row) const {
+    return reinterpret_cast<std::byte*>(sums() + kTurnedRows * kTurnedColumns + row * x_stride);
+  }
+
+  const int64_t x_stride;
+
+ private:
+  static constexpr int64_t kLine = 16;  // words
+  std::vector<float> words_;
+  float* first_;
+};
+
+void multiply_panel(const GroupedLinear& args, const Group& group, int64_t first, const TurnedScratch& scratch) {
+  const int64_t element = row_element_bytes(args.type, 0);
   const std::byte* const bias = bias_of(args, group);
   for (int64_t begin = group.begin; begin < group.end; begin += kTurnedRows) {
     const int64_t num_rows = std::min(kTurnedRows, group.end - begin);
     for (int64_t row = 0; row < num_rows; ++row)
-      args.turned->widen(args.type, args.x.data + args.rows[begin + row] * args.x.row_stride, args.size,
-                         scratch.data() + row * x_stride);
-    args.turned->multiply({args.type, scratch.data(), x_stride, num_rows, args.size,
+      args.turned->stage(args.type, args.x.data + args.rows[begin + row] * args.x.row_stride, args.size,
+                         scratch.x(row));
+    args.turned->multiply({args.type, scratch.x(0), scratch.x_stride, num_rows, args.size,
                            args.w.data + group.number * args.w.group_stride + first * element, args.w.row_stride,
                            std::min(kTurnedColumns, args.num_columns - first), bias ? bias + first * element : nullptr,
-                           args.out.data + begin * args.out.row_stride + first * element, args.out.row_stride, sums});
+                           args.out.data + begin * args.out.row_stride + first * element, args.out.row_stride,
+                           scratch.sums(), scratch.packed()});
   }
 }
 
 void multiply_turned(const GroupedLinear& args, const std::vector<Group>& groups, int num_threads) {
   const int64_t num_panels = (args.num_columns + kTurnedColumns - 1) / kTurnedColumns;
   parallel_for(static_cast<int64_t>(groups.size()) * num_panels, num_threads, [&](int64_t begin, int64_t end) {
-    std::vector<float> scratch;
+    const TurnedScratch scratch(args.size);
     for (int64_t item = begin; item < end; ++item)
       multiply_panel(args, groups[item / num_panels], item % num_panels * kTurnedColumns, scratch);
   });

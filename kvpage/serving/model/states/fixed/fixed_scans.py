@@ -4,7 +4,8 @@
     here           both by one recurrence of the C++ core: a token's bits depend on the tokens before it alone
 
 A mixer calls its scans by names of its own file. The copy's forward is the same code, in which these names mean the
-scans here. All compute in fp32, and take what the scans of transformers take.
+scans here. All compute in fp32, and take what the scans of transformers take. Their operators give a row the same bits
+in every batch as they come, so that none is looked at: see RowBits. Convolutions are found in the same way.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,9 +17,14 @@ import torch
 from torch import nn
 
 from kvpage.cache.state_cache import StateKey
+from kvpage.ops.args.dispatch_modes import unseen
 from kvpage.ops.cpu.recurrence import recurrence
 from kvpage.serving.model.meaning import innermost, with_meaning
-from kvpage.serving.model.native.torch_threads import TorchThreads
+from kvpage.serving.model.native.bits.functional_forward import NAME, Functional
+from kvpage.serving.model.native.bits.row_bits import RowBits
+from kvpage.serving.model.native.bits.whole_vectors import of_elements
+from kvpage.serving.model.states.fixed.fixed_convolutions import CONVOLUTIONS, convolution_names
+from kvpage.serving.model.states.fixed.scan_names import scan_names
 from kvpage.serving.model.states.mixer import StateMixer, limits_of
 from kvpage.serving.model.states.piece_cache import PieceCache
 
@@ -26,16 +32,20 @@ EPS = 1e-6  # of the norm of keys
 
 
 class FixedForward:
-    """The forward of one copy. threads: their `caller` is how many compute."""
+    """The forward of one copy. bits: of the view; the `caller` of their threads is how many compute."""
 
-    def __init__(self, mixer: StateMixer, copy: Any, threads: TorchThreads) -> None:
-        self._copy, self._threads, self._key = copy, threads, _recurrent_key(mixer)
+    def __init__(self, mixer: StateMixer, copy: Any, bits: RowBits) -> None:
+        self._copy, self._bits, self._key = copy, bits, _recurrent_key(mixer)
         self._limits = limits_of(mixer.module)
         self._starts: Iterator[torch.Tensor] = iter(())
         self._own: Any = type(copy).forward
         forward = self._own
         for name in scan_names(mixer.module):
-            forward = with_meaning(forward, name, partial(SCANS[name], self))
+            forward = with_meaning(forward, name, partial(self._native, SCANS[name], self))
+        for name in convolution_names(forward):
+            forward = with_meaning(forward, name, partial(self._native, CONVOLUTIONS[name]))
+        if innermost(forward, NAME) is not None:
+            forward = with_meaning(forward, NAME, Functional(bits.threads))
         assert type(forward) is FunctionType, "the mixer is fixed"
         self._forward = MethodType(forward, copy)
 
@@ -52,9 +62,14 @@ class FixedForward:
         self._starts = iter(() if state is None else [state] if state.dim() == 3 else state.unbind(1))
         return self._forward(*args, **kwargs)
 
+    def _native(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._bits.next_part()
+        with unseen():
+            return function(*args, **kwargs)
+
     @property
     def _num_threads(self) -> int:
-        return self._threads.caller or torch.get_num_threads()
+        return self._bits.threads.caller or torch.get_num_threads()
 
     def _delta_rule(
         self,
@@ -141,7 +156,7 @@ class FixedForward:
         )
         _keep(state, after)
         result: torch.Tensor = out[:, 0]
-        return result if z is None else result * nn.functional.silu(z)  # as models do after a scan
+        return result if z is None else result * of_elements(nn.functional.silu, z)  # as models do after a scan
 
     def _scan_of_channels(
         self,
@@ -214,7 +229,7 @@ class FixedForward:
             num_threads=self._num_threads,
         ).squeeze(2)
         out = out if D is None else out + x * D.float()
-        return out if z is None else out * nn.functional.silu(z.float())
+        return out if z is None else out * of_elements(nn.functional.silu, z.float())
 
 
 SCANS: dict[str, Callable[..., Any]] = {
@@ -230,28 +245,20 @@ SCANS: dict[str, Callable[..., Any]] = {
 """By the names that mixers call them by."""
 
 
-def scan_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of SCANS that a mixer's forward calls; none if the forward is not its class's."""
-    if "forward" in vars(module):
-        return ()
-    forward: Any = type(module).forward
-    names = tuple(name for name in SCANS if innermost(forward, name) is not None)
-    return names if all(with_meaning(forward, name, len) is not None for name in names) else ()
-
-
 def _recurrent_key(mixer: StateMixer) -> StateKey:
     (key,) = (key for key in mixer.keys if key[1] == "recurrent")
     return key
 
 
 def _normalized(rows: torch.Tensor) -> torch.Tensor:
-    return rows * (rows * rows).sum(-1, keepdim=True).add(EPS).rsqrt()
+    rows = rows.contiguous()
+    return rows / (rows * rows).sum(-1, keepdim=True).add(EPS).sqrt()
 
 
 def _steps(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
     """Return the time steps [..., channels or heads]."""
     steps = dt.float() if bias is None else dt.float() + bias.float()
-    return nn.functional.softplus(steps) if softplus else steps
+    return of_elements(nn.functional.softplus, steps) if softplus else steps
 
 
 def _keep(state: torch.Tensor, after: torch.Tensor) -> None:

@@ -1,0 +1,1 @@
+"""Scans and convolutions of mixers that compute token by token, in prompts as in answers."""
