@@ -18,7 +18,7 @@ namespace kvpage {
 
 constexpr int64_t kTurnedRows = 48;      // of x at once
 constexpr int64_t kTurnedColumns = 256;  // of a panel: a multiple of any vector
-constexpr int64_t kTurnedPacked = 4096;  // words of w in scratch at once: half of a first cache
+constexpr int64_t kTurnedPacked = 16384;  // words of w in scratch at once, in the second cache
 constexpr int64_t kTurnedWord = 4;       // bytes of a word of x in scratch: a number, or a pair of them
 
 // Strides in bytes, but that of x.

@@ -2,7 +2,9 @@
 //
 //                 kStrip columns
 //   w   k ..      ═════════════   kBlockSteps steps of them, one after the other in scratch, as factors
-//   x             kTileRows rows at a time, all of which read these factors out of the first cache
+//   x             kHighest rows at a time, all of which read these factors out of the first cache
+//
+// All strips of a panel are put there at once, so that w is read along its rows.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +19,7 @@ namespace {
 constexpr int64_t kHighest = 6;
 constexpr int64_t kStripVectors = kLanes == 16 ? 4 : 2;
 constexpr int64_t kStrip = kStripVectors * kLanes;
-constexpr int64_t kBlockSteps = kTurnedPacked / kStrip;
+constexpr int64_t kBlockSteps = kTurnedPacked / kTurnedColumns;
 static_assert(kTurnedColumns % kStrip == 0);
 
 template <typename Step>
@@ -64,31 +66,32 @@ void add_rows_of(int64_t num_rows, const TurnedTile<Step>& tile) {
   }
 }
 
-// Steps [begin, end) of `kStrip` columns, or as many as there are, with zeros after them.
+// Steps [begin, end) of all columns, strip by strip, with zeros after the last column of w.
 template <typename Step>
-void pack_strip(const TurnedTask& task, int64_t begin, int64_t end, int64_t column, typename Step::Factor* to) {
+void pack_block(const TurnedTask& task, int64_t begin, int64_t end, typename Step::Factor* to) {
   constexpr int64_t kBytes = sizeof(typename Step::Element);
+  const int64_t num_vectors = (task.num_columns + kStrip - 1) / kStrip * kStripVectors;
   for (int64_t step = begin; step < end; ++step) {
     const int64_t k = step * Step::kDepth;
-    for (int64_t at = column; at < column + kStrip; at += kLanes, ++to) {
-      const int64_t count = std::clamp<int64_t>(task.num_columns - at, 0, kLanes);
-      *to = count == 0 ? typename Step::Factor{}
-                       : Step::factor(task.w + k * task.w_stride + at * kBytes, task.w_stride, task.size - k, count);
+    const std::byte* const row = task.w + k * task.w_stride;
+    for (int64_t vector = 0; vector < num_vectors; ++vector) {
+      const int64_t column = vector * kLanes, count = std::min<int64_t>(task.num_columns - column, kLanes);
+      const int64_t place = (vector / kStripVectors * (end - begin) + step - begin) * kStripVectors;
+      to[place + vector % kStripVectors] =
+          count <= 0 ? typename Step::Factor{}
+                     : Step::factor(row + column * kBytes, task.w_stride, task.size - k, count);
     }
   }
 }
 
-// All rows of the task, in tiles of nearly the same height.
+// All rows of the task, in tiles of nearly the same height. x: from the block's first step on.
 template <typename Step>
-void add_strip(const TurnedTask& task, int64_t begin, int64_t end, int64_t column) {
-  auto* const factors = reinterpret_cast<typename Step::Factor*>(task.packed);
-  pack_strip<Step>(task, begin, end, column, factors);
+void add_strip(const TurnedTask& task, const typename Step::Factor* factors, const typename Step::Word* x,
+               int64_t num_steps, float* sums) {
   const int64_t num_tiles = (task.num_rows + kHighest - 1) / kHighest;
-  const auto* x = reinterpret_cast<const typename Step::Word*>(task.x) + begin;
-  float* sums = task.sums + column;
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t height = task.num_rows / num_tiles + (tile < task.num_rows % num_tiles);
-    add_rows_of<Step>(height, {factors, x, task.x_stride, end - begin, sums});
+    add_rows_of<Step>(height, {factors, x, task.x_stride, num_steps, sums});
     x += height * task.x_stride;
     sums += height * kTurnedColumns;
   }
@@ -96,9 +99,14 @@ void add_strip(const TurnedTask& task, int64_t begin, int64_t end, int64_t colum
 
 template <typename Step>
 void add_all_by_tiles(const TurnedTask& task, int64_t num_steps) {
-  for (int64_t begin = 0; begin < num_steps; begin += kBlockSteps)
-    for (int64_t column = 0; column < task.num_columns; column += kStrip)
-      add_strip<Step>(task, begin, std::min(begin + kBlockSteps, num_steps), column);
+  auto* const factors = reinterpret_cast<typename Step::Factor*>(task.packed);
+  const auto* const x = reinterpret_cast<const typename Step::Word*>(task.x);
+  for (int64_t begin = 0; begin < num_steps; begin += kBlockSteps) {
+    const int64_t count = std::min(kBlockSteps, num_steps - begin);
+    pack_block<Step>(task, begin, begin + count, factors);
+    for (int64_t strip = 0; strip * kStrip < task.num_columns; ++strip)
+      add_strip<Step>(task, factors + strip * count * kStripVectors, x + begin, count, task.sums + strip * kStrip);
+  }
 }
 
 }  // namespace
