@@ -65,7 +65,8 @@ def test_a_turn_of_an_adapter_keeps_its_own_blocks_and_the_next_one_finds_them(s
         tokens = tokens_of(server, name)
         num_blocks = (len(tokens) - 1) // B
         assert call(server, "POST", path, retain)[1]["retained_blocks"] == num_blocks
-        assert call(server, "POST", path, {"action": "pause", "expected_seconds": 30})[1]["paused_in"] == "host"
+        paused = call(server, "POST", path, {"action": "pause", "expected_seconds": 30})[1]["paused_in"]
+        assert paused in ("host", "device"), "as measured speeds of loads have it"
         longer = [*tokens, 7, 8]
         assert num_cached(server, longer, adapter) == num_blocks * B
         assert turn(server, name, longer, model=model) == len(longer) - num_blocks * B

@@ -73,7 +73,8 @@ def test_actions_work_by_a_response_and_a_stream_is_a_turn(server):
     assert name == "main" and num_tokens > num_first
     status, state = call(server, "POST", path, {"action": "retain", "ttl_seconds": 60})
     assert (status, state["id"]) == (200, first) and state["retained_blocks"] == (num_tokens - 1) // B
-    assert call(server, "POST", path, {"action": "pause", "expected_seconds": 30})[1]["paused_in"] == "host"
+    paused = call(server, "POST", path, {"action": "pause", "expected_seconds": 30})[1]["paused_in"]
+    assert paused in ("host", "device"), "as measured speeds of loads have it"
     third, num_third = respond(server, f"resp_{second}")
     assert call(server, "GET", path)[1]["paused_in"] is None and branches(server, first) == {"main": num_third}
     edit = {"action": "edit", "start": 3, "end": 4, "tokens": [5, 6]}
