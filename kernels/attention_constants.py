@@ -37,7 +37,9 @@ class AttentionConstants(Constants):
     MAX_SPLITS: splits that a sequence has at most.
     IDS: block ids that are checked at a time.
     SEARCH: sequences that are searched at a time.
-    KEYS: "all" of a sequence, those "shared" by a group of sequences, or the sequence's "own" ones after these.
+    KEYS: "all" of a sequence, those "shared" by a group of sequences, or the sequence's "own" ones after these; or all
+        in "fixed" splits, see kvpage.kernels.attention_fixed.
+    SPLIT_TILES: tiles of keys of a fixed split; 0 where splits follow from the lengths.
     BIT: of the error word, for a block id out of range.
     """
 
@@ -75,6 +77,7 @@ class AttentionConstants(Constants):
     MIN_SPLIT_TILES: int
     DEPENDENT: bool
     KEYS: str = "all"
+    SPLIT_TILES: int = 0
     MAX_SPLITS: int = MAX_SPLITS
     IDS: int = IDS
     SEARCH: int = SEARCH
@@ -89,6 +92,11 @@ class AttentionConstants(Constants):
     def IS_OWN(self) -> bool:
         """Whether keys are those after a sequence's groups."""
         return self.KEYS == "own"
+
+    @property
+    def IS_FIXED(self) -> bool:
+        """Whether splits lie at fixed positions."""
+        return self.KEYS == "fixed"
 
     @property
     def MOST_WHOLE(self) -> int:

@@ -15,15 +15,21 @@ import triton.language as tl
 
 from kvpage.kernels.attention import paged_attention_kernel
 from kvpage.kernels.attention_constants import AttentionConstants
+from kvpage.kernels.attention_fixed import fixed_attention_kernel, merge_fixed_kernel
 from kvpage.kernels.attention_merge import MERGED, merge_splits_kernel
 from kvpage.kernels.attention_plan import (
+    ANY_NUMBER,
+    MAX_SPLITS,
     MIN_ROWS,
     Sizes,
     Tile,
+    choose_fixed_splits,
+    choose_fixed_tile,
     choose_items,
     choose_pieces,
     choose_tile,
     min_keys_of_split,
+    split_tiles,
 )
 from kvpage.kernels.prepared import HAS_DEPENDENT_LAUNCH, VERSION, Grid, Prepared, PreparedKinds, addresses_of, form
 from kvpage.kernels.quantize import INTERPRETED
@@ -34,6 +40,7 @@ _COMPUTE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float1
 ALIGNED = (*range(6), 11, 12, 13)  # tensors on whose alignment the kernel is specialised
 # The compiler of 3.2 aborts at assembly with two results, and at conversions of e4m3 for some products.
 WIDENS_BYTES = bool(INTERPRETED) or VERSION >= (3, 3)
+FIXED_MERGE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # sums as those of one program
 _STORED = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -48,7 +55,8 @@ class Rows(NamedTuple):
 class DeviceSequences(NamedTuple):
     """All on the device but the bounds. seq_lens, query_lens: [num_seqs], the latter None for one each.
     num_decodes: sequences at the beginning that have one query each, as far as the host knows them. shared: int64
-    [9, num_decodes, or num_seqs of one query each], see PlanRow; None where nothing is shared."""
+    [9, num_decodes, or num_seqs of one query each], see PlanRow; None where nothing is shared. has_fixed_order: whether
+    a row's sums must have one order, see kvpage.kernels.attention_fixed."""
 
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]
     seq_lens: torch.Tensor
@@ -57,6 +65,7 @@ class DeviceSequences(NamedTuple):
     max_query_len: int
     num_decodes: int = 0
     shared: torch.Tensor | None = None
+    has_fixed_order: bool = False
 
     def decodes(self) -> "DeviceSequences":
         """Return the sequences at the beginning that have one query each."""
@@ -92,6 +101,28 @@ class Plan(NamedTuple):
     head_tiles: int
     num_pieces: int  # of the keys of all sequences; 0 where none is split
     num_items: int  # a bound of each tile's splits, added up
+
+
+def fixed_plan_of(
+    query: torch.Tensor,
+    value_size: int,
+    key: Rows,
+    value: Rows | None,
+    sequences: DeviceSequences,
+    device: Device,
+    has_window: bool,
+) -> Plan:
+    """Choose what plan_of does, for fixed splits: tiles by sizes alone. num_pieces: 1 for a program each split."""
+    num_tokens, num_seqs = len(query), len(sequences.seq_lens)
+    sizes = sizes_of(query, value_size, key, value)
+    tile = choose_fixed_tile(sizes, device.capability, device.shared_memory)
+    tile_tokens, max_query_len = max(tile.rows // sizes.group_size, 1), min(sequences.max_query_len, num_tokens)
+    num_tiles = min(num_seqs * -(-max_query_len // tile_tokens), num_tokens // tile_tokens + num_seqs)
+    head_tiles, num_splits = key.data.shape[2] * -(-sizes.group_size // tile.rows), 1
+    if not has_window:  # a window reads few splits of many
+        num_rows, longest = num_tokens * query.shape[1], sequences.max_seq_len
+        num_splits = choose_fixed_splits(num_tiles, head_tiles, longest, tile, num_rows, device.num_multiprocessors)
+    return Plan(sizes, tile, tile_tokens, num_tiles, head_tiles, int(num_splits > 1), num_tiles * num_splits)
 
 
 def plan_of(
@@ -141,8 +172,9 @@ def paged_attention(
     Tiles for many queries would be mostly empty for one, and never split. Returns the launches, for other layers.
     """
     num_decodes, num_seqs = sequences.num_decodes, len(sequences.seq_lens)
+    keys = "fixed" if sequences.has_fixed_order else "all"
     if not 0 < num_decodes < num_seqs:
-        return launch_alike(query, out, key, value, sequences, attention, device, 0)
+        return launch_alike(query, out, key, value, sequences, attention, device, 0, keys)
     made = []
     for rows, part in (
         (slice(0, num_decodes), sequences.decodes()),
@@ -150,7 +182,7 @@ def paged_attention(
     ):
         positions = None if attention.query_positions is None else attention.query_positions[rows]
         options = replace(attention, query_positions=positions)
-        made += launch_alike(query[rows], out[rows], key, value, part, options, device, rows.start)
+        made += launch_alike(query[rows], out[rows], key, value, part, options, device, rows.start, keys)
     return made
 
 
@@ -163,20 +195,21 @@ def launch_alike(
     attention: Attention,
     device: Device,
     first_row: int,
+    keys: str = "all",
 ) -> "list[AttentionLaunch]":
     """Do what paged_attention does, of sequences that are all decodes, or all cut alike.
 
-    first_row: of all sequences' rows, these ones' first.
+    first_row: of all sequences' rows, these ones' first. keys: see AttentionConstants.
     """
     num_tokens, num_heads, _ = out.shape
     if num_tokens == 0 or len(sequences.seq_lens) == 0 or sequences.max_query_len == 0:
         return []
-    part = part_of(query, out, key, value, sequences, attention, device)
+    part = part_of(query, out, key, value, sequences, attention, device, keys)
     known, lengths, counts = part.known, sequences.seq_lens, sequences.query_lens
-    partial, sums = part.room(out) if part.num_partial else (None, None)
+    partial, sums = part.room(out) if part.num_partial or keys == "fixed" else (None, None)
     part.launch(query, out, key, value, sequences, attention, partial, sums, device)
     grids = part.grid, (num_tokens * num_heads, 1, 1)
-    if partial is not None:
+    if part.num_partial:
         known.merge.launch(grids[1], (out, partial, sums, lengths, counts), part.merged)
     steps = first_row * query.stride(0) * query.element_size(), first_row * out.stride(0) * out.element_size()
     places = addresses_of((sequences.block_tables, lengths, counts))
@@ -246,6 +279,9 @@ def part_of(
     )
     merged = num_seqs, num_heads, plan.num_items, plan.num_pieces, capacity, window
     num_partial = plan.num_items * plan.tile_tokens * num_heads if plan.num_pieces else 0
+    if keys == "fixed":  # a place for each split of each row
+        merged = num_seqs, num_heads, num_tokens, plan.num_pieces, capacity, window
+        num_partial = plan.num_items // plan.num_tiles * num_tokens * num_heads if plan.num_pieces else 0
     return Part(known, (plan.num_items * plan.head_tiles, 1, 1), numbers, merged, num_partial)
 
 
@@ -318,9 +354,13 @@ def _known(
     shape = kind, query.shape[0], lengths.shape[0], sequences.max_seq_len, sequences.max_query_len, keys
     known: Known | None = _plans.get(shape)
     if known is None:
-        plan = plan_of(query, out.shape[2], key, value, sequences, device, keys)
+        if keys == "fixed":
+            has_window = attention.sliding_window is not None
+            plan = fixed_plan_of(query, out.shape[2], key, value, sequences, device, has_window)
+        else:
+            plan = plan_of(query, out.shape[2], key, value, sequences, device, keys)
         constants = constants_of(plan, query, key, value, attention, device.capability, keys)
-        of_kind = kind, constants, plan.tile, plan.num_pieces > 0
+        of_kind = kind, constants, plan.tile, plan.num_pieces > 0 or keys == "fixed"
         prepared = _kinds.get(of_kind)
         if prepared is None:
             prepared = _prepared(plan.tile, constants, out, key, values)
@@ -335,7 +375,10 @@ def _prepared(
 ) -> tuple[Prepared, Prepared]:
     stored = as_loaded(key, constants.KEY_PAIRS), as_loaded(values, constants.VALUE_PAIRS)
     strides = *(rows.stride(i) for rows in stored for i in (0, 2, 3)), *_scale_strides(key), *_scale_strides(values)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": not constants.IS_FIXED}
+    if constants.IS_FIXED:
+        merge = Prepared(merge_fixed_kernel, (*out.stride()[:2], constants), FIXED_MERGE_OPTIONS, 0, range(3))
+        return Prepared(fixed_attention_kernel, (*strides, constants), options, 0, ALIGNED), merge
     merged = *out.stride()[:2], MERGED, constants
     return (
         Prepared(paged_attention_kernel, (*strides, constants), options, 0, ALIGNED),
@@ -409,10 +452,14 @@ def constants_of(
         KEY_TILE=tile.key_tile,
         KEY_TAIL=tile.key_tail,
         VALUE_TILE=tile.value_tile,
-        BOUNDED=attention.sliding_window is not None and attention.query_positions is None and keys != "shared",
+        BOUNDED=attention.sliding_window is not None
+        and attention.query_positions is None
+        and keys not in ("shared", "fixed"),
         MIN_SPLIT_TILES=-(-min_keys_of_split(tile) // tile.keys),
-        DEPENDENT=plan.num_pieces > 0 and keys != "shared" and allows_dependent_launch(capability),
+        DEPENDENT=plan.num_pieces > 0 and keys not in ("shared", "fixed") and allows_dependent_launch(capability),
         KEYS=keys,
+        SPLIT_TILES=split_tiles(tile) if keys == "fixed" else 0,
+        MAX_SPLITS=ANY_NUMBER if keys == "fixed" else MAX_SPLITS,
     )
 
 

@@ -24,6 +24,11 @@ NUM_STAGES = 3  # of the loop over keys: a tile is multiplied while the next one
 # The same for latents that are read once, on sm_90. From Triton 3.9 on, the compiler keeps operands' addresses in
 # registers: beside the addresses of a second tile under way, sums would not fit.
 LATENT_STAGES = 2 if VERSION >= (3, 9) else NUM_STAGES
+FIXED_ROWS = 64  # of a tile of fixed splits, for decodes and prompts alike
+FIXED_WIDE_ROWS = 32  # the same of values of more than 128 elements: sums are in registers twice
+FIXED_KEYS = 512  # of a fixed split
+MOST_FIXED_PARTIAL = 2**26  # numbers of partial results of fixed splits; beyond, one program takes all of a tile's
+ANY_NUMBER = 2**20  # of fixed splits
 BARRIER_BYTES = 512  # of shared memory, at most, for what the compiler adds
 
 
@@ -202,6 +207,29 @@ def choose_pieces(
     if is_wide and not is_decode and num_tiles * head_tiles >= num_multiprocessors:
         return 0
     return max(num_multiprocessors * (2 if is_wide else 8) // head_tiles, 1)
+
+
+def choose_fixed_tile(sizes: Sizes, capability: int, shared_memory: int) -> Tile:
+    """Choose the tile for fixed splits: by sizes and the device, never by how many queries there are. Raises as above."""
+    wanted = FIXED_ROWS if sizes.value_size <= 128 else FIXED_WIDE_ROWS
+    return choose_tile(sizes, wanted, capability, shared_memory)
+
+
+def split_tiles(tile: Tile) -> int:
+    """Return the tiles of keys of a fixed split."""
+    return max(FIXED_KEYS // tile.keys, 1)
+
+
+def choose_fixed_splits(
+    num_tiles: int, head_tiles: int, max_seq_len: int, tile: Tile, num_rows: int, num_multiprocessors: int
+) -> int:
+    """Choose how many programs share a tile of queries, each with one fixed split; 1 for one with all of them.
+
+    It may depend on anything: the bits do not depend on it. num_rows: of a split's partial results.
+    """
+    most = -(-max_seq_len // (split_tiles(tile) * tile.keys))
+    is_idle = num_tiles * head_tiles < 2 * num_multiprocessors
+    return most if is_idle and most * num_rows * (tile.value_tile + 2) <= MOST_FIXED_PARTIAL else 1
 
 
 def choose_items(num_tiles: int, num_pieces: int, max_seq_len: int, tile: Tile) -> int:

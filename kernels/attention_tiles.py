@@ -106,7 +106,11 @@ def find(
     seq, first_row, first_item, passed_targets = target * 0, target * 0, target * 0, target * 0
     piece = target * 0 + 1
     if SPLIT:
-        piece = piece_of(seq_len_ptr, query_len_ptr, begin_ptr, num_seqs, capacity, window, num_pieces, A)
+        if A.value.IS_FIXED:
+            SPLIT_TILES: tl.constexpr = A.value.SPLIT_TILES
+            piece = tl.where(num_pieces > 0, target * 0 + SPLIT_TILES, 2**30)
+        else:
+            piece = piece_of(seq_len_ptr, query_len_ptr, begin_ptr, num_seqs, capacity, window, num_pieces, A)
     for begin in range(0, num_seqs, SEARCH):
         index = begin + tl.arange(0, SEARCH)
         queries = queries_of(index, query_len_ptr, num_seqs)

@@ -42,6 +42,7 @@ class Sequences:
         "_host_lengths",
         "_uploaded",
         "block_tables",
+        "has_fixed_order",
         "launches",
         "max_query_len",
         "max_seq_len",
@@ -96,6 +97,7 @@ class Sequences:
         self._host_lengths: tuple[list[int], list[int]] | None = None
         self.plans: dict[Any, Any] = {}
         self.launches: dict[Any, Any] = {}  # of layers so far, by the form of their rows
+        self.has_fixed_order = False
 
     @classmethod
     def of_step(
@@ -137,7 +139,15 @@ class Sequences:
         self.max_query_len, self.max_seq_len, self._uploaded = max_query_len, max_seq_len, None
         self.num_decodes, self.shared = num_decodes, shared
         self._host_lengths, self.plans, self.launches = host_lengths, {}, {}
+        self.has_fixed_order = False
         return self
+
+    def fix_order(self) -> None:
+        """Have the sums of a row on a CUDA device taken in an order that its position alone decides, from now on.
+
+        On a CPU they are so always. A plan of shared prefixes then makes no difference.
+        """
+        self.has_fixed_order = True
 
     def host_lengths(self) -> tuple[list[int], list[int]] | None:
         """Return seq_lens and query_lens as the host knows them; None where it does not."""

@@ -82,6 +82,7 @@ def attend(
                 sequences.max_query_len,
                 sequences.num_decodes,
                 sequences.shared,
+                sequences.has_fixed_order,
             ),
             attention,
             launch.Device(token_ops_cuda._error_word(device), *_facts(device)),
@@ -96,7 +97,8 @@ def _launching(sequences: Sequences) -> Callable[..., list[Any]]:
     """Return what launches attention over these sequences."""
     from kvpage.kernels import attention_launch, attention_shared
 
-    return attention_launch.paged_attention if sequences.shared is None else attention_shared.paged_attention
+    is_apart = sequences.shared is None or sequences.has_fixed_order
+    return attention_launch.paged_attention if is_apart else attention_shared.paged_attention
 
 
 def attend_again(

@@ -20,6 +20,48 @@ MOST_ELEMENTS = 2**15  # of a row: a larger one would not fit into the registers
 PARAMETERS = (torch.nn.Parameter, torch.Tensor)
 
 
+def device_linear(rows: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor | None:
+    """Return rows @ weight.T + bias, each row's sums in one order whatever other rows there are; None for all unusual.
+
+    Args:
+        rows: [..., size], see above.
+        weight: Whatever a layer has as its weight: [columns, size] in the rows' dtype with any strides, if it can be
+            taken.
+        bias: [columns], or None.
+    """
+    if not _has_triton() or not _is_like(weight, rows) or weight.dim() != 2 or rows.shape[-1:] != weight.shape[1:]:
+        return None
+    if bias is not None and (not _is_like(bias, rows) or bias.shape != weight.shape[:1] or not bias.is_contiguous()):
+        return None
+    from kvpage.kernels import linear
+    from kvpage.kernels.row_grid import RowGrid
+
+    grid = RowGrid.of(rows)
+    if grid is None:
+        rows = rows.contiguous()
+        grid = RowGrid.of(rows)
+    if grid is None or grid.size == 0:
+        return None
+    out = torch.empty((*rows.shape[:-1], len(weight)), dtype=rows.dtype, device=rows.device)
+    with torch.cuda.device(rows.device):
+        linear.linear(rows, grid, weight, bias, out)
+    return out
+
+
+def device_log_softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Return the logarithm of softmax of rows, each by itself in one order, on a device with kernels.
+
+    Args:
+        scores: fp32 [num_rows, num_columns], the last dimension contiguous.
+    """
+    from kvpage.kernels import log_softmax
+
+    out = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
+    with torch.cuda.device(scores.device):
+        log_softmax.log_softmax(scores, out)
+    return out
+
+
 def device_rms_norm(
     rows: torch.Tensor, weight: Any, eps: float, weight_offset: float, rounds_before_weight: bool
 ) -> torch.Tensor | None:
