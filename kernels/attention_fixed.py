@@ -86,8 +86,9 @@ def fixed_attention_kernel(
     sum_ptr,  # fp32 [splits, num_tokens, num_kv_heads * GROUP, 2]
     error_ptr, plan_ptr,
     factor, softcap, window,
-    num_items, num_pieces, num_kv_heads, num_seqs, num_tokens, num_blocks,  # num_pieces: 1 for a program each split, or 0
-    capacity,
+    num_items,
+    num_pieces,  # 1 for a program each split; 0 for one program
+    num_kv_heads, num_seqs, num_tokens, num_blocks, capacity,
     query_token_stride, query_head_stride,
     out_token_stride, out_head_stride, table_stride, plan_stride,
     key_block_stride, key_head_stride, key_run_stride,
@@ -140,18 +141,14 @@ def fixed_attention_kernel(
                 value_scale_ptr, value_scale_block_stride, value_scale_offset_stride, value_scale_head_stride,
                 True, A,
             )  # fmt: skip
-            e0, e1, e2, e3 = entries_of_tile(
-                key_tile + 1, low, tl.where(key_tile + 1 < end, limit, -1), table_row, A
-            )
+            e0, e1, e2, e3 = entries_of_tile(key_tile + 1, low, tl.where(key_tile + 1 < end, limit, -1), table_row, A)
         split_values = whole(even, odd, VALUE_PAIRS)
         if value_scale_ptr is not None and not TOKEN_SCALES:
             split_values *= tl.load(value_scale_ptr + kv_head * value_scale_head_stride)
         largest, total, values = add_split(largest, total, values, split_largest, split_total, split_values)
     if num_splits > 1:
         num_heads = num_kv_heads * GROUP
-        store_split(
-            partial_ptr, sum_ptr, split, token, head, num_tokens, num_heads, largest, total, values, valid, A
-        )
+        store_split(partial_ptr, sum_ptr, split, token, head, num_tokens, num_heads, largest, total, values, valid, A)
     else:
         store_out(out_ptr, token, head, out_token_stride, out_head_stride, total, values, valid, A)
     if (kv_head == 0) & (head_tile == 0):

@@ -210,7 +210,7 @@ def choose_pieces(
 
 
 def choose_fixed_tile(sizes: Sizes, capability: int, shared_memory: int) -> Tile:
-    """Choose the tile for fixed splits: by sizes and the device, never by how many queries there are. Raises as above."""
+    """Choose the tile for fixed splits by sizes and the device, never by the number of queries. Raises as above."""
     wanted = FIXED_ROWS if sizes.value_size <= 128 else FIXED_WIDE_ROWS
     return choose_tile(sizes, wanted, capability, shared_memory)
 

@@ -41,6 +41,7 @@ def build_info() -> dict[str, Any]:
         torch_cuda: The CUDA version that this torch was built for.
         numerics: What the bits of results depend on with EngineConfig(same_bits=True) on a CPU, besides model and
             request.
+        device_numerics: The same on the first device; None without one.
         flashinfer, flash_attn, flash_attn_3, flash_mla: Installed versions of libraries that can attend over blocks.
         attention: The library that EngineConfig(attention_backend="auto") takes on the first device, by layout. A model
             whose options the library does not take gets "kvpage".
@@ -57,6 +58,7 @@ def build_info() -> dict[str, Any]:
         "triton": _installed("triton"),
         "transformers": _installed("transformers"),
         "numerics": _numerics(),
+        "device_numerics": _device_numerics(machine["devices"]),
         **installed_libraries(),
         "attention": _attention(machine["devices"]),
     }
@@ -78,6 +80,15 @@ def _numerics() -> str | None:
     from kvpage.serving.model.native.bits.numerics import numerics_name
 
     return numerics_name()
+
+
+def _device_numerics(devices: list[dict[str, Any]]) -> str | None:
+    """Return the name of the first device's arithmetic; None without one, or without the packages of an engine."""
+    if not devices or _installed("transformers") is None:
+        return None
+    from kvpage.serving.model.native.bits.numerics import device_numerics_name
+
+    return device_numerics_name(*devices[0]["compute_capability"])
 
 
 def _cuda_version(number: int) -> str | None:

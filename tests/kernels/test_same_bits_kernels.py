@@ -1,7 +1,6 @@
 """Kernels whose rows have the same bits in every batch: products, attention in fixed splits, logarithms of softmax."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -117,7 +116,9 @@ def attend(where, case, seqs, bounds, **limits):
     first = [0, *torch.as_tensor(case["seq_lens"]).cumsum(0).tolist()]
     cache = ops.BoundCache(at["cache"], case["layout"], at["scales"])
     cache.is_cuda = True
-    query = torch.cat([at["query"][first[seq] + begin : first[seq] + end] for seq, (begin, end) in zip(seqs, bounds)])
+    query = torch.cat(
+        [at["query"][first[seq] + begin : first[seq] + end] for seq, (begin, end) in zip(seqs, bounds, strict=True)]
+    )
     lengths = torch.tensor([end for _, end in bounds], device=query.device)
     counts = torch.tensor([end - begin for begin, end in bounds], device=query.device)
     counts = None if (counts == 1).all() else counts

@@ -35,6 +35,7 @@ from kvpage.serving.model.config_check import check_config, check_divides
 from kvpage.serving.model.kv_calibration import choose_scales
 from kvpage.serving.model.latent_check import check_latents, verify_latents
 from kvpage.serving.model.limits import limited_model_len
+from kvpage.serving.model.native.bits.device_bits import DeviceBits, check_device_bits
 from kvpage.serving.model.native.bits.numerics import numerics_name
 from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.native.device import DeviceLayers
@@ -129,8 +130,7 @@ def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates
     size, compiles = config.tensor_parallel_size, config.compile_model
     native, row_bits = _native_layers(model, config), None
     if config.same_bits:
-        threads = TorchThreads() if native is None else native.threads
-        row_bits = RowBits.of_model(model, threads)
+        row_bits = _row_bits(model, config, TorchThreads() if native is None else native.threads, states is not None)
         states = None if states is None else states.with_fixed_scans(type(model).__name__)
     runner = ModelRunner(model, native, compiles=compiles, holds_interrupts=size > 1, states=states, row_bits=row_bits)
     with _names_compiler() if compiles else nullcontext():
@@ -143,7 +143,8 @@ def _tried_out(model: PreTrainedModel, config: EngineConfig, states: ModelStates
             model_config = padded(model_config)
         if model_config.use_mla:
             verify_latents(runner, cache_config, model_config)
-        name, takes_windows = config.attention_backend, isinstance(config.num_window_blocks, int)
+        name = OURS if isinstance(row_bits, DeviceBits) else config.attention_backend
+        takes_windows = isinstance(config.num_window_blocks, int)
         attention = choose_attention(runner, cache_config, model_config, name, size, takes_windows)
         if attention.library is not None and takes_own_blocks(config, attention, model, states):
             attention = choose_attention(runner, cache_config, model_config, name, takes_windows=True)
@@ -268,7 +269,7 @@ def assemble_rank(servable: ServableModel, config: EngineConfig) -> RankParts:
             state_cache = StateCache(states.layout, num_slots, slots.num_host_slots, model.device)
     if config.same_bits:
         for cache in (full, *of_windows):
-            cache.numerics = numerics_name()
+            cache.numerics = numerics_name(model.device)
     groups = [*(windows.options() if windows else ()), *([slots] if slots else ())]
     return RankParts(RankCaches(full, of_windows, state_cache), defaults, max_model_len, groups, windows is None)
 
@@ -279,6 +280,13 @@ def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers
     if model.device.type == "cuda":
         return DeviceLayers(HeadAttention())
     return NativeLayers(config.same_bits) if model.device.type == "cpu" else None
+
+
+def _row_bits(model: PreTrainedModel, config: EngineConfig, threads: TorchThreads, has_states: bool) -> RowBits:
+    if model.device.type != "cuda":
+        return RowBits.of_model(model, threads)
+    check_device_bits(model, config, has_states)
+    return DeviceBits.of_model(model, threads)
 
 
 def _model_config(model: PreTrainedModel, config: EngineConfig, states: ModelStates | None) -> ModelConfig:

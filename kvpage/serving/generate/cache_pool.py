@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from kvpage.blocks.config import BlockConfig, HostPolicy
 from kvpage.blocks.manager import BlockManager
+from kvpage.checks.errors import OptionError
 from kvpage.checks.interrupts import uninterrupted
 from kvpage.checks.values import as_integer
 from kvpage.layout.config import CacheConfig, ParallelConfig
@@ -111,6 +112,8 @@ class KVPageCachePool(ModelBlocks):
         blocks: BlockConfig,
     ) -> "KVPageCachePool":
         """Return a pool whose model is a view. Raises as `from_model` does."""
+        if model.device.type != "cpu":
+            raise OptionError(f"same_bits must be False for `generate` on {model.device}: an engine there may have it")
         config = EngineConfig(cache_config, kv_scales=kv_scales, same_bits=True)
         servable = check_servable(model, config)
         of_model = servable.states

@@ -125,6 +125,8 @@ class ModelRunner:
         if step.layout.backend == "mla" and step.latents is None:
             step = replace(step, latents=LatentPass(step, all_in_place=self.same_bits))
         step.lift(self._threads)
+        if self.same_bits:
+            step.sequences.fix_order()
         module = self.view  # it follows modules that were replaced
         # no_grad, not inference_mode: tensors that a model keeps of a forward (rotary tables) must stay usable later.
         try:

@@ -21,6 +21,7 @@ from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import check_namespace
 from kvpage.serving.params.beam import BeamSearchParams
+from kvpage.serving.sampling.log_softmax import log_softmax
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
 from kvpage.serving.sampling.logits_processing import process_logits, watermark
 from kvpage.serving.sampling.sampled_row import SampledRow
@@ -107,7 +108,7 @@ class _Search:
 
     def _candidates(self, logits: torch.Tensor) -> list[_Candidate]:
         """Return the best continuations, enough that num_beams go on even if each beam ends with each stop token."""
-        sums = self._processed(logits.float().log_softmax(dim=-1)) + self._scores[:, None].to(logits.device)
+        sums = self._processed(log_softmax(logits.float())) + self._scores[:, None].to(logits.device)
         count = min(max(2, 1 + len(self._stop_ids)) * self.params.num_beams, sums.numel())
         scores, indices = sums.flatten().topk(count)
         vocab_size = logits.shape[-1]
@@ -121,7 +122,7 @@ class _Search:
             token_ids = [branch.token_ids for branch in self.running]
             process_logits(scores, rows, token_ids)
             watermark(scores, rows, token_ids)
-        return scores.log_softmax(dim=-1) if self.params.renormalize_logits else scores
+        return log_softmax(scores) if self.params.renormalize_logits else scores
 
     def _keep_ends(self, ended: Sequence[tuple[Beam, int]], besides: Set[int]) -> None:
         """Leave the states of the best beams to the next turn. besides: the parents that go on, and leave none."""

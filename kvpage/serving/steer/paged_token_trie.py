@@ -27,6 +27,7 @@ from kvpage.checks.errors import OutOfBlocks
 from kvpage.checks.fields import is_int
 from kvpage.checks.tokens import Tokens
 from kvpage.checks.values import check_namespace
+from kvpage.serving.sampling.log_softmax import log_softmax
 from kvpage.serving.sampling.logits_check import LogitsNotFinite
 from kvpage.serving.steer.branches import Branch, Branches
 from kvpage.serving.steer.steerable import SteerableEngine
@@ -255,7 +256,7 @@ class PagedTokenTrie:
             in_use.update(branches)
             nodes = self._nodes_on_the_way(queries, branches, asked)
             logits = self._logits(queries, branches, nodes)
-            rows = torch.split(logits.float().log_softmax(dim=-1).cpu(), 1)
+            rows = torch.split(log_softmax(logits.float()).cpu(), 1)
         for query, branch in zip(queries, branches, strict=True):
             self._by_use[branch] = query.end
             self._by_use.move_to_end(branch)

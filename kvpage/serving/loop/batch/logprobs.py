@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvpage.serving.loop.request import Request
+from kvpage.serving.sampling.log_softmax import log_softmax
 from kvpage.serving.text.token_logprobs import TokenLogprobs
 
 PART_SIZE = 2**21
@@ -54,7 +55,7 @@ def _of_part(scores: torch.Tensor, token_ids: Ids, nums_top: Sequence[int]) -> l
     chosen = torch.from_numpy(token_ids.astype(np.int64)).to(scores.device)[:, None]
     chosen_scores = scores.gather(1, chosen)
     ranks = _ranks(scores, chosen_scores)
-    logprobs = torch.log_softmax(scores, dim=-1)
+    logprobs = log_softmax(scores)
     ids = _likeliest(scores, min(max(nums_top), scores.shape[1]))
     tops = zip(ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True)
     numbers = zip(logprobs.gather(1, chosen)[:, 0].tolist(), ranks, tops, nums_top, strict=True)

@@ -1,5 +1,7 @@
 """The name of what bits depend on besides model and tokens: two processes of one name compute the same bits."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 import torch
 import transformers
 
@@ -9,14 +11,35 @@ VERSION = 3
 """Grows with every change of a native operation that changes a bit of a result."""
 
 
-def numerics_name() -> str:
+DEVICE_VERSION = 1
+"""The same of kernels on a GPU."""
+
+
+def numerics_name(device: torch.device | None = None) -> str:
     """Return the name for this machine and these packages: for example
     "3 avx512bf16 torch 2.13.0 AVX512 transformers 5.24.0".
+
+    Args:
+        device: That computes; None for the CPU.
 
     Returns:
         The version of kvpage's arithmetic, the instruction set of its products, the version of torch, the instruction
         set of torch's operators, and the version of the models' code.
     """
+    if device is not None and device.type == "cuda":
+        return device_numerics_name(*torch.cuda.get_device_capability(device))
     native = _C.linear_kernels()[0]
     of_torch = torch.backends.cpu.get_cpu_capability()
     return f"{VERSION} {native} torch {torch.__version__} {of_torch} transformers {transformers.__version__}"
+
+
+def device_numerics_name(major: int, minor: int) -> str:
+    """Return the name for GPUs of a compute capability: for example
+    "1 sm_90 torch 2.13.0 cuda 13.0 triton 3.7.0 transformers 5.24.0".
+    """
+    try:
+        compiler = version("triton")
+    except PackageNotFoundError:
+        compiler = "none"
+    packages = f"torch {torch.__version__} cuda {torch.version.cuda} triton {compiler}"
+    return f"{DEVICE_VERSION} sm_{major}{minor} {packages} transformers {transformers.__version__}"

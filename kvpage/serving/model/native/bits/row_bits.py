@@ -49,6 +49,8 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
     checked_version: that of the view whose operators are all known, see `is_needed`; None for none.
     """
 
+    DEVICE = "cpu"
+
     def __init__(self, model_name: str, threads: TorchThreads) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.threads = threads
@@ -65,7 +67,7 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
         """Return the mode of a model's view. OptionError where the kind of model or machine rules it out."""
         name = type(model).__name__
         for is_refused, why in (
-            (model.device.type != "cpu", f"{name} is on {model.device}, and only layers on a CPU have such bits"),
+            (model.device.type != cls.DEVICE, f"{name} is on {model.device}, and no layers there have such bits"),
             (model.dtype not in ROW_TYPES, f"{name} is in {model.dtype}, whose products are torch's"),
             (not threads.can_limit, "torch's threads, which share a row's sums, cannot be limited in this process"),
         ):
