@@ -18,6 +18,7 @@ FAKED = (
     "bench_reshape_gather",
     "bench_blend_ops",
     "bench_shared_prefix",
+    "bench_same_bits_gpu",
     "flashinfer",
 )
 TINY = ("--sizes", "tiny", "--rounds", "1", "--seconds", "1")
@@ -34,6 +35,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "bench_reshape_gather": ("--tokens", "16", "--chunk-tokens", "16", "--rounds", "1", "--seconds", "0"),
     "bench_blend_ops": ("--layers", "3", "--tokens", "64", "--rounds", "1", "--seconds", "0"),
     "bench_shared_prefix": ("--seqs", "2", "--shared", "33", "--own", "5", "--rounds", "1"),
+    "bench_same_bits_gpu": ("--rows", "1", "3", "--size", "32", "--vocab", "50", "--keys", "40", "--rounds", "1"),
     "demo": ("--device", "cpu", "--requests", "4", "--turns", "1", "--max-tokens", "4", "--sample", "1"),
     "flashinfer": TINY,
 }

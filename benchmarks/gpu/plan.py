@@ -77,6 +77,7 @@ def _benchmarks(folders: Folders) -> list[Part]:
         bench("bench_reshape_gather", 35, "--device", "cuda", "--tokens", "64", "4096", "65536"),
         bench("bench_blend_ops", 30, "--device", "cuda"),
         bench("bench_shared_prefix", 35, "--device", "cuda", "--dtypes", "bf16"),
+        bench("bench_same_bits_gpu", 35, "--device", "cuda"),
     ]
 
 

@@ -27,6 +27,7 @@ ROWS = {
     "bench_reshape_gather": "results",
     "bench_blend_ops": "results",
     "bench_shared_prefix": "results",
+    "bench_same_bits_gpu": "results",
     "flashinfer": "results",
 }
 

@@ -16,6 +16,7 @@ if not INTERPRETED:
 from kvpage import CacheConfig
 from kvpage.blend.config import BlendConfig
 from kvpage.checks.errors import OptionError
+from kvpage.kernels.prepared import Prepared
 from kvpage.ops.cuda.layers import device_linear, device_log_softmax
 from kvpage.serving import Engine, EngineConfig, KVPageCachePool, SamplingParams
 from kvpage.serving.assembly import parts
@@ -27,9 +28,9 @@ from kvpage.serving.model.native.bits.numerics import device_numerics_name, nume
 from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.torch_threads import TorchThreads
 
-CONFIG = EngineConfig(CacheConfig(4, 64), max_num_seqs=4, same_bits=True)
-PROMPTS = [list(range(3, 14)), [*range(3, 10), 99, 98], [7]]
-PARAMS = SamplingParams(max_tokens=3, temperature=1.0, seed=5, logprobs=2, ignore_eos=True)
+CONFIG = EngineConfig(CacheConfig(4, 64), max_num_seqs=4, max_num_batched_tokens=5, same_bits=True)
+PROMPTS = [[3, 4, 5, 6, 7, 8], [3, 4, 5, 9, 8], [7]]
+PARAMS = SamplingParams(max_tokens=2, temperature=1.0, seed=5, logprobs=2, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +40,19 @@ def device(cpu_as_device, monkeypatch):
     monkeypatch.setattr(parts, "_native_layers", lambda *args: plain)
     monkeypatch.setattr(parts, "_row_bits", lambda model, *args: DeviceBits(type(model).__name__, plain.threads))
     monkeypatch.setattr(logprobs, "log_softmax", device_log_softmax)
+    launch = Prepared.launch
+
+    def launch_unseen(*args):  # the interpreter calls torch, which a launch does not
+        with torch._C._DisableTorchDispatch():
+            launch(*args)
+
+    monkeypatch.setattr(Prepared, "launch", launch_unseen)
 
 
 def model_of(kind, dtype=torch.float32, **options):
     torch.manual_seed(0)
     config = tf.AutoConfig.for_model(
-        kind, vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        kind, vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, pad_token_id=0, **options,
     )  # fmt: skip
     return tf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -63,17 +71,20 @@ def test_an_answer_has_the_bits_of_the_request_alone(kind, dtype):
     """Beside others, in portions, warm at an offset within a block, and from captured steps."""
     model = model_of(kind, dtype)
     engine = Engine.from_model(model, CONFIG)
-    alone = [answers(Engine.from_model(model, CONFIG), [prompt])[0] for prompt in PROMPTS]
-    assert answers(engine, PROMPTS) == alone and answers(engine, PROMPTS[::-1]) == alone[::-1]
-    assert answers(Engine.from_model(model, replace(CONFIG, max_num_batched_tokens=5)), PROMPTS) == alone
-    assert answers(as_on_a_device(engine), PROMPTS) == alone
+    together = answers(engine, PROMPTS)
+    for prompt, answer in zip(PROMPTS, together, strict=True):
+        assert answers(engine, [prompt]) == [answer]  # warm
+        engine.reset_prefix_cache()
+        assert answers(engine, [prompt]) == [answer]
+    if dtype == torch.float32:
+        assert answers(as_on_a_device(engine), PROMPTS[1:]) == together[1:]
 
 
 def by_number(rows, weight, bias):
-    """A product in another order for one row."""
+    """A product in another order for few rows."""
     weight = weight.contiguous()
     size = weight.shape[1] // 2
-    if len(rows) > 1 or weight.shape[1] < 2:
+    if len(rows) > 9 or weight.shape[1] < 2:
         return device_linear(rows, weight, bias)
     parts = [device_linear(rows[:, at], weight[:, at], None) for at in (slice(size), slice(size, None))]
     return sum(parts) if bias is None else sum(parts) + bias
@@ -145,8 +156,9 @@ def test_products_of_torch_by_the_mode(num_addends):
             for call in (lambda: rows.sum(-1), lambda: rows.topk(2), lambda: rows.double() @ matrix.double()):
                 with pytest.raises(OptionError, match=r"M: it calls aten::(sum|topk|mm of another form)"):
                     call()
-            assert torch.equal(matrix.t().cos(), matrix.cos().t()) and torch.equal(rows.amax(-1), rows.max(-1).values)
-        assert {"mm", "cos"} & bits.replaced
+            turned, most = matrix.t().cos(), rows.amax(-1)
+        assert torch.equal(turned, matrix.cos().t()) and torch.equal(most, rows.max(-1).values)
+        assert bits.replaced >= {"mm", "cos"}
 
 
 def test_a_gpu_has_a_numerics_name_of_its_own():

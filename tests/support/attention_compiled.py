@@ -12,8 +12,9 @@ from triton.compiler import ASTSource
 from kvpage import CacheLayout
 from kvpage.benchmarks.compiling_driver import SHARED_MEMORY
 from kvpage.kernels.attention import paged_attention_kernel
-from kvpage.kernels.attention_launch import Plan, Rows, as_loaded, constants_of, sizes_of
-from kvpage.kernels.attention_plan import choose_tile
+from kvpage.kernels.attention_fixed import fixed_attention_kernel, merge_fixed_kernel
+from kvpage.kernels.attention_launch import FIXED_MERGE_OPTIONS, Plan, Rows, as_loaded, constants_of, sizes_of
+from kvpage.kernels.attention_plan import choose_fixed_tile, choose_tile
 from kvpage.layout.attention import Attention
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8"}
@@ -156,8 +157,12 @@ def compile_attention(
 ):
     """The kernel for `queries` a sequence, with a device's tensors that begin at multiples of 16 bytes."""
     query, key, value, sizes = rows_of(layout, query_dtype, group, queries, value_size)
-    tile = choose_tile(sizes, group * queries, arch, SHARED_MEMORY[arch])
-    tile_tokens = tile.num_tokens(group, queries)
+    if keys == "fixed":
+        tile = choose_fixed_tile(sizes, arch, SHARED_MEMORY[arch])
+        tile_tokens = max(tile.rows // group, 1)
+    else:
+        tile = choose_tile(sizes, group * queries, arch, SHARED_MEMORY[arch])
+        tile_tokens = tile.num_tokens(group, queries)
     plan = Plan(sizes, tile, tile_tokens, num_tiles=1, head_tiles=1, num_pieces=2 if split else 0, num_items=3)
     constants = {"A": constants_of(plan, query, key, value, options, arch, keys)}
     loaded = [as_loaded(key, constants["A"].KEY_PAIRS), as_loaded(value or key, constants["A"].VALUE_PAIRS)]
@@ -177,7 +182,7 @@ def compile_attention(
         "partial_ptr": "*fp32" if split else None,
         "sum_ptr": "*fp32" if split else None,
         "error_ptr": "*i32",
-        "plan_ptr": None if keys == "all" else "*i64",
+        "plan_ptr": "*i64" if keys in ("own", "shared") else None,
     }
     value = value or key
     strides = {"query_token": query.stride(0), "query_head": query.stride(1)}
@@ -187,9 +192,19 @@ def compile_attention(
         strides |= {f"{name}_{part}": stride for part, stride in zip(parts, data.stride(), strict=False)}
         scales = (0, 0, 0) if rows.scales is None else rows.scales.stride()
         strides |= {f"{name}_scale_{part}": stride for part, stride in zip(parts, scales, strict=False)}
-    return compile_kernel(
-        paged_attention_kernel, arch, pointers, strides, constants, num_warps=tile.num_warps, num_stages=tile.num_stages
-    )
+    kernel = fixed_attention_kernel if keys == "fixed" else paged_attention_kernel
+    launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": keys != "fixed"}
+    return compile_kernel(kernel, arch, pointers, strides, constants, **launch)
+
+
+def compile_fixed(arch, **of_case):
+    """Attention in fixed splits, and what adds them up."""
+    constants = attention_constants(arch, **of_case)
+    pointers = {"out_ptr": TYPES[of_case["query_dtype"]], "partial_ptr": "*fp32", "sum_ptr": "*fp32"}
+    pointers |= {"seq_len_ptr": "*i32", "query_len_ptr": "*i32"}
+    strides = {"out_token": 32 * of_case["value_size"], "out_head": of_case["value_size"]}
+    merge = compile_kernel(merge_fixed_kernel, arch, pointers, strides, {"A": constants}, **FIXED_MERGE_OPTIONS)
+    return compile_attention(arch, **of_case), merge
 
 
 def compile_kernel(kernel, arch, pointers, strides, constants, **launch):

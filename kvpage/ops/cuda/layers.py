@@ -13,6 +13,7 @@ import torch
 
 from kvpage.layout.row_norm import RowNorm
 from kvpage.ops.args.bound_cache import BoundCache
+from kvpage.ops.args.tokens import ROW_TYPES
 from kvpage.ops.cuda import rows as device_rows
 from kvpage.ops.cuda.rows import _has_triton
 
@@ -29,7 +30,9 @@ def device_linear(rows: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor | 
             taken.
         bias: [columns], or None.
     """
-    if not _has_triton() or not _is_like(weight, rows) or weight.dim() != 2 or rows.shape[-1:] != weight.shape[1:]:
+    if not _has_triton() or rows.dtype not in ROW_TYPES or not _is_like(weight, rows):
+        return None
+    if weight.dim() != 2 or rows.shape[-1:] != weight.shape[1:]:
         return None
     if bias is not None and (not _is_like(bias, rows) or bias.shape != weight.shape[:1] or not bias.is_contiguous()):
         return None

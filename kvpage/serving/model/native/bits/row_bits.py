@@ -69,7 +69,10 @@ class RowBits(TransparentMode):  # type: ignore[no-untyped-call, unused-ignore] 
         for is_refused, why in (
             (model.device.type != cls.DEVICE, f"{name} is on {model.device}, and no layers there have such bits"),
             (model.dtype not in ROW_TYPES, f"{name} is in {model.dtype}, whose products are torch's"),
-            (not threads.can_limit, "torch's threads, which share a row's sums, cannot be limited in this process"),
+            (
+                cls.DEVICE == "cpu" and not threads.can_limit,
+                "torch's threads, which share a row's sums, cannot be limited in this process",
+            ),
         ):
             if is_refused:
                 raise OptionError(f"same_bits must be False: {why}")
