@@ -67,6 +67,13 @@ void bind_linear(py::module_& m) {
       "linear_kernels", [] { return linear_kernels().names(); },
       "The kernels for products that this machine runs, the best first.");
   m.def(
+      "product_tiles",
+      [] {
+        const TileVerdict& verdict = tile_verdict();
+        return std::make_pair(verdict.name, verdict.refusal);
+      },
+      "The name of the bits of products by tiles, and why no tiles are taken: one of them is empty.");
+  m.def(
       "norm_kernels", [] { return norm_kernels().names(); },
       "The kernels for norms that this machine runs, the best first.");
   m.def(

@@ -35,6 +35,7 @@ ROOMS = {
     "attention": "attention that reads blocks in place: tokens and codes",
     "blend": "rows of tokens rotated and mixed",
     "sampling": "one token for each row of logits",
+    "linear/tiles": "the tile registers of AMX, or a model of them, and a block of products by them",
     "linear": "rows times weights, and norms of rows",
     "linear/experts": "rows times the weights of their groups, as they lie",
     "recurrence": "tokens through linear recurrences, one by one",
