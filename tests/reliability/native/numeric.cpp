@@ -22,7 +22,7 @@
 #include "chunks/stretch_reader.h"
 #include "chunks/stretch_writer.h"
 #include "codec/exponent_codec.h"
-#include "linear/rms_norm.h"
+#include "linear/norms/rms_norm.h"
 #include "sampling/sample_rows.h"
 #include "trial.h"
 
