@@ -98,3 +98,33 @@ def test_a_pin_with_a_ttl_that_is_no_number_leaves_no_match(ttl):
     with pytest.raises(TypeError, match="ttl must be a number"):
         manager.space.pin([1, 2, 3, 4], ttl=ttl)
     assert manager.tree.num_matches == 0 and len(manager.space.pins) == 0
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, B - 1, B, B + 1, 3 * B, 3 * B + 1])
+def test_whole_blocks_that_are_cached_are_told_and_held_without_counting_as_hits(num_tokens, enable_prefix_caching):
+    manager, tokens = BlockManager(16, B, enable_prefix_caching), list(range(num_tokens))
+    computed(manager, 0, tokens)
+    before, num_whole = manager.stats(), num_tokens // B * enable_prefix_caching
+    assert manager.num_cached(tokens) == (num_tokens - 1) // B * B * enable_prefix_caching
+    assert manager.num_cached([*tokens, 7]) == num_whole * B
+    assert manager.num_cached([*tokens, 7], b"other") == 0
+    held = manager.hold_cached(tokens)
+    assert held.block_ids.tolist() == manager.block_ids(0)[:num_whole].tolist()
+    manager.release(0)
+    assert manager.stats().num_used_blocks == num_whole
+    held.release()
+    after = manager.stats()
+    assert (after.query_tokens, after.space) == (before.query_tokens, before.space)
+    assert after.num_used_blocks == 0
+    manager.check()
+
+
+def test_what_is_held_has_not_been_found_by_that():
+    """Blocks that were found are written out to the host early."""
+    manager, tokens = BlockManager(16, B, num_host_blocks=16), list(range(2 * B))
+    computed(manager, 0, tokens)
+    manager.hold_cached(tokens).release()
+    for num_found, written in enumerate((0, 2)):
+        match = manager.tree.match([*tokens, 7], is_hit=num_found > 0)
+        assert len(manager.tree.write_out(match, 1)) == written

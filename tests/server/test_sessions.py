@@ -169,6 +169,15 @@ def test_a_request_that_fails_leaves_a_session_as_it_was_and_a_closed_one_is_not
     assert call(server, "GET", path)[0] == 404
 
 
+def test_a_turn_beyond_the_limits_leaves_no_branch_behind():
+    with running_server(sessions=SessionConfig(max_tokens=30)) as server:
+        turn(server, "s", [5] * 20)
+        before = tokens_of(server, "s")
+        turn(server, "s", [6] * 12, "b")
+        assert [branch["name"] for branch in call(server, "GET", "/v1/sessions/s")[1]["branches"]] == ["main"]
+        assert tokens_of(server, "s") == before
+
+
 def test_a_session_is_its_tenants_and_its_quota_too():
     keys = [ApiKey("a", "ann"), ApiKey("b", "bob")]
     with running_server(ServerConfig([NAME], keys), pin_quota=64, sessions=SessionConfig(owner_quota=4)) as server:

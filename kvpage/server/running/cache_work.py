@@ -171,12 +171,15 @@ class CacheWork:
         session = self._open(engine, wishes, namespace) if wishes.is_first else self._found(engine, wishes, namespace)
         if session is None:  # closed since the request began
             return
+        is_new = wishes.branch not in session.branches
         try:
-            if wishes.branch not in session.branches:
+            if is_new:
                 session.branch(wishes.branch, num_tokens=0)
             session.supersede(path, wishes.branch, wishes.adapter)
         except ValueError as error:  # beyond the limits of sessions, or its adapter is gone
             logger.info("a turn of %d tokens is not in its session: %s", len(path), error)
+            if is_new and wishes.branch in session.branches:
+                session.release(wishes.branch)
 
     def _found(self, engine: Engine, wishes: CacheWishes, namespace: bytes) -> Session | None:
         assert wishes.session_id is not None

@@ -103,8 +103,8 @@ def test_windows_that_have_gone_are_not_stored(kind: str) -> None:
 def test_a_busy_engine_stores_last_windows(num_window_blocks: int) -> None:
     """Sequences share few blocks. All last windows are stored nevertheless, though chunks reach behind them.
 
-    A prompt of whole blocks needs the window a block before its end when it comes again, which may have gone: blocks that
-    a slow store still reads are not free. Eight prompts are as many as an engine stores at once, so it skips none.
+    A prompt of whole blocks needs the window a block before its end when it comes again, which may have gone: blocks
+    that a slow store still reads are not free. An engine stores eight prompts at once, so it skips none of these.
     """
     model = make_window_model("gemma3")
     prompts = [random_prompt(5 * B + number, 100 + number) for number in range(8)]

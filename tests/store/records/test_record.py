@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from kvpage.store.records.record import MAX_META_BYTES, CorruptRecord, RecordHead
+from kvpage.store.records.record import MAX_META_BYTES, CorruptRecord, RecordHead, is_bytes, is_sealed
 
 KEY = bytes(range(32))
 HEAD = RecordHead(KEY, b"me", "bfloat16", (3, 2, 5, 7, 11), 4620, 4000, 1000)
@@ -135,3 +135,19 @@ def test_a_codec_that_is_no_name(codec):
     packed = HEAD.pack()
     with pytest.raises(CorruptRecord, match="codec"):
         RecordHead.unpack(packed[:64] + codec + packed[80:], HEAD.num_bytes)
+
+
+@pytest.mark.parametrize("codec, expected", [("bytes", True), ("bytes:plain:u1", True), ("bytesx", False), ("", False)])
+def test_which_codecs_are_of_records_of_bytes(codec, expected):
+    assert is_bytes(codec) is expected
+
+
+@pytest.mark.parametrize("codec, expected", [("sealed", True), ("sealed2", False), ("bytes", False)])
+def test_which_records_are_sealed(codec, expected):
+    packed = dataclasses.replace(HEAD, codec=codec).pack()
+    assert is_sealed(packed) is expected
+    assert not is_sealed(b"KVPAGERC" + packed[8:])
+
+
+def test_an_error_says_its_message_alone():
+    assert str(CorruptRecord("the checksum is wrong", "foreign")) == "the checksum is wrong"
