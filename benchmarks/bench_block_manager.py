@@ -6,6 +6,8 @@
 - allocate: a prompt of 8,192 tokens, of which 6,144 are cached; given as an int32 array, and as a Python list. The
   prompt is in the processor's cache, as one that was just made. Bounds: memcmp of the cached tokens; for the list
   numpy's own conversion to int32, which memcmp follows.
+- allocate of groups: the same prompt as an array, where full layers have a window's group beside them, states, or both.
+  Bounds: full layers alone; for both, what the window and the states add to these, each alone.
 
 All are measured in the same run and take turns. Figures are medians of rounds, with quartiles, of the thread's own
 time. Slots and tables are compared with those made of `block_ids` before anything is timed.
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpage import BlockManager
+from kvpage import BlockManager, States, Window
 from kvpage.benchmarks.cells import Row, shown
 from kvpage.benchmarks.figure import Figure, in_turns, result, thread_seconds
 from kvpage.benchmarks.memcmp import memcmp_seconds
@@ -30,6 +32,8 @@ B = 16
 PROMPT_TOKENS, CACHED_TOKENS = 8192, 6144
 FEWEST_TOKENS, NUM_STEPS = 512, 16  # of a sequence at first; of a measurement: each sequence fills a block once
 NUM_PROMPTS = 16  # allocated in one measurement
+WINDOW, STATES = "allocate, window", "allocate, states"
+BOTH, SUM = "allocate, both", "window's and states' shares"
 COLUMNS = "{what:<16} {each:<18} {us:>24.3f} {target us:>9} {bound us:>24.3f} {bound}"
 
 
@@ -89,13 +93,18 @@ class Steps:
 
 
 class Admissions:
-    """A prompt that is cached in part, allocated under some names and, outside of the time, released."""
+    """A prompt that is cached in part, allocated under some names and, outside of the time, released.
 
-    def __init__(self) -> None:
-        self.manager = BlockManager((NUM_PROMPTS + 2) * PROMPT_TOKENS // B, B)
+    groups: beside full layers.
+    """
+
+    def __init__(self, *groups: Window | States) -> None:
+        self.manager = BlockManager((NUM_PROMPTS + 2) * PROMPT_TOKENS // B, B, groups=groups)
         self.prefix = np.arange(CACHED_TOKENS, dtype=np.int32)
         self.manager.allocate("first", self.prefix)
+        self.manager.windows.open(["first"], [CACHED_TOKENS])
         self.manager.commit("first", self.prefix)
+        self.manager.keep_end("first")  # the state, if there is a group of states
         self.manager.release("first")
         self.prompt = np.append(self.prefix, -self.prefix[: PROMPT_TOKENS - CACHED_TOKENS] - 1)
         self.tokens = self.prompt.tolist()
@@ -126,19 +135,34 @@ class Admissions:
         }
 
 
+def groups_of() -> dict[str, Admissions]:
+    """Return managers of groups. All have room for each prompt."""
+    window, states = Window(1024, (NUM_PROMPTS + 2) * PROMPT_TOKENS // B), States(4 * NUM_PROMPTS)
+    return {WINDOW: Admissions(window), STATES: Admissions(states), BOTH: Admissions(window, states)}
+
+
 def measure(num_seqs: int, rounds: int) -> Iterator[Row]:
     steps, admissions = Steps(num_seqs, rounds), Admissions()
+    groups = groups_of()
     calls = {"step by rows": steps.step_by_rows, "step by names": steps.step_by_names, "numpy copy": steps.copy}
     times = in_turns(calls, rounds, NUM_STEPS, thread_seconds)
     us = {name: Figure.of(spent, 1e6 / num_seqs) for name, spent in times.items()}
-    us |= {name: Figure.of(spent, 1e6) for name, spent in in_turns(admissions.calls(), rounds, measure=result).items()}
+    each = {name: functools.partial(cases.allocate, cases.prompt) for name, cases in groups.items()}
+    times = in_turns(admissions.calls() | each, rounds, measure=result)
+    full, window, states = (np.array(times[name]) for name in ("allocate, array", WINDOW, STATES))
+    us |= {name: Figure.of(spent, 1e6) for name, spent in times.items()}
+    us[SUM] = Figure.of((window + states - full).tolist(), 1e6)
     steps.verify()
-    admissions.manager.check()
+    for cases in (admissions, *groups.values()):
+        cases.manager.check()
     for name, bound, target in (
         ("step by rows", "numpy copy", 0.3),
         ("step by names", "numpy copy", None),
         ("allocate, array", "memcmp", 4.0),
         ("allocate, list", "numpy's conversion", 10.0),
+        (WINDOW, "allocate, array", None),
+        (STATES, "allocate, array", None),
+        (BOTH, SUM, None),
     ):
         unit = f"a sequence of {num_seqs}" if name in calls else "a prompt"
         row = {"what": name, "each": unit, "us": us[name], "bound": bound, "bound us": us[bound]}

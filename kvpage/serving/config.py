@@ -90,8 +90,8 @@ class EngineConfig:
             that excludes windows of their own.
         same_bits: Compute tokens and log-probabilities that are functions of the model and the request alone, bit by
             bit: whatever is cached, runs beside it, or was preempted. A model or a machine on which this cannot hold is
-            refused, with the reason. It needs a CPU, and excludes `compile_model`, several ranks, and blending with a
-            ratio below 1. See the page "The same bits".
+            refused, with the reason. It excludes `compile_model`, several ranks, and blending with a ratio below 1. On
+            a GPU, where it is untried, it excludes more. See the page "The same bits".
         kv_cache_memory: Bytes of the device, of one rank, for what `Engine.from_model` chooses the numbers of: blocks,
             those of windows, checkpoints. None means as `cache_config` says. It excludes `num_gpu_blocks`.
         sessions: The limits of sessions.

@@ -42,6 +42,7 @@ def build_info() -> dict[str, Any]:
         numerics: What the bits of results depend on with EngineConfig(same_bits=True) on a CPU, besides model and
             request.
         device_numerics: The same on the first device; None without one.
+        tiles: Whether native products in bf16 take the tiles of AMX: "amx", or why they do not.
         flashinfer, flash_attn, flash_attn_3, flash_mla: Installed versions of libraries that can attend over blocks.
         attention: The library that EngineConfig(attention_backend="auto") takes on the first device, by layout. A model
             whose options the library does not take gets "kvpage".
@@ -59,6 +60,7 @@ def build_info() -> dict[str, Any]:
         "transformers": _installed("transformers"),
         "numerics": _numerics(),
         "device_numerics": _device_numerics(machine["devices"]),
+        "tiles": _tiles(),
         **installed_libraries(),
         "attention": _attention(machine["devices"]),
     }
@@ -89,6 +91,12 @@ def _device_numerics(devices: list[dict[str, Any]]) -> str | None:
     from kvpage.serving.model.native.bits.numerics import device_numerics_name
 
     return device_numerics_name(*devices[0]["compute_capability"])
+
+
+def _tiles() -> str:
+    """Return the name of the bits of products by tiles, or why no tiles are taken."""
+    name, refusal = _C.product_tiles()
+    return name or f"not taken: {refusal}"
 
 
 def _cuda_version(number: int) -> str | None:

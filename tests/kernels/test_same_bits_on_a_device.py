@@ -20,10 +20,11 @@ from kvpage.kernels.prepared import Prepared
 from kvpage.ops.cuda.layers import device_linear, device_log_softmax
 from kvpage.serving import Engine, EngineConfig, KVPageCachePool, SamplingParams
 from kvpage.serving.assembly import parts
+from kvpage.serving.assembly.device_bits_check import check_device_bits
 from kvpage.serving.loop.batch import logprobs
 from kvpage.serving.model.attention import HeadAttention
 from kvpage.serving.model.native.bits import device_bits
-from kvpage.serving.model.native.bits.device_bits import DeviceBits, check_device_bits
+from kvpage.serving.model.native.bits.device_bits import DeviceBits
 from kvpage.serving.model.native.bits.numerics import device_numerics_name, numerics_name
 from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.torch_threads import TorchThreads
@@ -130,8 +131,7 @@ def test_what_is_refused_on_a_gpu(why):
         check_device_bits(on_a_gpu(**attributes), replace(CONFIG, **options), has_states)
 
 
-def test_a_model_on_a_gpu_gets_the_mode_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(device_bits, "check_served", lambda device: None)
+def test_a_model_on_a_gpu_gets_the_mode_of_a_gpu():
     check_device_bits(on_a_gpu(), CONFIG, False)
     assert type(DeviceBits.of_model(on_a_gpu(), TorchThreads(lambda: None))) is DeviceBits
     with pytest.raises(OptionError, match="is on cpu"):

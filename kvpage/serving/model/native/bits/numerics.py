@@ -28,7 +28,7 @@ def numerics_name(device: torch.device | None = None) -> str:
     """
     if device is not None and device.type == "cuda":
         return device_numerics_name(*torch.cuda.get_device_capability(device))
-    native = _C.linear_kernels()[0]
+    native = _products()
     of_torch = torch.backends.cpu.get_cpu_capability()
     return f"{VERSION} {native} torch {torch.__version__} {of_torch} transformers {transformers.__version__}"
 
@@ -43,3 +43,9 @@ def device_numerics_name(major: int, minor: int) -> str:
         compiler = "none"
     packages = f"torch {torch.__version__} cuda {torch.version.cuda} triton {compiler}"
     return f"{DEVICE_VERSION} sm_{major}{minor} {packages} transformers {transformers.__version__}"
+
+
+def _products() -> str:
+    """Return the instruction set of products; of AMX with a digest where its tiles add up in an order of their own."""
+    best = _C.linear_kernels()[0]
+    return _C.product_tiles()[0] if best == "amx" else best
