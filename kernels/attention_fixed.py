@@ -4,7 +4,7 @@
     one program          each split by itself, its sums added to those of the splits before
     several programs     one split each; merge_fixed_kernel adds their sums up in the same order
 
-Which of the two it is depends on the device's occupation; the bits do not. There is one machine code for decodes,
+num_pieces is 1 for several, and 0 for one. Which of the two it is depends on the device's occupation; the bits do not. There is one machine code for decodes,
 portions of prompts and both ways, of one size of tiles, in which every tile of keys is taken as one at the edge. A row
 that sees no key of a tile, or of a split, gets sums times 1 plus 0 from it. So it makes no difference which tokens are
 in its tile of queries, nor where a window begins for them.
@@ -86,9 +86,7 @@ def fixed_attention_kernel(
     sum_ptr,  # fp32 [splits, num_tokens, num_kv_heads * GROUP, 2]
     error_ptr, plan_ptr,
     factor, softcap, window,
-    num_items,
-    num_pieces,  # 1 for a program each split; 0 for one program
-    num_kv_heads, num_seqs, num_tokens, num_blocks, capacity,
+    num_items, num_pieces, num_kv_heads, num_seqs, num_tokens, num_blocks, capacity,
     query_token_stride, query_head_stride,
     out_token_stride, out_head_stride, table_stride, plan_stride,
     key_block_stride, key_head_stride, key_run_stride,

@@ -410,7 +410,7 @@ def constants_of(
     keys: str = "all",
 ) -> AttentionConstants:
     """Choose the kernel's constants. keys: see there."""
-    sizes, tile = plan.sizes, plan.tile
+    sizes, tile, has_splits = plan.sizes, plan.tile, keys not in ("shared", "fixed")
     dtype, query_dtype = key.data.dtype, query.dtype
     stored = _STORED.get(dtype, "float")
     is_widened = dtype in _STORED and query_dtype != torch.float32
@@ -452,11 +452,9 @@ def constants_of(
         KEY_TILE=tile.key_tile,
         KEY_TAIL=tile.key_tail,
         VALUE_TILE=tile.value_tile,
-        BOUNDED=attention.sliding_window is not None
-        and attention.query_positions is None
-        and keys not in ("shared", "fixed"),
+        BOUNDED=has_splits and attention.sliding_window is not None and attention.query_positions is None,
         MIN_SPLIT_TILES=-(-min_keys_of_split(tile) // tile.keys),
-        DEPENDENT=plan.num_pieces > 0 and keys not in ("shared", "fixed") and allows_dependent_launch(capability),
+        DEPENDENT=has_splits and plan.num_pieces > 0 and allows_dependent_launch(capability),
         KEYS=keys,
         SPLIT_TILES=split_tiles(tile) if keys == "fixed" else 0,
         MAX_SPLITS=ANY_NUMBER if keys == "fixed" else MAX_SPLITS,

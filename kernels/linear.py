@@ -87,6 +87,7 @@ def linear_kernel(
     TILE_COLUMNS: tl.constexpr = LINEAR.value.TILE_COLUMNS
     TILE_SIZE: tl.constexpr = LINEAR.value.TILE_SIZE
     ROW: tl.constexpr = LINEAR.value.ROW
+    IS_WHOLE: tl.constexpr = LINEAR.value.IS_WHOLE
     row_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
     row = (tl.program_id(0) % row_tiles).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = (tl.program_id(0) // row_tiles).to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
@@ -97,7 +98,7 @@ def linear_kernel(
     for begin in range(0, SIZE, TILE_SIZE):
         k = (begin + tl.arange(0, TILE_SIZE))[None, :]
         row_mask, column_mask = has_row, has_column
-        if not LINEAR.value.IS_WHOLE:
+        if not IS_WHOLE:
             row_mask, column_mask = row_mask & (k < SIZE), column_mask & (k < SIZE)
         x = tl.load(x_row + k, mask=row_mask, other=0.0)
         weight = tl.load(weight_row + k.to(tl.int64) * size_stride, mask=column_mask, other=0.0)

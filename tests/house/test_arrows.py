@@ -19,7 +19,7 @@ MORE_ENTRIES = {
     "kvpage.serving.model": (23, "each feature of a model family has a file"),
     "kvpage.serving.model.native": (16, "each kind of layer has a file, and each trial of a shape"),
     "kvpage.ops.cuda": (13, "each kind of kernel has a file, as have the ways to launch it"),
-    "kvpage.kernels": (29, "Triton finds helpers only by their module's globals; folders would hide them"),
+    "kvpage.kernels": (32, "Triton finds helpers only by their module's globals; folders would hide them"),
 }
 NO_ENTRY = (INIT, "__main__")
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from support.attention_cases import BF16, E4M3, FP16, FP32, INT8, make_case, on_cuda
-from support.kernel_calls import ON_KERNELS, device_of
+from support.kernel_calls import INTERPRETED, ON_KERNELS, device_of
 from support.seeds import seed_of
 
 pytest.importorskip("triton")
@@ -13,9 +13,17 @@ pytest.importorskip("triton")
 from kvpage import ops
 from kvpage.kernels import attention_launch, attention_plan
 from kvpage.kernels.linear import TILE_BYTES, TILE_ROWS
+from kvpage.layout.row_norm import RowNorm
 from kvpage.ops import reference
 from kvpage.ops.cuda import attention as attention_ops_cuda
-from kvpage.ops.cuda.layers import device_linear, device_log_softmax
+from kvpage.ops.cuda.layers import (
+    device_add_norm,
+    device_gate,
+    device_linear,
+    device_log_softmax,
+    device_rms_norm,
+    device_rope,
+)
 
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 ROUNDING = {FP32: 2e-5, BF16: 1.6e-2, FP16: 2e-3}
@@ -227,3 +235,35 @@ def test_a_split_that_depends_on_the_batch_is_found(monkeypatch, device):
     (whole,) = attend("interpreter", case, [0], [(0, LENGTH)])
     rows = [attend("interpreter", case, [0], [(at, at + 1)])[0] for at in range(LENGTH - 9, LENGTH)]
     assert not same(torch.cat(rows), whole[-9:])
+
+
+# --- rows of other kernels --------------------------------------------------------------------------------------------
+
+
+def row_kernels():
+    """Functions of rows, [n, 48] each."""
+    weight, norm = torch.randn(48), RowNorm(torch.randn(48), 1e-6, 0.0, False)
+    return {
+        "norm": lambda x, y: [device_rms_norm(x, weight, 1e-6, 0.0, False)],
+        "sum and norms": lambda x, y: device_add_norm(x, y, norm, norm),
+        "gate": lambda x, y: [device_gate(x, y, "silu")],
+        "rotation": lambda x, y: [
+            part[0].transpose(0, 1) for part in device_rope(x[None, None], y[None, None], *turns(x))
+        ],
+    }
+
+
+def turns(x):
+    """Angles of tokens, as functions of their rows."""
+    return x[None].cos(), x[None].sin()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter runs them")
+@pytest.mark.parametrize("name", ["norm", "sum and norms", "gate", "rotation"])
+def test_other_kernels_of_layers_compute_each_row_by_itself(name):
+    torch.manual_seed(seed_of(9))
+    compute, (x, y) = row_kernels()[name], torch.randn(2, 9, 48)
+    whole = compute(x, y)
+    for begin, end in ((0, 1), (4, 5), (3, 9), (0, 8)):
+        for part, of_all in zip(compute(x[begin:end].clone(), y[begin:end].clone()), whole, strict=True):
+            assert same(part, of_all[begin:end])

@@ -14,18 +14,17 @@ if not INTERPRETED:
     pytest.skip("the interpreter runs them", allow_module_level=True)
 
 from kvpage import CacheConfig
-from kvpage.blend.config import BlendConfig
 from kvpage.checks.errors import OptionError
 from kvpage.kernels.prepared import Prepared
 from kvpage.ops.cuda.layers import device_linear, device_log_softmax
 from kvpage.serving import Engine, EngineConfig, KVPageCachePool, SamplingParams
 from kvpage.serving.assembly import parts
-from kvpage.serving.assembly.device_bits_check import check_device_bits
 from kvpage.serving.loop.batch import logprobs
 from kvpage.serving.model.attention import HeadAttention
 from kvpage.serving.model.native.bits import device_bits
-from kvpage.serving.model.native.bits.device_bits import DeviceBits
+from kvpage.serving.model.native.bits.device_bits import DeviceBits, check_device_bits
 from kvpage.serving.model.native.bits.numerics import device_numerics_name, numerics_name
+from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.native.device import DeviceLayers
 from kvpage.serving.model.native.torch_threads import TorchThreads
 
@@ -113,27 +112,30 @@ def on_a_gpu(**attributes):
     return SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.bfloat16, **attributes)
 
 
-MLA = CacheConfig(16, 8, backend="mla")
+USUAL = {"has_states": False, "backend": "flash", "blends": False, "native_layers": True, "attention_backend": "auto"}
 OPTIONS = {
-    "keeps states": ({}, {}, True),
-    "latents": ({"cache_config": MLA}, {}, False),
-    "blending": ({"blend": BlendConfig(ratio=1)}, {}, False),
-    "quantised weights": ({}, {"hf_quantizer": object()}, False),
-    "native_layers": ({"native_layers": False}, {}, False),
-    "attention_backend": ({"attention_backend": "flashinfer"}, {}, False),
+    "keeps states": {"has_states": True},
+    "latents": {"backend": "mla"},
+    "blending": {"blends": True},
+    "native_layers": {"native_layers": False},
+    "attention_backend": {"attention_backend": "flashinfer"},
 }
 
 
 @pytest.mark.parametrize("why", OPTIONS)
 def test_what_is_refused_on_a_gpu(why):
-    options, attributes, has_states = OPTIONS[why]
     with pytest.raises(OptionError, match=f"same_bits must be False: .*{why}"):
-        check_device_bits(on_a_gpu(**attributes), replace(CONFIG, **options), has_states)
+        check_device_bits(on_a_gpu(), **USUAL | OPTIONS[why])
 
 
-def test_a_model_on_a_gpu_gets_the_mode_of_a_gpu():
-    check_device_bits(on_a_gpu(), CONFIG, False)
-    assert type(DeviceBits.of_model(on_a_gpu(), TorchThreads(lambda: None))) is DeviceBits
+def test_a_model_on_a_gpu_gets_the_mode_of_a_gpu(monkeypatch):
+    monkeypatch.undo()
+    config = replace(CONFIG, attention_backend="kvpage")
+    bits = parts._row_bits(on_a_gpu(), config, TorchThreads(lambda: None), False)
+    assert type(bits) is DeviceBits
+    assert type(parts._row_bits(model_of("llama"), config, TorchThreads(), False)) is RowBits
+    with pytest.raises(OptionError, match="quantised weights"):
+        parts._row_bits(on_a_gpu(hf_quantizer=object()), config, TorchThreads(lambda: None), False)
     with pytest.raises(OptionError, match="is on cpu"):
         DeviceBits.of_model(model_of("llama"), TorchThreads())
     with pytest.raises(OptionError, match="for `generate` on meta"):

@@ -22,7 +22,6 @@ from kvpage.ops.cuda.libraries.choice import LIBRARY_ERRORS, Candidate, candidat
 from kvpage.ops.cuda.libraries.library import AttentionLibrary
 from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.ops.cuda.served import check_served
-from kvpage.serving.assembly.device_bits_check import check_device_bits
 from kvpage.serving.assembly.state_parts import found_states, slots_of
 from kvpage.serving.assembly.window_groups import WindowGroups, short_windows
 from kvpage.serving.config import EngineConfig
@@ -36,7 +35,7 @@ from kvpage.serving.model.config_check import check_config, check_divides
 from kvpage.serving.model.kv_calibration import choose_scales
 from kvpage.serving.model.latent_check import check_latents, verify_latents
 from kvpage.serving.model.limits import limited_model_len
-from kvpage.serving.model.native.bits.device_bits import DeviceBits
+from kvpage.serving.model.native.bits.device_bits import DeviceBits, check_device_bits
 from kvpage.serving.model.native.bits.numerics import numerics_name
 from kvpage.serving.model.native.bits.row_bits import RowBits
 from kvpage.serving.model.native.device import DeviceLayers
@@ -286,7 +285,14 @@ def _native_layers(model: PreTrainedModel, config: EngineConfig) -> NativeLayers
 def _row_bits(model: PreTrainedModel, config: EngineConfig, threads: TorchThreads, has_states: bool) -> RowBits:
     if model.device.type != "cuda":
         return RowBits.of_model(model, threads)
-    check_device_bits(model, config, has_states)
+    check_device_bits(
+        model,
+        has_states=has_states,
+        backend=config.cache_config.backend,
+        blends=config.blend is not None,
+        native_layers=config.native_layers,
+        attention_backend=config.attention_backend,
+    )
     return DeviceBits.of_model(model, threads)
 
 

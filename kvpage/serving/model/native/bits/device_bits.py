@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from kvpage.checks.errors import OptionError
 from kvpage.ops.cuda.layers import device_linear
+from kvpage.ops.cuda.libraries.rules import OURS
 from kvpage.serving.model.native.bits.operators import EXACT_POWERS, REDUCTIONS
 from kvpage.serving.model.native.bits.row_bits import RowBits
 
@@ -72,3 +75,26 @@ def _product(*args: torch.Tensor) -> torch.Tensor | None:
     else:
         out = device_linear(rows, matrix.t(), None)
     return out if out is None or not addends else out + addends[0]
+
+
+def check_device_bits(
+    model: PreTrainedModel, *, has_states: bool, backend: str, blends: bool, native_layers: bool, attention_backend: str
+) -> None:
+    """Raise OptionError for what cannot have the same bits on a GPU, with the reason. Operators are looked at later.
+
+    backend: of the cache. The others are options of an engine.
+    """
+    name = type(model).__name__
+    for is_refused, why in (
+        (has_states, f"{name} keeps states, whose scans on a GPU are others' kernels"),
+        (backend == "mla", "latents are multiplied by torch on a GPU, in an order of its own"),
+        (blends, "blending chooses tokens by torch's operators on a GPU"),
+        (getattr(model, "hf_quantizer", None) is not None, f"products of the quantised weights of {name} are others'"),
+        (not native_layers, "native_layers is False, and torch's norms on a GPU depend on the number of rows"),
+        (
+            attention_backend not in ("auto", OURS),
+            f"attention_backend is {attention_backend!r}, and only kvpage's kernel splits keys by position",
+        ),
+    ):
+        if is_refused:
+            raise OptionError(f"same_bits must be False: {why}")
