@@ -4,10 +4,10 @@
     one program          each split by itself, its sums added to those of the splits before
     several programs     one split each; merge_fixed_kernel adds their sums up in the same order
 
-num_pieces is 1 for several, and 0 for one. Which of the two it is depends on the device's occupation; the bits do not. There is one machine code for decodes,
-portions of prompts and both ways, of one size of tiles, in which every tile of keys is taken as one at the edge. A row
-that sees no key of a tile, or of a split, gets sums times 1 plus 0 from it. So it makes no difference which tokens are
-in its tile of queries, nor where a window begins for them.
+num_pieces is 1 for several, and 0 for one. Which it is depends on the device's occupation; the bits do not. There is
+one machine code for decodes and portions of prompts of one size of tiles, but for how a row finds its sequence. Every
+tile of keys is taken as one at the edge. A row that sees no key of a tile, or of a split, gets sums times 1 plus 0 from
+it. So it makes no difference which tokens are in its tile of queries, nor where a window begins for them.
 """
 
 import triton
