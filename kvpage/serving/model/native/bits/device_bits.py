@@ -31,7 +31,7 @@ EXTREMA = frozenset(("amax", "amin", "aminmax", "max", "min"))
 MATRICES = frozenset(("addmm", "baddbmm", "bmm", "mm"))
 
 
-class DeviceBits(RowBits):
+class DeviceBits(RowBits):  # type: ignore[no-untyped-call, unused-ignore]  # torch does not annotate it
     """The mode of one model's view on a GPU."""
 
     DEVICE = "cuda"
