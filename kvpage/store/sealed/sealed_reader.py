@@ -6,16 +6,18 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, new_buffer
-from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord, is_sealed
+from kvpage.store.records.record import CHECKSUM_BYTES, CorruptRecord, RecordHead, UnreadableRecord, is_sealed
 from kvpage.store.records.record_io import PIECE_BYTES, check_table, read_head
 from kvpage.store.sealed.seal_keys import SealKeys
 from kvpage.store.sealed.sealed_record import (
     FRAME_BYTES,
+    KEY_AT,
     MAX_HEAD_BYTES,
     SEALED_FRAME,
     TAG_BYTES,
     FrameCipher,
     SealNote,
+    form_of,
 )
 from kvpage.store.tiers.stretches import Runs, cut_runs, memory_at, scatter_stretches
 from kvpage.store.tiers.tier import Key, Reader
@@ -78,7 +80,7 @@ class SealedReader(Reader):
 
     def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> None:
         """As of Reader: each frame's seal is proof. A frame within one run is opened there, others in a piece."""
-        if int(np.maximum.reduce(runs[:, 1], initial=0)) < FRAME_BYTES:
+        if len(runs) > 1 and int(np.maximum.reduce(runs[:, 1])) < FRAME_BYTES:
             self._open_pieces(begin, runs, num_threads)
             return
         for address, size in runs.tolist():
@@ -114,15 +116,16 @@ class SealedReader(Reader):
         """Read both ends: the header, and all from the last frame on, which has the record's digests."""
         num_bytes = self._reader.num_bytes
         header = bytes(self._sealed(0, min(MAX_HEAD_BYTES, num_bytes)))
-        head = RecordHead.unpack(header, num_bytes) if is_sealed(header) else self._plain_head()
-        note, header = SealNote.of(head), header[: head.payload_begin]
-        if head.key != self._key:
+        if not is_sealed(header):
+            SealNote.of(self._plain_head())
+        (head, note), header = form_of(header, num_bytes)
+        if header[KEY_AT] != self._key:
             raise CorruptRecord("the record is another one", "foreign")
         last = (note.plain_bytes - note.lead_bytes - 1) // FRAME_BYTES * SEALED_FRAME if note.body_bytes else 0
-        tail = self._sealed(head.payload_begin + last, head.num_bytes)
-        check_table(header, tail[head.payload_end - head.num_bytes :])
+        tail = self._sealed(head.payload_begin + last, num_bytes)
+        check_table(header, tail[head.payload_end - num_bytes :])
         try:
-            cipher = FrameCipher(self._keys, note, head.key, header)
+            cipher = FrameCipher(self._keys, note.key_id, header)
         except UnreadableRecord:
             self._lock_out(self._key)
             raise
@@ -142,7 +145,10 @@ class SealedReader(Reader):
         """Open the lead, and the last frame into the buffer. Return the lead. tail: from the last frame on."""
         size = note.body_bytes % SEALED_FRAME or min(note.body_bytes, SEALED_FRAME)
         lead = bytearray(note.lead_bytes)
-        cipher.open(0, tail[size : size + len(lead) + TAG_BYTES], memoryview(lead))
+        end = size + len(lead) + TAG_BYTES
+        if bytes(tail[end:-CHECKSUM_BYTES]).strip(b"\0"):
+            raise CorruptRecord("the zeros after a sealed record's frames are others", "seal")
+        cipher.open(0, tail[size:end], memoryview(lead))
         if size:
             self._buffer, last = self._buffer or self._buffers.take(), (note.body_bytes - 1) // SEALED_FRAME
             cipher.open(1 + last, tail[:size], self._buffer[: size - TAG_BYTES])

@@ -20,9 +20,17 @@ import hmac
 import os
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvpage.store.records.record import SEALED_CODEC, CorruptRecord, RecordHead, Shape, UnreadableRecord
+from kvpage.store.records.record import (
+    ALIGNMENT,
+    HEADER,
+    SEALED_CODEC,
+    CorruptRecord,
+    RecordHead,
+    Shape,
+    UnreadableRecord,
+)
 from kvpage.store.sealed.seal_keys import ID, SealKeys
 
 NOTE = struct.Struct("<13s32sQI")  # magic, salt, bytes of the record, bytes of the lead; the id follows
@@ -31,6 +39,8 @@ FRAME_BYTES, TAG_BYTES, SALT_BYTES = 1 << 18, 16, 32
 SEALED_FRAME = FRAME_BYTES + TAG_BYTES
 NO_SHAPE: Shape = (0, 0, 0, 0, 0)
 MAX_HEAD_BYTES = 256  # of a sealed record: its note has at most 121
+NUM_META_AT, KEY_AT = slice(12, 16), slice(16, 48)  # of a header
+SALT_AT = slice(HEADER.size + len(NOTE_MAGIC), HEADER.size + len(NOTE_MAGIC) + SALT_BYTES)  # of a sealed record's
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +112,46 @@ def sealed_bytes_of(key_id: str, plain_bytes: int) -> int:
     return SealNote(key_id, bytes(SALT_BYTES), plain_bytes, 1).head(bytes(32)).num_bytes
 
 
+class SealedForm(NamedTuple):
+    """What a sealed record's header says, but for key and salt, which are zeros here: records of one length share it."""
+
+    head: RecordHead
+    note: SealNote
+
+
+def form_of(data: bytes, num_bytes: int) -> tuple[SealedForm, bytes]:
+    """Return form and header of a sealed record of `num_bytes` with these first bytes.
+
+    Raises CorruptRecord for bytes that are no such header.
+    """
+    num_meta = int.from_bytes(data[NUM_META_AT], "little")
+    header = data[: -(-(HEADER.size + num_meta) // ALIGNMENT) * ALIGNMENT]
+    before, between, after = header[: KEY_AT.start], header[KEY_AT.stop : SALT_AT.start], header[SALT_AT.stop :]
+    return _form_of(b"".join((before, bytes(32), between, bytes(SALT_BYTES), after)), num_bytes), header
+
+
+@functools.lru_cache(maxsize=64)  # most records of a store have one length
+def _form_of(blank: bytes, num_bytes: int) -> SealedForm:
+    head = RecordHead.unpack(blank, num_bytes)
+    return SealedForm(head, SealNote.of(head))
+
+
 class FrameCipher:
     """Seals and opens the frames of one record. A writer seals each number once.
 
+    key_id: of the secret, as the header says.
     header: all bytes of the sealed record before its payload, to which its frames are bound.
 
     Raises UnreadableRecord for a key that is not there, and ImportError without the package cryptography.
     """
 
-    def __init__(self, keys: SealKeys, note: SealNote, key: bytes, header: bytes) -> None:
-        secret = keys.secret(note.key_id)
+    def __init__(self, keys: SealKeys, key_id: str, header: bytes) -> None:
+        secret = keys.secret(key_id)
         if secret is None:
-            raise UnreadableRecord(f"a record is sealed with the key {note.key_id}, which is not here", "key")
+            raise UnreadableRecord(f"a record is sealed with the key {key_id}, which is not here", "key")
         self._bound = header
-        self._aes, self._invalid = new_aes(hmac.digest(secret, PURPOSE + note.salt + key, "sha256")), _package()[1]
+        data = PURPOSE + header[SALT_AT] + header[KEY_AT]
+        self._aes, self._invalid = new_aes(hmac.digest(secret, data, "sha256")), _package()[1]
 
     def seal(self, number: int, data: memoryview, to: memoryview) -> None:
         """Write frames from this number on, each with its tag: `data` has those of whole ones, or of a short one."""

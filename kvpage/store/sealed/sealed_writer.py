@@ -156,7 +156,7 @@ class SealedWriter(Writer):
         note = new_note(self._keys.ids[0], self.num_bytes, len(lead))
         self._head = note.head(self.key)
         self._header = self._head.pack()
-        self._cipher = FrameCipher(self._keys, note, self.key, self._header)
+        self._cipher = FrameCipher(self._keys, note.key_id, self._header)
         sealed = bytearray(len(lead) + TAG_BYTES)
         self._cipher.seal(0, lead, memoryview(sealed))
         self._lead, self._at = bytes(sealed), self._head.payload_begin
