@@ -5,8 +5,11 @@
     digests    zeros: the tags prove more
     checksum   of the header and the zeros
 
-    the record   [ lead: the first piece ][ FRAME_BYTES ][ FRAME_BYTES ][ the rest ]
-    its frames          0                       1              2             3
+    the record   [ lead: the first piece ][ FRAME_BYTES ][ FRAME_BYTES ][ whole grains ][ trail: less than a grain ]
+    its frames          0                       1              2               3             0
+
+So a record of whole pages has its head and its digests in frame 0, and its payload alone in the others: they are opened
+where the payload goes.
 
 Each record has an AES key of its own, HMAC-SHA256(secret, salt and the record's key), with 32 random bytes as salt. A
 nonce is the number of a frame, and a writer seals each frame once. So no nonce is used twice with a key: not by
@@ -34,9 +37,9 @@ from kvpage.store.records.record import (
 from kvpage.store.sealed.seal_keys import ID, SealKeys
 
 NOTE = struct.Struct("<13s32sQI")  # magic, salt, bytes of the record, bytes of the lead; the id follows
-NOTE_MAGIC, PURPOSE = b"kvpage-seal-1", b"kvpage seal 1"
-FRAME_BYTES, TAG_BYTES, SALT_BYTES = 1 << 18, 16, 32
-SEALED_FRAME = FRAME_BYTES + TAG_BYTES
+NOTE_MAGIC, PURPOSE = b"kvpage-seal-2", b"kvpage seal 2"  # other frames are another version, and a miss
+FRAME_BYTES, GRAIN_BYTES, TAG_BYTES, SALT_BYTES = 1 << 19, 1 << 12, 16, 32
+SEALED_FRAME, MAX_LEAD_BYTES = FRAME_BYTES + TAG_BYTES, FRAME_BYTES - GRAIN_BYTES
 NO_SHAPE: Shape = (0, 0, 0, 0, 0)
 MAX_HEAD_BYTES = 256  # of a sealed record: its note has at most 121
 NUM_META_AT, KEY_AT = slice(12, 16), slice(16, 48)  # of a header
@@ -51,7 +54,7 @@ class SealNote:
         key_id: of the secret.
         salt: SALT_BYTES random bytes, this record's alone.
         plain_bytes: of the record within.
-        lead_bytes: of the frame 0, at most FRAME_BYTES.
+        lead_bytes: of the first piece, at most MAX_LEAD_BYTES; none if the record began in runs.
     """
 
     key_id: str
@@ -78,7 +81,7 @@ class SealNote:
         note = cls(key_id, salt, plain_bytes, lead_bytes)
         actual = head.shape, head.raw_bytes, head.payload_bytes, head.stretch_bytes
         expected = NO_SHAPE, plain_bytes, payload_bytes_of(plain_bytes), SEALED_FRAME
-        if not 0 < lead_bytes <= min(plain_bytes, FRAME_BYTES) or actual != expected:
+        if lead_bytes > min(plain_bytes, MAX_LEAD_BYTES) or actual != expected:
             raise CorruptRecord(f"a sealed record of {plain_bytes} bytes has another head")
         return note
 
@@ -91,9 +94,13 @@ class SealNote:
 
     @property
     def body_bytes(self) -> int:
-        """The bytes of the sealed frames from 1 on."""
-        body = self.plain_bytes - self.lead_bytes
-        return body + TAG_BYTES * -(-body // FRAME_BYTES)
+        """The plain bytes of the frames from 1 on."""
+        return (self.plain_bytes - self.lead_bytes) // GRAIN_BYTES * GRAIN_BYTES
+
+    @property
+    def trail_bytes(self) -> int:
+        """The bytes after them."""
+        return (self.plain_bytes - self.lead_bytes) % GRAIN_BYTES
 
 
 def new_note(key_id: str, plain_bytes: int, lead_bytes: int) -> SealNote:
@@ -113,10 +120,27 @@ def sealed_bytes_of(key_id: str, plain_bytes: int) -> int:
 
 
 class SealedForm(NamedTuple):
-    """What a sealed record's header says, but for key and salt, which are zeros here: records of one length share it."""
+    """Where all is in a sealed record, by a header whose key and salt count for nothing: records of one length share it.
 
-    head: RecordHead
-    note: SealNote
+    Attributes:
+        key_id: of the secret.
+        plain_bytes: of the record within.
+        lead_bytes: of its beginning, in frame 0.
+        body_end: in the record within, the byte after the frames from 1 on.
+        payload_begin: in the sealed record, where frame 1 begins.
+        frame_0: likewise, where frame 0 begins.
+        zeros: likewise, the byte after its tag.
+        table: likewise, where digests and checksum begin.
+    """
+
+    key_id: str
+    plain_bytes: int
+    lead_bytes: int
+    body_end: int
+    payload_begin: int
+    frame_0: int
+    zeros: int
+    table: int
 
 
 def form_of(data: bytes, num_bytes: int) -> tuple[SealedForm, bytes]:
@@ -133,7 +157,12 @@ def form_of(data: bytes, num_bytes: int) -> tuple[SealedForm, bytes]:
 @functools.lru_cache(maxsize=64)  # most records of a store have one length
 def _form_of(blank: bytes, num_bytes: int) -> SealedForm:
     head = RecordHead.unpack(blank, num_bytes)
-    return SealedForm(head, SealNote.of(head))
+    note, begin = SealNote.of(head), head.payload_begin
+    num_frames = -(-note.body_bytes // FRAME_BYTES)
+    frame_0 = begin + note.body_bytes + num_frames * TAG_BYTES
+    zeros = frame_0 + note.lead_bytes + note.trail_bytes + TAG_BYTES
+    body_end = note.lead_bytes + note.body_bytes
+    return SealedForm(note.key_id, note.plain_bytes, note.lead_bytes, body_end, begin, frame_0, zeros, head.payload_end)
 
 
 class FrameCipher:
