@@ -120,7 +120,7 @@ def sealed_bytes_of(key_id: str, plain_bytes: int) -> int:
 
 
 class SealedForm(NamedTuple):
-    """Where all is in a sealed record, by a header whose key and salt count for nothing: records of one length share it.
+    """Where all is in a sealed record. Key and salt have no say in it, so that records of one length share it.
 
     Attributes:
         key_id: of the secret.
@@ -208,8 +208,10 @@ class FrameCipher:
 
 @functools.lru_cache(maxsize=16)
 def _begun_hmac(secret: bytes) -> "tuple[hashlib._Hash, hashlib._Hash]":
-    """Return both hashes of an HMAC-SHA256 after the secret. To go on from there takes a third of hmac.digest's time
-    where its code and tables have left the core's cache, as between large records.
+    """Return both hashes of an HMAC-SHA256 after the secret.
+
+    To go on from there takes a third of hmac.digest's time where its code has left the core's cache, as it has between
+    large records.
     """
     block = secret.ljust(hashlib.sha256().block_size, b"\0")
     inner, outer = (hashlib.sha256(bytes(byte ^ pad for byte in block)) for pad in (0x36, 0x5C))

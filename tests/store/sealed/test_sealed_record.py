@@ -1,4 +1,4 @@
-"""The format of sealed records, read by an opener of its own, and what somebody does who mends all that needs no key."""
+"""The format of sealed records, read by an opener of its own; and records whose checksums somebody without a key mends."""
 
 import hmac
 import random
