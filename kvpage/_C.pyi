@@ -161,7 +161,10 @@ def rms_norm(
     """Compute the root mean square norm of rows: see kvpage.ops.rms_norm and kvpage.ops.add_rms_norm."""
 
 def linear_kernels() -> list[str]:
-    """Return the kernels for products that this machine runs, the best first, and "pairs_model" for tests."""
+    """Return the kernels for products that this machine runs, the best first, and models of two for tests."""
+
+def product_tiles() -> tuple[str, str]:
+    """Return the name of the bits of products by tiles, and why no tiles are taken: one of them is empty."""
 
 def norm_kernels() -> list[str]:
     """Return the kernels for norms that this machine runs, the best first."""

@@ -4,7 +4,7 @@
 #include "bindings/bindings.h"
 #include "linear/experts/grouped_linear.h"
 #include "linear/fast_types.h"
-#include "linear/rms_norm.h"
+#include "linear/norms/rms_norm.h"
 #include "recurrence/recurrence.h"
 
 namespace kvpage {
@@ -66,6 +66,9 @@ void bind_linear(py::module_& m) {
   m.def(
       "linear_kernels", [] { return linear_kernels().names(); },
       "The kernels for products that this machine runs, the best first.");
+  m.def(
+      "product_tiles", [] { return std::make_pair(tile_verdict().name, tile_verdict().refusal); },
+      "The name of the bits of products by tiles, and why no tiles are taken: one of them is empty.");
   m.def(
       "norm_kernels", [] { return norm_kernels().names(); },
       "The kernels for norms that this machine runs, the best first.");

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "linear/dot_impl.h"
-#include "linear/linear_kernel.h"
+#include "linear/linear_task.h"
 
 namespace kvpage {
 namespace {

@@ -1,7 +1,7 @@
 // The end of a product: its bias, or a gate's activation, and the rounding to the result's type.
 #pragma once
 
-#include "linear/linear_kernel.h"
+#include "linear/linear_task.h"
 #include "quantize/rows_impl.h"
 
 namespace kvpage {
@@ -45,6 +45,16 @@ inline Vec pairs(const float* sums) {
 template <typename T, typename Activate>
 inline void finish_gated(const float* sums, int64_t num_columns, T* to, const Activate& activate) {
   finish_with(num_columns, to, [&](int64_t at) { return activate(pairs<0>(sums + 2 * at)) * pairs<2>(sums + 2 * at); });
+}
+
+// The same of gates and others that lie apart.
+template <typename T>
+void finish_beside(Activation activation, const float* gate, const float* up, int64_t num_columns, T* to) {
+  const auto finish = [&](const auto& activate) {
+    finish_with(num_columns, to, [&](int64_t at) { return activate(load(gate + at)) * load(up + at); });
+  };
+  if (activation == Activation::kSilu) return finish(silu);
+  finish(gelu_tanh);
 }
 
 template <typename T>

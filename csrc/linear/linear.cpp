@@ -10,9 +10,6 @@
 namespace kvpage {
 namespace {
 
-constexpr int64_t kRowBlock = 96;            // rows of x that stay in the second cache while a panel of w passes
-constexpr int64_t kRowUnit = 6;              // a multiple of the rows of a tile, whatever the instruction set
-static_assert(kRowBlock % kRowUnit == 0);
 constexpr int64_t kMostStaged = 16 << 20;    // bytes of x in scratch at once
 constexpr int64_t kGrain = 128 << 10;        // elements of w for a thread, read once for 8 rows of x
 constexpr int64_t kGrainStaged = 512 << 10;  // of x for a thread
@@ -73,7 +70,7 @@ void stage_rows(const Linear& args, const LinearTask& whole, int64_t first_row) 
 // does not look like one of what was just stored there.
 class ThreadScratch {
  public:
-  ThreadScratch() : bytes_((kSums + kGap + kTileColumns * (kMostK + kRowGap)) * static_cast<int64_t>(sizeof(float))) {}
+  ThreadScratch() : bytes_((kSums + kGap + kTileScratch) * static_cast<int64_t>(sizeof(float))) {}
   LinearScratch place() const {
     float* const sums = reinterpret_cast<float*>(bytes_.data());
     return {sums, sums + kSums + kGap};
@@ -86,9 +83,9 @@ class ThreadScratch {
 
 // The first row of a block, which has at most kRowBlock of them. Blocks end where tiles of rows do, so that no tile is
 // lower than it need be.
-int64_t block_begin(int64_t num_rows, int64_t block, int64_t num_blocks) {
-  const int64_t num_units = (num_rows + kRowUnit - 1) / kRowUnit;
-  return std::min(num_units * block / num_blocks * kRowUnit, num_rows);
+int64_t block_begin(int64_t num_rows, int64_t unit, int64_t block, int64_t num_blocks) {
+  const int64_t num_units = (num_rows + unit - 1) / unit;
+  return std::min(num_units * block / num_blocks * unit, num_rows);
 }
 
 // Columns in panels, rows in blocks: a thread takes one panel after the other, for a block of rows.
@@ -104,8 +101,8 @@ void multiply_rows(const Linear& args, const LinearTask& whole) {
                    const int64_t block = begin / num_panels, panel = begin % num_panels;
                    const int64_t count = std::min(end - begin, num_panels - panel);
                    LinearTask task = whole;
-                   task.first_row = block_begin(whole.num_rows, block, num_blocks);
-                   task.end_row = block_begin(whole.num_rows, block + 1, num_blocks);
+                   task.first_row = block_begin(whole.num_rows, args.kernel->row_unit, block, num_blocks);
+                   task.end_row = block_begin(whole.num_rows, args.kernel->row_unit, block + 1, num_blocks);
                    task.first_column = panel * columns_per_panel;
                    task.end_column = std::min((panel + count) * columns_per_panel, args.num_columns);
                    args.kernel->multiply(task, scratch.place());

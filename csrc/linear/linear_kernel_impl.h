@@ -7,6 +7,11 @@
 #include "linear/gate_impl.h"
 #include "linear/linear_kernel.h"
 
+#if defined(KVPAGE_TAKES_TILES) || defined(KVPAGE_MODELS_TILES)
+#include "linear/tile_product_impl.h"
+#define KVPAGE_HAS_TILES 1
+#endif
+
 namespace kvpage {
 namespace {
 
@@ -257,7 +262,11 @@ void multiply_typed(const LinearTask& task, const LinearScratch& scratch) {
 
 void stage(const LinearTask& task, const std::byte* x, int64_t x_stride) {
   switch (task.type) {
+#if KVPAGE_HAS_TILES
+    case RowType::kBfloat16: return stage_by_tiles(task, x, x_stride);
+#else
     case RowType::kBfloat16: return stage_typed<Bf16Dot>(task, x, x_stride);
+#endif
     case RowType::kFloat16: return stage_typed<WidenedDot<Fp16>>(task, x, x_stride);
     default: return stage_typed<WidenedDot<float>>(task, x, x_stride);
   }
@@ -265,7 +274,11 @@ void stage(const LinearTask& task, const std::byte* x, int64_t x_stride) {
 
 void multiply(const LinearTask& task, const LinearScratch& scratch) {
   switch (task.type) {
+#if KVPAGE_HAS_TILES
+    case RowType::kBfloat16: return multiply_by_tiles(task, scratch);
+#else
     case RowType::kBfloat16: return multiply_typed<Bf16Dot>(task, scratch);
+#endif
     case RowType::kFloat16: return multiply_typed<WidenedDot<Fp16>>(task, scratch);
     default: return multiply_typed<WidenedDot<float>>(task, scratch);
   }
@@ -284,8 +297,15 @@ int64_t multiply_adds(int64_t num_rounds) {
   return 2 * kSums * kLanes * num_rounds;
 }
 
+#if KVPAGE_HAS_TILES
+constexpr int64_t kRowUnit = kTileRowUnit;
+#else
+constexpr int64_t kRowUnit = 6;  // a multiple of kTileRows, whatever the instruction set
+#endif
+static_assert(kRowBlock % kRowUnit == 0 && kRowUnit % kTileRows == 0);
+
 }  // namespace
 
-const LinearKernel KVPAGE_KERNEL = {KVPAGE_INSTRUCTION_SET, stage, multiply, multiply_adds};
+const LinearKernel KVPAGE_KERNEL = {KVPAGE_INSTRUCTION_SET, kRowUnit, stage, multiply, multiply_adds};
 
 }  // namespace kvpage

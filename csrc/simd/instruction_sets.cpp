@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "base/check.h"
+#include "simd/tile_permission.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -31,17 +32,19 @@ bool has_extended_feature(int bit) {
 }
 
 bool has_amx_bf16() { return has_avx512() && has_extended_feature(22); }
+bool has_amx_tiles() { return has_amx_bf16() && has_extended_feature(24); }
 bool has_avx512_fp16() { return has_avx512() && has_extended_feature(23); }
 #else
 bool has_avx2() { return false; }
 bool has_avx512() { return false; }
 bool has_avx512bf16() { return false; }
 bool has_amx_bf16() { return false; }
+bool has_amx_tiles() { return false; }
 bool has_avx512_fp16() { return false; }
 #endif
 
 // Those with code of their own, each with the instructions of all before it. Others come after them.
-constexpr std::string_view kSets[] = {"base", "avx2", "avx512", "avx512bf16"};
+constexpr std::string_view kSets[] = {"base", "avx2", "avx512", "avx512bf16", "amx"};
 constexpr size_t kNumSets = sizeof(kSets) / sizeof(kSets[0]);
 
 size_t rank_of(std::string_view set) {
@@ -55,7 +58,7 @@ size_t read_cap() {
   const char* name = std::getenv(kCapVariable);
   if (name == nullptr || *name == '\0') return kNumSets;
   const size_t rank = rank_of(name);
-  check(rank < kNumSets, kCapVariable, " must be base, avx2, avx512 or avx512bf16, got ", name);
+  check(rank < kNumSets, kCapVariable, " must be base, avx2, avx512, avx512bf16 or amx, got ", name);
   return rank;
 }
 
@@ -68,13 +71,20 @@ size_t cap() {
 
 void check_instruction_cap() { cap(); }
 
+std::string amx_refusal() {
+  if (rank_of("amx") > cap()) return std::string(kCapVariable) + " is " + std::string(kSets[cap()]);
+  if (!has_amx_tiles()) return "the processor has no tiles of bf16";
+  if (!has_avx512bf16()) return "the processor has no AVX512_BF16";
+  return tile_refusal();
+}
+
 bool has_instruction_set(const char* name) {
   const std::string_view set = name;
-  if (set == "base" || set == "pairs_model") return true;
+  if (set == "base" || set == "pairs_model" || set == "amx_model") return true;
   if (rank_of(set) > cap()) return false;
   return (set == "avx2" && has_avx2()) || (set == "avx512" && has_avx512()) ||
-         (set == "avx512bf16" && has_avx512bf16()) || (set == "amx_bf16" && has_amx_bf16()) ||
-         (set == "avx512_fp16" && has_avx512_fp16());
+         (set == "avx512bf16" && has_avx512bf16()) || (set == "amx" && amx_refusal().empty()) ||
+         (set == "amx_bf16" && has_amx_bf16()) || (set == "avx512_fp16" && has_avx512_fp16());
 }
 
 }  // namespace kvpage

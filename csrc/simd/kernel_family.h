@@ -28,10 +28,10 @@ namespace kvpage {
 template <typename Kernel>
 class KernelFamily {
  public:
-  // compiled: the best first, "base" last.
+  // compiled: the best first, "base" last of those for machines. Null: not taken here.
   KernelFamily(std::initializer_list<const Kernel*> compiled) {
     for (const Kernel* kernel : compiled)
-      if (has_instruction_set(kernel->name)) supported_.push_back(kernel);
+      if (kernel != nullptr && has_instruction_set(kernel->name)) supported_.push_back(kernel);
   }
 
   // The best kernel of this machine.

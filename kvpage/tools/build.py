@@ -41,6 +41,7 @@ def build_info() -> dict[str, Any]:
         torch_cuda: The CUDA version that this torch was built for.
         numerics: What the bits of results depend on with EngineConfig(same_bits=True) on a CPU, besides model and
             request.
+        tiles: Whether native products in bf16 take the tiles of AMX: "amx", or why they do not.
         flashinfer, flash_attn, flash_attn_3, flash_mla: Installed versions of libraries that can attend over blocks.
         attention: The library that EngineConfig(attention_backend="auto") takes on the first device, by layout. A model
             whose options the library does not take gets "kvpage".
@@ -57,6 +58,7 @@ def build_info() -> dict[str, Any]:
         "triton": _installed("triton"),
         "transformers": _installed("transformers"),
         "numerics": _numerics(),
+        "tiles": _tiles(),
         **installed_libraries(),
         "attention": _attention(machine["devices"]),
     }
@@ -78,6 +80,12 @@ def _numerics() -> str | None:
     from kvpage.serving.model.native.bits.numerics import numerics_name
 
     return numerics_name()
+
+
+def _tiles() -> str:
+    """Return the name of the bits of products by tiles, or why no tiles are taken."""
+    name, refusal = _C.product_tiles()
+    return name or f"not taken: {refusal}"
 
 
 def _cuda_version(number: int) -> str | None:

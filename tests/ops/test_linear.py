@@ -1,5 +1,6 @@
 """Products of rows with weights: right, and the same for a row whatever comes with it."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,9 @@ from kvpage.ops.cpu.linear import ACTIVATIONS
 DTYPES = tuple(ROW_TYPES)
 KERNELS = _C.linear_kernels()
 PAIRS = "pairs_model"  # the loops of AVX512_BF16 in plain C++, on any machine
-CASES = [(kernel, dtype) for kernel in KERNELS for dtype in DTYPES if kernel != PAIRS or dtype != torch.float16]
+TILES = "amx_model"  # those of AMX over tiles in plain C++
+LEFT_OUT = {PAIRS: {torch.float16}, TILES: {torch.float32, torch.float16}}  # what such a model does not change
+CASES = [(kernel, dtype) for kernel in KERNELS for dtype in DTYPES if dtype not in LEFT_OUT.get(kernel, ())]
 STEP = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # of a rounding, with some of fp32's sums
 SIZES = (0, 1, 3, 15, 16, 17, 64, 511, 512, 513, 1100)  # K: around a vector, and around a block of 512
 COLUMNS = (0, 1, 3, 4, 5, 63, 64, 65, 130)  # N: around a tile of 4 and a panel of 64
@@ -202,6 +205,41 @@ def test_the_native_call_refuses_numbers_out_of_range(place, number):
     sizes = (numbers["rows"], 1, 1)
     with pytest.raises(ValueError, match="must be"):
         _C.linear((0, 0), (0, 0), (0, 0), 0, (0, 0), sizes, numbers["type"], numbers["activation"], 1)
+
+
+def sums_by_tiles(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """The operation of TDPBF16PS in Intel's manual, over tiles of 32 numbers: two sums, of even and of odd k."""
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for begin in range(0, x.shape[1], 32):
+        sums = np.zeros((2, len(x), len(weight)), np.float32)
+        for k in range(begin, min(begin + 32, x.shape[1])):
+            sums[k % 2] += np.outer(x[:, k], weight[:, k])  # these products are exact in fp32
+        total += sums[0] + sums[1]
+    return total
+
+
+@pytest.mark.parametrize("size", (1, 2, 33, 64, 700))
+def test_tiles_add_up_in_the_order_of_the_manual(size):
+    """Numbers of widely different sizes that cancel each other: any other order has another result."""
+    torch.manual_seed(size)
+    x, weight = (torch.randn(35, size) * 2.0 ** torch.randint(-12, 12, (35, size)) for _ in range(2))
+    x, weight = x.bfloat16(), weight[:33].bfloat16()
+    half = size // 2
+    weight[:, half : 2 * half] = -weight[:, :half]
+    x[:, half : 2 * half] = x[:, :half]
+    sums = torch.from_numpy(sums_by_tiles(x.float().numpy(), weight.float().numpy()))
+    assert torch.equal(native(x, weight, kernel=TILES), sums.bfloat16())
+
+
+@pytest.mark.parametrize("weight, expected", [(2.0**-130, 0.0), (2.0**-126, 2.0**-26), (2.0**-127, 0.0)])
+def test_subnormal_numbers_are_zeros_to_tiles(weight, expected):
+    x, weight = torch.full((2, 1), 2.0**100).bfloat16(), torch.full((3, 1), weight).bfloat16()
+    assert (native(x, weight, kernel=TILES) == expected).all()
+
+
+def test_tiles_are_taken_or_there_is_a_reason():
+    name, refusal = _C.product_tiles()
+    assert ("amx" in KERNELS) == name.startswith("amx") == (refusal == "")
 
 
 def test_which_types_are_fast():

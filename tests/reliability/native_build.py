@@ -71,8 +71,9 @@ NUMERIC = [
     "hash/xxh3_kernel",
     "linear/linear",
     "linear/linear_kernel",
-    "linear/norm_kernel",
-    "linear/rms_norm",
+    "linear/norms/norm_kernel",
+    "linear/norms/rms_norm",
+    "linear/tile_check",
     "quantize/code_table",
     "quantize/quantize_kernel",
     "sampling/sample_rows",
@@ -80,6 +81,7 @@ NUMERIC = [
     "sampling/seen_tokens",
     "sampling/token_rules",
     "simd/instruction_sets",
+    "simd/tile_permission",
     "simd/transpose_kernel",
     "tokens/kv_part",
 ]
@@ -88,12 +90,27 @@ FAMILIES = [
     "codec/exponent_kernel",
     "hash/xxh3_kernel",
     "linear/linear_kernel",
-    "linear/norm_kernel",
+    "linear/norms/norm_kernel",
     "quantize/quantize_kernel",
     "sampling/sampling_kernel",
     "simd/transpose_kernel",
 ]
+TILES = [
+    *BASE,
+    "linear/linear",
+    "linear/linear_kernel",
+    "linear/tile_check",
+    "simd/instruction_sets",
+    "simd/tile_permission",
+    "simd/transpose_kernel",
+]
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
+# Of an instruction set: the bytes of a register, and what CMake defines. None of these needs a flag of the compiler.
+SETS = {
+    "base": (16, ""),
+    "amx": (16, "#undef KVPAGE_TAKES_TILES\n#define KVPAGE_TAKES_TILES 1\n"),
+    "amx_model": (64, "#define KVPAGE_MODELS_TILES 1\n"),
+}
 # The headers of the standard library that most files include: read once for each kind.
 STANDARD = "".join(f"#include <{name}>\n" for name in ("algorithm", "memory", "optional", "span", "sstream", "vector"))
 _LOCK = threading.Lock()
@@ -123,7 +140,7 @@ def build(name: str, sources: Iterable[str], kind: str, link_flags: Iterable[str
 
 def build_numeric(name: str, sources: Iterable[str], kind: str, link_flags: Iterable[str] = ()) -> Path:
     """native/<source>.cpp and all that computes, by the kernels for any machine: absent_kernels.cpp has the others."""
-    kernels = [_base_kernel(family) for family in FAMILIES]
+    kernels = [*(_kernel(family, "base") for family in FAMILIES), _kernel("linear/linear_kernel", "amx_model")]
     return _program(name, [*_paths([*BASE, *NUMERIC], [*sources, "absent_kernels"]), *kernels], kind, link_flags)
 
 
@@ -131,14 +148,27 @@ def _paths(parts: Iterable[str], sources: Iterable[str]) -> list[Path]:
     return [*(CSRC / f"{each}.cpp" for each in parts), *(NATIVE / f"{each}.cpp" for each in sources)]
 
 
-def _base_kernel(family: str) -> Path:
-    """The source that CMake makes of kernel.cpp.in for the instruction set "base"."""
-    name = Path(family).name
-    values = {"FAMILY": family, "SET": "base", "REGISTER_BYTES": "16", "NAME": name}
-    source = (CSRC / "simd" / "kernel.cpp.in").read_text()
+def build_tiles(kind: str, options: Iterable[str] = ()) -> Path:
+    """native/tiles.cpp with products by the tiles of AMX, and by their model.
+
+    Without options the code for AMX is for any machine but for the tiles. With some it is compiled as they say.
+    """
+    sets = ("base", "amx_model", *(() if options else ("amx",)))
+    kernels = [_kernel("simd/transpose_kernel", "base"), *(_kernel("linear/linear_kernel", each) for each in sets)]
+    sources = ["allocations", "tiles", "tile_emulator", "absent_kernels"]
+    others = [str(_object([*FLAGS, *options], _kernel("linear/linear_kernel", "amx", 64)))] if options else []
+    return _program(f"tiles-{kind}", [*_paths(TILES, sources), *kernels], kind, others)
+
+
+def _kernel(family: str, instruction_set: str, register_bytes: int = 0) -> Path:
+    """The source that CMake makes of kernel.cpp.in for an instruction set, with its definition."""
+    name, (least_bytes, definition) = Path(family).name, SETS[instruction_set]
+    size = str(register_bytes or least_bytes)
+    values = {"FAMILY": family, "SET": instruction_set, "REGISTER_BYTES": size, "NAME": name}
+    source = definition + (CSRC / "simd" / "kernel.cpp.in").read_text()
     for key, value in values.items():
         source = source.replace(f"@KVPAGE_{key}@", value)
-    path = CACHE / f"{name}_base-{_digest(source)}.cpp"
+    path = CACHE / f"{name}_{instruction_set}-{_digest(source)}.cpp"
     return path if build_cache.note_use(path) else _written(path, source)
 
 

@@ -66,6 +66,7 @@ EXCEPTIONS = {
     "kvpage._C.prefault": "addresses of a tier's own memory; see tests/layout/test_prefault.py",
     "kvpage._C.has_fast_linear": "takes a number of a dtype; see tests/ops/test_linear.py",
     "kvpage._C.linear_kernels": "takes nothing",
+    "kvpage._C.product_tiles": "takes nothing",
     "kvpage._C.norm_kernels": "takes nothing",
     "kvpage._C.recurrence_kernels": "takes nothing",
     "kvpage._C.turned_kernels": "takes nothing",

@@ -12,7 +12,7 @@ from support.models import make_model, make_prompts
 from support.same_bits import Asked, alone, check_life, live, make_engine, outcome, requests, threads
 from support.seeds import seed_of
 
-from kvpage import CacheConfig
+from kvpage import _C, CacheConfig
 from kvpage.blend import BlendConfig
 from kvpage.checks.errors import OptionError
 from kvpage.ops.cpu import host_layers
@@ -20,6 +20,7 @@ from kvpage.serving import Engine, EngineConfig, SamplingParams
 from kvpage.serving.assembly import parts
 from kvpage.serving.model.native import linear
 from kvpage.serving.model.native.bits import experts_forward
+from kvpage.serving.model.native.bits.numerics import numerics_name
 from kvpage.serving.model.states.fixed import fixed_scans
 from kvpage.store import KVStore, KVStoreConfig, LayerwiseStore, metadata_of
 
@@ -245,6 +246,18 @@ def test_records_name_the_arithmetic() -> None:
             plain.use_store(store)
         engine.use_store(store)
         engine.close()
+
+
+def test_the_arithmetic_of_tiles_is_named(monkeypatch) -> None:
+    """A processor whose tiles add up in an order of their own is another class."""
+    plain = numerics_name()
+    monkeypatch.setattr(_C, "linear_kernels", lambda: ["amx", "avx512bf16", "base"])
+    names = {plain}
+    for name in ("amx", "amx-0123abcd"):
+        monkeypatch.setattr(_C, "product_tiles", lambda name=name: (name, ""))
+        assert f" {name} torch " in numerics_name()
+        names.add(numerics_name())
+    assert len(names) == 3
 
 
 def test_another_class_of_machines_misses(tmp_path: Path) -> None:

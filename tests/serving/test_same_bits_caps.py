@@ -11,7 +11,7 @@ from support.seeds import seed_of
 import kvpage._C as _C
 
 ROOT = Path(__file__).parents[2]
-SETS = ["base", "avx2", "avx512", "avx512bf16"]
+SETS = ["base", "avx2", "avx512", "avx512bf16", "amx"]
 OF_OTHERS = {"avx512": ("avx512", "AVX512_CORE"), "avx2": ("avx2", "AVX2"), "base": ("default", "SSE41")}
 """The caps of torch's operators, and of oneDNN."""
 
@@ -35,10 +35,16 @@ def test_the_core_takes_nothing_better(cap: str) -> None:
     assert done.stdout.split() == [name for name in _C.linear_kernels() if name in allowed or name not in SETS]
 
 
+@pytest.mark.parametrize("cap", SETS[:-1])
+def test_no_tiles_are_taken_under_a_cap(cap: str) -> None:
+    done = run(cap, "-c", "import kvpage._C as _C; print(_C.product_tiles())")
+    assert done.stdout.strip() == str(("", f"KVPAGE_MAX_CPU_ISA is {cap}"))
+
+
 def test_another_name_is_refused() -> None:
     done = run("avx3", "-c", "import kvpage")
     assert done.returncode != 0
-    assert "KVPAGE_MAX_CPU_ISA must be base, avx2, avx512 or avx512bf16, got avx3" in done.stderr
+    assert "KVPAGE_MAX_CPU_ISA must be base, avx2, avx512, avx512bf16 or amx, got avx3" in done.stderr
 
 
 @pytest.mark.parametrize("cap", OF_OTHERS)

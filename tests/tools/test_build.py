@@ -279,6 +279,7 @@ def test_build_info():
         assert device["name"] and device["compute_capability"] >= (5, 0) and device["num_copy_engines"] >= 0
     if info["driver"] is None:
         assert not info["batched_copy"]
+    assert info["tiles"] == "amx" or info["tiles"].startswith(("amx-", "not taken: "))
     assert _installed("no-such-distribution") is None
     assert (_cuda_version(0), _cuda_version(12080), _cuda_version(13000)) == (None, "12.8", "13.0")
 

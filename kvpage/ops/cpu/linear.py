@@ -33,7 +33,8 @@ def has_fast_linear(dtype: torch.dtype) -> bool:
 
     The instruction sets decide, not a timing. Without AVX2 torch computes. It also computes bf16 where the processor
     has AMX, and fp16 where it has AVX512_FP16. With AVX512_BF16 the core adds products of pairs of bf16 in one
-    instruction, which takes subnormal numbers as zeros.
+    instruction, which takes subnormal numbers as zeros. An engine with the option same_bits has products in bf16 native
+    on processors with AMX, too.
 
     Args:
         dtype: The dtype of rows and weights.

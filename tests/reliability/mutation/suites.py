@@ -36,6 +36,7 @@ MODEL_STATES = [
 SCHEDULER = [
     "tests/serving/loop/test_scheduler_edges.py",
     "tests/serving/loop/test_scheduler_queue.py",
+    "tests/serving/loop/test_scheduler_room.py",
     "tests/serving/loop/test_scheduler_states.py",
     "tests/serving/loop/test_scheduler.py",
     "tests/serving/loop/test_prompt_logprobs.py",

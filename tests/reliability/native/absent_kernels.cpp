@@ -4,7 +4,7 @@
 #include "codec/exponent_kernel.h"
 #include "hash/xxh3_kernel.h"
 #include "linear/linear_kernel.h"
-#include "linear/norm_kernel.h"
+#include "linear/norms/norm_kernel.h"
 #include "quantize/quantize_kernel.h"
 #include "sampling/sampling_kernel.h"
 #include "simd/transpose_kernel.h"

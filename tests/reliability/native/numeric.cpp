@@ -22,7 +22,7 @@
 #include "chunks/stretch_reader.h"
 #include "chunks/stretch_writer.h"
 #include "codec/exponent_codec.h"
-#include "linear/rms_norm.h"
+#include "linear/norms/rms_norm.h"
 #include "sampling/sample_rows.h"
 #include "trial.h"
 
@@ -153,6 +153,39 @@ void multiply(Random& rng, int max_threads) {
   const double gate = dot(w), found = out[static_cast<size_t>(row * columns + column)];
   expect_close(found, is_gated ? gate / (1 + std::exp(-gate)) * dot(up) : gate + bias[static_cast<size_t>(column)],
                "a product");
+}
+
+// By the model of tiles, whose loops are those of AMX. Numbers of bf16 are whole and small, so all sums are exact.
+void multiply_by_tiles(Random& rng, int max_threads) {
+  const int64_t rows = 1 + rng.below(rng.chance(5) ? 120 : 20), columns = 1 + rng.below(90),
+                size = rng.below(rng.chance(20) ? 600 : 70);
+  const auto whole = [&](int64_t count) {
+    std::vector<uint16_t> all(static_cast<size_t>(count));
+    for (uint16_t& one : all) one = static_cast<uint16_t>(rng.chance(50) ? 0x3f80 : rng.chance(50) ? 0xbf80 : 0);
+    return all;
+  };
+  const auto number = [](uint16_t bits) { return bits == 0 ? 0 : bits == 0x3f80 ? 1 : -1; };
+  auto x = whole(rows * size), w = whole(columns * size), out = whole(rows * columns);
+  linear({.x = {at(x), size * 2},
+          .w = {at(w), size * 2},
+          .up = {},
+          .out = {at(out), columns * 2},
+          .bias = nullptr,
+          .num_rows = rows,
+          .num_columns = columns,
+          .size = size,
+          .type = RowType::kBfloat16,
+          .activation = Activation::kNone,
+          .max_threads = max_threads,
+          .kernel = &linear_kernel_amx_model});
+  const int64_t row = rng.below(rows), column = rng.below(columns);
+  int64_t total = 0;
+  for (int64_t k = 0; k < size; ++k) total += number(x[row * size + k]) * number(w[column * size + k]);
+  const auto bits = static_cast<uint32_t>(out[static_cast<size_t>(row * columns + column)]) << 16;
+  float found;
+  std::memcpy(&found, &bits, sizeof(found));
+  expect(std::abs(found - static_cast<float>(total)) <= std::abs(found) / 256, "a product by tiles is ", found,
+         ", not ", total);
 }
 
 void normalize(Random& rng, int max_threads) {
@@ -377,6 +410,7 @@ void work(uint64_t seed, int64_t num_operations, bool forks) {
     const int max_threads = 1 + static_cast<int>(rng.below(4));
     attend(rng, max_threads);
     multiply(rng, max_threads);
+    multiply_by_tiles(rng, max_threads);
     normalize(rng, max_threads);
     choose_tokens(rng, max_threads);
     copy_stretches(rng, max_threads);

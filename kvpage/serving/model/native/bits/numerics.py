@@ -17,6 +17,12 @@ def numerics_name() -> str:
         The version of kvpage's arithmetic, the instruction set of its products, the version of torch, the instruction
         set of torch's operators, and the version of the models' code.
     """
-    native = _C.linear_kernels()[0]
+    native = _products()
     of_torch = torch.backends.cpu.get_cpu_capability()
     return f"{VERSION} {native} torch {torch.__version__} {of_torch} transformers {transformers.__version__}"
+
+
+def _products() -> str:
+    """Return the instruction set of products; of AMX with a digest where its tiles add up in an order of their own."""
+    best = _C.linear_kernels()[0]
+    return _C.product_tiles()[0] if best == "amx" else best

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "linear/linear.h"
-#include "linear/norm_kernel.h"
+#include "linear/norms/norm_kernel.h"
 
 namespace kvpage {
 

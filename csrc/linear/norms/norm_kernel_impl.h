@@ -1,7 +1,7 @@
 // The body of NormKernel, compiled once for each instruction set (simd/kernel.cpp.in).
 #pragma once
 
-#include "linear/norm_kernel.h"
+#include "linear/norms/norm_kernel.h"
 #include "quantize/rows_impl.h"
 
 namespace kvpage {

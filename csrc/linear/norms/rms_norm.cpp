@@ -1,4 +1,4 @@
-#include "linear/rms_norm.h"
+#include "linear/norms/rms_norm.h"
 
 #include "base/check.h"
 #include "base/parallel.h"

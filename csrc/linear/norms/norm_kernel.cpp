@@ -1,4 +1,4 @@
-#include "linear/norm_kernel.h"
+#include "linear/norms/norm_kernel.h"
 
 namespace kvpage {
 
