@@ -1,4 +1,4 @@
-"""The format of sealed records, read by an opener of its own; and records whose checksums somebody without a key mends."""
+"""The format of sealed records, read by an opener of its own; and records that are mended by somebody without a key."""
 
 import hmac
 import random
