@@ -165,7 +165,8 @@ class Explanation:
         num_cached_tokens: Tokens that a request would not compute: those that every group has. One is left at least.
         groups: What each group has.
         elsewhere: The namespace with the longest match, and its tokens, where it is longer than in the prompt's own.
-        lacks_room: Whether the part of a block that the prompt shares is not used: no block is left to copy it to.
+        lacks_room: Whether the part of a block that the prompt shares is not used: no block is left to copy it to. A
+            request for which pins end may use it all the same.
         version: The version of the weights with the longest match in the caller's own namespace, and its tokens, where
             this is a longer one. A new version finds nothing of it.
         store: What an engine's store has; None without one.

@@ -113,6 +113,18 @@ def test_a_part_is_not_promised_where_no_block_is_left_to_copy_it_to(num_host_bl
     assert num_lacking
 
 
+def test_a_pin_that_ends_for_a_prompt_may_make_room_for_its_part():
+    """Explained as things stand: nobody can tell which pins end before they do."""
+    manager = BlockManager(3, B, pin_quota=1)
+    computed(manager, "pinned", [7] * B)
+    manager.space.pin([7] * B)
+    manager.release("pinned")
+    computed(manager, "running", [1, 1, 2, 2, 3])
+    told = manager.explain([1, 1, 9])
+    assert (told.num_cached_tokens, told.groups[0].num_tokens, told.lacks_room) == (0, 2, True)
+    assert manager.allocate("next", [1, 1, 9]).num_cached_tokens == 2
+
+
 def test_another_namespace_that_has_more_is_named():
     manager = filled()
     found = reach(manager, TOKENS, b"tenant")

@@ -36,6 +36,7 @@ MODEL_STATES = [
 SCHEDULER = [
     "tests/serving/loop/test_scheduler_edges.py",
     "tests/serving/loop/test_scheduler_queue.py",
+    "tests/serving/loop/test_scheduler_room.py",
     "tests/serving/loop/test_scheduler_states.py",
     "tests/serving/loop/test_scheduler.py",
     "tests/serving/loop/test_prompt_logprobs.py",
@@ -57,6 +58,7 @@ STORE = [
 RECORD = [
     "tests/store/records/test_record.py",
     "tests/store/records/test_codec.py",
+    "tests/store/sealed/test_sealed_record.py",
     "tests/store/sealed/test_sealed_tier.py",
 ]
 STATES = ["tests/store/states/test_state_records.py", "tests/store/states/test_state_index.py"]

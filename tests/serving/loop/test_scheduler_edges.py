@@ -287,6 +287,14 @@ def test_a_prompt_whose_step_failed_reuses_nothing_while_it_waits():
     assert request.reuse == [] and step(scheduler) == [("r0", 0, 3 * B)]
 
 
+def test_a_prompt_that_might_reuse_and_finds_nothing_is_cached_whole():
+    scheduler, request = scheduler_of(), with_reuse(0, 3 * B, B)
+    request.blending.set_found([], [])
+    scheduler.add(request)
+    assert step(scheduler) == [("r0", 0, 3 * B)]
+    assert scheduler.manager.num_cached([*request.prompt.tolist(), 1]) == 3 * B
+
+
 @pytest.mark.parametrize("reuses", [False, True])
 def test_nobody_waits_for_a_prompt_that_reuses(reuses):
     """It caches nothing that they could share."""

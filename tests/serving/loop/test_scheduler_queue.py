@@ -149,3 +149,33 @@ def test_a_request_may_be_admitted_where_it_has_a_place_or_takes_one():
     assert not scheduler.may_admit
     scheduler.add(ranked(2, 0))
     assert scheduler.may_admit
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+@pytest.mark.parametrize("scores", [False, True])
+def test_one_that_must_begin_again_is_not_swapped(is_stale, scores):
+    """K and V of older weights are no good, and a prompt's scores come from computing all of it."""
+    scheduler = scheduler_of(num_host_blocks=8, enable_prefix_caching=False)
+    request = request_of(0, 5)
+    scheduler.add(request)
+    step(scheduler)
+    request.is_stale, request.scored = is_stale, ScoredPrompt(5, 0, 64) if scores else None
+    scheduler.preempt_last()
+    assert scheduler.manager.is_swapped("r0") == scheduler.preemptions.num_swaps == (not is_stale and not scores)
+    scheduler.manager.take_moves()
+    assert scheduler.manager.num_free_blocks == 64
+
+
+def test_those_that_decode_together_are_planned_once():
+    scheduler, planned = scheduler_of(), []
+    for number in range(2):
+        scheduler.add(request_of(number, 5, max_tokens=3 + number))
+    while scheduler.running or scheduler.waiting:
+        batch = scheduler.schedule()
+        planned.append(batch.decodes)
+        scheduler.manager.take_moves()
+        scheduler.complete(batch)
+        for portion in batch.portions:
+            if portion.request.append(7, now=0.0):
+                scheduler.finish(portion.request)
+    assert len(planned) == 4 and planned[1] is planned[2] and planned[2] is not planned[3]

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,21 @@ def test_a_prompt_that_waits_is_explained_once(num_shared):
     while scheduler.waiting:
         step(scheduler)
     assert len(explained.asked) == 65 and last == "r64"
+
+
+def test_a_preempted_prompt_keeps_its_explanation():
+    scheduler = scheduler_of(explains=True)
+    step_of, explained = partial(step, scheduler), CountedExplanations(scheduler)
+    scheduler.add(request_of(0, 2 * B, max_tokens=1, first=1))
+    step_of()
+    request = request_of(1, 3 * B, first=1)
+    scheduler.add(request)
+    assert step_of() == [("r1", 2 * B, 3 * B)]
+    explanation = request.group.explanation
+    assert explanation is not None and explanation.num_cached_tokens == 2 * B
+    scheduler.preempt_last()
+    step_of()
+    assert request.group.explanation is explanation and explained.asked == [2 * B, 3 * B]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_host_blocks": 9}, {"share_parts": False}, {"pin_quota": 12}])

@@ -145,6 +145,20 @@ def test_a_step_ahead_spoils_the_state_of_one_that_is_preempted(is_computed: boo
     assert step(scheduler) == [("r0", 0, B + 2)]
 
 
+@pytest.mark.parametrize("is_computed", [True, False])
+def test_a_step_ahead_that_has_failed_leaves_no_state_to_others(is_computed: bool) -> None:
+    scheduler = scheduler_of(4)
+    request = request_of(0, B + 1)
+    scheduler.add(request)
+    step(scheduler)
+    scheduler.schedule()
+    scheduler.use_outcomes(lambda request: is_computed)
+    scheduler.keep_state(request)
+    scheduler.finish(request)
+    tokens = [*request.tokens[: request.num_tokens].tolist(), 8, 9]
+    assert scheduler.manager.allocate("next", tokens).num_cached_tokens == (B + 2 if is_computed else 0)
+
+
 def test_a_waiting_fork_takes_back_a_token_that_nobody_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, append, failures = make_engine(make_state_model("lfm2"), states=StateConfig(0)), Request.append, []
 

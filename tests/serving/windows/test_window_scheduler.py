@@ -43,3 +43,16 @@ def test_a_newcomer_whose_prefix_takes_all_of_a_window_waits() -> None:
     assert not scheduler.running and not scheduler.waiting
     assert done[0] == ("urgent", 0, 3)
     assert {name: end for name, _, end in done} == {"urgent": 3, "running": 17, "newcomer": 13}
+
+
+def test_where_windows_let_nothing_run_the_last_one_is_preempted() -> None:
+    """Each of the two has half of the window's blocks, and needs a third. The preempted one is not admitted at once."""
+    manager = BlockManager(64, B, groups=[Window(NUM_TOKENS, 4)])
+    scheduler = Scheduler(manager, 8, 2 * B)
+    scheduler.add(request_of("low", 0, range(17), priority=1))
+    assert step(scheduler) == [("low", 0, 8)]
+    scheduler.add(request_of("urgent", 1, range(100, 117)))
+    assert step(scheduler) == [("urgent", 0, 8)]
+    assert step(scheduler) == [("urgent", 8, 16)] and scheduler.preemptions.num == 1
+    assert [request.request_id for request in scheduler.waiting] == ["low"]
+    assert step(scheduler) == [("urgent", 16, 17), ("low", 0, 4)]
