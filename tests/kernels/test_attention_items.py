@@ -47,6 +47,7 @@ def constants(tile_tokens, bounded):
         "TILE_TOKENS": tile_tokens,
         "TILE_KEYS": TILE_KEYS,
         "BOUNDED": bounded,
+        "IS_FIXED": False,
         "IS_OWN": False,
         "IS_SHARED": False,
     }

@@ -158,7 +158,6 @@ OPTIONS = {
     "int8": {"dtype": INT8, "query_dtype": BF16},
     "blocks of 3": {"block": 3},
     "wide": {"size": 160, "heads": 2},
-    "many heads": {"group": 70},
 }
 """Options of cases."""
 
