@@ -71,13 +71,13 @@ def _benchmarks(folders: Folders) -> list[Part]:
         return Part(name, seconds, python(f"benchmarks/{name}.py", *arguments, "--plot", plot, "--seconds", own))
 
     return [
-        bench("bench_paged_attention", 65, "--without", "flashinfer"),
-        bench("bench_serving_gpu", 60, "--attention", "kvpage"),
-        bench("bench_swap", 40),
-        bench("bench_reshape_gather", 35, "--device", "cuda", "--tokens", "64", "4096", "65536"),
+        bench("bench_paged_attention", 60, "--without", "flashinfer"),
+        bench("bench_serving_gpu", 50, "--attention", "kvpage"),
+        bench("bench_swap", 35),
+        bench("bench_reshape_gather", 30, "--device", "cuda", "--tokens", "64", "4096", "65536"),
         bench("bench_blend_ops", 30, "--device", "cuda"),
-        bench("bench_shared_prefix", 35, "--device", "cuda", "--dtypes", "bf16"),
-        bench("bench_same_bits_gpu", 35, "--device", "cuda"),
+        bench("bench_shared_prefix", 30, "--device", "cuda", "--dtypes", "bf16"),
+        bench("bench_same_bits_gpu", 30, "--device", "cuda"),
     ]
 
 
