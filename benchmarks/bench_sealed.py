@@ -167,7 +167,7 @@ def main() -> None:
         rounds=9,
         threads=1,
         records=option(8, "of each size"),
-        sizes=option([400, 1024, 4096, 8192], "KiB of a record"),
+        sizes=option([64, 400, 1024, 2048, 4096, 8192], "KiB of a record"),
         path=PATH,
     )
     rows = shown(COLUMNS, itertools.chain.from_iterable(measure(kib, options) for kib in options.sizes))

@@ -27,6 +27,7 @@ BYTES_CODEC = "bytes"  # of records whose payload has no shape: they are a ByteS
 STATE_CODEC, INDEX_CODEC = "state", "state-index"  # the same, beside chunks; the third number of the shape is tokens
 SEALED_CODEC = "sealed"  # of records whose payload is another record, encrypted
 CODEC_AT = slice(64, 80)  # of a header
+SEALED_FIELD = SEALED_CODEC.encode().ljust(16, b"\0")
 
 Shape = tuple[int, int, int, int, int]
 """[layers, parts, tokens, heads, size] or [layers, parts, heads, tokens, size], by the format in `meta`."""
@@ -61,7 +62,7 @@ def is_bytes(codec: str) -> bool:
 
 def is_sealed(header: bytes | memoryview) -> bool:
     """Return whether the first bytes of a record are those of a sealed one."""
-    return bytes(header[:8]) == MAGIC and bytes(header[CODEC_AT]).rstrip(b"\0") == SEALED_CODEC.encode()
+    return header[:8] == MAGIC and header[CODEC_AT] == SEALED_FIELD
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ def write_record(writer: Writer, head: RecordHead, chunk: Source, num_threads: i
 
 
 def read_head(reader: Reader, meta: bytes | None = None) -> tuple[RecordHead, bytes]:
-    """Return the head of a record and its digests, verified by the checksum.
+    """Return the head of a record and its digests, verified by the checksum; no digests if the reader has proved it.
 
     Raises CorruptRecord if the checksum is wrong, or if the meta is not the one given (None: any). Then also
     UnreadableRecord for a sealed record.
@@ -203,10 +203,11 @@ def read_head(reader: Reader, meta: bytes | None = None) -> tuple[RecordHead, by
     head = RecordHead.unpack(header, reader.num_bytes)
     if meta is not None and head.meta != meta:
         raise CorruptRecord("the record is of another model, layout or namespace", "foreign")
+    if reader.has_proved:
+        return head, b""
     table = bytes(reader.piece(head.payload_end, head.num_bytes))
-    digests = table[:-CHECKSUM_BYTES]
     check_table(header, table)
-    return head, digests
+    return head, table[:-CHECKSUM_BYTES]
 
 
 def check_table(header: bytes, table: bytes | memoryview) -> None:

@@ -6,32 +6,34 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, new_buffer
-from kvpage.store.records.record import CorruptRecord, RecordHead, UnreadableRecord, is_sealed
+from kvpage.store.records.record import CHECKSUM_BYTES, CorruptRecord, RecordHead, UnreadableRecord, is_sealed
 from kvpage.store.records.record_io import PIECE_BYTES, check_table, read_head
 from kvpage.store.sealed.seal_keys import SealKeys
 from kvpage.store.sealed.sealed_record import (
     FRAME_BYTES,
+    KEY_AT,
     MAX_HEAD_BYTES,
     SEALED_FRAME,
     TAG_BYTES,
     FrameCipher,
+    SealedForm,
     SealNote,
+    form_of,
 )
 from kvpage.store.tiers.stretches import Runs, cut_runs, memory_at, scatter_stretches
 from kvpage.store.tiers.tier import Key, Reader
 
-AT_ONCE = 8  # frames of a call of the tier: Python that runs seldom runs slowly, between bytes that fill the cache
-SHORT_BYTES = 5 * SEALED_FRAME  # of a sealed record that one call of the tier reads
+AT_ONCE = 2  # frames of a call of the tier: Python that runs seldom runs slowly, between bytes that fill the cache
+SHORT_BYTES = 5 << 18  # of a sealed record that one call of the tier reads
 assert AT_ONCE * SEALED_FRAME <= STAGING_BYTES
 
 
 class _Opened(NamedTuple):
-    """The record, after its head was read. lead: the plain bytes of frame 0."""
+    """The record, after its head was read. ends: the plain bytes of frame 0: the lead, and after it the trail."""
 
-    head: RecordHead
-    note: SealNote
+    form: SealedForm
     cipher: FrameCipher
-    lead: bytes
+    ends: memoryview
 
 
 class SealedReader(Reader):
@@ -63,22 +65,25 @@ class SealedReader(Reader):
 
     @property
     def num_bytes(self) -> int:  # type: ignore[override]  # of a record that is not read before
-        return self._record.note.plain_bytes
+        return (self._opened or self._open()).form.plain_bytes
 
     def piece(self, begin: int, end: int) -> memoryview:
-        record = self._record
-        if not 0 <= begin <= end <= record.note.plain_bytes:
-            raise ValueError(f"a piece must be in [0, {record.note.plain_bytes}], got [{begin}, {end}]")
-        num_lead = len(record.lead)
-        if end <= num_lead:
-            return memoryview(record.lead)[begin:end]
-        if begin >= num_lead:
-            return self._body(begin - num_lead, end - num_lead).toreadonly()
-        return memoryview(record.lead[begin:] + self._body(0, end - num_lead).tobytes())
+        form, _, ends = self._opened or self._open()
+        if not 0 <= begin <= end <= form.plain_bytes:
+            raise ValueError(f"a piece must be in [0, {form.plain_bytes}], got [{begin}, {end}]")
+        lead, body_end = form.lead_bytes, form.body_end
+        if end <= lead:
+            return ends[begin:end]
+        if begin >= body_end:
+            return ends[begin - body_end + lead : end - body_end + lead]
+        body = self._body(max(begin - lead, 0), min(end, body_end) - lead).toreadonly()
+        if lead <= begin and end <= body_end:
+            return body
+        return memoryview(b"".join((ends[begin:lead], body, ends[lead : max(end - body_end, 0) + lead])))
 
     def read_runs(self, begin: int, runs: Runs, stretch_bytes: int, num_threads: int) -> None:
         """As of Reader: each frame's seal is proof. A frame within one run is opened there, others in a piece."""
-        if int(np.maximum.reduce(runs[:, 1], initial=0)) < FRAME_BYTES:
+        if len(runs) > 1 and int(np.maximum.reduce(runs[:, 1])) < FRAME_BYTES:
             self._open_pieces(begin, runs, num_threads)
             return
         for address, size in runs.tolist():
@@ -96,37 +101,39 @@ class SealedReader(Reader):
 
     def close(self) -> None:
         if self._is_open:
-            self._is_open = False
+            self._is_open, self._opened = False, None
             self.release_piece()
             self._reader.close()
 
     # --- inside ---
 
-    @property
-    def _record(self) -> _Opened:
+    def _open(self) -> _Opened:
+        """Read both ends, the header and frame 0 with all after it, and open frame 0."""
         if not self._is_open:
             raise ValueError("the reader must be open, got a closed one")
-        if self._opened is None:
-            self._opened = self._open()
-        return self._opened
-
-    def _open(self) -> _Opened:
-        """Read both ends: the header, and all from the last frame on, which has the record's digests."""
         num_bytes = self._reader.num_bytes
-        header = bytes(self._sealed(0, min(MAX_HEAD_BYTES, num_bytes)))
-        head = RecordHead.unpack(header, num_bytes) if is_sealed(header) else self._plain_head()
-        note, header = SealNote.of(head), header[: head.payload_begin]
-        if head.key != self._key:
+        if num_bytes <= SHORT_BYTES and self._short is None:
+            self._short = self._reader.piece(0, num_bytes)
+        first = bytes(self._sealed(0, min(MAX_HEAD_BYTES, num_bytes)))
+        if not is_sealed(first):
+            SealNote.of(self._plain_head())
+        form, header = form_of(first, num_bytes)
+        if header[KEY_AT] != self._key:
             raise CorruptRecord("the record is another one", "foreign")
-        last = (note.plain_bytes - note.lead_bytes - 1) // FRAME_BYTES * SEALED_FRAME if note.body_bytes else 0
-        tail = self._sealed(head.payload_begin + last, head.num_bytes)
-        check_table(header, tail[head.payload_end - head.num_bytes :])
+        tail = self._sealed(form.frame_0, num_bytes)
+        zeros = bytes(tail[form.zeros - form.frame_0 :])
+        check_table(header, zeros[form.table - form.zeros :])
         try:
-            cipher = FrameCipher(self._keys, note, head.key, header)
+            cipher = FrameCipher(self._keys, form.key_id, header)
         except UnreadableRecord:
             self._lock_out(self._key)
             raise
-        return _Opened(head, note, cipher, self._opened_ends(note, cipher, tail))
+        if zeros[:-CHECKSUM_BYTES].strip(b"\0"):
+            raise CorruptRecord("the bytes after a sealed record's frames must be zeros", "seal")
+        ends = bytearray(form.zeros - form.frame_0 - TAG_BYTES)
+        cipher.open(0, tail[: len(ends) + TAG_BYTES], memoryview(ends))
+        self._opened = _Opened(form, cipher, memoryview(ends).toreadonly())
+        return self._opened
 
     def _plain_head(self) -> RecordHead:
         self._short = None  # whatever is read next takes its memory
@@ -134,20 +141,7 @@ class SealedReader(Reader):
 
     def _sealed(self, begin: int, end: int) -> memoryview:
         """Return bytes of the sealed record, valid until the next call. A short one is read whole when it is opened."""
-        if self._opened is None and self._short is None and self._reader.num_bytes <= SHORT_BYTES:
-            self._short = self._reader.piece(0, self._reader.num_bytes)
         return self._reader.piece(begin, end) if self._short is None else self._short[begin:end]
-
-    def _opened_ends(self, note: SealNote, cipher: FrameCipher, tail: memoryview) -> bytes:
-        """Open the lead, and the last frame into the buffer. Return the lead. tail: from the last frame on."""
-        size = note.body_bytes % SEALED_FRAME or min(note.body_bytes, SEALED_FRAME)
-        lead = bytearray(note.lead_bytes)
-        cipher.open(0, tail[size : size + len(lead) + TAG_BYTES], memoryview(lead))
-        if size:
-            self._buffer, last = self._buffer or self._buffers.take(), (note.body_bytes - 1) // SEALED_FRAME
-            cipher.open(1 + last, tail[:size], self._buffer[: size - TAG_BYTES])
-            self._first, self._last = last, last + 1
-        return bytes(lead)
 
     def _open_pieces(self, begin: int, runs: Runs, num_threads: int) -> None:
         """Open short runs by way of pieces."""
@@ -155,29 +149,24 @@ class SealedReader(Reader):
         for at in range(0, int(ends[-1]) if len(ends) else 0, PIECE_BYTES):
             end = min(at + PIECE_BYTES, int(ends[-1]))
             piece = self.piece(begin + at, begin + end)
-            scatter_stretches(piece, cut_runs(runs, ends, at, end), len(piece), num_threads, streaming=False)
+            cut = runs if len(piece) == ends[-1] else cut_runs(runs, ends, at, end)
+            scatter_stretches(piece, cut, len(piece), num_threads, streaming=False)
 
     def _open_run(self, begin: int, memory: memoryview) -> None:
         """Open the record's bytes from `begin` on: whole frames where they go, the ends by way of a piece."""
-        offset = begin - len(self._record.lead)
-        first = min(-offset % FRAME_BYTES, len(memory))
-        last = first + (len(memory) - first) // FRAME_BYTES * FRAME_BYTES
+        form = (self._opened or self._open()).form
+        offset, body_bytes = begin - form.lead_bytes, form.body_end - form.lead_bytes
+        first = min(-offset % FRAME_BYTES, len(memory)) if offset >= 0 else min(-offset, len(memory))
+        last = min(offset + len(memory), body_bytes)
+        if last < body_bytes:
+            last = last // FRAME_BYTES * FRAME_BYTES
+        last = max(last - offset, first)
         if first:
             memory[:first] = self.piece(begin, begin + first)
         if first < last:
-            self._open_whole((offset + first) // FRAME_BYTES, memory[first:last])
+            self._open_frames((offset + first) // FRAME_BYTES, memory[first:last])
         if last < len(memory):
             memory[last:] = self.piece(begin + last, begin + len(memory))
-
-    def _open_whole(self, frame: int, memory: memoryview) -> None:
-        """Open whole frames after the lead."""
-        head, cipher = self._record.head, self._record.cipher
-        for at in range(0, len(memory), AT_ONCE * FRAME_BYTES):
-            to = memory[at : at + AT_ONCE * FRAME_BYTES]
-            begin, count = head.payload_begin + frame * SEALED_FRAME, len(to) // FRAME_BYTES
-            assert begin + count * SEALED_FRAME <= head.payload_end
-            cipher.open(1 + frame, self._sealed(begin, begin + count * SEALED_FRAME), to)
-            frame += count
 
     def _body(self, begin: int, end: int) -> memoryview:
         """Return bytes after the lead. The last frame of the piece before is opened once for both."""
@@ -202,20 +191,19 @@ class SealedReader(Reader):
             self._buffer[: num_there * FRAME_BYTES] = buffer[: num_there * FRAME_BYTES]
             self._buffers.give(buffer)
         self._first = self._last = 0  # until all are there
-        self._open_frames(first, first + num_there, last)
+        form = (self._opened or self._open()).form
+        begin, end = (first + num_there) * FRAME_BYTES, min(last * FRAME_BYTES, form.body_end - form.lead_bytes)
+        self._open_frames(
+            first + num_there, self._buffer[num_there * FRAME_BYTES : num_there * FRAME_BYTES + end - begin]
+        )
         self._first, self._last = first, last
 
-    def _open_frames(self, first: int, begin: int, end: int) -> None:
-        """Open the frames [begin, end) into the buffer, whose first frame is `first`."""
-        note, buffer = self._record.note, self._buffer
-        assert buffer is not None
-        num_plain = note.plain_bytes - note.lead_bytes
-        for frame in range(begin, end):
-            to, size = (frame - first) * FRAME_BYTES, min(FRAME_BYTES, num_plain - frame * FRAME_BYTES)
-            self._open_frame(frame, buffer[to : to + size])
-
-    def _open_frame(self, frame: int, to: memoryview) -> None:
-        """Open a frame after the lead. One at a time, a core's cache keeps it from the file to the end."""
-        head, begin = self._record.head, self._record.head.payload_begin + frame * SEALED_FRAME
-        assert begin + len(to) + TAG_BYTES <= head.payload_end
-        self._record.cipher.open(1 + frame, self._sealed(begin, begin + len(to) + TAG_BYTES), to)
+    def _open_frames(self, frame: int, memory: memoryview) -> None:
+        """Open frames after the lead, of which the record's last one may be short."""
+        form, cipher, _ = self._opened or self._open()
+        for at in range(0, len(memory), AT_ONCE * FRAME_BYTES):
+            to, begin = memory[at : at + AT_ONCE * FRAME_BYTES], form.payload_begin + frame * SEALED_FRAME
+            end = begin + len(to) + -(-len(to) // FRAME_BYTES) * TAG_BYTES
+            assert end <= form.frame_0
+            cipher.open(1 + frame, self._sealed(begin, end), to)
+            frame += AT_ONCE

@@ -5,8 +5,11 @@
     digests    zeros: the tags prove more
     checksum   of the header and the zeros
 
-    the record   [ lead: the first piece ][ FRAME_BYTES ][ FRAME_BYTES ][ the rest ]
-    its frames          0                       1              2             3
+    the record   [ lead: the first piece ][ FRAME_BYTES ][ FRAME_BYTES ][ whole grains ][ trail: less than a grain ]
+    its frames          0                       1              2               3             0
+
+So a record of whole pages has its head and its digests in frame 0, and its payload alone in the others: they are opened
+where the payload goes.
 
 Each record has an AES key of its own, HMAC-SHA256(secret, salt and the record's key), with 32 random bytes as salt. A
 nonce is the number of a frame, and a writer seals each frame once. So no nonce is used twice with a key: not by
@@ -16,21 +19,31 @@ another record's, does not open.
 """
 
 import functools
-import hmac
+import hashlib
 import os
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvpage.store.records.record import SEALED_CODEC, CorruptRecord, RecordHead, Shape, UnreadableRecord
+from kvpage.store.records.record import (
+    ALIGNMENT,
+    HEADER,
+    SEALED_CODEC,
+    CorruptRecord,
+    RecordHead,
+    Shape,
+    UnreadableRecord,
+)
 from kvpage.store.sealed.seal_keys import ID, SealKeys
 
 NOTE = struct.Struct("<13s32sQI")  # magic, salt, bytes of the record, bytes of the lead; the id follows
-NOTE_MAGIC, PURPOSE = b"kvpage-seal-1", b"kvpage seal 1"
-FRAME_BYTES, TAG_BYTES, SALT_BYTES = 1 << 18, 16, 32
-SEALED_FRAME = FRAME_BYTES + TAG_BYTES
+NOTE_MAGIC, PURPOSE = b"kvpage-seal-2", b"kvpage seal 2"  # other frames are another version, and a miss
+FRAME_BYTES, GRAIN_BYTES, TAG_BYTES, SALT_BYTES = 1 << 19, 1 << 12, 16, 32
+SEALED_FRAME, MAX_LEAD_BYTES = FRAME_BYTES + TAG_BYTES, FRAME_BYTES - GRAIN_BYTES
 NO_SHAPE: Shape = (0, 0, 0, 0, 0)
 MAX_HEAD_BYTES = 256  # of a sealed record: its note has at most 121
+NUM_META_AT, KEY_AT = slice(12, 16), slice(16, 48)  # of a header
+SALT_AT = slice(HEADER.size + len(NOTE_MAGIC), HEADER.size + len(NOTE_MAGIC) + SALT_BYTES)  # of a sealed record's
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +54,7 @@ class SealNote:
         key_id: of the secret.
         salt: SALT_BYTES random bytes, this record's alone.
         plain_bytes: of the record within.
-        lead_bytes: of the frame 0, at most FRAME_BYTES.
+        lead_bytes: of the first piece, at most MAX_LEAD_BYTES; none if the record began in runs.
     """
 
     key_id: str
@@ -68,7 +81,7 @@ class SealNote:
         note = cls(key_id, salt, plain_bytes, lead_bytes)
         actual = head.shape, head.raw_bytes, head.payload_bytes, head.stretch_bytes
         expected = NO_SHAPE, plain_bytes, payload_bytes_of(plain_bytes), SEALED_FRAME
-        if not 0 < lead_bytes <= min(plain_bytes, FRAME_BYTES) or actual != expected:
+        if lead_bytes > min(plain_bytes, MAX_LEAD_BYTES) or actual != expected:
             raise CorruptRecord(f"a sealed record of {plain_bytes} bytes has another head")
         return note
 
@@ -81,9 +94,13 @@ class SealNote:
 
     @property
     def body_bytes(self) -> int:
-        """The bytes of the sealed frames from 1 on."""
-        body = self.plain_bytes - self.lead_bytes
-        return body + TAG_BYTES * -(-body // FRAME_BYTES)
+        """The plain bytes of the frames from 1 on."""
+        return (self.plain_bytes - self.lead_bytes) // GRAIN_BYTES * GRAIN_BYTES
+
+    @property
+    def trail_bytes(self) -> int:
+        """The bytes after them."""
+        return (self.plain_bytes - self.lead_bytes) % GRAIN_BYTES
 
 
 def new_note(key_id: str, plain_bytes: int, lead_bytes: int) -> SealNote:
@@ -102,20 +119,70 @@ def sealed_bytes_of(key_id: str, plain_bytes: int) -> int:
     return SealNote(key_id, bytes(SALT_BYTES), plain_bytes, 1).head(bytes(32)).num_bytes
 
 
+class SealedForm(NamedTuple):
+    """Where all is in a sealed record. Key and salt have no say in it, so that records of one length share it.
+
+    Attributes:
+        key_id: of the secret.
+        plain_bytes: of the record within.
+        lead_bytes: of its beginning, in frame 0.
+        body_end: in the record within, the byte after the frames from 1 on.
+        payload_begin: in the sealed record, where frame 1 begins.
+        frame_0: likewise, where frame 0 begins.
+        zeros: likewise, the byte after its tag.
+        table: likewise, where digests and checksum begin.
+    """
+
+    key_id: str
+    plain_bytes: int
+    lead_bytes: int
+    body_end: int
+    payload_begin: int
+    frame_0: int
+    zeros: int
+    table: int
+
+
+def form_of(data: bytes, num_bytes: int) -> tuple[SealedForm, bytes]:
+    """Return form and header of a sealed record of `num_bytes` with these first bytes.
+
+    Raises CorruptRecord for bytes that are no such header.
+    """
+    num_meta = int.from_bytes(data[NUM_META_AT], "little")
+    header = data[: -(-(HEADER.size + num_meta) // ALIGNMENT) * ALIGNMENT]
+    before, between, after = header[: KEY_AT.start], header[KEY_AT.stop : SALT_AT.start], header[SALT_AT.stop :]
+    return _form_of(b"".join((before, bytes(32), between, bytes(SALT_BYTES), after)), num_bytes), header
+
+
+@functools.lru_cache(maxsize=64)  # most records of a store have one length
+def _form_of(blank: bytes, num_bytes: int) -> SealedForm:
+    head = RecordHead.unpack(blank, num_bytes)
+    note, begin = SealNote.of(head), head.payload_begin
+    num_frames = -(-note.body_bytes // FRAME_BYTES)
+    frame_0 = begin + note.body_bytes + num_frames * TAG_BYTES
+    zeros = frame_0 + note.lead_bytes + note.trail_bytes + TAG_BYTES
+    body_end = note.lead_bytes + note.body_bytes
+    return SealedForm(note.key_id, note.plain_bytes, note.lead_bytes, body_end, begin, frame_0, zeros, head.payload_end)
+
+
 class FrameCipher:
     """Seals and opens the frames of one record. A writer seals each number once.
 
+    key_id: of the secret, as the header says.
     header: all bytes of the sealed record before its payload, to which its frames are bound.
 
     Raises UnreadableRecord for a key that is not there, and ImportError without the package cryptography.
     """
 
-    def __init__(self, keys: SealKeys, note: SealNote, key: bytes, header: bytes) -> None:
-        secret = keys.secret(note.key_id)
+    def __init__(self, keys: SealKeys, key_id: str, header: bytes) -> None:
+        secret = keys.secret(key_id)
         if secret is None:
-            raise UnreadableRecord(f"a record is sealed with the key {note.key_id}, which is not here", "key")
+            raise UnreadableRecord(f"a record is sealed with the key {key_id}, which is not here", "key")
         self._bound = header
-        self._aes, self._invalid = new_aes(hmac.digest(secret, PURPOSE + note.salt + key, "sha256")), _package()[1]
+        inner, outer = (begun.copy() for begun in _begun_hmac(secret))
+        inner.update(PURPOSE + header[SALT_AT] + header[KEY_AT])
+        outer.update(inner.digest())
+        self._aes, self._invalid = new_aes(outer.digest()), _package()[1]
 
     def seal(self, number: int, data: memoryview, to: memoryview) -> None:
         """Write frames from this number on, each with its tag: `data` has those of whole ones, or of a short one."""
@@ -137,6 +204,18 @@ class FrameCipher:
                 number, data = number + 1, data[SEALED_FRAME:]
         except self._invalid:
             raise CorruptRecord("the seal is broken", "seal") from None
+
+
+@functools.lru_cache(maxsize=16)
+def _begun_hmac(secret: bytes) -> "tuple[hashlib._Hash, hashlib._Hash]":
+    """Return both hashes of an HMAC-SHA256 after the secret.
+
+    To go on from there takes a third of hmac.digest's time where its code has left the core's cache, as it has between
+    large records.
+    """
+    block = secret.ljust(hashlib.sha256().block_size, b"\0")
+    inner, outer = (hashlib.sha256(bytes(byte ^ pad for byte in block)) for pad in (0x36, 0x5C))
+    return inner, outer
 
 
 def new_aes(key: bytes) -> Any:

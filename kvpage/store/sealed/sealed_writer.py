@@ -10,7 +10,7 @@ from kvpage.store.records.record_io import checksum_of
 from kvpage.store.sealed.seal_keys import SealKeys
 from kvpage.store.sealed.sealed_record import (
     FRAME_BYTES,
-    SEALED_FRAME,
+    MAX_LEAD_BYTES,
     TAG_BYTES,
     FrameCipher,
     new_note,
@@ -18,7 +18,7 @@ from kvpage.store.sealed.sealed_record import (
 from kvpage.store.tiers.stretches import Runs, cut_runs, gather_stretches, memory_at
 from kvpage.store.tiers.tier import Tier, TierError, Writer
 
-AT_ONCE = 4  # frames of a piece of the tier's: a disk tier writes as many bytes at once
+AT_ONCE = 2  # frames of a piece of the tier's: a disk tier writes as many bytes at once
 
 
 class SealedWriter(Writer):
@@ -42,7 +42,8 @@ class SealedWriter(Writer):
         self._cipher: FrameCipher | None = None
         self._head: RecordHead | None = None
         self._header = b""
-        self._lead = b""  # sealed
+        self._lead = b""
+        self._body_left = 0  # bytes of the frames to come
         self._next, self._at = 1, 0  # number of the next frame, and its place in the sealed record
         self._is_broken = False
 
@@ -52,6 +53,8 @@ class SealedWriter(Writer):
         self._check_next(self._end, self._end + num_bytes)
         self._seal_whole_frames()
         self._is_broken = True  # until all went well
+        if self._cipher is None:
+            self._begin(b"")
         for frames in self._frames_of(runs, num_bytes):
             self._seal_frames(frames)
         self._end, self._is_broken = self._end + num_bytes, False
@@ -72,16 +75,17 @@ class SealedWriter(Writer):
     def finished(self) -> Writer:
         """Seal the rest, and return the writer of the sealed record, filled to its end. Raises TierError."""
         self._seal_whole_frames()
-        head, end = self._head, 0
-        assert head is not None and self._buffer is not None, "a whole record has a lead"
+        head, left = self._head, self._body_left
+        assert head is not None and self._cipher is not None and self._buffer is not None, "a whole record has a lead"
+        self._is_broken = True  # all is sealed, or nothing more is
+        if left:
+            self._seal_frames(self._buffer[:left])
+        ends = self._lead + self._buffer[left : self._filled]
         rest = self._writer.piece(self._at, head.payload_end)
-        if self._filled:
-            end = self._filled + TAG_BYTES
-            self._seal(self._buffer[: self._filled], rest[:end])
-        rest[end:] = self._lead.ljust(len(rest) - end, b"\0")
+        self._cipher.seal(0, memoryview(ends), rest[: len(ends) + TAG_BYTES])
+        rest[len(ends) + TAG_BYTES :] = bytes(len(rest) - len(ends) - TAG_BYTES)
         table = bytes(head.num_digest_bytes)
         self._writer.piece(head.payload_end, head.num_bytes)[:] = table + checksum_of(self._header, table)
-        self._is_broken = True  # all is sealed
         return self._writer
 
     def close(self) -> None:
@@ -99,21 +103,26 @@ class SealedWriter(Writer):
             raise ValueError(f"begin must be {self._end} and end at most {self.num_bytes}, got {begin}, {end}")
 
     def _frames_of(self, runs: Runs, num_bytes: int) -> Iterator[memoryview]:
-        """Walk over the whole frames of what is filled and of the runs, a few at once. The rest is filled then."""
-        if int(np.maximum.reduce(runs[:, 1], initial=0)) < FRAME_BYTES:
+        """Walk over the frames of what is filled and of the runs, a few at once. The rest is filled then."""
+        if len(runs) > 1 and int(np.maximum.reduce(runs[:, 1])) < FRAME_BYTES:
             yield from self._gathered(runs, num_bytes)
             return
         for address, size in runs.tolist():
             memory, at = memory_at(address, size), 0
             while at < size:
-                num_whole = 0 if self._filled else min((size - at) // FRAME_BYTES, AT_ONCE)
-                part = memory[at : at + (num_whole * FRAME_BYTES or FRAME_BYTES - self._filled)]
+                num_there = 0 if self._filled else self._frame_bytes(size - at)
+                part = memory[at : at + (num_there or FRAME_BYTES - self._filled)]
                 at += len(part)
-                if num_whole:
+                if num_there:
                     yield part
                 else:
                     self._room(len(part))[:] = part
                     yield from self._filled_frame()
+
+    def _frame_bytes(self, num_bytes: int) -> int:
+        """Return how many of the next bytes are frames: a few whole ones, or the last one, which is short."""
+        num_whole = min(num_bytes // FRAME_BYTES, AT_ONCE) * FRAME_BYTES
+        return num_whole or (self._body_left if self._body_left <= num_bytes else 0)
 
     def _gathered(self, runs: Runs, num_bytes: int) -> Iterator[memoryview]:
         """As `_frames_of`, of short runs."""
@@ -143,7 +152,7 @@ class SealedWriter(Writer):
         if not self._filled or self._buffer is None:
             return
         self._is_broken = True  # until all went well
-        begin = 0 if self._cipher else self._seal_lead(self._buffer[: min(self._filled, FRAME_BYTES)])
+        begin = 0 if self._cipher else self._begin(bytes(self._buffer[: min(self._filled, MAX_LEAD_BYTES)]))
         while self._filled - begin >= FRAME_BYTES:
             self._seal_frames(self._buffer[begin : begin + FRAME_BYTES])
             begin += FRAME_BYTES
@@ -151,32 +160,23 @@ class SealedWriter(Writer):
         self._buffer[:left] = self._buffer[begin : self._filled]
         self._filled, self._is_broken = left, False
 
-    def _seal_lead(self, lead: memoryview) -> int:
-        """Begin the sealed record, and seal its frame 0, to be written last. Return the bytes of the frame."""
+    def _begin(self, lead: bytes) -> int:
+        """Begin the sealed record, and keep the lead, which is sealed with the trail. Return the lead's bytes."""
         note = new_note(self._keys.ids[0], self.num_bytes, len(lead))
         self._head = note.head(self.key)
         self._header = self._head.pack()
-        self._cipher = FrameCipher(self._keys, note, self.key, self._header)
-        sealed = bytearray(len(lead) + TAG_BYTES)
-        self._cipher.seal(0, lead, memoryview(sealed))
-        self._lead, self._at = bytes(sealed), self._head.payload_begin
-        self._writer.piece(0, self._head.payload_begin)[:] = self._header
+        self._cipher = FrameCipher(self._keys, note.key_id, self._header)
+        self._lead, self._body_left, self._at = lead, note.body_bytes, self._head.payload_begin
+        self._writer.piece(0, self._at)[:] = self._header
         return len(lead)
 
     def _seal_frames(self, frames: memoryview) -> None:
-        """Seal whole frames into the tier. The first one of the record becomes the lead."""
-        if self._cipher is None:
-            frames = frames[self._seal_lead(frames[:FRAME_BYTES]) :]
-        num_bytes = len(frames) // FRAME_BYTES * SEALED_FRAME
-        if num_bytes:
-            self._seal(frames, self._writer.piece(self._at, self._at + num_bytes))
-            self._at += num_bytes
-
-    def _seal(self, data: memoryview, to: memoryview) -> None:
-        """Seal whole frames, or a short one."""
-        assert self._cipher is not None, "the lead comes first"
-        self._cipher.seal(self._next, data, to)
-        self._next += max(len(data) // FRAME_BYTES, 1)
+        """Seal frames into the tier: whole ones, or the last one."""
+        assert self._cipher is not None and (len(frames) % FRAME_BYTES == 0 or len(frames) == self._body_left)
+        num_frames = -(-len(frames) // FRAME_BYTES)
+        end = self._at + len(frames) + num_frames * TAG_BYTES
+        self._cipher.seal(self._next, frames, self._writer.piece(self._at, end))
+        self._next, self._at, self._body_left = self._next + num_frames, end, self._body_left - len(frames)
 
     def _lengthened(self, num_bytes: int) -> memoryview:
         """Return the buffer, with room for so many bytes after those that are filled."""

@@ -58,6 +58,7 @@ STORE = [
 RECORD = [
     "tests/store/records/test_record.py",
     "tests/store/records/test_codec.py",
+    "tests/store/sealed/test_sealed_record.py",
     "tests/store/sealed/test_sealed_tier.py",
 ]
 STATES = ["tests/store/states/test_state_records.py", "tests/store/states/test_state_index.py"]

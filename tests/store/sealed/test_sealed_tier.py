@@ -26,8 +26,8 @@ from kvpage.store.records.record_io import BytesSink, copy_record, verify_record
 from kvpage.store.remote.backend import Backend
 from kvpage.store.remote.options import RemoteOptions
 from kvpage.store.remote.remote_tier import RemoteTier
-from kvpage.store.sealed.sealed_reader import SealedReader
-from kvpage.store.sealed.sealed_record import FRAME_BYTES, NOTE, SealNote
+from kvpage.store.sealed.sealed_reader import SHORT_BYTES, SealedReader
+from kvpage.store.sealed.sealed_record import FRAME_BYTES, GRAIN_BYTES, NOTE, SealNote
 from kvpage.store.sealed.sealed_tier import SealedTier
 from kvpage.store.tiers.memory_tier import MemoryTier
 from kvpage.store.tiers.tier import Reader
@@ -35,7 +35,16 @@ from kvpage.store.tiers.tier import Reader
 pytest.importorskip("cryptography")
 A, B = ("a", b"A" * 32), ("b", b"B" * 32)
 KEYS = SealKeys((A,))
-SIZES = [0, 1, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 1, 5 * FRAME_BYTES, 9 * FRAME_BYTES + 7]
+SIZES = [
+    0,
+    1,
+    GRAIN_BYTES,
+    FRAME_BYTES - 1,
+    FRAME_BYTES,
+    FRAME_BYTES + 1,
+    2 * FRAME_BYTES + 400_000,
+    5 * FRAME_BYTES + 7,
+]
 
 
 class Values(Backend):
@@ -95,12 +104,12 @@ def test_what_goes_in_comes_out(kind, tmp_path):
 
 def test_pieces_of_every_place(tmp_path):
     tier, rng = tier_of("disk", tmp_path), random.Random(seed_of(1))
-    whole = record(key(0), 6 * FRAME_BYTES + 1234)
+    whole = record(key(0), 4 * FRAME_BYTES + 12345)
     put(tier, {key(0): whole})
     (reader,) = tier.open([key(0)])
     for _ in range(200):
         begin = rng.randrange(len(whole))
-        end = min(len(whole), begin + rng.choice((0, 1, 1000, FRAME_BYTES, 3 * FRAME_BYTES)))
+        end = min(len(whole), begin + rng.choice((0, 1, 1000, 1 << 17, FRAME_BYTES)))
         assert bytes(reader.piece(begin, end)) == whole[begin:end]
         if rng.random() < 0.1:
             reader.release_piece()
@@ -123,14 +132,14 @@ class Counted(Reader):
         pass
 
 
-@pytest.mark.parametrize("size", [1, FRAME_BYTES, 4 * FRAME_BYTES, 5 * FRAME_BYTES])
+@pytest.mark.parametrize("size", [1, FRAME_BYTES, 2 * FRAME_BYTES, 3 * FRAME_BYTES])
 def test_a_short_record_is_read_in_one_call(size):
     values, whole = Values(), record(key(0), size)
     put(remote(values), {key(0): whole})
     inner = Counted(values.values[key(0)])
     with SealedReader(inner, key(0), KEYS, Buffers(STAGING_BYTES), lambda name: None) as reader:
         assert bytes(reader.piece(0, len(whole))) == whole
-        assert (inner.asked == [(0, inner.num_bytes)]) == (size <= 4 * FRAME_BYTES)
+        assert (inner.asked == [(0, inner.num_bytes)]) == (inner.num_bytes <= SHORT_BYTES)
         reader.release_piece()
         inner.asked.clear()
         assert bytes(reader.piece(len(whole) - 5, len(whole))) == whole[-5:]
@@ -176,11 +185,11 @@ def test_a_store_gives_what_it_was_given(tmp_path, codec, chunk_size):
 
 
 def test_bytes_come_from_and_into_memory_of_every_cut(tmp_path):
-    size = 7 * FRAME_BYTES + 100
+    size = 3 * FRAME_BYTES + 100
     source = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     with ByteStore(ByteStoreConfig(num_threads=1), {"m": 1}, [tier_of("disk", tmp_path)]) as store:
         assert store.put([b"k"], [source]) == [True]
-        for cuts in ([], [FRAME_BYTES], [4 * FRAME_BYTES, 6 * FRAME_BYTES], [1, 5000, 2 * FRAME_BYTES + 7]):
+        for cuts in ([], [FRAME_BYTES], [FRAME_BYTES, 3 * FRAME_BYTES], [1, 5000, FRAME_BYTES + 7]):
             pieces = np.split(np.zeros(size, np.uint8), cuts)
             assert store.get_into([b"k"], [pieces]) == [True]
             assert np.array_equal(np.concatenate(pieces), source)
@@ -279,7 +288,7 @@ def test_a_record_in_the_place_of_another_is_a_miss(case, is_renamed):
 
 def test_frames_are_bound_to_their_places():
     values = Values()
-    tier, whole = remote(values), record(key(0), 4 * FRAME_BYTES)
+    tier, whole = remote(values), record(key(0), 2 * FRAME_BYTES)
     put(tier, {key(0): whole})
     head = RecordHead.unpack(values.values[key(0)], len(values.values[key(0)]))
     first, size = head.payload_begin, FRAME_BYTES + 16
