@@ -77,8 +77,12 @@ struct alignas(64) TreeNode {
   uint8_t rank_flags = 0;
 
   EvictionFacts facts() const {
-    return {.used_at = static_cast<int64_t>(used_at), .added_at = added_at, .next_use = next_use, .num_hits = num_hits,
-            .cost_kind = EvictionCosts::kind_of_depth(start), .rank_class = rank_class};
+    return {.used_at = static_cast<int64_t>(used_at),
+            .added_at = added_at,
+            .next_use = next_use,
+            .num_hits = num_hits,
+            .cost_kind = EvictionCosts::kind_of_depth(start),
+            .rank_class = rank_class};
   }
   bool is_root() const { return parent == nullptr; }
   int64_t num_device_blocks() const { return device_ids.size(); }
