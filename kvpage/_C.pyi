@@ -657,6 +657,86 @@ class BlockPool:
             RuntimeError: An invariant is broken; the message names it.
         """
 
+# Eviction: the policies, and the order of the records of a store's tier.
+
+def eviction_policies() -> tuple[str, ...]:
+    """Return the names of all policies of eviction, which trees and tiers of a store take. The first is the default."""
+
+@final
+class RecordWalk:
+    """A walk over the records of a RecordOrder, the first to go first. RecordOrder.walk begins one."""
+    def take(self, count: int) -> list[int]:
+        """Return the next places.
+
+        Args:
+            count: How many; there are fewer at the end.
+
+        Raises:
+            ValueError: `count` is negative, or the order has changed since the walk began.
+        """
+
+@final
+class RecordOrder:
+    """Which record of a tier goes next, by a policy. Records are places: small numbers, used again once they are free.
+
+    Not safe to use from several threads at once.
+    """
+    def __init__(self, policy: str) -> None:
+        """Make an empty order.
+
+        Args:
+            policy: One of eviction_policies().
+
+        Raises:
+            ValueError: It is none of them.
+        """
+    def add(self, age: float = 0.0, /) -> int:
+        """Add a record, and return its place. O(1) but for `cost`, as far as the record is the newest.
+
+        Args:
+            age: Seconds since its last use, below 1e9, for a policy that heeds time. For others it is the newest.
+
+        Raises:
+            ValueError: `age` is out of range.
+        """
+    def use(self, place: int, /) -> None:
+        """Note that a record was read. O(1) but for `lfu`, which takes O(log n).
+
+        Args:
+            place: The record's.
+
+        Raises:
+            ValueError: No record has this place.
+        """
+    def remove(self, place: int, is_evicted: bool = False, /) -> None:
+        """Take a record out; its place is free.
+
+        Args:
+            place: The record's.
+            is_evicted: Whether it went to make room, which `cost` learns from.
+
+        Raises:
+            ValueError: No record has this place.
+        """
+    def walk(self) -> RecordWalk:
+        """Begin a walk over all records, the first to go first, as of now."""
+    def set_time(self, seconds: float) -> None:
+        """Let the order's clock stand still, for simulations, until the next call.
+
+        Args:
+            seconds: What it shows, below 1e9.
+
+        Raises:
+            ValueError: `seconds` is out of range.
+        """
+    def check(self) -> None:
+        """Raise RuntimeError that names a broken invariant."""
+    def __len__(self) -> int:
+        """Return the number of records."""
+    @property
+    def policy(self) -> str:
+        """The policy's name."""
+
 @final
 class Match:
     """A pinned path in a PrefixTree, from the start of a prompt to the end of a block.
@@ -851,15 +931,16 @@ class PrefixTree:
             block_size: Tokens of a block.
             host_pool: The host tier; None for a tree without one.
             eviction: Which blocks go first, within a priority. "lru": the least recently used. "slru": the same, and
-                those that were found again go later. "cost": those that cost least to compute, for the time until
-                they are expected to be found again; see set_next_use.
+                those that were found again go later. "lfu": those that were found least often. "fifo": those that
+                came first. "cost": those that cost least to compute, for the time until they are expected to be
+                found again; see set_next_use.
 
         Raises:
             ValueError: Unless 0 < block_size < 2**31, if the two pools are the same, or for another eviction.
         """
     @property
     def eviction(self) -> str:
-        """The policy of eviction: lru, slru or cost."""
+        """The policy of eviction, one of eviction_policies()."""
     @property
     def has_host_tier(self) -> bool:
         """Whether there is a host pool."""

@@ -32,6 +32,7 @@ void bind_recurrence(py::module_& m);
 void bind_block_copies(py::module_& m);
 void bind_chunks(py::module_& m);
 void bind_pool(py::module_& m);
+void bind_eviction(py::module_& m);
 void bind_states(py::module_& m);
 void bind_match(py::module_& m);
 void bind_tree(py::module_& m);

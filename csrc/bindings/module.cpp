@@ -70,6 +70,7 @@ PYBIND11_MODULE(_C, m) {
   bind_chunks(m);
   bind_block_copies(m);
   bind_pool(m);
+  bind_eviction(m);
   bind_states(m);
   bind_match(m);
   bind_tree(m);

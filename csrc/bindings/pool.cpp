@@ -1,4 +1,4 @@
-// Blocks and state slots allocated and released.
+// Blocks and state slots allocated and released; policies of eviction, and the order of a store's records.
 #include "bindings/bindings.h"
 
 #include "bindings/integers.h"
@@ -6,6 +6,8 @@
 #include "bindings/new_arrays.h"
 #include "docs.h"
 #include "pool/block_pool.h"
+#include "pool/eviction/eviction_policies.h"
+#include "pool/eviction/record_order.h"
 #include "states/slot_pool.h"
 
 namespace kvpage {
@@ -97,6 +99,50 @@ int64_t victim(const SlotPool& pool, int64_t besides, const std::vector<int64_t>
   return pool.victim(besides, kept);
 }
 
+PyObject* use_record(PyObject* self, PyObject* place) {
+  return as_method([&] {
+    held_by_self<RecordOrder>(self).use(int64_from(place, "place"));
+    return py::none().release().ptr();
+  });
+}
+
+PyObject* remove_record(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return as_method([&] {
+    if (num_args < 1 || num_args > 2) throw py::type_error("the arguments must be place and is_evicted");
+    const int is_evicted = num_args == 2 ? PyObject_IsTrue(args[1]) : 0;
+    if (is_evicted < 0) throw py::error_already_set();
+    held_by_self<RecordOrder>(self).remove(int64_from(args[0], "place"), is_evicted != 0);
+    return py::none().release().ptr();
+  });
+}
+
+PyObject* add_record(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
+  return as_method([&] {
+    if (num_args > 1) throw py::type_error("the one argument must be age");
+    const double age = num_args == 1 ? PyFloat_AsDouble(args[0]) : 0.0;
+    if (PyErr_Occurred()) throw py::error_already_set();
+    auto& order = held_by_self<RecordOrder>(self);
+    const int64_t place = order.add(age);
+    PyObject* number = PyLong_FromLongLong(place);
+    if (!number) order.remove(place);
+    return number;
+  });
+}
+
+void add_fast_order_methods(py::handle type) {
+  static const std::string texts[] = {
+      std::string("add($self, age=0.0, /)\n--\n\n") + doc("RecordOrder.add"),
+      std::string("use($self, place, /)\n--\n\n") + doc("RecordOrder.use"),
+      std::string("remove($self, place, is_evicted=False, /)\n--\n\n") + doc("RecordOrder.remove"),
+  };
+  static PyMethodDef methods[] = {
+      {"add", fast_call(&add_record), METH_FASTCALL, texts[0].c_str()},
+      {"use", &use_record, METH_O, texts[1].c_str()},
+      {"remove", fast_call(&remove_record), METH_FASTCALL, texts[2].c_str()},
+  };
+  for (PyMethodDef& method : methods) add_method(type, method);
+}
+
 }  // namespace
 
 void bind_pool(py::module_& m) {
@@ -107,6 +153,20 @@ void bind_pool(py::module_& m) {
       .def_property_readonly("num_free", &BlockPool::num_free, doc("BlockPool.num_free"))
       .def_property_readonly("num_blocks", &BlockPool::num_blocks, doc("BlockPool.num_blocks"))
       .def("check", &BlockPool::check_invariants, py::call_guard<py::gil_scoped_release>(), doc("BlockPool.check"));
+}
+
+void bind_eviction(py::module_& m) {
+  m.def("eviction_policies", [] { return py::tuple(py::cast(eviction_policies())); }, doc("eviction_policies"));
+  py::class_<RecordWalk>(m, "RecordWalk", doc("RecordWalk"))
+      .def("take", &RecordWalk::take, py::arg("count"), doc("RecordWalk.take"));
+  py::class_<RecordOrder> order(m, "RecordOrder", doc("RecordOrder"));
+  add_fast_order_methods(order);
+  order.def(py::init<std::string_view>(), py::arg("policy"), doc("RecordOrder.__init__"))
+      .def("walk", &RecordOrder::walk, py::keep_alive<0, 1>(), doc("RecordOrder.walk"))
+      .def("set_time", &RecordOrder::set_time, py::arg("seconds"), doc("RecordOrder.set_time"))
+      .def("check", &RecordOrder::check_invariants, doc("RecordOrder.check"))
+      .def("__len__", &RecordOrder::size, doc("RecordOrder.__len__"))
+      .def_property_readonly("policy", &RecordOrder::policy, doc("RecordOrder.policy"));
 }
 
 void bind_states(py::module_& m) {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "tree/eviction/eviction_policies.h"
+#include "pool/eviction/eviction_policies.h"
 
 namespace kvpage {
 namespace {
@@ -39,7 +39,7 @@ PrefixTree::PrefixTree(std::shared_ptr<BlockPool> pool, int64_t block_size, std:
       eviction_(eviction),
       children_(block_size, random_seed(), hash_mask),
       siblings_(block_size),
-      order_(make_eviction_policy(eviction, pool_->num_blocks(), block_size)) {
+      order_(make_eviction_policy(eviction, "eviction", EvictionCosts::by_depth(pool_->num_blocks(), block_size))) {
   check(block_size > 0, "block_size must be positive, got ", block_size);
   check(block_size <= kMaxBlockSize, "block_size must be at most ", kMaxBlockSize, ", got ", block_size);
   check(pool_ != host_pool_, "host_pool must not be the device's pool");

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+from kvpage._C import eviction_policies
 from kvpage.checks.values import as_integer, check_at_least, check_flag
 from kvpage.layout.config import CacheConfig
 
-EVICTIONS = "lru", "slru", "cost"
-"""The policies of eviction, as PrefixTree names them."""
+EVICTIONS = eviction_policies()
+"""The policies of eviction: of both tiers of blocks, and of a store's tiers."""
 
 
 def check_eviction(eviction: object) -> None:
@@ -49,8 +50,8 @@ class BlockConfig:
             shares.
         host_policy: When cached blocks are copied to the host; None for HostPolicy's own rule.
         pin_quota: How many blocks `space.pin` may keep.
-        eviction: Which cached blocks go first where room is needed, in both tiers: "lru", "slru" or "cost". See the
-            page on serving.
+        eviction: Which cached blocks go first where room is needed, in both tiers: one of EVICTIONS. See the page
+            on serving.
 
     Raises:
         ValueError: A number is out of range, or eviction is none of these.

@@ -39,7 +39,7 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = 64,
     max_num_batched_tokens: Annotated[int, typer.Option(help="tokens of one step at most")] = 2048,
     max_num_waiting: Annotated[int, typer.Option(help="requests that wait at most; then 503")] = 1024,
-    eviction: Annotated[str, typer.Option(help="which cached blocks go first: lru, slru or cost")] = "lru",
+    eviction: Annotated[str, typer.Option(help="which cached blocks go first: lru, slru, lfu, fifo or cost")] = "lru",
     pin_quota: Annotated[int, typer.Option(help="blocks that hints may pin")] = 0,
     tenant_pin_quota: Annotated[int | None, typer.Option(help="the same for one tenant")] = None,
     max_retain_priority: Annotated[int, typer.Option(help="of kv.retain, at most")] = 100,

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from kvpage import BlockConfig, BlockPool, PrefixTree, TreeEntry
+from kvpage.blocks.config import EVICTIONS
 
 ALL = 10_000
 Key = tuple[int, ...]
@@ -21,6 +22,7 @@ class RankedLife:
         self.eviction, self.now = eviction, 0.0
         self.next_use: dict[Key, float] = {}
         self.pinned: dict[Key, bool] = {}
+        self.added: dict[Key, int] = {}  # when a block's run was first free to go
         self.matches: list = []
         self.num_evicted = 0
 
@@ -48,6 +50,10 @@ class RankedLife:
                 is_over = not pinned[key] and was_pinned and self.next_use.get(key, 0) <= self.now
                 if is_reused or is_over:
                     self.next_use.pop(key, None)
+            keys = self.blocks_of(path, entry)
+            added = self.added.get(keys[0], entry.last_used)  # blocks that a run gets later go with it
+            if added is not None:
+                self.added |= dict.fromkeys(keys, added)
         self.pinned = pinned
         self.tree.check()
 
@@ -95,6 +101,10 @@ class RankedLife:
         if self.eviction == "slru":
             is_kept = (num_hits[path] > 0) != is_over
             return (1e30 if is_kept else 1.0) / (1 + round(self.now * 1e9) - entry.last_used)
+        if self.eviction == "lfu":
+            return 1e12 * num_hits[path] + entry.last_used
+        if self.eviction == "fifo":
+            return self.added[path]
         depth = min(7, (entry.start.bit_length() + 1) // 2)
         cost = 1 + (4 ** (depth - 1) / 131_072 if depth else 0)
         if path in self.next_use:
@@ -129,11 +139,12 @@ class RankedLife:
                     if due > self.next_use.get(key, 0.0):
                         self.next_use[key] = due
             self.pinned.pop(path)
+            self.added.pop(path)
             self.num_evicted += 1
         self.tree.check()
 
 
-@pytest.mark.parametrize("eviction", ["slru", "cost"])
+@pytest.mark.parametrize("eviction", ["slru", "lfu", "fifo", "cost"])
 def test_the_run_of_least_worth_loses_a_block(eviction):
     num_evicted = 0
     for seed in range(6):
@@ -181,9 +192,9 @@ def test_slru_gives_up_the_found_ones_once_they_are_nearly_all():
 
 
 def test_a_policy_of_another_name_is_refused():
-    with pytest.raises(ValueError, match="eviction must be lru, slru or cost, got belady"):
+    with pytest.raises(ValueError, match="eviction must be one of lru, slru, lfu, fifo, cost, got 'belady'"):
         PrefixTree(BlockPool(1), 1, eviction="belady")
-    with pytest.raises(ValueError, match="eviction must be one of lru, slru, cost, got None"):
+    with pytest.raises(ValueError, match="eviction must be one of lru, slru, lfu, fifo, cost, got None"):
         BlockConfig(1, 1, eviction=None)
     tree = PrefixTree(BlockPool(1), 1, eviction="cost")
     for seconds in (-1.0, 1e9, float("nan")):
@@ -193,7 +204,7 @@ def test_a_policy_of_another_name_is_refused():
             tree.set_time(seconds)
 
 
-EACH = pytest.mark.parametrize("eviction", ["lru", "slru", "cost"])
+EACH = pytest.mark.parametrize("eviction", EVICTIONS)
 
 
 @EACH

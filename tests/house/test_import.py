@@ -117,6 +117,8 @@ NATIVE = pytest.mark.parametrize(
         _C.SlotPool,
         _C.SlotTree,
         _C.TokenRules,
+        _C.RecordOrder,
+        _C.RecordWalk,
         _C.TreeEntry,
     ],
 )

@@ -15,6 +15,7 @@ ROOMS = {
     "base": "checks, threads, bytes and token arrays, which every other room uses",
     "cuda": "devices, streams and errors of CUDA, which know nothing of blocks",
     "pool": "block ids and the references on them",
+    "pool/eviction": "what it is worth to keep an entry of a cache, and the order of a store's records",
     "tree/nodes": "the nodes of a prefix tree, and where their children are found",
     "tree/eviction": "the order in which nodes give up their blocks",
     "tree": "the prefix tree, which knows nothing of memory",

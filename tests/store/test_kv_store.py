@@ -208,7 +208,7 @@ def test_records_of_another_model_are_never_seen() -> None:
     assert stores[1].retrieve(TOKENS)[0] == ()
     keys = [store.keys_of(TOKENS)[0] for store in stores]
     entries_of(tier)[keys[1]] = entries_of(tier)[keys[0]]
-    tier._policy.add(keys[1])
+    tier._order.add(keys[1])
     assert stores[1].lookup(TOKENS) == C and stores[1].retrieve(TOKENS)[0] == ()
     assert stores[1].stats().corrupt_records == stores[1].stats().refused["foreign"] == 1
     assert stores[0].stats().refused == {}

@@ -109,7 +109,7 @@ def test_tiers_are_made_in_order_with_their_parts() -> None:
         ("magnetic://tape", "scheme must be one of .*memory.*, got 'magnetic'"),
         ("memory://?sise=3", "options of memory:// must be among size, policy, prefault, .*got 'sise'"),
         ("memory://?size=1", "capacity must be an integer of at least"),
-        ("memory://?policy=mru", "policy must be one of lru, slru, lfu, fifo, got 'mru'"),
+        ("memory://?policy=mru", "policy must be one of lru, slru, lfu, fifo, cost, got 'mru'"),
         ("memory://?write=never", "write must be one of through, back, got 'never'"),
         ("memory://?prefault=1", "prefault must be one of yes, no, got '1'"),
         ("memory://?promote=1", "promote must be one of yes, no"),

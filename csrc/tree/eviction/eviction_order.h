@@ -19,9 +19,10 @@
 #include <memory>
 #include <utility>
 
+#include "pool/eviction/plain_policies.h"
+#include "pool/eviction/use_clock.h"
 #include "tree/eviction/lru_list.h"
 #include "tree/eviction/ranked_order.h"
-#include "tree/eviction/use_clock.h"
 
 namespace kvpage {
 
@@ -31,9 +32,9 @@ class EvictionOrder {
   static constexpr int kNumLists = kNumPriorities - kFirstToGo;
   static int list_of(const TreeNode* node) { return node->priority - kFirstToGo; }
 
-  // Without a policy: of one list, the least recently used node goes first.
+  // LruPolicy is what the lists do, in O(1): of one list, the least recently used node goes first.
   explicit EvictionOrder(std::unique_ptr<EvictionPolicy> policy) {
-    if (!policy) return;
+    if (dynamic_cast<const LruPolicy*>(policy.get())) return;
     ranks_ = std::make_unique<RankedOrder>(std::move(policy));
     clock_.keep_time(true);
   }

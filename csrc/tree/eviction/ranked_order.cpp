@@ -11,24 +11,32 @@ int list_of(const TreeNode* node) { return node->priority - kFirstToGo; }
 
 void RankedOrder::list(TreeNode* node, int64_t now) noexcept {
   if (node->next_use <= now) node->next_use = 0;
-  node->rank_class = static_cast<uint8_t>(policy_->class_of(*node));
+  if (node->added_at == 0) node->added_at = static_cast<int64_t>(node->used_at);
+  classify(node);
   set_flag(node, kListed, true);
   node->num_listed_blocks = node->num_blocks;
-  policy_->listed(*node, node->num_blocks);
+  policy_->listed(node->facts(), node->num_blocks);
   rank(node);
 }
 
 void RankedOrder::unlist(TreeNode* node) noexcept {
   unrank(node);
   set_flag(node, kListed, false);
-  policy_->listed(*node, -node->num_listed_blocks);
+  policy_->listed(node->facts(), -node->num_listed_blocks);
+}
+
+// Asks for a place among the ranks, which the node is not in.
+void RankedOrder::classify(TreeNode* node) noexcept {
+  const EvictionFacts facts = node->facts();
+  node->rank_class = static_cast<uint8_t>(policy_->class_of(facts));
+  node->rank_key = policy_->key_of(facts);
 }
 
 // Takes the node out of both tiers' ranks.
 void RankedOrder::unrank(TreeNode* node) noexcept {
-  const auto list = static_cast<size_t>(list_of(node)), kind = static_cast<size_t>(node->rank_class);
-  if (node->rank_flags & kRankedOnDevice) on_device_[list][kind].erase(node);
-  if (node->rank_flags & kRankedOnHost) on_host_[list][kind].erase(node);
+  const auto list = static_cast<size_t>(list_of(node));
+  if (node->rank_flags & kRankedOnDevice) on_device_[list].erase(node);
+  if (node->rank_flags & kRankedOnHost) on_host_[list].erase(node);
   set_flag(node, kRankedOnDevice, false);
   set_flag(node, kRankedOnHost, false);
 }
@@ -36,15 +44,15 @@ void RankedOrder::unrank(TreeNode* node) noexcept {
 // Puts the node where it may go, and takes it out where it may not.
 void RankedOrder::rank(TreeNode* node) noexcept {
   if (!(node->rank_flags & kListed)) return;
-  const auto list = static_cast<size_t>(list_of(node)), kind = static_cast<size_t>(node->rank_class);
-  const auto apply = [&](auto& tree, Flag flag, bool may_go) {
+  const auto list = static_cast<size_t>(list_of(node));
+  const auto apply = [&](auto& ranks, Flag flag, bool may_go) {
     const bool is_ranked = node->rank_flags & flag;
-    if (may_go && !is_ranked) tree.insert(node);
-    if (!may_go && is_ranked) tree.erase(node);
+    if (may_go && !is_ranked) ranks.insert(node);
+    if (!may_go && is_ranked) ranks.erase(node);
     set_flag(node, flag, may_go);
   };
-  apply(on_device_[list][kind], kRankedOnDevice, node->num_device_blocks() > 0 && node->num_device_children == 0);
-  apply(on_host_[list][kind], kRankedOnHost, node->num_host_blocks > 0 && node->num_host_children == 0);
+  apply(on_device_[list], kRankedOnDevice, node->num_device_blocks() > 0 && node->num_device_children == 0);
+  apply(on_host_[list], kRankedOnHost, node->num_host_blocks > 0 && node->num_host_children == 0);
 }
 
 void RankedOrder::refresh(TreeNode* node, bool has_device, bool has_host, int64_t now) noexcept {
@@ -61,7 +69,7 @@ void RankedOrder::refresh(TreeNode* node, bool has_device, bool has_host, int64_
   if (has_left && node->next_use > parent->next_use && parent->next_use <= now) {
     unrank(parent);
     parent->next_use = node->next_use;
-    if (parent->rank_flags & kListed) parent->rank_class = static_cast<uint8_t>(policy_->class_of(*parent));
+    if (parent->rank_flags & kListed) classify(parent);
   }
   rank(parent);
 }
@@ -81,9 +89,11 @@ void RankedOrder::split(TreeNode* lower, TreeNode* upper) noexcept {
   upper->num_device_children = (lower->rank_flags & kHasDevice) > 0;
   upper->num_host_children = (lower->rank_flags & kHasHost) > 0;
   upper->next_use = lower->next_use;
+  upper->added_at = lower->added_at;
   if (!parent->is_root()) rank(parent);  // its last child with host blocks may be the lower one
   if (!(lower->rank_flags & kListed)) return;
   upper->rank_class = lower->rank_class;
+  upper->rank_key = lower->rank_key;
   set_flag(upper, kListed, true);
   upper->num_listed_blocks = std::min(upper->num_blocks, lower->num_listed_blocks);
   lower->num_listed_blocks -= upper->num_listed_blocks;
@@ -101,29 +111,8 @@ void RankedOrder::set_next_use(TreeNode* node, int64_t next_use, int64_t now) no
 
 bool RankedOrder::before(const TreeNode* a, const TreeNode* b, int64_t now) const {
   if (list_of(a) != list_of(b)) return list_of(a) < list_of(b);
-  return policy_->worth(*a, now) < policy_->worth(*b, now);
+  const double worth_a = policy_->worth(a->facts(), now), worth_b = policy_->worth(b->facts(), now);
+  return worth_a != worth_b ? worth_a < worth_b : RankTree<TreeNode, &TreeNode::device_rank>::less(a, b);
 }
-
-template <typename AnyTier>
-TreeNode* RankedOrder::first(const AnyTier& tier, int64_t now) const {
-  for (const auto& list : tier) {
-    TreeNode* least = nullptr;
-    double least_worth = 0;
-    for (const auto& tree : list) {
-      if (tree.empty()) continue;
-      for (TreeNode* node : {tree.first(), tree.last()}) {
-        const double worth = policy_->worth(*node, now);
-        if (least && !(worth < least_worth)) continue;
-        least = node;
-        least_worth = worth;
-      }
-    }
-    if (least) return least;
-  }
-  return nullptr;
-}
-
-template TreeNode* RankedOrder::first(const Tier<&TreeNode::device_rank>&, int64_t) const;
-template TreeNode* RankedOrder::first(const Tier<&TreeNode::host_rank>&, int64_t) const;
 
 }  // namespace kvpage

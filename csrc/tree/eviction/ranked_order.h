@@ -1,9 +1,8 @@
 // RankedOrder: which unpinned node loses its blocks next, by what an EvictionPolicy says that nodes are worth.
 //
-//      tier      list of EvictionOrder     class        RankTree of the nodes that may go now
+//      tier      list of EvictionOrder     VictimRanks of the nodes that may go now
 //      device -- put first
-//            |-- priority 0 ------------- class 0 ----- a  f  c          first and last are asked: the least worth goes
-//            |                        `-- class 1 ----- b  e
+//            |-- priority 0 ------------- a  f  c  b  e
 //            `-- priority 1 ...
 //      host   -- ...
 //
@@ -16,8 +15,8 @@
 #include <memory>
 #include <utility>
 
-#include "tree/eviction/eviction_policy.h"
-#include "tree/eviction/rank_tree.h"
+#include "pool/eviction/eviction_policy.h"
+#include "pool/eviction/victim_ranks.h"
 #include "tree/nodes/tree_node.h"
 
 namespace kvpage {
@@ -33,12 +32,12 @@ class RankedOrder {
 
   // A node is found again, after `unlist`. Who was expected has come, unless several paths go on from it.
   void reuse(TreeNode* node, int64_t now) noexcept {
-    policy_->reused(*node, now);
+    policy_->reused(node->facts(), node->num_blocks, now);
     if (node->num_children <= 1) node->next_use = 0;
   }
   void forget(TreeNode* node, int64_t num_blocks, int64_t now) noexcept {
-    policy_->forgotten(*node, num_blocks, now);
-    policy_->listed(*node, -num_blocks);
+    policy_->forgotten(node->facts(), num_blocks, now);
+    policy_->listed(node->facts(), -num_blocks);
     node->num_listed_blocks -= static_cast<int32_t>(num_blocks);
   }
 
@@ -61,13 +60,18 @@ class RankedOrder {
   static bool is_ranked_on_host(const TreeNode* node) { return node->rank_flags & kRankedOnHost; }
 
  private:
-  template <RankLinks TreeNode::* Links>
-  using Tier = std::array<std::array<RankTree<Links>, EvictionPolicy::kNumClasses>, kNumLists>;
+  template <RankLinks<TreeNode> TreeNode::* Links>
+  using Tier = std::array<VictimRanks<TreeNode, Links>, kNumLists>;
 
   enum Flag : uint8_t { kListed = 1, kHasDevice = 2, kHasHost = 4, kRankedOnDevice = 8, kRankedOnHost = 16 };
 
   template <typename AnyTier>
-  TreeNode* first(const AnyTier& tier, int64_t now) const;
+  TreeNode* first(const AnyTier& tier, int64_t now) const {
+    for (const auto& list : tier)
+      if (TreeNode* node = list.first(*policy_, now)) return node;
+    return nullptr;
+  }
+  void classify(TreeNode* node) noexcept;
   void rank(TreeNode* node) noexcept;
   void unrank(TreeNode* node) noexcept;
   static void set_flag(TreeNode* node, Flag flag, bool is_set) noexcept {

@@ -19,6 +19,8 @@
 #include <vector>
 
 #include "base/int32_run.h"
+#include "pool/eviction/cost_policy.h"
+#include "pool/eviction/rank_tree.h"
 
 namespace kvpage {
 
@@ -32,13 +34,6 @@ constexpr int8_t kFirstToGo = -1;  // below every priority; the next match on th
 struct LruLinks {
   TreeNode* older = nullptr;
   TreeNode* newer = nullptr;
-};
-
-// Neighbours in a RankTree.
-struct RankLinks {
-  TreeNode* left = nullptr;
-  TreeNode* right = nullptr;
-  TreeNode* above = nullptr;
 };
 
 struct alignas(64) TreeNode {
@@ -69,9 +64,11 @@ struct alignas(64) TreeNode {
   Int32Run companions;
 
   // Of RankedOrder; 0 where the policy is lru.
-  RankLinks device_rank;  // among the nodes that may leave the device now
-  RankLinks host_rank;    // and the host
-  int64_t next_use = 0;   // when it is expected, by the clock of EvictionOrder in nanoseconds; 0: not known
+  RankLinks<TreeNode> device_rank;  // among the nodes that may leave the device now
+  RankLinks<TreeNode> host_rank;    // and the host
+  int64_t next_use = 0;  // when it is expected, by the clock of EvictionOrder in nanoseconds; 0: not known
+  int64_t added_at = 0;  // when it was first listed
+  int64_t rank_key = 0;  // as the policy says, like its class
   int32_t num_device_children = 0;  // with blocks on the device
   int32_t num_host_children = 0;    // and on the host
   int32_t num_listed_blocks = 0;    // as the policy counts it
@@ -79,7 +76,14 @@ struct alignas(64) TreeNode {
   uint8_t rank_class = 0;
   uint8_t rank_flags = 0;
 
-  int64_t rank_key() const { return next_use > 0 ? next_use : static_cast<int64_t>(used_at); }
+  EvictionFacts facts() const {
+    return {.used_at = static_cast<int64_t>(used_at),
+            .added_at = added_at,
+            .next_use = next_use,
+            .num_hits = num_hits,
+            .cost_kind = EvictionCosts::kind_of_depth(start),
+            .rank_class = rank_class};
+  }
   bool is_root() const { return parent == nullptr; }
   int64_t num_device_blocks() const { return device_ids.size(); }
   bool is_on_device() const { return device_ids.size() == num_blocks; }

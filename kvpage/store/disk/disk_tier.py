@@ -27,7 +27,7 @@ from kvpage.store.disk.index import Index
 from kvpage.store.disk.reader_writer import STAGING_BYTES, Buffers, DiskReader, DiskWriter
 from kvpage.store.disk.segment import EndOfFile, Run
 from kvpage.store.disk.space import Entry
-from kvpage.store.tiers.policy import make_policy
+from kvpage.store.tiers.policy import VictimOrder
 from kvpage.store.tiers.tier import Key, Note, Reader, RecordInfo, Tier, TierError, TierStats, Writer
 
 SLOT_BYTES = 4096
@@ -45,7 +45,7 @@ class DiskTier(Tier):
     calls: no system call limits the time that a disk takes. In a forked child the tier is closed.
 
     capacity: bytes that all segments together may grow to; None for the segments that are there: then no
-    file or directory is made or deleted. policy: lru, slru, lfu or fifo; after opening, records are in the order of
+    file or directory is made or deleted. policy: one of POLICIES; after opening, records are in the order of
     writing, and `infos` reports the time of writing until they are used. segment_bytes: of a file; no record can be
     larger.
     retry_seconds: after an error of a directory the others are preferred for this long, and it does not grow.
@@ -79,7 +79,7 @@ class DiskTier(Tier):
         self._capacity = capacity
         self._is_closed = False
         self._lock, self._changes = threading.Lock(), threading.Lock()
-        self._index = Index(make_policy(policy))
+        self._index = Index(VictimOrder(policy))
         share = None if capacity is None else capacity // len(places)
         directories = [Directory(path, share, SLOT_BYTES, segment_bytes, retry_seconds) for path in places]
         self._allocator = Allocator(directories, self._index, self._lock)

@@ -8,8 +8,10 @@ from collections.abc import Collection, Iterator
 
 from kvpage.store.disk.drive import Drive
 from kvpage.store.disk.space import Entry, Space
-from kvpage.store.tiers.policy import Policy
+from kvpage.store.tiers.policy import VictimOrder
 from kvpage.store.tiers.tier import Key, Note, RecordInfo
+
+OLDEST_SECONDS = 1e8  # that a record counts as old, if a clock was wrong
 
 
 class Index:
@@ -18,10 +20,10 @@ class Index:
     forgotten: entries that no key leads to any more, and that the disk still has as records.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, victims: VictimOrder) -> None:
         self.forgotten: list[Entry] = []
         self.generation = self.num_bytes = self.num_evicted = self.num_corrupted = 0
-        self._policy = policy
+        self._order = victims
         self._entries: dict[Key, Entry] = {}
         self._note: Note | None = None
 
@@ -53,7 +55,7 @@ class Index:
         """Return the entry, which goes later now."""
         entry = self._entries.get(key)
         if entry is not None:
-            self._policy.use(key)
+            self._order.use(key)
             entry.last_used = time.time()
         return entry
 
@@ -65,23 +67,24 @@ class Index:
         self.generation = max(self.generation + 1, time.time_ns() // 1000)
         return self.generation
 
-    def add(self, entry: Entry) -> None:
-        """Put the entry in the place of the key's former one."""
+    def add(self, entry: Entry, age: float = 0.0) -> None:
+        """Put the entry in the place of the key's former one. age: seconds since it was written."""
         key = entry.key
         self.forget(key)
         entry.is_findable, entry.last_used = True, entry.run.written
         self._entries[key] = entry
-        self._policy.add(key)
+        self._order.add(key, age)
         self.num_bytes += entry.run.num_bytes
         if self._note is not None:
             self._note(key, "written")
 
     def find(self, entries: Iterator[Entry]) -> None:
         """Add the entries that were found on the disk, the oldest first. Of several of one key the newest counts."""
+        now = time.time()
         for entry in sorted(entries, key=lambda entry: entry.run.generation):
             there = self._entries.get(entry.key)
             if there is None or there.run.generation < entry.run.generation:
-                self.add(entry)
+                self.add(entry, min(max(now - entry.run.written, 0.0), OLDEST_SECONDS))
             else:
                 self.forgotten.append(entry)
             self.generation = max(self.generation, entry.run.generation)
@@ -94,7 +97,7 @@ class Index:
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
-        self._policy.remove(key)
+        self._order.remove(key, is_evicted=reason == "evicted")
         self.num_bytes -= entry.run.num_bytes
         entry.is_findable = False
         self.forgotten.append(entry)
@@ -121,7 +124,7 @@ class Index:
 
         Returns its space. None, and nothing is forgotten, if entries in use leave no place.
         """
-        for key in self._policy.victims():
+        for key in self._order.victims():
             entry = self._entries[key]
             if entry.is_idle and entry.space.drive in drives:
                 victims = entry.space.victims_around(entry, entry.space.segment.slots_for(num_bytes))
@@ -137,7 +140,7 @@ class Index:
     def check(self, entries: Iterator[Entry]) -> None:
         """Raise RuntimeError unless the findable ones of the entries are in here, and known to the policy."""
         findable = {entry.run.key: entry for entry in entries if entry.is_findable}
-        if findable != self._entries or set(self._policy.victims()) != set(self._entries):
+        if findable != self._entries or set(self._order.victims()) != set(self._entries):
             raise RuntimeError(f"{len(findable)} records are findable, {len(self._entries)} in the index")
         if sum(entry.run.num_bytes for entry in findable.values()) != self.num_bytes:
             raise RuntimeError(f"records are not of {self.num_bytes} bytes")

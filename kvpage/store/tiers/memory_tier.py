@@ -10,7 +10,7 @@ from kvpage.checks.values import check_flag
 from kvpage.layout.host_memory import touch, zeros
 from kvpage.layout.pinned_memory import pinned_zeros
 from kvpage.store.tiers.extents import Extents
-from kvpage.store.tiers.policy import make_policy
+from kvpage.store.tiers.policy import VictimOrder
 from kvpage.store.tiers.tier import Key, Note, Reader, RecordInfo, Tier, TierError, TierStats, Writer
 
 UNIT = 4096
@@ -80,7 +80,7 @@ class _MemoryWriter(Writer):
 
 
 class MemoryTier(Tier):
-    """Records in a slab of host memory of `capacity` bytes. policy: lru, slru, lfu or fifo.
+    """Records in a slab of host memory of `capacity` bytes. policy: one of POLICIES.
 
     pin_memory: pin the slab, so that a GPU's copies run beside the computation; by default if there is a GPU. prefault:
     have the system give the whole slab when the tier is made, which takes about 0.1 s for a GiB. Otherwise it gives
@@ -105,7 +105,7 @@ class MemoryTier(Tier):
             raise ValueError(f"capacity must be an integer of at least {UNIT} bytes, got {capacity!r}")
         check_flag("prefault", prefault)
         self.name = name
-        self._policy = make_policy(policy)
+        self._order = VictimOrder(policy)
         self._extents = Extents(capacity // UNIT)
         pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._most_units = capacity // UNIT  # of a record
@@ -219,7 +219,7 @@ class MemoryTier(Tier):
         entry = self._entries.get(key)
         if entry is not None:
             entry.last_used = time.time()
-            self._policy.use(key)
+            self._order.use(key)
         return entry
 
     def _make_room(self, num_units: int) -> int | None:
@@ -229,17 +229,29 @@ class MemoryTier(Tier):
         begin = self._extents.allocate(num_units)
         if begin is not None:
             return begin
-        idle = [key for key in self._policy.victims() if self._entries[key].num_readers == 0]
-        room = sum(-(-self._entries[key].num_bytes // UNIT) for key in idle)
-        if room + self._extents.num_free < num_units:
-            return None
-        for key in idle:
-            self._forget(key, "evicted")
-            self._num_evicted += 1
-            begin = self._extents.allocate(num_units)
-            if begin is not None:
-                return begin
+        while victims := self._victims_for(num_units):
+            for key in victims:
+                self._forget(key, "evicted")
+                self._num_evicted += 1
+                begin = self._extents.allocate(num_units)
+                if begin is not None:
+                    return begin
         return None
+
+    def _victims_for(self, num_units: int) -> list[Key]:
+        """Return the first records to go whose room is enough, one at least; none where all are not enough.
+
+        Nobody reads them. They may lie apart: then the next ones have to go, too.
+        """
+        victims, room = list[Key](), self._extents.num_free
+        for key in self._order.victims():
+            entry = self._entries[key]
+            if entry.num_readers == 0:
+                victims.append(key)
+                room += -(-entry.num_bytes // UNIT)
+                if room >= num_units:
+                    return victims
+        return []
 
     def _commit(self, writer: _MemoryWriter) -> bool:
         writer.is_open = False
@@ -247,7 +259,7 @@ class MemoryTier(Tier):
         entry = writer.entry
         entry.is_findable = True
         self._entries[writer.key] = entry
-        self._policy.add(writer.key)
+        self._order.add(writer.key)
         self._num_bytes += entry.num_bytes
         if self._note is not None:
             self._note(writer.key, "written")
@@ -258,7 +270,7 @@ class MemoryTier(Tier):
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
-        self._policy.remove(key)
+        self._order.remove(key, is_evicted=reason == "evicted")
         self._num_bytes -= entry.num_bytes
         entry.is_findable = False
         if entry.num_readers == 0:

@@ -1,132 +1,51 @@
-"""Policies of eviction: which record goes first. `lru` and `slru` are as of blocks in the prefix tree."""
+"""VictimOrder: which record of a tier goes first, by key. The policies are those of blocks in the prefix tree.
 
-from abc import ABC, abstractmethod
-from collections import OrderedDict
+keys        RecordOrder, in C++
+b"a" ─► 0   place 0: used last, found how often, ...
+b"c" ─► 1   place 1
+"""
+
 from collections.abc import Iterator
 
+from kvpage._C import RecordOrder, eviction_policies
 
-class Policy(ABC):
-    """An order of keys. Every method but `victims` takes O(1)."""
+Key = bytes
 
-    @abstractmethod
-    def add(self, key: bytes) -> None:
-        """Add a key that is not there yet."""
+POLICIES = eviction_policies()
+WALKED = 32  # victims that are asked for at once: most tiers take the first
 
-    @abstractmethod
-    def use(self, key: bytes) -> None:
+
+class VictimOrder:
+    """An order of keys by a policy. Not thread-safe: callers hold the tier's lock.
+
+    Raises ValueError for a policy that is none of POLICIES.
+    """
+
+    def __init__(self, policy: str) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+        self._order = RecordOrder(policy)
+        self._place_ids: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}
+
+    def add(self, key: Key, age: float = 0.0) -> None:
+        """Add a key that is not there yet. age: seconds since its last use, for a policy that heeds time."""
+        place_id = self._order.add(age)
+        self._place_ids[key], self._keys[place_id] = place_id, key
+
+    def use(self, key: Key) -> None:
         """Note that a key was read."""
+        self._order.use(self._place_ids[key])
 
-    @abstractmethod
-    def remove(self, key: bytes) -> None:
-        """Take a key out. Raises KeyError if it is not there."""
+    def remove(self, key: Key, is_evicted: bool = False) -> None:
+        """Take a key out; KeyError if it is not there. is_evicted: to make room, which policies learn from."""
+        place_id = self._place_ids.pop(key)
+        del self._keys[place_id]
+        self._order.remove(place_id, is_evicted)
 
-    @abstractmethod
-    def victims(self) -> Iterator[bytes]:
-        """Walk over all keys, the first to go first. The policy must not be changed meanwhile."""
-
-
-class FIFO(Policy):
-    """The record that was added first goes first."""
-
-    def __init__(self) -> None:
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-
-    def add(self, key: bytes) -> None:
-        self._keys[key] = None
-
-    def use(self, key: bytes) -> None:
-        """Change nothing."""
-
-    def remove(self, key: bytes) -> None:
-        del self._keys[key]
-
-    def victims(self) -> Iterator[bytes]:
-        return iter(self._keys)
-
-
-class LRU(FIFO):
-    """The least recently used record goes first."""
-
-    def use(self, key: bytes) -> None:
-        self._keys.move_to_end(key)
-
-
-class LFU(Policy):
-    """The least often used record goes first; of several, the least recently used.
-
-    counts   1: [c d]   2: [a]   7: [b]       each an LRU; read once, d becomes 2: [a d]
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[bytes, int] = {}
-        self._keys: dict[int, OrderedDict[bytes, None]] = {}
-
-    def add(self, key: bytes) -> None:
-        self._put(key, 1)
-
-    def use(self, key: bytes) -> None:
-        count = self._counts[key]
-        self.remove(key)
-        self._put(key, count + 1)
-
-    def remove(self, key: bytes) -> None:
-        count = self._counts.pop(key)
-        del self._keys[count][key]
-        if not self._keys[count]:
-            del self._keys[count]
-
-    def victims(self) -> Iterator[bytes]:
-        for count in sorted(self._keys):
-            yield from self._keys[count]
-
-    def _put(self, key: bytes, count: int) -> None:
-        self._counts[key] = count
-        self._keys.setdefault(count, OrderedDict())[key] = None
-
-
-class SLRU(Policy):
-    """The least recently used record goes first; those that were read go after the others, up to four fifths of all.
-
-    new    [e c f]        the first to go
-    read   [a d b]        first once they are more than four fifths
-    """
-
-    def __init__(self) -> None:
-        self._new, self._read = LRU(), LRU()
-        self._is_read: dict[bytes, bool] = {}
-        self._num_read = 0
-
-    def add(self, key: bytes) -> None:
-        self._new.add(key)
-        self._is_read[key] = False
-
-    def use(self, key: bytes) -> None:
-        if self._is_read[key]:
-            self._read.use(key)
-            return
-        self._new.remove(key)
-        self._read.add(key)
-        self._is_read[key] = True
-        self._num_read += 1
-
-    def remove(self, key: bytes) -> None:
-        is_read = self._is_read.pop(key)
-        self._num_read -= is_read
-        (self._read if is_read else self._new).remove(key)
-
-    def victims(self) -> Iterator[bytes]:
-        parts = [self._new, self._read]
-        if 5 * self._num_read > 4 * len(self._is_read):
-            parts.reverse()
-        for part in parts:
-            yield from part.victims()
-
-
-POLICIES: dict[str, type[Policy]] = {"lru": LRU, "slru": SLRU, "lfu": LFU, "fifo": FIFO}
-
-
-def make_policy(name: str) -> Policy:
-    """Return a new policy. Raises ValueError for a name that is not lru, slru, lfu or fifo."""
-    if name not in POLICIES:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
-    return POLICIES[name]()
+    def victims(self) -> Iterator[Key]:
+        """Walk over all keys, the first to go first. The order must not change meanwhile."""
+        walk = self._order.walk()
+        while place_ids := walk.take(WALKED):
+            for place_id in place_ids:
+                yield self._keys[place_id]

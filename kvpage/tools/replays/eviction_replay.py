@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvpage._C import BlockPool, PrefixTree
+from kvpage.blocks.config import EVICTIONS
 from kvpage.tools.replay import TraceRequest
 from kvpage.tools.replays.eviction_rules import Belady, Pbkv, Rule, RuleCache, Ttl
 
-NAMES = "lru", "slru", "cost", "hinted", "exact", "ttl", "pbkv", "belady"
+NAMES = *EVICTIONS, "hinted", "exact", "ttl", "pbkv", "belady"
 """What can be compared. hinted: cost, told when a session's next request is expected, and which one is its last. exact:
 the same, told when it will come."""
 
@@ -133,7 +134,7 @@ def make_cache(name: str, num_blocks: int, requests: Sequence[TraceRequest], tok
     """
     if name in ("hinted", "exact"):
         return TreeCache(num_blocks, "cost", is_hinted=True)
-    if name in ("lru", "slru", "cost"):
+    if name in EVICTIONS:
         return TreeCache(num_blocks, name)
     rules: dict[str, Callable[[], Rule]] = {
         "ttl": lambda: Ttl(tokens_per_second),

@@ -46,7 +46,7 @@ def test_each_tier_notes_it_and_one_in_trouble_does_not() -> None:
         fill(store)
         tiers[0].clear()
         assert store.touch([b"a"]) == [True]
-        assert next(iter(tiers[1]._policy.victims())) == names_of(store, [b"b"])[0]
+        assert next(iter(tiers[1]._order.victims())) == names_of(store, [b"b"])[0]
     with opened(Troubled(lambda: True)) as store:
         assert store.touch([b"a", b"b"]) == [False, False] and store.stats().tier_errors == 1
     with opened() as store:

@@ -1,5 +1,5 @@
-// UseClock: counts uses of nodes, and tells the time. While it keeps time, a count is also the time, in nanoseconds, or
-// a little later.
+// UseClock: counts uses of entries, and tells the time. While it keeps time, a count is also the time, in nanoseconds,
+// or a little later.
 #pragma once
 
 #include <algorithm>
