@@ -150,6 +150,7 @@ void PrefixTree::append_edge(TreeNode* node, const TokenView& tokens, std::span<
   tokens.copy_to(tokens.size() - num_tokens, num_tokens, node->tokens.extend(num_tokens));
   std::copy(fresh.begin(), fresh.end(), node->device_ids.extend(num_fresh));
   node->num_blocks += static_cast<int32_t>(num_fresh);
+  node->added_at = 0;  // its last blocks go first, and are new
   num_cached_ += num_fresh;
 }
 

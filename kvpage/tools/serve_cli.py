@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvpage._C import eviction_policies
 from kvpage.layout.model_folder import check_model_folder
 
 # their lists have the plural as a name
@@ -39,7 +40,7 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(help="sequences that run at once")] = 64,
     max_num_batched_tokens: Annotated[int, typer.Option(help="tokens of one step at most")] = 2048,
     max_num_waiting: Annotated[int, typer.Option(help="requests that wait at most; then 503")] = 1024,
-    eviction: Annotated[str, typer.Option(help="which cached blocks go first: lru, slru, lfu, fifo or cost")] = "lru",
+    eviction: Annotated[str, typer.Option(help=f"what goes first: {', '.join(eviction_policies())}")] = "lru",
     pin_quota: Annotated[int, typer.Option(help="blocks that hints may pin")] = 0,
     tenant_pin_quota: Annotated[int | None, typer.Option(help="the same for one tenant")] = None,
     max_retain_priority: Annotated[int, typer.Option(help="of kv.retain, at most")] = 100,

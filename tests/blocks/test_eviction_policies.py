@@ -51,9 +51,11 @@ class RankedLife:
                 if is_reused or is_over:
                     self.next_use.pop(key, None)
             keys = self.blocks_of(path, entry)
-            added = self.added.get(keys[0], entry.last_used)  # blocks that a run gets later go with it
-            if added is not None:
-                self.added |= dict.fromkeys(keys, added)
+            if not all(key in self.added for key in keys):  # the run is new, or has grown: its last blocks go first
+                for key in keys:
+                    self.added.pop(key, None)
+                    if entry.last_used is not None:
+                        self.added[key] = entry.last_used
         self.pinned = pinned
         self.tree.check()
 
@@ -180,6 +182,14 @@ def test_cost_learns_what_is_found_again():
     assert [num_cached(tree, [short, 1]) for short in range(3)] == [2] * 3
 
 
+def test_fifo_takes_a_block_that_came_later_for_newer_though_its_run_is_old():
+    pool = BlockPool(10)
+    tree = PrefixTree(pool, 1, eviction="fifo")
+    for tokens in ([1], [2], [1, 3]):
+        cache(tree, pool, tokens)
+    assert tree.evict(1) == 1 and num_cached(tree, [2]) == 0 and num_cached(tree, [1, 3]) == 2
+
+
 def test_slru_gives_up_the_found_ones_once_they_are_nearly_all():
     pool = BlockPool(10)
     tree = PrefixTree(pool, 1, eviction="slru")
@@ -192,9 +202,9 @@ def test_slru_gives_up_the_found_ones_once_they_are_nearly_all():
 
 
 def test_a_policy_of_another_name_is_refused():
-    with pytest.raises(ValueError, match="eviction must be one of lru, slru, lfu, fifo, cost, got 'belady'"):
+    with pytest.raises(ValueError, match=f"eviction must be one of {', '.join(EVICTIONS)}, got 'belady'"):
         PrefixTree(BlockPool(1), 1, eviction="belady")
-    with pytest.raises(ValueError, match="eviction must be one of lru, slru, lfu, fifo, cost, got None"):
+    with pytest.raises(ValueError, match=f"eviction must be one of {', '.join(EVICTIONS)}, got None"):
         BlockConfig(1, 1, eviction=None)
     tree = PrefixTree(BlockPool(1), 1, eviction="cost")
     for seconds in (-1.0, 1e9, float("nan")):

@@ -10,6 +10,7 @@ from kvpage.store.config import TierURL, parse_size
 from kvpage.store.inspection import open_tier
 from kvpage.store.placement import place_tiers
 from kvpage.store.tiers.memory_tier import MemoryTier
+from kvpage.store.tiers.policy import POLICIES
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_tiers_are_made_in_order_with_their_parts() -> None:
         ("magnetic://tape", "scheme must be one of .*memory.*, got 'magnetic'"),
         ("memory://?sise=3", "options of memory:// must be among size, policy, prefault, .*got 'sise'"),
         ("memory://?size=1", "capacity must be an integer of at least"),
-        ("memory://?policy=mru", "policy must be one of lru, slru, lfu, fifo, cost, got 'mru'"),
+        ("memory://?policy=mru", f"policy must be one of {', '.join(POLICIES)}, got 'mru'"),
         ("memory://?write=never", "write must be one of through, back, got 'never'"),
         ("memory://?prefault=1", "prefault must be one of yes, no, got '1'"),
         ("memory://?promote=1", "promote must be one of yes, no"),

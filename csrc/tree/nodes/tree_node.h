@@ -67,7 +67,7 @@ struct alignas(64) TreeNode {
   RankLinks<TreeNode> device_rank;  // among the nodes that may leave the device now
   RankLinks<TreeNode> host_rank;    // and the host
   int64_t next_use = 0;  // when it is expected, by the clock of EvictionOrder in nanoseconds; 0: not known
-  int64_t added_at = 0;  // when it was first listed
+  int64_t added_at = 0;  // when it was listed first since it has grown
   int64_t rank_key = 0;  // as the policy says, like its class
   int32_t num_device_children = 0;  // with blocks on the device
   int32_t num_host_children = 0;    // and on the host

@@ -22,6 +22,7 @@ class _Entry:
 
     def __init__(self, key: Key, begin: int, num_bytes: int) -> None:
         self.key, self.begin, self.num_bytes = key, begin, num_bytes
+        self.num_units = -(-num_bytes // UNIT)
         self.num_readers = 0
         self.is_findable = False
         self.last_used = time.time()
@@ -108,7 +109,7 @@ class MemoryTier(Tier):
         self._order = VictimOrder(policy)
         self._extents = Extents(capacity // UNIT)
         pin = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self._most_units = capacity // UNIT  # of a record
+        self._busy: dict[int, int] = {}  # units that cannot be evicted, by the first one: of writers, readers, borders
         self._slab = self._pinned_slab() if pin else zeros((capacity // UNIT * UNIT,), torch.uint8)
         if prefault and not pin:
             touch([self._slab], name)
@@ -141,7 +142,11 @@ class MemoryTier(Tier):
         with self._lock:
             self._check_open()
             begin = self._make_room(-(-num_bytes // UNIT))
-            return None if begin is None else _MemoryWriter(self, _Entry(key, begin, num_bytes))
+            if begin is None:
+                return None
+            entry = _Entry(key, begin, num_bytes)
+            self._busy[begin] = entry.num_units
+            return _MemoryWriter(self, entry)
 
     def commit(self, writers: Sequence[Writer], timeout: float | None = None) -> list[bool]:
         with self._lock:
@@ -192,6 +197,8 @@ class MemoryTier(Tier):
         """Raise RuntimeError if places overlap, or are lost."""
         with self._lock:
             self._extents.check()
+            if set(self._order.victims()) != set(self._entries):
+                raise RuntimeError(f"the order of eviction does not have the {len(self._entries)} records")
 
     def _pinned_slab(self) -> torch.Tensor:
         """Return the slab. A unit is left out at each border of its pieces: CUDA refuses copies across one."""
@@ -199,7 +206,7 @@ class MemoryTier(Tier):
         (slab,) = pinned_zeros([(num_units * UNIT,)], torch.uint8, self.name, PINNED_PIECE_BYTES)
         for border in range(units_each, num_units, units_each):
             self._extents.take(border, 1)
-        self._most_units = min(num_units, units_each)
+            self._busy[border] = 1
         return slab
 
     # --- inside, with the lock held ---
@@ -213,6 +220,7 @@ class MemoryTier(Tier):
         if entry is None:
             return None
         entry.num_readers += 1
+        self._busy[entry.begin] = entry.num_units
         return _MemoryReader(self, entry)
 
     def _use(self, key: Key) -> "_Entry | None":
@@ -224,40 +232,31 @@ class MemoryTier(Tier):
 
     def _make_room(self, num_units: int) -> int | None:
         """Evict until a run is free; return None, with nothing evicted, if that would not be enough."""
-        if num_units > self._most_units:
-            return None
         begin = self._extents.allocate(num_units)
-        if begin is not None:
-            return begin
-        while victims := self._victims_for(num_units):
-            for key in victims:
-                self._forget(key, "evicted")
-                self._num_evicted += 1
-                begin = self._extents.allocate(num_units)
-                if begin is not None:
-                    return begin
-        return None
+        if begin is None and not self._may_have_room(num_units):
+            return None
+        while begin is None:
+            victim = next(key for key in self._order.victims() if self._entries[key].num_readers == 0)
+            self._forget(victim, "evicted")
+            self._num_evicted += 1
+            begin = self._extents.allocate(num_units)
+        return begin
 
-    def _victims_for(self, num_units: int) -> list[Key]:
-        """Return the first records to go whose room is enough, one at least; none where all are not enough.
-
-        Nobody reads them. They may lie apart: then the next ones have to go, too.
-        """
-        victims, room = list[Key](), self._extents.num_free
-        for key in self._order.victims():
-            entry = self._entries[key]
-            if entry.num_readers == 0:
-                victims.append(key)
-                room += -(-entry.num_bytes // UNIT)
-                if room >= num_units:
-                    return victims
-        return []
+    def _may_have_room(self, num_units: int) -> bool:
+        """Return whether there is a run between those that cannot be evicted."""
+        end = 0
+        for begin, num_busy in sorted(self._busy.items()):
+            if begin - end >= num_units:
+                return True
+            end = begin + num_busy
+        return self._extents.num_units - end >= num_units
 
     def _commit(self, writer: _MemoryWriter) -> bool:
         writer.is_open = False
         self._forget(writer.key)
         entry = writer.entry
         entry.is_findable = True
+        del self._busy[entry.begin]
         self._entries[writer.key] = entry
         self._order.add(writer.key)
         self._num_bytes += entry.num_bytes
@@ -293,9 +292,13 @@ class MemoryTier(Tier):
     def _let_go(self, entry: _Entry) -> None:
         with self._lock:
             entry.num_readers -= 1
-            if entry.num_readers == 0 and not entry.is_findable:
+            if entry.num_readers > 0:
+                return
+            del self._busy[entry.begin]
+            if not entry.is_findable:
                 self._extents.release(entry.begin)
 
     def _give_up(self, entry: _Entry) -> None:
         with self._lock:
+            del self._busy[entry.begin]
             self._extents.release(entry.begin)

@@ -13,6 +13,7 @@ from kvpage.store import ByteEvent, ByteStore, Placed
 from kvpage.store.bytes.events import NAME_BYTES, KnownKeys
 from kvpage.store.stack.tier_feed import TierFeed, TierNote
 from kvpage.store.tiers.memory_tier import MemoryTier
+from kvpage.store.tiers.policy import POLICIES
 
 
 def told(store: ByteStore) -> list[ByteEvent]:
@@ -47,7 +48,7 @@ def test_what_comes_and_goes_is_told_in_order(kind: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_follower_knows_at_each_moment_what_is_there(kind: str, policy: str, tmp_path) -> None:
     url = "memory://?size=64KiB" if kind == "memory" else disk(tmp_path, "128KiB").replace("8MiB", "128KiB")
     with opened(f"{url}&policy={policy}") as store:

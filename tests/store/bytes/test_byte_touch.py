@@ -20,7 +20,7 @@ def fill(store: ByteStore) -> None:
 
 
 @pytest.mark.parametrize("is_later", [False, True])
-@pytest.mark.parametrize(("policy", "goes"), [("lru", b"b"), ("lfu", b"b"), ("fifo", b"a")])
+@pytest.mark.parametrize(("policy", "goes"), [("lru", b"b"), ("lfu", b"b"), ("fifo", b"a"), ("cost", b"b")])
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_what_was_touched_goes_later(kind: str, policy: str, goes: bytes, is_later: bool, tmp_path: Path) -> None:
     url = "memory://?size=64KiB" if kind == "memory" else disk(tmp_path, "64KiB").replace("8MiB", "64KiB")

@@ -22,11 +22,12 @@ from kvpage.store.disk import reader_writer
 from kvpage.store.disk import segment as disk_segment
 from kvpage.store.disk.disk_tier import SLOT_BYTES, DiskTier
 from kvpage.store.disk.reader_writer import CUT_BYTES, WRITE_BYTES, Buffers
+from kvpage.store.tiers.policy import POLICIES
 from kvpage.store.tiers.tier import TierError
 
 
 @pytest.mark.parametrize("num_paths", [1, 3])
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_random_life_over_many_openings(tmp_path: Path, policy: str, num_paths: int) -> None:
     paths = [tmp_path / str(n) for n in range(num_paths)]
     open_tier = lambda: DiskTier(paths, 4 * SEGMENT_BYTES, policy, SEGMENT_BYTES)  # noqa: E731

@@ -1,4 +1,4 @@
-"""The memory tier against a dict; extents and policies against naive ones."""
+"""The memory tier against a dict; extents against naive ones."""
 
 import errno
 import gc
@@ -16,7 +16,7 @@ from kvpage.layout import host_memory, pinned_memory, shown_progress
 from kvpage.store.tiers import memory_tier
 from kvpage.store.tiers.extents import Extents
 from kvpage.store.tiers.memory_tier import UNIT, MemoryTier
-from kvpage.store.tiers.policy import VictimOrder
+from kvpage.store.tiers.policy import POLICIES
 from kvpage.store.tiers.stretches import address_of
 from kvpage.store.tiers.tier import TierError
 
@@ -65,49 +65,30 @@ def free_runs(units: list) -> dict[int, int]:
     return runs
 
 
-@pytest.mark.parametrize("name", ["lru", "slru", "lfu", "fifo"])
-@pytest.mark.parametrize("seed", range(3))
-def test_policies_against_sorting(name: str, seed: int) -> None:
-    rng, policy = random.Random(seed), VictimOrder(name)
-    born: dict[bytes, int] = {}
-    used: dict[bytes, int] = {}
-    count: dict[bytes, int] = {}
-    for now in range(600):
-        action = rng.random()
-        if action < 0.3 or not born:
-            new = key(now)
-            policy.add(new)
-            born[new] = used[new] = now
-            count[new] = 0
-        elif action < 0.8:
-            one = rng.choice(list(born))
-            policy.use(one)
-            used[one] = now
-            count[one] += 1
-        else:
-            one = rng.choice(list(born))
-            policy.remove(one)
-            for table in (born, used, count):
-                del table[one]
-        is_over = 5 * sum(times > 0 for times in count.values()) > 4 * len(born)
-        order = {
-            "lru": used.__getitem__,
-            "slru": lambda one, is_over=is_over: ((count[one] > 0) != is_over, used[one]),
-            "fifo": born.__getitem__,
-            "lfu": lambda one: (count[one], used[one]),
-        }[name]
-        assert list(policy.victims()) == sorted(born, key=order)
-    with pytest.raises(KeyError):
-        policy.remove(b"nobody")
-
-
-def test_random_life() -> None:
-    """Least recently used records go, and open ones stay."""
-    life = TierLife(seed_of(0), lambda: MemoryTier(24 * UNIT, pin_memory=False), 3 * UNIT, is_lru=True)
-    life.live(800)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_life(policy: str) -> None:
+    """Records go one by one, by the policy; open ones stay."""
+    make = lambda: MemoryTier(24 * UNIT, policy, pin_memory=False)  # noqa: E731
+    # In so short a time all records are of one age for `cost`.
+    life = TierLife(seed_of(0), make, 3 * UNIT, policy=None if policy == "cost" else policy)
+    life.live(800 if policy == "lru" else 200)
     assert min(life.figures[name] for name in ("read", "evicted")) > 0
     life.tier.clear()
     assert life.tier.stats().num_bytes == 0 and life.tier.create(key(99), 24 * UNIT) is not None
+
+
+def test_nothing_goes_for_a_record_that_finds_no_run() -> None:
+    """Three of four units could be free, but not side by side: one that is read lies between them."""
+    tier = MemoryTier(4 * UNIT, pin_memory=False)
+    for number in range(4):
+        put(tier, {key(number): bytes([number]) * UNIT})
+    (reader,) = tier.open([key(1)])
+    assert tier.create(key(9), 3 * UNIT) is None
+    assert tier.contains([key(number) for number in range(4)]) == [True] * 4 and tier.stats().evicted == 0
+    reader.close()
+    with tier.create(key(9), 3 * UNIT) as writer:
+        assert tier.create(key(8), 2 * UNIT) is None and writer.num_bytes == 3 * UNIT
+    tier.check()
 
 
 def test_a_refused_commit_publishes_nothing() -> None:

@@ -4,6 +4,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from support.naive_order import NaiveOrder
 from support.seeds import replay, seed_of
 
 from kvpage import _C
@@ -15,42 +16,21 @@ class OrderLife:
     """Random records at random times. Times are whole seconds, so that no two uses are at once."""
 
     def __init__(self, seed: int, policy: str) -> None:
-        self.rng, self.policy, self.order, self.now = random.Random(seed), policy, _C.RecordOrder(policy), 0
-        self.added: dict[int, int] = {}
-        self.used: dict[int, int] = {}
-        self.num_hits: dict[int, int] = {}
+        self.rng, self.order, self.naive = random.Random(seed), _C.RecordOrder(policy), NaiveOrder(policy)
 
     def do(self) -> None:
-        self.now += 1
-        self.order.set_time(float(self.now))
-        action = self.rng.random()
-        if action < 0.3 or not self.added:
-            place = self.order.add()
-            assert place not in self.added
-            self.added[place] = self.used[place] = self.now
-            self.num_hits[place] = 0
-            return
-        place = self.rng.choice(list(self.added))
-        if action < 0.8:
+        self.order.set_time(float(self.naive.now + 1))
+        action, places = self.rng.random(), self.naive.victims()
+        if action < 0.3 or not places:
+            self.naive.add(self.order.add())
+        elif action < 0.8:
+            place = self.rng.choice(places)
             self.order.use(place)
-            self.used[place] = self.now
-            self.num_hits[place] += 1
-            return
-        self.order.remove(place, self.rng.random() < 0.5)
-        for table in (self.added, self.used, self.num_hits):
-            del table[place]
-
-    def expected(self) -> list[int]:
-        """`cost` has too little evidence to go by: the least recently used goes first."""
-        is_over = 5 * sum(map(bool, self.num_hits.values())) > 4 * len(self.added)
-        keys = {
-            "lru": self.used.__getitem__,
-            "slru": lambda place: (bool(self.num_hits[place]) != is_over, self.used[place]),
-            "lfu": lambda place: (self.num_hits[place], self.used[place]),
-            "fifo": self.added.__getitem__,
-            "cost": self.used.__getitem__,
-        }
-        return sorted(self.added, key=keys[self.policy])
+            self.naive.use(place)
+        else:
+            place = self.rng.choice(places)
+            self.order.remove(place, self.rng.random() < 0.5)
+            self.naive.remove(place)
 
 
 @pytest.mark.parametrize("policy", _C.eviction_policies())
@@ -60,9 +40,9 @@ def test_a_life_beside_sorting(policy):
         life.do()
         walk, num_first = life.order.walk(), life.rng.randrange(4)
         walked = walk.take(num_first)
-        assert walked == life.expected()[:num_first], replay()
-        assert walked + walk.take(ALL) == life.expected(), replay()
-        assert walk.take(1) == [] and len(life.order) == len(life.added)
+        assert walked == life.naive.victims()[:num_first], replay()
+        assert walked + walk.take(ALL) == life.naive.victims(), replay()
+        assert walk.take(1) == [] and len(life.order) == len(life.naive.born)
         life.order.check()
 
 
