@@ -71,6 +71,7 @@ SMALLEST: dict[str, tuple[list[str], dict[str, Any]]] = {  # options, and sizes 
     "same_bits": (["--models", "gpt_oss", "--dtypes", "fp32", "--tasks", "decode one", "--prompt-tokens", "9",
                    "--seqs", "2", "--tokens", "2", *ONCE],
                   {"VOCAB": 256, "LAYERS": 1}),
+    "same_bits_gpu": (["--rows", "1", "3", "--size", "32", "--vocab", "50", "--keys", "40", *ONCE], {}),
     "sampling": (["--rows", "2", "--vocabs", "64", "--threads", "1", *ONCE], {}),
     "sealed": (["--sizes", "300", "--records", "2", *ONCE], {}),
     "serve": (["--serve", "tiny", "--compare", "--num-requests", "3", "--input-len", "4", "--output-len", "3",
