@@ -6,9 +6,7 @@
 
 Before anything is timed, rows are computed alone, in parts and together, and their bits compared; and all of them with
 the other way, up to rounding. A case that differs ends the run. Bounds: a copy of as many bytes as a case reads and
-writes once, measured in the same run, and "TFLOP/s" beside what the device multiplies. Predicted for an H100, from
-tiles of 64 x 64 without a second warp group: 250 to 400 TFLOP/s of bf16 at 2,048 rows, 0.6 to 0.9 of the copy at 1 row;
-attention 1.0 to 1.5 times the other kernel's time. Untried on a device so far.
+writes once, measured in the same run, and "TFLOP/s" beside what the device multiplies. Untried on a device so far.
 
     kvpage bench same_bits_gpu [--device cuda] [--plot PATH]
 """

@@ -1,4 +1,4 @@
-"""Kernels of `same_bits` compiled ahead of time: no spills in loops, bf16 by tensor cores, no products of tf32."""
+"""Kernels of `same_bits` compiled ahead of time: no spills in loops, bf16 by tensor cores."""
 
 import os
 import re
