@@ -28,7 +28,8 @@ from kvpage.benchmarks.figure import Figure, in_turns, result
 from kvpage.benchmarks.pictures import curves
 from kvpage.benchmarks.script import DEVICE, finish, option, parse
 from kvpage.benchmarks.serving_workloads import DTYPES
-from kvpage.ops.cuda.layers import device_linear, device_log_softmax
+from kvpage.ops.cuda.layers import device_linear
+from kvpage.serving.sampling.log_softmax import log_softmax
 
 BLOCK_SIZE, KV_HEADS, HEADS, SIZE = 16, 8, 32, 128  # of Llama 3 8B
 TOLERANCE = 2e-2
@@ -77,11 +78,13 @@ def logarithm_case(num_rows: int, vocab_size: int, device: torch.device) -> Case
     """Return logarithms of softmax."""
     scores = torch.randn(num_rows, vocab_size, device=device)
 
-    def fixed(begin: int, end: int) -> torch.Tensor:
-        part = scores[begin:end]
-        return device_log_softmax(part) if scores.is_cuda else part.log_softmax(-1)
-
-    return Case(fixed, lambda begin, end: scores[begin:end].log_softmax(-1), num_rows, 2 * scores.nbytes, 0)
+    return Case(
+        lambda begin, end: log_softmax(scores[begin:end]),
+        lambda begin, end: scores[begin:end].log_softmax(-1),
+        num_rows,
+        2 * scores.nbytes,
+        0,
+    )
 
 
 def attention_case(num_rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Case:

@@ -50,8 +50,6 @@ WHOLE: dict[str, str] = {
     # Types one by one, of which test_same_bits.py shows some.
     "tests/serving/model/test_same_bits_table.py::test_a_type": "slow",
     "tests/serving/test_same_bits_lives.py": "slow",
-    # Models and a server, whose making costs more than the walks.
-    "tests/house/test_walks.py": "slow",
     # nvcc compiles a module for the fixtures.
     "tests/compiled/test_compiled_copies.py": "slow",
     "tests/ops/test_swap_calls.py": "slow",
@@ -107,8 +105,9 @@ SHOWN: dict[str, dict[str, float]] = {
         "tests/server/test_clients.py::test_openai_chats_and_its_second_turn_is_cached": 4,
         "tests/server/test_clients.py::test_openai_streams_what_it_answers_whole": 4,
     },
-    "functions fit on a screen": {
+    "functions fit on a screen, and calls pass through few": {
         "tests/house/test_sizes.py::test_functions_fit_on_a_screen": 4,
+        "tests/house/test_walks.py::test_a_walk_is_short": 2,
     },
     "the import is light, and the pages' examples run": {
         "tests/house/test_import.py::test_needs_neither_triton_nor_transformers": 6,

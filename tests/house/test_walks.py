@@ -13,7 +13,8 @@ from kvpage.serving import KVPageCache, KVPageCachePool, SamplingParams
 MAX_HOPS = 8
 
 
-@pytest.mark.parametrize("walk, most_functions, most_files", [(walk_of_a_prompt, 20, 10), (walk_of_a_chat, 224, 49)])
+# A chat: 223 before headers could name a session, which takes 3, and before the page told why a prompt was computed.
+@pytest.mark.parametrize("walk, most_functions, most_files", [(walk_of_a_prompt, 20, 10), (walk_of_a_chat, 227, 49)])
 def test_a_walk_is_short(walk: Callable[[], Walk], most_functions: int, most_files: int) -> None:
     steps = walk()
     functions, files = steps.functions, steps.files

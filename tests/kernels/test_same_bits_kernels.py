@@ -113,6 +113,8 @@ def test_logarithms_of_softmax(where, num_columns):
     torch.testing.assert_close(got, rows.log_softmax(-1), rtol=1e-5, atol=1e-5)
     assert all(same(device_log_softmax(rows[index : index + 1])[0], got[index]) for index in range(3))
     assert device_log_softmax(rows[:0]).shape == (0, num_columns)
+    assert same(device_log_softmax(rows.t().contiguous().t()), got)  # whatever its strides
+    assert device_log_softmax(rows.double()) is None and device_log_softmax(rows[0]) is None
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

@@ -51,14 +51,18 @@ def device_linear(rows: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor | 
     return out
 
 
-def device_log_softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Return the logarithm of softmax of rows, each by itself in one order, on a device with kernels.
+def device_log_softmax(scores: torch.Tensor) -> torch.Tensor | None:
+    """Return the logarithm of softmax of rows, each by itself in one order; None for all unusual.
 
     Args:
-        scores: fp32 [num_rows, num_columns], the last dimension contiguous.
+        scores: fp32 [num_rows, num_columns] on a device with kernels.
     """
+    if scores.dtype != torch.float32 or scores.dim() != 2 or not _has_triton():
+        return None
     from kvpage.kernels import log_softmax
 
+    if scores.stride(1) != 1:
+        scores = scores.contiguous()
     out = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
     with torch.cuda.device(scores.device):
         log_softmax.log_softmax(scores, out)

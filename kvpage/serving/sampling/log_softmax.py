@@ -6,8 +6,9 @@ from kvpage.ops.cuda.layers import device_log_softmax
 
 
 def log_softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Return log_softmax of fp32 rows [num_rows, vocab_size], whose last dimension is contiguous.
+    """Return log_softmax of rows [num_rows, vocab_size].
 
-    On a GPU torch's kernel sums a row in an order that follows from its address, so it is kvpage's.
+    On a GPU torch's kernel sums a row in an order that follows from its address, so it is kvpage's for fp32.
     """
-    return device_log_softmax(scores) if scores.is_cuda else torch.log_softmax(scores, dim=-1)
+    out = device_log_softmax(scores) if scores.is_cuda else None
+    return torch.log_softmax(scores, dim=-1) if out is None else out

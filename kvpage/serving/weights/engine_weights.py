@@ -70,7 +70,7 @@ class EngineWeights:
     def entry(self, namespace: bytes, name: str | None, version: str | None = None) -> tuple[bytes, Adapter | None]:
         """Return `namespace` of an adapter's name, and the adapter. ValueError for one that is not loaded."""
         adapter = None if name is None else self.adapter(name)
-        return self.namespace(namespace, adapter, version), adapter
+        return self.namespace_by(namespace, "" if adapter is None else self.digest(adapter), version), adapter
 
     def adapter(self, name: str | None) -> Adapter | None:
         """Return the adapter of a name; None for None. ValueError for one that is not loaded."""
